@@ -1,0 +1,37 @@
+# make run     pretrain the embedded default, end to end
+# make test    all tests            make check   format, lint, types, taste
+# make bench   every speed claim    make clean   remove the environment (work/ stays)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: run test check bench clean
+.DELETE_ON_ERROR:
+
+run: $(INSTALLED)
+	$(BIN)/luigi --module pipeline BertPhase2
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_taste.py
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $$($(PYTHON) --version) is too old: Python 3.11 or newer is needed; give one with make PYTHON=…" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,32 @@
+"""What runs after what: `luigi --module pipeline BertPhase2`.
+
+Imports neither torch nor transformers nor h5py: a finished pipeline answers in under a second.
+"""
+
+from pipeline.settings import add_defaults
+
+add_defaults()
+
+from pipeline.bert import (  # noqa: E402 (the tasks read settings when they are made)
+    BertPhase1,
+    BertPhase2,
+    ConvertCheckpoint,
+    Evaluate,
+    MergeShards,
+    Precompile,
+    Pretrain,
+)
+from pipeline.dataset import DownloadDataset, ShardDataset, TokenizeCorpus  # noqa: E402
+
+__all__ = [
+    "BertPhase1",
+    "BertPhase2",
+    "ConvertCheckpoint",
+    "DownloadDataset",
+    "Evaluate",
+    "MergeShards",
+    "Precompile",
+    "Pretrain",
+    "ShardDataset",
+    "TokenizeCorpus",
+]

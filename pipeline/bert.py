@@ -1,0 +1,236 @@
+"""The BERT chain: compile, train phase 1, convert, train phase 2, merge, evaluate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import luigi
+
+from pipeline import summary
+from pipeline.dataset import DownloadDataset, TokenizeCorpus, dataset_of
+from pipeline.stage import Stage, say
+from stages import manifest
+from trainer.config import ModelConfig
+from trainer.errors import UserError
+
+
+class ModelStage(Stage):
+    """A stage that has to know the model."""
+
+    def model(self, phase: int) -> ModelConfig:
+        """The model of a phase, whose dataset is complete: the settings', with the vocabulary of the text."""
+        dataset = dataset_of(phase)
+        if isinstance(dataset, DownloadDataset):
+            return self.settings.model.config(30522)
+        return self.settings.model.config(dataset.requires()["tokenize_corpus"].counts()["vocab_size"])
+
+    def model_parameters(self) -> dict[str, Any]:
+        """What the settings say of the model; the vocabulary, if left open, is the data set's."""
+        return dict(self.settings.model.param_kwargs)
+
+
+class Precompile(ModelStage):
+    """Builds and compiles every graph the phase needs, before a device waits for it."""
+
+    phase = luigi.IntParameter(description="1 or 2")
+    decides_output = False
+
+    def requires(self) -> dict[str, Stage]:
+        return {"dataset": dataset_of(self.phase)}
+
+    def parameters(self) -> dict[str, Any]:
+        """What changes graphs, and nothing else."""
+        phase, cluster = self.settings.phase(self.phase), self.settings.cluster
+        return {
+            "model": self.model_parameters(),
+            "seq_len": phase.seq_len,
+            "max_pred_len": phase.max_pred_len,
+            "micro_batch_size": phase.micro_batch_size,
+            "accumulates": self.settings.grad_accum_usteps(self.phase) > 1,
+            "optimizer": phase.optimizer,
+            "precision": self.settings.precision.mode,
+            "device": cluster.device,
+            "nproc_per_node": cluster.nproc_per_node,
+            "tensor_parallel_size": cluster.tensor_parallel_size,
+        }
+
+    def command(self) -> list[str]:
+        return ["-m", "stages.precompile", "--out", str(self.directory), "--device", self.settings.cluster.device]
+
+
+class Pretrain(ModelStage):
+    """Trains one phase, in processes of its own; an interrupted phase goes on from its last checkpoint."""
+
+    phase = luigi.IntParameter(description="1 or 2")
+
+    def requires(self) -> dict[str, Stage]:
+        stages: dict[str, Stage] = {"dataset": dataset_of(self.phase), "precompile": Precompile(phase=self.phase)}
+        if self.phase == 2:
+            stages["start"] = ConvertCheckpoint()
+        return stages
+
+    def parameters(self) -> dict[str, Any]:
+        phase = self.settings.phase(self.phase)
+        names = ("seq_len", "max_pred_len", "global_batch_size", "optimizer", "lr", "warmup_steps", "max_steps")
+        decides = {name: getattr(phase, name) for name in (*names, "weight_decay", "max_grad_norm")}
+        return {
+            **decides,
+            "seed": self.settings.run.seed,
+            "model": self.model_parameters(),
+            "precision": self.settings.precision.mode,
+        }
+
+    def command(self) -> list[str]:
+        phase, cluster = self.settings.phase(self.phase), self.settings.cluster
+        model = self.directory / "config.json"
+        model.write_text(json.dumps(self.model(self.phase).to_hugging_face(), indent=2))
+        options = {
+            "data_dir": self.requires()["dataset"].directory,
+            "output_dir": self.directory,
+            "model_config": model,
+            "seq_len": phase.seq_len,
+            "max_pred_len": phase.max_pred_len,
+            "batch_size": phase.micro_batch_size,
+            "grad_accum_usteps": self.settings.grad_accum_usteps(self.phase),
+            "max_steps": phase.max_steps,
+            "warmup_steps": phase.warmup_steps,
+            "lr": phase.lr,
+            "optimizer": phase.optimizer,
+            "weight_decay": phase.weight_decay,
+            "max_grad_norm": phase.max_grad_norm,
+            "seed": self.settings.run.seed,
+            "precision": self.settings.precision.mode,
+            "device": cluster.device,
+            "tensor_parallel_size": cluster.tensor_parallel_size,
+            "collective_timeout": cluster.collective_timeout_s,
+            "ckpt_interval_steps": phase.ckpt_interval_steps,
+            "ckpt_interval_minutes": phase.ckpt_interval_minutes,
+            "num_ckpts_to_keep": phase.num_ckpts_to_keep,
+            "log_interval": self.settings.run.log_interval,
+        }
+        if self.phase == 2:
+            start = self.requires()["start"]
+            options["phase1_end_step"] = start.counts()["global_step"]
+            options["resume_ckpt_path"] = start.directory / "checkpoint"
+        arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        trainer = ["-m", "trainer", *arguments, "--resume_ckpt", *(["--phase2"] if self.phase == 2 else [])]
+        if cluster.nproc_per_node == 1:
+            return trainer
+        return ["-m", "trainer.torchrun", f"--nproc_per_node={cluster.nproc_per_node}", "--max-restarts=0", *trainer]
+
+    def finish(self) -> None:
+        """The trainer ended well: its last checkpoint is the output, its summary the counts."""
+        results = manifest.read_json(self.directory / "results.json")
+        if results is None:
+            raise UserError(f"{self.directory / 'results.json'} is missing although training ended; run the same again")
+        name = f"checkpoints/ckpt_{results['global_step']}"
+        entries = manifest.read_json(self.directory / name / "manifest.json")
+        if entries is None:
+            raise UserError(f"{self.directory / name} is missing although training ended; run the same again")
+        outputs = [manifest.Output(f"{name}/{e['path']}", e["bytes"], e["sha256"]) for e in entries["files"]]
+        work = manifest.StageDirectory(self.directory, self.identity)
+        work.finish(outputs, {**results, "checkpoint": name})
+
+
+class ConvertCheckpoint(Stage):
+    """Phase 1's checkpoint, from whatever devices and layout, as one whole checkpoint on the CPU."""
+
+    def requires(self) -> dict[str, Stage]:
+        return {"pretrain": Pretrain(phase=1)}
+
+    def command(self) -> list[str]:
+        pretrain = self.requires()["pretrain"]
+        source = pretrain.directory / pretrain.counts()["checkpoint"]
+        return ["-m", "stages.convert", str(source), str(self.directory), "--to", "native"]
+
+
+class MergeShards(Stage):
+    """Phase 2's checkpoint, its tensor-parallel shards joined, as one Hugging Face directory with its tokenizer."""
+
+    def requires(self) -> dict[str, Stage]:
+        return {"pretrain": Pretrain(phase=2)}
+
+    def inputs(self) -> dict[str, Any]:
+        return {}
+
+    def command(self) -> list[str]:
+        pretrain = self.requires()["pretrain"]
+        source = pretrain.directory / pretrain.counts()["checkpoint"]
+        command = ["-m", "stages.merge", str(source), str(self.directory)]
+        dataset = pretrain.requires()["dataset"]
+        if isinstance(dataset, DownloadDataset):
+            return command
+        tokens = dataset.requires()["tokenize_corpus"]
+        assert isinstance(tokens, TokenizeCorpus)
+        return [*command, "--tokenizer", str(tokens.directory / "tokenizer")]
+
+    @property
+    def model_directory(self) -> Path:
+        """What `BertForPreTraining.from_pretrained` loads."""
+        return self.directory / "model"
+
+
+class Evaluate(Stage):
+    """Masked-LM loss and accuracy and next-sentence accuracy of the merged model on held-out examples."""
+
+    def requires(self) -> dict[str, Stage]:
+        return {"merge_shards": MergeShards(), "dataset": dataset_of(2)}
+
+    def parameters(self) -> dict[str, Any]:
+        return {"max_samples": self.settings.evaluate.max_samples, "max_pred_len": self.settings.phase2.max_pred_len}
+
+    def command(self) -> list[str]:
+        merged = self.requires()["merge_shards"]
+        assert isinstance(merged, MergeShards)
+        return [
+            *("-m", "stages.evaluate", str(merged.model_directory), str(self.requires()["dataset"].directory)),
+            *("--out", str(self.directory), "--device", self.settings.cluster.device),
+            *("--batch-size", str(self.settings.phase2.micro_batch_size)),
+            *(f"--{name.replace('_', '-')}={value}" for name, value in self.parameters().items()),
+        ]
+
+
+class Goal(luigi.Task):
+    """Everything up to some stages, and a few lines at the end."""
+
+    def complete(self) -> bool:
+        return all(task.complete() for task in self.requires().values())
+
+    def requires(self) -> dict[str, Stage]:
+        raise NotImplementedError
+
+    def run(self) -> None:
+        self.tell()
+
+    def tell(self) -> None:
+        """Say what there is."""
+        raise NotImplementedError
+
+
+class BertPhase1(Goal):
+    """Phase 1, up to the checkpoint that phase 2 starts from."""
+
+    def requires(self) -> dict[str, Stage]:
+        return {"convert_checkpoint": ConvertCheckpoint()}
+
+    def tell(self) -> None:
+        summary.tell_phase1(ConvertCheckpoint(), Pretrain(phase=1), say)
+
+
+class BertPhase2(Goal):
+    """The whole chain, up to the evaluated Hugging Face model."""
+
+    def requires(self) -> dict[str, Stage]:
+        return {"evaluate": Evaluate()}
+
+    def tell(self) -> None:
+        summary.tell_phase2(MergeShards(), [Pretrain(phase=1), Pretrain(phase=2)], Evaluate(), say)
+
+
+@luigi.Task.event_handler(luigi.Event.DEPENDENCY_PRESENT)  # type: ignore[untyped-decorator]
+def tell_again(task: luigi.Task) -> None:
+    """A goal that was reached before is not run: say what there is all the same."""
+    if isinstance(task, Goal):
+        task.tell()

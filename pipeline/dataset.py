@@ -1,0 +1,126 @@
+"""Where the examples come from: an archive of ready shards, or text, tokenized once and cut for each phase."""
+
+from __future__ import annotations
+
+import glob
+import platform
+from pathlib import Path
+from typing import Any
+
+import luigi
+
+from pipeline.stage import Stage, file_identity
+from trainer.errors import UserError
+
+BUILTIN = "builtin"
+
+
+def dataset_of(phase: int) -> Stage:
+    """The stage that makes the shards of a phase: a download where [dataset] names one, else a build."""
+    download = DownloadDataset(phase=phase)
+    return download if download.url else ShardDataset(phase=phase)
+
+
+class TokenizeCorpus(Stage):
+    """Text → a vocabulary and token ids, once for both phases; held-out documents are kept apart first."""
+
+    def parameters(self) -> dict[str, Any]:
+        corpus = self.settings.corpus
+        vocabulary = {} if corpus.vocab_file else {"vocab_size": corpus.vocab_size}
+        held_out = {} if corpus.held_out_source else {"held_out": corpus.held_out}
+        return {"lower_case": corpus.lower_case, "seed": self.settings.run.seed, **vocabulary, **held_out}
+
+    def inputs(self) -> dict[str, Any]:
+        corpus = self.settings.corpus
+        inputs: dict[str, Any] = {"source": self._text(corpus.source)}
+        if corpus.held_out_source:
+            inputs["held_out_source"] = self._text(corpus.held_out_source)
+        if corpus.vocab_file:
+            inputs["vocab_file"] = file_identity(self.settings.work_dir, Path(corpus.vocab_file))
+        return inputs
+
+    def _text(self, source: str) -> str | list[str]:
+        """The identity of a source: of the built-in text, CPython's version; of files, their contents in order."""
+        if source == BUILTIN:
+            return f"CPython {platform.python_version()}"
+        identities = []
+        for pattern in source.split():
+            paths = sorted(glob.glob(pattern, recursive=True))
+            if not paths:
+                raise UserError(f"[corpus] {pattern} matches no file; check the path, or use 'builtin'")
+            identities += [file_identity(self.settings.work_dir, Path(path)) for path in paths]
+        if not identities:
+            raise UserError("[corpus] source is empty; allowed: builtin, or files of plain text")
+        return identities
+
+    def command(self) -> list[str]:
+        corpus, run = self.settings.corpus, self.settings.run
+        command = ["-m", "stages.tokenize", "--out", str(self.directory), "--seed", str(run.seed)]
+        for source in corpus.source.split():
+            command += ["--source", source]
+        for source in corpus.held_out_source.split():
+            command += ["--held-out-source", source]
+        if not corpus.held_out_source:
+            command += ["--held-out", str(corpus.held_out)]
+        if corpus.vocab_file:
+            command += ["--vocab-file", corpus.vocab_file]
+        else:
+            command += ["--vocab-size", str(corpus.vocab_size)]
+        command += ["--lower-case" if corpus.lower_case else "--no-lower-case"]
+        return [*command, "--processes", str(run.processes)]
+
+
+class ShardDataset(Stage):
+    """Token ids → the masked, paired examples of one phase, as HDF5 shards."""
+
+    phase = luigi.IntParameter(description="1 or 2")
+
+    def requires(self) -> dict[str, Stage]:
+        return {"tokenize_corpus": TokenizeCorpus()}
+
+    def parameters(self) -> dict[str, Any]:
+        dataset, phase = self.settings.dataset, self.settings.phase(self.phase)
+        return {
+            "seq_len": phase.seq_len,
+            "max_pred_len": phase.max_pred_len,
+            "dupe_factor": dataset.dupe_factor,
+            "masked_lm_prob": dataset.masked_lm_prob,
+            "short_seq_prob": dataset.short_seq_prob,
+            "whole_word_mask": dataset.whole_word_mask,
+            "shards": dataset.shards,
+            "seed": self.settings.run.seed,
+        }
+
+    def command(self) -> list[str]:
+        decides = self.parameters()
+        command = ["-m", "stages.shard", "--tokens", str(self.requires()["tokenize_corpus"].directory)]
+        command += ["--out", str(self.directory), "--processes", str(self.settings.run.processes)]
+        if decides.pop("whole_word_mask"):
+            command.append("--whole-word-mask")
+        for name, value in decides.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        return command
+
+
+class DownloadDataset(Stage):
+    """Ready HDF5 shards of one phase, from an archive or a folder; every file checked."""
+
+    phase = luigi.IntParameter(description="1 or 2")
+
+    @property
+    def url(self) -> str:
+        return self.settings.dataset.url(self.phase)
+
+    def inputs(self) -> dict[str, Any]:
+        if not self.url:
+            raise UserError(f"[dataset] phase{self.phase}_url is empty; give an archive or a folder to download from")
+        return {"url": self.url}
+
+    def parameters(self) -> dict[str, Any]:
+        phase = self.settings.phase(self.phase)
+        return {"seq_len": phase.seq_len, "max_pred_len": phase.max_pred_len}
+
+    def command(self) -> list[str]:
+        phase = self.settings.phase(self.phase)
+        command = ["-m", "stages.download", self.url, "--out", str(self.directory)]
+        return [*command, "--seq-len", str(phase.seq_len), "--max-pred-len", str(phase.max_pred_len)]

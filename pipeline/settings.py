@@ -1,0 +1,304 @@
+"""The only reader of luigi.cfg: every setting typed, in range, and known.
+
+The defaults are the file luigi.cfg that comes with the project; what the user's own luigi.cfg, LUIGI_CONFIG_PATH or
+the command line (`--phase1-lr 1e-3`) says is laid over it. Each section is a luigi Config of the same name.
+"""
+
+from __future__ import annotations
+
+import configparser
+import difflib
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import luigi
+from luigi.configuration import get_config
+from luigi.task_register import Register
+
+from trainer.config import DEVICES, OPTIMIZERS, PRESETS, ModelConfig
+from trainer.errors import UserError
+
+#: Sections that belong to luigi itself; everything else must be ours or a task's.
+_LUIGI_SECTIONS = frozenset(
+    (
+        *("core", "retcode", "scheduler", "worker", "logging", "execution_summary", "batch_notifier", "resources"),
+        *("email", "smtp", "sendgrid", "task_history", "task_status", "metrics", "prometheus", "cors"),
+    )
+)
+T = TypeVar("T")
+
+
+class Setting(luigi.Parameter[T]):
+    """A luigi parameter that says in one line what is wrong with its value."""
+
+    def refuse(self, value: object, allowed: str) -> UserError:
+        return UserError(f"{self._attribute_name} = {value} is not allowed; allowed: {allowed}")
+
+
+class Text(Setting[str]):
+    """Any text; one of `choices` where they are given."""
+
+    def __init__(self, choices: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self._choices = choices
+
+    def parse(self, x: str) -> str:
+        if self._choices and x not in self._choices:
+            raise self.refuse(x, ", ".join(self._choices))
+        return x
+
+
+class Switch(Setting[bool]):
+    """true or false."""
+
+    def parse(self, x: str) -> bool:
+        states = configparser.ConfigParser.BOOLEAN_STATES
+        if x.lower() not in states:
+            raise self.refuse(x, "true, false")
+        return states[x.lower()]
+
+
+class Number(Setting[float]):
+    """A number from `least` to `most`."""
+
+    def __init__(self, least: float, most: float | None = None) -> None:
+        super().__init__()
+        self._range = (least, most)
+
+    def parse(self, x: str) -> float:
+        return float(_number(self, x, float, "a number", self._range))
+
+
+class Whole(Setting[int]):
+    """A whole number from `least` to `most`."""
+
+    def __init__(self, least: int, most: int | None = None) -> None:
+        super().__init__()
+        self._range = (least, most)
+
+    def parse(self, x: str) -> int:
+        return int(_number(self, x, int, "a whole number", self._range))
+
+
+class WholeOrEmpty(Setting[int | None]):
+    """A whole number from 1 up, or nothing: somebody else's default."""
+
+    def parse(self, x: str) -> int | None:
+        return _number(self, x, int, "empty or a whole number", (1, None)) if x.strip() else None
+
+
+def _number(setting: Setting[Any], text: str, kind: type, what: str, limits: tuple[Any, Any]) -> Any:
+    least, most = limits
+    allowed = f"{what}, {least} or more" if most is None else f"{what} from {least} to {most}"
+    try:
+        value = kind(text)
+    except ValueError:
+        raise setting.refuse(f"'{text}'", allowed) from None
+    if not least <= value or (most is not None and value > most) or value in (float("inf"), float("-inf")):
+        raise setting.refuse(text, allowed)
+    return value
+
+
+class run(luigi.Config):
+    work_dir = Text()
+    seed = Whole(0, 2**31 - 1)
+    log_interval = Whole(1)
+    processes = Whole(0)
+
+
+class corpus(luigi.Config):
+    source = Text()
+    held_out_source = Text()
+    held_out = Number(0, 0.5)
+    vocab_file = Text()
+    vocab_size = Whole(64, 1 << 20)
+    lower_case = Switch()
+
+
+class dataset(luigi.Config):
+    phase1_url = Text()
+    phase2_url = Text()
+    dupe_factor = Whole(1, 1000)
+    masked_lm_prob = Number(0.001, 1)
+    short_seq_prob = Number(0, 1)
+    whole_word_mask = Switch()
+    shards = Whole(1, 100_000)
+
+    def url(self, phase: int) -> str:
+        return self.phase1_url if phase == 1 else self.phase2_url
+
+
+class model(luigi.Config):
+    preset = Text(tuple(PRESETS))
+    vocab_size = WholeOrEmpty()
+    num_hidden_layers = WholeOrEmpty()
+    hidden_size = WholeOrEmpty()
+    num_attention_heads = WholeOrEmpty()
+    intermediate_size = WholeOrEmpty()
+    max_position_embeddings = Whole(8)
+    hidden_dropout_prob = Number(0, 1)
+    attention_probs_dropout_prob = Number(0, 1)
+
+    def config(self, vocab_size: int) -> ModelConfig:
+        """The model, with a vocabulary of `vocab_size` unless the settings give one."""
+        given = {name: value for name, value in self.param_kwargs.items() if value is not None and name != "preset"}
+        return ModelConfig.preset(self.preset, **{"vocab_size": vocab_size, **given})
+
+
+class Phase(luigi.Config):
+    """What [phase1] and [phase2] have in common: all keys."""
+
+    seq_len = Whole(8, 1 << 16)
+    max_pred_len = Whole(1)
+    global_batch_size = Whole(1)
+    micro_batch_size = Whole(1)
+    optimizer = Text(OPTIMIZERS)
+    lr = Number(0)
+    warmup_steps = Whole(0)
+    max_steps = Whole(1)
+    weight_decay = Number(0)
+    max_grad_norm = Number(0)
+    ckpt_interval_steps = Whole(0)
+    ckpt_interval_minutes = Number(0)
+    num_ckpts_to_keep = Whole(-1)
+
+
+class phase1(Phase):
+    pass
+
+
+class phase2(Phase):
+    pass
+
+
+class precision(luigi.Config):
+    mode = Text(("auto", "fp32", "autocast", "fp64"))
+
+
+class cluster(luigi.Config):
+    device = Text(DEVICES)
+    launcher = Text(("local",))
+    nproc_per_node = Whole(1, 1024)
+    tensor_parallel_size = Whole(1, 1)
+    collective_timeout_s = Number(1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.nproc_per_node // self.tensor_parallel_size
+
+
+class evaluate(luigi.Config):
+    max_samples = Whole(1)
+
+
+SECTIONS: tuple[type[luigi.Config], ...] = (
+    run, corpus, dataset, model, phase1, phase2, precision, cluster, evaluate,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All sections, validated alone and together."""
+
+    run: run
+    corpus: corpus
+    dataset: dataset
+    model: model
+    phase1: phase1
+    phase2: phase2
+    precision: precision
+    cluster: cluster
+    evaluate: evaluate
+
+    def phase(self, phase: int) -> Phase:
+        return self.phase1 if phase == 1 else self.phase2
+
+    @property
+    def work_dir(self) -> Path:
+        return Path(self.run.work_dir)
+
+    def grad_accum_usteps(self, phase: int) -> int:
+        """Micro-steps in an optimizer step. Raises `UserError` with the equation if the batch does not divide."""
+        settings, workers = self.phase(phase), self.cluster.data_parallel_size
+        usteps, rest = divmod(settings.global_batch_size, settings.micro_batch_size * workers)
+        if rest or not usteps:
+            raise UserError(
+                f"[phase{phase}] global_batch_size = micro_batch_size × grad_accum_usteps × data-parallel size does "
+                f"not hold for any whole grad_accum_usteps: {settings.global_batch_size} = "
+                f"{settings.micro_batch_size} × ? × {workers}; change one of the three"
+            )
+        return usteps
+
+
+@functools.cache
+def load() -> Settings:
+    """The settings of this process. Raises `UserError`: one line for the first thing that is wrong."""
+    path = os.environ.get("LUIGI_CONFIG_PATH")
+    if path is not None and not Path(path).is_file():
+        raise UserError(f"LUIGI_CONFIG_PATH = {path}: there is no such file; give a .cfg file, or unset it")
+    _refuse_unknown()
+    sections: dict[str, Any] = {}
+    for section in SECTIONS:
+        try:
+            sections[section.__name__] = section()
+        except UserError as error:
+            raise UserError(f"[{section.__name__}] {error}") from None
+    settings = Settings(**sections)
+    _check_together(settings)
+    return settings
+
+
+def add_defaults() -> None:
+    """Lay the project's luigi.cfg under whatever luigi has read, so that it holds in any directory."""
+    here = Path(__file__).parent
+    defaults = configparser.ConfigParser(interpolation=None)
+    # An installed package carries the file; a checkout has it one level up.
+    defaults.read_string(next(p for p in (here / "luigi.cfg", here.parent / "luigi.cfg") if p.exists()).read_text())
+    config = get_config()
+    for section in defaults.sections():
+        for key, value in defaults.items(section):
+            if not config.has_option(section, key):
+                config.set(section, key, value.replace("%", "%%"))
+
+
+def _refuse_unknown() -> None:
+    config = get_config()
+    ours = {section.__name__: {name for name, _ in section.get_params()} for section in SECTIONS}
+    tasks = set(Register.task_names())
+    for section in config.sections():
+        if section not in ours:
+            if section not in _LUIGI_SECTIONS | tasks:
+                raise UserError(f"[{section}] is not a section of luigi.cfg; {_nearest(section, ours)}")
+            continue
+        for key in config.options(section):
+            if key not in ours[section]:
+                raise UserError(f"[{section}] {key} is not a setting; {_nearest(key, ours[section])}")
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}"
+
+
+def _check_together(settings: Settings) -> None:
+    """What no single setting can know. Raises `UserError`."""
+    for phase in (1, 2):
+        at = settings.phase(phase)
+        settings.grad_accum_usteps(phase)
+        if at.seq_len > settings.model.max_position_embeddings:
+            raise UserError(
+                f"[phase{phase}] seq_len = {at.seq_len} is longer than [model] max_position_embeddings = "
+                f"{settings.model.max_position_embeddings}; shorten the one or raise the other"
+            )
+        if at.warmup_steps > at.max_steps:
+            raise UserError(
+                f"[phase{phase}] warmup_steps = {at.warmup_steps} is more than max_steps = {at.max_steps}; lower it"
+            )
+        if at.max_pred_len > at.seq_len:
+            raise UserError(
+                f"[phase{phase}] max_pred_len = {at.max_pred_len} is more than seq_len = {at.seq_len}; lower it"
+            )
+    settings.model.config(30522)

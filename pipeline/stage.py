@@ -1,0 +1,206 @@
+"""The Stage task: a directory, a fingerprint, a lock, a manifest, a log; subclasses say what runs and what decides."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import luigi
+from luigi.retcodes import retcode
+
+from pipeline import launch, settings
+from stages.manifest import MANIFEST, AlreadyComplete, Identity, claim, hold, read_json, why_incomplete
+from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
+from trainer.files import sha256_of, write_json
+
+LATEST = "latest"
+
+
+class Leave(KeyboardInterrupt, SystemExit):
+    """Leaves luigi at once with an exit code. Luigi hands a KeyboardInterrupt on, and makes a failed task with a
+    traceback of everything else; being a SystemExit too, it ends the process with `code`."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """A `UserError` in the block, which is before anything has started, ends luigi with one line."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise Leave(retcode().scheduling_error) from None
+
+
+class Stage(luigi.Task):
+    """A task that owns one directory, `WORK/<stage>[-phase<N>]-<fingerprint[:10]>/`.
+
+    It is complete when the manifest there names its fingerprint and the outputs listed are there. `run` claims the
+    directory, starts `command()` as a process that fills it, and links `WORK/latest/<stage>[-phase<N>]` to it.
+    """
+
+    #: Raised when the same settings would make something else.
+    format_version: ClassVar[int] = 1
+    #: Whether later stages' outputs depend on this one's.
+    decides_output: ClassVar[bool] = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with refusals():
+            self.settings = settings.load()
+
+    # What subclasses say.
+
+    def parameters(self) -> dict[str, Any]:
+        """The settings that decide what comes out."""
+        return {}
+
+    def inputs(self) -> dict[str, Any]:
+        """The identity of what comes from outside."""
+        return {}
+
+    def command(self) -> list[str]:
+        """What fills the directory: arguments after the Python interpreter. Upstream stages are complete."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Called when the command has ended well; commands of `stages` have written their manifest by then."""
+
+    # What follows from it.
+
+    @property
+    def stage(self) -> str:
+        """The name on disk: ShardDataset is shard_dataset."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @property
+    def label(self) -> str:
+        phase = getattr(self, "phase", None)
+        return self.stage if phase is None else f"{self.stage}-phase{phase}"
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """All that decides what comes out, upstream fingerprints included. Raises `UserError` for missing inputs."""
+        upstream = {name: task for name, task in self._required().items() if task.decides_output}
+        return Identity(
+            stage=self.stage,
+            format_version=self.format_version,
+            phase=getattr(self, "phase", None),
+            parameters=self.parameters(),
+            inputs=self.inputs(),
+            upstream={name: task.identity.fingerprint for name, task in upstream.items()},
+        )
+
+    @property
+    def directory(self) -> Path:
+        return self.settings.work_dir / f"{self.label}-{self.identity.fingerprint[:10]}"
+
+    def _required(self) -> dict[str, Stage]:
+        return self.requires() or {}
+
+    def requires(self) -> dict[str, Stage]:
+        return {}
+
+    def output(self) -> luigi.LocalTarget:
+        return luigi.LocalTarget(str(self.directory / MANIFEST))
+
+    def complete(self) -> bool:
+        with refusals():
+            return why_incomplete(self.directory, self.identity.fingerprint) is None
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest of this stage, which is complete."""
+        manifest = read_json(self.directory / MANIFEST)
+        assert manifest is not None, f"{self.label} is not complete"
+        return manifest
+
+    def counts(self) -> dict[str, Any]:
+        """What this stage, which is complete, counted."""
+        counts: dict[str, Any] = self.manifest()["counts"]
+        return counts
+
+    def run(self) -> None:
+        """Fill the directory. Raises `UserError` (the task fails), or `Leave` when somebody else is at it."""
+        try:
+            with hold(self.directory) as lock:
+                with contextlib.suppress(AlreadyComplete):
+                    claim(self.directory, self.identity)
+                    say(f"{self.label}: started in {self.directory}")
+                    self._run_command(lock)
+                    self.finish()
+                self._link_latest()
+        except LockHeld as error:
+            say(f"error: {error}")
+            raise Leave(retcode().already_running) from None
+        say(f"{self.label}: complete")
+
+    def _run_command(self, lock: int) -> None:
+        log = self.directory / "stage.log"
+        status = launch.run(self.command(), log=log, fingerprint=self.identity.fingerprint, keep_open=(lock,), say=say)
+        if status == EXIT_INTERRUPTED:
+            say(f"{self.label}: interrupted; the same command goes on from here")
+            raise Leave(EXIT_INTERRUPTED)
+        if status != 0:
+            raise UserError(f"{self.label} failed: {launch.last_error(log)} (exit status {status}; log: {log})")
+
+    def _link_latest(self) -> None:
+        latest = self.settings.work_dir / LATEST
+        link = latest / self.label
+        temporary = latest / f".{self.label}.{os.getpid()}"
+        try:
+            latest.mkdir(exist_ok=True)
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(Path("..") / self.directory.name)
+            temporary.replace(link)
+        except OSError as error:
+            raise DiskError.of(error, link) from error
+
+
+def say(line: str) -> None:
+    """A line for the person at the console."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def file_identity(work_dir: Path, path: Path) -> str:
+    """The sha256 of an outside file, remembered in WORK/inputs.json for as long as its size and times stay.
+
+    Raises `UserError` if there is no such file.
+    """
+    try:
+        stat = path.stat()
+        key, seen = str(path.absolute()), [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+        memory_path = work_dir / "inputs.json"
+        memory = read_json(memory_path) or {}
+        if memory.get(key, {}).get("seen") != seen:
+            memory[key] = {"seen": seen, "sha256": sha256_of(path)}
+            work_dir.mkdir(parents=True, exist_ok=True)
+            write_json(memory_path, memory)
+    except FileNotFoundError as error:
+        raise UserError(f"there is no file {path}; check the path in luigi.cfg") from error
+    except OSError as error:
+        raise DiskError.of(error, path) from error
+    digest: str = memory[key]["sha256"]
+    return digest
+
+
+class _OneLine(logging.Filter):
+    """Makes one line of luigi's traceback when what failed is a `UserError`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, UserError):
+            record.msg, record.args, record.exc_info, record.exc_text = f"error: {error}", (), None, None
+        return True
+
+
+logging.getLogger("luigi-interface").addFilter(_OneLine())

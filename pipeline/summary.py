@@ -1,0 +1,41 @@
+"""The few lines at the end of a run: what was made, where it is, how good it is, what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.bert import ConvertCheckpoint, MergeShards, Pretrain
+    from pipeline.stage import Stage
+
+
+def _loss(pretrain: Pretrain) -> str:
+    counts = pretrain.counts()
+    return (
+        f"phase {pretrain.phase}: {counts['steps']} steps, loss {counts['first_loss']:.3f} → {counts['loss']:.3f} "
+        f"(mean of the last 50: {counts['mean_loss_last_50']:.3f}), {counts['throughput_average']:.0f} sequences/s"
+    )
+
+
+def tell_phase1(convert: ConvertCheckpoint, pretrain: Pretrain, say: Callable[[str], None]) -> None:
+    say(f"Phase 1 is complete.\n  {_loss(pretrain)}")
+    say(f"  checkpoint: {convert.directory / 'checkpoint'}")
+    say("  next: luigi --module pipeline BertPhase2")
+
+
+def tell_phase2(merged: MergeShards, phases: list[Pretrain], evaluate: Stage, say: Callable[[str], None]) -> None:
+    say("BERT is pretrained.")
+    for pretrain in phases:
+        say(f"  {_loss(pretrain)}")
+    counts = evaluate.counts()
+    if counts["samples"]:
+        say(
+            f"  held out ({counts['samples']} sequences): masked-LM accuracy {counts['masked_lm_accuracy']:.1%}, "
+            f"loss {counts['masked_lm_loss']:.3f}; next-sentence accuracy {counts['next_sentence_accuracy']:.1%}"
+        )
+    else:
+        say("  held out: the data set has no *_test_* shards, so nothing was measured")
+    say(f"  model: {merged.model_directory}")
+    say(f"  curves: tensorboard --logdir {phases[0].settings.work_dir / 'latest'}")
+    say(f'  next: BertForPreTraining.from_pretrained("{merged.model_directory}")')

@@ -1,0 +1,1 @@
+"""What each stage does: a function, and the command `python -m stages.NAME --help`."""

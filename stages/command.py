@@ -1,0 +1,25 @@
+"""What every stage command shares: how it ends, and what it says when it cannot go on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from stages.manifest import AlreadyComplete
+from trainer.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from trainer.process import die_with_starter
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a command's `main`: 0 if it is done (or was already), 1 with one line on a `UserError`, 75 on Ctrl-C."""
+    die_with_starter()
+    try:
+        main()
+    except AlreadyComplete:
+        print("complete already; nothing to do", file=sys.stderr)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)

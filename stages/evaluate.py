@@ -1,0 +1,139 @@
+"""`python -m stages.evaluate MODEL DATA --out DIR`: how well a model fills masks and orders sentences it never saw."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stages.command import run
+from stages.manifest import Identity, Output, StageDirectory
+from trainer.checkpoint.format import read_tensors
+from trainer.config import DEVICES, ModelConfig
+from trainer.data.loader import Loader
+from trainer.data.order import SampleOrder
+from trainer.data.shards import ShardSet
+from trainer.devices.base import Device
+from trainer.devices.select import select
+from trainer.errors import CheckpointError, UserError
+from trainer.files import sha256_of, write_json
+from trainer.models.bert import BertForPreTraining, at_least_fp32
+from trainer.parallel.mesh import Mesh
+
+PATTERN = "*_test_*.hdf5"
+
+
+def evaluate(
+    work: StageDirectory,
+    model: BertForPreTraining,
+    shards: ShardSet,
+    *,
+    device: Device,
+    batch_size: int,
+    max_samples: int,
+) -> dict[str, Any]:
+    """Measure `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies shares of 1."""
+    samples = min(shards.rows, max_samples)
+    # Whole batches, one step each, in the shuffled order of training: a limit takes a fair share of all documents.
+    batch_size = min(batch_size, samples)
+    order = SampleOrder(shards.rows_per_shard, seed=0, global_batch_size=batch_size)
+    loader = Loader(
+        shards, order, micro_batch_size=batch_size, rank=0, size=1, vocab_size=model.config.vocab_size
+    )  # fmt: skip
+    steps = samples // batch_size
+    sums = np.zeros(4)
+    masked = 0
+    model.to(device.torch_device).eval()
+    with work.progress("evaluate", steps * batch_size, "sequences") as bar, torch.inference_mode():
+        for step in loader.steps(0, steps):
+            batch = device.put(step.micro_batches[0])
+            words, pairs = (at_least_fp32(logits) for logits in model.logits(batch))
+            losses = (
+                torch.nn.functional.cross_entropy(words, batch.masked_labels, reduction="sum"),
+                torch.nn.functional.cross_entropy(pairs, batch.next_sentence_labels, reduction="sum"),
+            )
+            right = (
+                (words.argmax(-1) == batch.masked_labels).sum(),
+                (pairs.argmax(-1) == batch.next_sentence_labels).sum(),
+            )
+            sums += [float(value) for value in (*losses, *right)]
+            masked += step.masked_tokens
+            bar.update(batch_size)
+    sequences = steps * batch_size
+    return {
+        "samples": sequences,
+        "masked_tokens": masked,
+        "masked_lm_loss": sums[0] / masked,
+        "next_sentence_loss": sums[1] / sequences,
+        "masked_lm_accuracy": sums[2] / masked,
+        "next_sentence_accuracy": sums[3] / sequences,
+    }
+
+
+def load_model(directory: Path) -> BertForPreTraining:
+    """The model of a Hugging Face directory with one model.safetensors. Raises `UserError`."""
+    try:
+        config = ModelConfig.of_hugging_face(json.loads((directory / "config.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{directory} is not a Hugging Face model: {error}; give a directory with config.json"
+        ) from error
+    model = BertForPreTraining(config)
+    # Hugging Face may store tied tensors under their second names too.
+    tensors = {
+        name: tensor
+        for name, tensor in read_tensors(directory / "model.safetensors")
+        if not name.startswith("cls.predictions.decoder.")
+    }
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise CheckpointError(f"{directory} does not hold a whole BertForPreTraining: {error}") from error
+    return model
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m stages.evaluate", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    p.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory, as stages.merge leaves it")
+    p.add_argument("data", type=Path, metavar="DATA", help=f"a directory with {PATTERN} shards")
+    p.add_argument("--out", type=Path, required=True, help="stage directory to fill")
+    p.add_argument("--max-pred-len", type=int, default=80, help="masked positions in a row, at most")
+    p.add_argument("--max-samples", type=int, default=10_000, help="sequences to measure on, at most")
+    p.add_argument("--batch-size", type=int, default=8, help="sequences in one forward pass")
+    p.add_argument("--device", choices=DEVICES, default="auto", help="where to compute")
+    return p
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if not args.data.is_dir():
+        raise UserError(f"there is no directory {args.data}; give one with {PATTERN} shards")
+    inputs = {"model": sha256_of(args.model / "model.safetensors"), "data": str(args.data)}
+    parameters = {"max_pred_len": args.max_pred_len, "max_samples": args.max_samples}
+    with StageDirectory.begin(args.out, Identity("evaluate", 1, parameters=parameters, inputs=inputs)) as work:
+        counts: dict[str, Any] = {"samples": 0}
+        if any(args.data.glob(PATTERN)):
+            counts = evaluate(
+                work,
+                load_model(args.model),
+                ShardSet.open(args.data, PATTERN, max_pred_len=args.max_pred_len),
+                device=select(args.device, Mesh()),
+                batch_size=args.batch_size,
+                max_samples=args.max_samples,
+            )
+        else:
+            print(f"{args.data} has no {PATTERN}: nothing was kept apart, so nothing is measured")
+        report = work.path / "evaluation.json"
+        write_json(report, counts)
+        work.finish([Output.of(work.path, report)], counts)
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    run(main)

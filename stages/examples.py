@@ -1,0 +1,239 @@
+"""Token ids → BERT examples, many at a time: where each pair of segments lies, the rows, and the masks.
+
+The distribution is that of Google's create_pretraining_data.py (google-research/bert), which NVIDIA's follows; only
+the next sentence of a random pair comes from the same part of the corpus instead of all of it. All randomness comes
+from the generators given, so that the same seeds make the same bytes anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.hdf5 import Array
+
+#: One example: its two segments as ranges of the tokens of a part, and whether the second was drawn at random.
+PAIR = np.dtype(
+    [("a_start", np.uint32), ("b_start", np.uint32), ("a_length", np.uint16), ("b_length", np.uint16), ("random", "?")]
+)
+#: [CLS] A [SEP] B [SEP]
+SPECIAL_POSITIONS = 3
+#: Rows masked at a time: their random keys and copies stay in the processor's cache.
+_MASKED_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shape of a phase's examples and how they are drawn."""
+
+    seq_len: int
+    max_pred_len: int
+    #: Times that each document is cut and masked anew.
+    dupe_factor: int = 5
+    #: Share of a sequence's tokens that are to be predicted.
+    masked_lm_prob: float = 0.15
+    #: Share of documents whose examples are cut to a random shorter length.
+    short_seq_prob: float = 0.1
+    whole_word_mask: bool = False
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What masking needs to know of the ids."""
+
+    size: int
+    cls: int
+    sep: int
+    mask: int
+    #: Ids that may replace a masked token: all but the special ones.
+    ordinary: Array
+    #: Whether each id continues a word, (size,) bool.
+    continues: Array
+
+
+def plan_pairs(
+    sentence_lengths: Array, document_lengths: Array, form: Form, *, dupe_factor: int, rng: np.random.Generator
+) -> Array:
+    """Cut all documents of a part into pairs of segments, `dupe_factor` times; returns (pairs,) `PAIR`, shuffled.
+
+    As in `create_instances_from_document`: sentences are gathered up to a target length and split at random into A
+    and B, or half of the time B is taken from another document and the rest goes into the next pair.
+    A part with a single document gives only pairs that follow each other.
+    """
+    cut = np.concatenate([[0], np.cumsum(sentence_lengths, dtype=np.int64)])
+    ends = np.cumsum(document_lengths, dtype=np.int64)
+    number = len(ends)
+    if not number:
+        return np.empty(0, PAIR)
+    # One lane for each document and repetition; all lanes take their next pair at once.
+    document = np.tile(np.arange(number), dupe_factor)
+    at, stop = (ends - document_lengths)[document], ends[document]
+    longest = form.seq_len - SPECIAL_POSITIONS
+    target = np.full(len(document), longest)
+    short = rng.random(len(document)) < form.short_seq_prob
+    target[short] = rng.integers(2, longest, int(short.sum()), endpoint=True)
+
+    found = []
+    while len(document):
+        draw = rng.random((5, len(document)))
+        end = np.minimum(np.searchsorted(cut, cut[at] + target), stop)
+        split = at + 1 + (draw[0] * np.maximum(end - at - 1, 1)).astype(np.int64)
+        alone = end - at == 1
+        random = alone | (draw[1] < 0.5)
+        other = _other(document, number, draw[2])
+        start = ends[other] - 1 - (draw[3] * document_lengths[other]).astype(np.int64)
+        missing = target - (cut[split] - cut[at])
+        reach = np.clip(np.searchsorted(cut, cut[start] + missing), start + 1, ends[other])
+        b, b_end = np.where(random, start, split), np.where(random, reach, end)
+        whole = ~random | (other != document)
+        found.append(_truncate(cut[at], cut[split], cut[b], cut[b_end], random, longest, rng)[whole])
+        at = np.where(random, split, end)
+        more = at < stop
+        document, at, stop, target = document[more], at[more], stop[more], target[more]
+    pairs = np.concatenate(found)
+    return pairs[rng.permutation(len(pairs))]
+
+
+def _other(document: NDArray[np.int64], number: int, draw: NDArray[np.float64]) -> NDArray[np.int64]:
+    """For each document another one, each of the others with the same chance; itself where there is no other."""
+    if number == 1:
+        return document
+    other = (draw * (number - 1)).astype(np.int64)
+    return other + (other >= document)
+
+
+def _truncate(
+    a: Array, a_end: Array, b: Array, b_end: Array, random: Array, longest: int, rng: np.random.Generator
+) -> Array:
+    """Shorten pairs to `longest` tokens, taking from the longer segment, at a random end each time.
+
+    In closed form: first the longer loses until both are equal, then B and A lose in turn, B first.
+    """
+    a_length, b_length = a_end - a, b_end - b
+    surplus = np.maximum(a_length + b_length - longest, 0)
+    uneven = np.minimum(surplus, np.abs(a_length - b_length))
+    from_a = np.where(a_length > b_length, uneven, 0) + (surplus - uneven) // 2
+    from_b = surplus - from_a
+    pairs = np.empty(len(a), PAIR)
+    pairs["a_start"], pairs["a_length"] = a + rng.binomial(from_a, 0.5), a_length - from_a
+    pairs["b_start"], pairs["b_length"] = b + rng.binomial(from_b, 0.5), b_length - from_b
+    pairs["random"] = random
+    return pairs
+
+
+def gather_rows(tokens: Array, pairs: Array, vocabulary: Vocabulary, seq_len: int) -> Array:
+    """`[CLS] A [SEP] B [SEP]` and zeros for each of `pairs`: (pairs, seq_len) of the dtype of `tokens`."""
+    column = np.arange(seq_len, dtype=np.int32)
+    a_length = pairs["a_length"].astype(np.int32)[:, None]
+    end = a_length + pairs["b_length"][:, None] + (SPECIAL_POSITIONS - 1)
+    # Places may lie outside of the tokens where there will be a special token or nothing; those are clipped.
+    a_shift = pairs["a_start"].astype(np.int64)[:, None] - 1
+    b_shift = pairs["b_start"].astype(np.int64)[:, None] - a_length - 2
+    rows: Array = tokens.take(column + np.where(column <= a_length, a_shift, b_shift), mode="clip")
+    rows[:, 0] = vocabulary.cls
+    every = np.arange(len(pairs))
+    rows[every, a_length[:, 0] + 1] = vocabulary.sep
+    rows[every, end[:, 0]] = vocabulary.sep
+    rows *= column <= end
+    return rows
+
+
+def complete_rows(
+    rows: Array, pairs: Array, form: Form, vocabulary: Vocabulary, *, rng: np.random.Generator
+) -> dict[str, Array]:
+    """Mask `rows` (N, S) of `gather_rows` in place; returns the six arrays of a shard."""
+    N, P = len(rows), form.max_pred_len
+    arrays = {
+        "input_ids": rows,
+        "input_mask": np.empty(rows.shape, np.uint8),
+        "segment_ids": np.empty(rows.shape, np.uint8),
+        "masked_lm_positions": np.empty((N, P), np.uint16),
+        "masked_lm_ids": np.empty((N, P), rows.dtype),
+        "next_sentence_labels": pairs["random"].astype(np.uint8),
+    }
+    column = np.arange(form.seq_len, dtype=np.uint16)
+    for start in range(0, N, _MASKED_ROWS):
+        here = slice(start, start + _MASKED_ROWS)
+        first = pairs["a_length"][here, None] + np.uint16(1)
+        last = first + pairs["b_length"][here, None] + np.uint16(1)
+        arrays["input_mask"][here] = real = column <= last
+        arrays["segment_ids"][here] = (column > first) & real
+        candidates = real & (column != first) & (column != last)
+        candidates[:, 0] = False
+        positions, ids = _mask(rows[here], candidates, last[:, 0] + np.int64(1), form, vocabulary, rng)
+        arrays["masked_lm_positions"][here], arrays["masked_lm_ids"][here] = positions, ids
+    return arrays
+
+
+def _mask(
+    rows: Array, candidates: Array, lengths: Array, form: Form, vocabulary: Vocabulary, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    """Mask `rows` in place; returns positions (ascending) and former ids, (N, P), zero-padded.
+
+    Of the chosen tokens 80 % become [MASK], 10 % another ordinary token, 10 % stay.
+    """
+    wanted = np.clip(np.rint(lengths * form.masked_lm_prob).astype(np.int64), 1, form.max_pred_len)
+    choose = _choose_words if form.whole_word_mask else _choose_tokens
+    positions = choose(rows, candidates, wanted, form.max_pred_len, vocabulary, rng)
+    chosen = positions > 0  # position 0 is [CLS], never masked: it stands for none
+    row, _ = np.nonzero(chosen)
+    place = positions[chosen]
+    before = rows[row, place]
+    ids = np.zeros(positions.shape, rows.dtype)
+    ids[chosen] = before
+    fate = rng.random(len(place))
+    replacement = vocabulary.ordinary[rng.integers(0, len(vocabulary.ordinary), len(place))]
+    rows[row, place] = np.where(fate < 0.8, vocabulary.mask, np.where(fate < 0.9, before, replacement))
+    return positions, ids
+
+
+def _choose_tokens(
+    rows: Array, candidates: Array, wanted: Array, limit: int, vocabulary: Vocabulary, rng: np.random.Generator
+) -> Array:
+    """`wanted` of the candidates of each row, all with the same chance: (N, limit) positions, ascending, 0 for none."""
+    N, S = candidates.shape
+    # Random high bits over the position in the low ones: the smallest keys of a row are a draw without repetition.
+    bits = int(S - 1).bit_length()
+    keys = rng.integers(0, 1 << (32 - bits), (N, S), np.uint32) << np.uint32(bits)
+    keys |= np.arange(S, dtype=np.uint32)
+    keys[~candidates] = (1 << 32) - 1
+    picks = min(limit, S)
+    keys = np.sort(np.partition(keys, picks - 1, axis=1)[:, :picks], axis=1)
+    chosen = (np.arange(picks) < wanted[:, None]) & (keys != (1 << 32) - 1)
+    return _ascending(np.where(chosen, keys & np.uint32((1 << bits) - 1), S), S, limit)
+
+
+def _ascending(positions: Array, none: int, limit: int) -> Array:
+    """Sort positions, turn `none` (above all others) into 0, and fill up to `limit` columns."""
+    result = np.zeros((len(positions), limit), np.int64)
+    positions = np.sort(positions, axis=1)
+    result[:, : positions.shape[1]] = np.where(positions == none, 0, positions)
+    return result
+
+
+def _choose_words(
+    rows: Array, candidates: Array, wanted: Array, limit: int, vocabulary: Vocabulary, rng: np.random.Generator
+) -> Array:
+    """Whole words in random order, each taken if it still fits into `wanted`: as `_choose_tokens`."""
+    N, S = rows.shape
+    column = np.arange(S)
+    begins = candidates & ~(vocabulary.continues[rows] & np.roll(candidates, 1, axis=1))
+    word = np.cumsum(begins, axis=1) - 1
+    word[~candidates] = S  # a word that is never drawn
+    sizes = np.zeros((N, S + 1), np.int64)
+    np.add.at(sizes, (np.broadcast_to(np.arange(N)[:, None], (N, S)), word), 1)
+    words = begins.sum(axis=1)
+    order = np.argsort(np.where(column < words[:, None], rng.random((N, S)), 2.0), axis=1)
+    taken = np.zeros((N, S + 1), bool)
+    left, every = wanted.copy(), np.arange(N)
+    for step in range(int(words.max(initial=0))):
+        drawn = order[:, step]
+        fits = (step < words) & (sizes[every, drawn] <= left)
+        taken[every, drawn] |= fits
+        left -= np.where(fits, sizes[every, drawn], 0)
+        if not left.any():
+            break
+    chosen = taken[every[:, None], word] & candidates
+    return _ascending(np.partition(np.where(chosen, column, S), min(limit, S - 1), axis=1)[:, :limit], S, limit)

@@ -1,0 +1,290 @@
+"""What "complete" means on disk: a stage directory, its identity, its lock and its manifest.
+
+A stage directory DIR holds
+    lock            who is at work on it (an advisory lock; see `hold`)
+    stage.json      the identity of what is being made here, written first
+    progress.json   how far a running stage is, rewritten about once a second
+    …               the outputs
+    manifest.json   the identity, the outputs with size and sha256, and the counts; written last
+
+DIR is complete when manifest.json names the expected fingerprint and every output that it lists is there with
+its size. Nothing here imports torch or luigi.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from trainer.errors import LockHeld, UserError
+from trainer.files import disk_errors, sha256_of, sweep_temporaries, write_json
+
+MANIFEST = "manifest.json"
+IDENTITY = "stage.json"
+LOCK = "lock"
+PROGRESS = "progress.json"
+
+#: Set by a parent that holds the lock and wrote stage.json for the stage command it starts.
+HELD_FINGERPRINT_VARIABLE = "STAGE_FINGERPRINT"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What decides what comes out of a stage. Everything in it is JSON: strings, numbers, booleans, lists, objects."""
+
+    stage: str
+    format_version: int
+    phase: int | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    #: Identity of what comes from outside, by name: a content hash, a URL, a version.
+    inputs: dict[str, Any] = field(default_factory=dict)
+    #: Fingerprints of the stages this one is made from, by name.
+    upstream: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256, in hex, of the canonical JSON of all fields."""
+        canonical = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "fingerprint": self.fingerprint}
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> Self:
+        return cls(**{f.name: record[f.name] for f in dataclasses.fields(cls)})
+
+
+@dataclass(frozen=True)
+class Output:
+    """A finished file of a stage: path relative to the stage directory, size, sha256 in hex."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, directory: Path, path: Path) -> Output:
+        """Measure the finished file `path` below `directory` (reads all of it)."""
+        return cls(str(path.relative_to(directory)), path.stat().st_size, sha256_of(path))
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None if there is no such file or it is not a JSON object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def why_incomplete(directory: Path, fingerprint: str, *, verify: bool = False) -> str | None:
+    """Why `directory` is not the complete stage `fingerprint`, in a few words, or None if it is.
+
+    With `verify` every output's sha256 is checked too, which reads them all.
+    """
+    manifest = read_json(directory / MANIFEST)
+    if manifest is None:
+        return "never finished" if directory.exists() else "never started"
+    if manifest["fingerprint"] != fingerprint:
+        return f"made with other settings (fingerprint {manifest['fingerprint'][:10]}, expected {fingerprint[:10]})"
+    for output in manifest["outputs"]:
+        path = directory / output["path"]
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            return f"{path} is missing"
+        if size != output["bytes"]:
+            return f"{path} has {size} bytes, its manifest says {output['bytes']}"
+        if verify and sha256_of(path) != output["sha256"]:
+            return f"{path} was altered: its sha256 is not the manifest's"
+    return None
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@contextlib.contextmanager
+def hold(directory: Path) -> Iterator[int]:
+    """Hold the stage directory's lock, a file descriptor; raises `LockHeld` with the holder, `DiskError`.
+
+    The lock belongs to the open file: it is free again when this process, and every child that was given the
+    descriptor, is gone, however they went. The file itself stays.
+    """
+    with disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = read_json(directory / LOCK) or {}
+            raise LockHeld(
+                f"{directory} is being made by process {holder.get('pid', '?')} on {holder.get('host', '?')}, "
+                f"started {holder.get('started', '?')}; wait for it, or stop it first"
+            ) from None
+        record = {"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()}
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(record).encode(), 0)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class AlreadyComplete(Exception):
+    """The directory holds exactly what was asked for; there is nothing to do."""
+
+
+class StageDirectory:
+    """The directory a stage function works in. Make one with `begin`; end with `finish`."""
+
+    def __init__(self, path: Path, identity: Identity) -> None:
+        self.path = path
+        self.identity = identity
+        self._started = utc_now()
+        self._clock = time.monotonic()
+
+    @classmethod
+    @contextlib.contextmanager
+    def begin(cls, path: Path, identity: Identity) -> Iterator[StageDirectory]:
+        """Lock `path` and write its identity; the stage directory is the block's to fill.
+
+        Started by the pipeline, the lock is held and the identity written already: both are taken over.
+
+        Raises: `LockHeld`; `AlreadyComplete`; `UserError` when `path` holds something made from other parameters.
+        """
+        held = os.environ.get(HELD_FINGERPRINT_VARIABLE)
+        if held is not None:
+            record = read_json(path / IDENTITY)
+            assert record is not None, f"{path / IDENTITY} was not written by the parent"
+            assert record["fingerprint"] == held, f"{path / IDENTITY} is not the parent's"
+            yield cls(path, Identity.of_record(record))
+            return
+        with hold(path):
+            claim(path, identity)
+            yield cls(path, identity)
+
+    def progress(self, label: str, total: int, unit: str, *, done: int = 0) -> Progress:
+        """A progress bar for people, and progress.json for programs. `done` units were there before."""
+        return Progress(self.path / PROGRESS, label, total, unit, done)
+
+    def finish(self, outputs: Iterable[Output], counts: dict[str, Any]) -> None:
+        """Declare the stage complete: write the manifest, last of all."""
+        finish(self.path, self.identity, outputs, counts, started=self._started, clock=self._clock)
+
+
+def claim(path: Path, identity: Identity) -> None:
+    """Under its lock: make `path` the place of `identity`, and sweep what dead runs left half-written.
+
+    Raises: `AlreadyComplete`; `UserError` when `path` holds something else.
+    """
+    before = read_json(path / IDENTITY)
+    if before is not None and before["fingerprint"] != identity.fingerprint:
+        raise UserError(
+            f"{path} holds {before['stage']} made from other settings ({difference(before, identity.record())}); "
+            f"give another directory, or remove this one"
+        )
+    if before is None and any(p.name != LOCK and not p.name.endswith(".log") for p in path.iterdir()):
+        raise UserError(f"{path} is not empty and was not made by this stage; give an empty or new directory")
+    if why_incomplete(path, identity.fingerprint) is None:
+        raise AlreadyComplete
+    sweep_temporaries(path)
+    if before is None:
+        write_json(path / IDENTITY, identity.record())
+
+
+def finish(
+    path: Path,
+    identity: Identity,
+    outputs: Iterable[Output],
+    counts: dict[str, Any],
+    *,
+    started: str,
+    clock: float,
+) -> None:
+    """Write the manifest of a stage that began at `started` (UTC) and `clock` (`time.monotonic()`)."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "tokenizers", "h5py", "numpy"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    write_json(
+        path / MANIFEST,
+        {
+            **identity.record(),
+            "outputs": [dataclasses.asdict(output) for output in outputs],
+            "counts": counts,
+            "started": started,
+            "seconds": round(time.monotonic() - clock, 3),
+            "versions": versions,
+        },
+    )
+    (path / PROGRESS).unlink(missing_ok=True)
+
+
+def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The first thing in which two identity records differ: `lr: 0.0004 → 0.0005`, or '' if in nothing."""
+    for part in ("stage", "phase", "format_version", "parameters", "inputs", "upstream"):
+        a, b = old.get(part), new.get(part)
+        if a == b:
+            continue
+        if not (isinstance(a, dict) and isinstance(b, dict)):
+            return f"{part}: {a} → {b}"
+        for key in sorted({*a, *b}):
+            if a.get(key) != b.get(key):
+                name = key if part == "parameters" else f"{part}.{key}"
+                return f"{name}: {a.get(key)} → {b.get(key)}"
+    return ""
+
+
+class Progress:
+    """A tqdm bar on stderr that also rewrites progress.json; a context manager.
+
+    progress.json: {"label", "done", "total", "unit", "per_s", "updated"}.
+    """
+
+    def __init__(self, path: Path, label: str, total: int, unit: str, done: int) -> None:
+        from tqdm import tqdm
+
+        self._path = path
+        self._bar = tqdm(
+            desc=label, total=total, initial=done, unit=" " + unit, unit_scale=True, mininterval=0.5, ncols=100,
+            file=sys.stderr, leave=True,
+        )  # fmt: skip
+        self._record = {"label": label, "total": total, "unit": unit}
+        self._first, self._began, self._written = done, time.monotonic(), 0.0
+
+    def update(self, n: int = 1) -> None:
+        """`n` more units are done."""
+        self._bar.update(n)
+        now = time.monotonic()
+        if now - self._written < 1.0:
+            return
+        self._written = now
+        per_s = (self._bar.n - self._first) / max(now - self._began, 1e-9)
+        record = {**self._record, "done": self._bar.n, "per_s": round(per_s, 3), "updated": utc_now()}
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        with disk_errors(self._path):
+            temporary.write_text(json.dumps(record))
+            temporary.replace(self._path)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

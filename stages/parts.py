@@ -1,0 +1,88 @@
+"""Which documents go where: held out or not, and into which part of the tokenized corpus."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+
+from stages.corpus import Source, raw_documents
+from stages.tokens import TEST, TRAINING
+from trainer.errors import UserError
+
+#: A part holds about this many characters of text. Next sentences are drawn within a part, so it must hold
+#: many documents; a part is planned at once, so it must fit into memory several times.
+_PART_CHARACTERS = 8 << 20
+
+
+def share_held_out(sources: list[Source], share: float) -> float:
+    """`share`, or more where so few documents are there that fewer than two would be held out."""
+    if not share:
+        return 0.0
+    enough = math.ceil(2 / share)
+    documents = sum(1 for _ in islice(raw_documents(sources, Counter()), enough))
+    if documents == enough:
+        return share
+    if documents < 4:
+        raise UserError(
+            f"the corpus has {documents} document{'s' if documents > 1 else ''}; at least 4 are needed, 2 of them held "
+            f"out (next sentences are drawn from other documents); put a blank line between documents, or give "
+            f"--held-out 0"
+        )
+    print(f"note: only {documents} documents; 2 of them are held out, which is more than {share:g}", file=sys.stderr)
+    return 2 / documents
+
+
+def _held_out_flags(share: float, seed: int) -> Iterator[bool]:
+    """Whether each document in turn is held out: one, drawn by chance, of every 1/`share`."""
+    if not share:
+        while True:
+            yield False
+    draw = random.Random(f"held out {seed}")
+    start = block = 0
+    while True:
+        block += 1
+        end = math.ceil(block / share - 1e-9)  # 2 / n, times n / 2, may come out a hair above n
+        chosen = start + draw.randrange(end - start) if end > start else -1
+        for number in range(start, end):
+            yield number == chosen
+        start = end
+
+
+def split_documents(
+    sources: list[Source], held_out_sources: list[Source], share: float, seed: int, dropped: Counter[str]
+) -> Iterator[tuple[str, str]]:
+    """(split, raw document) of the whole corpus, always in the same order."""
+    for document, held_out in zip(raw_documents(sources, dropped), _held_out_flags(share, seed), strict=False):
+        yield (TEST if held_out else TRAINING), document
+    if held_out_sources:
+        for document in raw_documents(held_out_sources, dropped):
+            yield TEST, document
+
+
+class Parts:
+    """Gathers the documents of one split into parts of at least two documents (if there are two at all)."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._held: list[str] = []
+        self._current: list[str] = []
+        self._characters = 0
+
+    def add(self, document: str) -> list[str]:
+        """Take one more document; returns the documents of a part that is full, else []."""
+        full: list[str] = []
+        if self._characters >= _PART_CHARACTERS and len(self._current) > 1:
+            full, self._held, self._current, self._characters = self._held, self._current, [], 0
+        self._current.append(document)
+        self._characters += len(document)
+        return full
+
+    def rest(self) -> list[list[str]]:
+        """The parts that are left at the end: a last document alone joins the part before."""
+        if len(self._current) > 1:
+            return [part for part in (self._held, self._current) if part]
+        return [part for part in (self._held + self._current,) if part]

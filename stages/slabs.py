@@ -1,0 +1,118 @@
+"""The rows of the shards: dealt out from the plans, gathered from the tokens, shuffled, masked and written."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stages.examples import PAIR, Form, Vocabulary, complete_rows, gather_rows
+from stages.manifest import Output
+from stages.tokens import TOKENIZER, tokens_of
+from stages.wordpiece import CLS, CONTINUATION, MASK, SEP, SPECIAL_TOKENS, read_vocabulary
+from trainer.data.hdf5 import Array, contiguous_file, map_contiguous, open_hdf5
+from trainer.data.shards import KEYS, id_dtype, shard_layout
+
+#: Rows are shuffled and masked in slabs of about this size: what a process holds at a time.
+_SLAB_BYTES = 64 << 20
+_GATHERED_ROWS = 2048
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    path: Path
+    tokens: Path
+    parts: list[Path]
+    plans: list[Path]
+    #: Rows of each plan, (parts,) int64.
+    rows: Array
+    shard: int
+    shards: int
+    form: Form
+    seed: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    output: Output
+    rows: int
+    real_tokens: int
+
+
+def row_bytes(form: Form, vocab_size: int) -> int:
+    layout = shard_layout(1, seq_len=form.seq_len, max_pred_len=form.max_pred_len, vocab_size=vocab_size)
+    return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in layout.values())
+
+
+def deal(rows: Array, shares: int, share: int) -> tuple[Array, Array]:
+    """Where share number `share` of `shares` begins and ends in each of several heaps of `rows`, (heaps,) int64.
+
+    As if all rows, one heap after the other, were dealt out in turn, and then every share took its rows of a heap
+    from one place: shares differ by at most one row, and each has its part of every heap.
+    """
+    ends = np.cumsum(rows)
+
+    def before(place: Array, which: int) -> Array:
+        """Rows among the first `place` that go to shares below `which`."""
+        result: Array = which * (place // shares) + np.minimum(which, place % shares)
+        return result
+
+    starts = ends - rows
+    return before(ends, share) - before(starts, share), before(ends, share + 1) - before(starts, share + 1)
+
+
+def make_shard(task: ShardTask) -> Made:
+    """Write a shard, unless it is there; returns what it holds."""
+    if not task.path.exists():
+        vocabulary = load_vocabulary(task.tokens)
+        form, rng = task.form, np.random.default_rng(task.seed)
+        starts, ends = deal(task.rows, task.shards, task.shard)
+        total = int((ends - starts).sum())
+        layout = shard_layout(total, seq_len=form.seq_len, max_pred_len=form.max_pred_len, vocab_size=vocabulary.size)
+        slabs = max(1, -(-total * row_bytes(form, vocabulary.size) // _SLAB_BYTES))
+        with contiguous_file(task.path, layout) as writer:
+            row = 0
+            for slab in range(slabs):
+                first, last = deal(ends - starts, slabs, slab)
+                arrays = _make_slab(task, starts + first, starts + last, vocabulary, rng)
+                for key in KEYS:
+                    writer.write(key, row, arrays[key])
+                row += len(arrays["input_ids"])
+            assert row == total, f"{row} of {total} rows"
+    with open_hdf5(task.path) as file:
+        mapped = map_contiguous(task.path, file, ("input_mask",))
+    assert mapped is not None
+    mask = mapped["input_mask"]
+    return Made(Output.of(task.path.parent, task.path), len(mask), int(np.count_nonzero(mask)))
+
+
+def _make_slab(
+    task: ShardTask, starts: Array, ends: Array, vocabulary: Vocabulary, rng: np.random.Generator
+) -> dict[str, Array]:
+    """Rows `starts` … `ends` of every plan, shuffled, as the six arrays of a shard."""
+    order = rng.permutation(int((ends - starts).sum()))
+    pairs = np.empty(len(order), PAIR)
+    rows = np.empty((len(order), task.form.seq_len), id_dtype(vocabulary.size))
+    done = 0
+    for number in np.flatnonzero(ends > starts):
+        tokens = tokens_of(task.parts[number])
+        plan = np.memmap(task.plans[number], PAIR, "r")[starts[number] : ends[number]]
+        for start in range(0, len(plan), _GATHERED_ROWS):
+            some = np.array(plan[start : start + _GATHERED_ROWS])
+            places = order[done : done + len(some)]
+            pairs[places] = some
+            rows[places] = gather_rows(tokens, some, vocabulary, task.form.seq_len)
+            done += len(some)
+    return complete_rows(rows, pairs, task.form, vocabulary, rng=rng)
+
+
+@functools.cache
+def load_vocabulary(tokens: Path) -> Vocabulary:
+    pieces = read_vocabulary(tokens / TOKENIZER / "vocab.txt")
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    special = {ids[token] for token in SPECIAL_TOKENS}
+    ordinary = np.array([number for number in range(len(pieces)) if number not in special])
+    continues = np.array([piece.startswith(CONTINUATION) for piece in pieces])
+    return Vocabulary(len(pieces), ids[CLS], ids[SEP], ids[MASK], ordinary, continues)

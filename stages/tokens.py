@@ -1,0 +1,99 @@
+"""Tokenized text on disk: parts of a corpus, each an HDF5 file with the ids of its documents, one after the other.
+
+`tokens` (tokens,) uint16 or uint32; `sentence_lengths` (sentences,) in tokens; `document_lengths` (documents,) in
+sentences. Every sentence has at least one token, every document at least one sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data.hdf5 import Array, contiguous_file, map_contiguous, open_hdf5
+from trainer.errors import UserError
+
+#: The stage that makes them.
+STAGE = "tokenize_corpus"
+TRAINING, TEST = SPLITS = ("training", "test")
+TOKENIZER = "tokenizer"
+
+_KEYS = ("tokens", "sentence_lengths", "document_lengths")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Documents as ids, and what was counted on the way."""
+
+    tokens: Array
+    sentence_lengths: Array
+    document_lengths: Array
+    #: documents, sentences, tokens, unknown; and what was dropped, as "dropped <reason>".
+    counts: dict[str, int]
+
+
+def part_path(directory: Path, split: str, number: int) -> Path:
+    return directory / f"tokens_{split}_{number:05d}.hdf5"
+
+
+def part_paths(directory: Path, split: str) -> list[Path]:
+    return sorted(directory.glob(f"tokens_{split}_*.hdf5"))
+
+
+def write_part(path: Path, batches: list[Tokens]) -> None:
+    """Join `batches` into one part; raises `DiskError`."""
+    counts: Counter[str] = Counter()
+    for batch in batches:
+        counts.update(batch.counts)
+    arrays = {key: [getattr(batch, key) for batch in batches] for key in _KEYS}
+    layout = {key: ((sum(map(len, values)),), values[0].dtype) for key, values in arrays.items()}
+    with contiguous_file(path, layout, attributes={"counts": json.dumps(counts, sort_keys=True)}) as writer:
+        for key, values in arrays.items():
+            start = 0
+            for value in values:
+                writer.write(key, start, value)
+                start += len(value)
+
+
+def part_counts(path: Path) -> Counter[str]:
+    """What `write_part` recorded in a part."""
+    with open_hdf5(path) as file:
+        return Counter(json.loads(file.attrs["counts"]))
+
+
+def read_part(path: Path) -> dict[str, Array]:
+    """The three datasets of a part, mapped; raises `UserError` if they are not there or contradict each other."""
+    with open_hdf5(path) as file:
+        arrays = map_contiguous(path, file, _KEYS)
+    if arrays is None:
+        raise UserError(f"{path} is not a part of this program's tokens; run stages.tokenize again")
+    sentences, documents = arrays["sentence_lengths"], arrays["document_lengths"]
+    if sentences.sum(dtype=np.int64) != len(arrays["tokens"]) or documents.sum(dtype=np.int64) != len(sentences):
+        raise UserError(f"{path} was altered: its lengths contradict each other; run stages.tokenize again")
+    return arrays
+
+
+def tokens_of(path: Path) -> Array:
+    """The ids of a part, mapped; cheap to ask for again and again, and holds no file open but while it lives."""
+    dtype, offset, length = _place_of_tokens(path)
+    return np.memmap(path, dtype, "r", offset, (length,))
+
+
+@functools.cache
+def _place_of_tokens(path: Path) -> tuple[Any, int, int]:
+    with open_hdf5(path) as file:
+        tokens = file["tokens"]
+        return tokens.dtype, tokens.id.get_offset(), len(tokens)
+
+
+def total_counts(paths: Iterable[Path]) -> Counter[str]:
+    totals: Counter[str] = Counter()
+    for path in paths:
+        totals.update(part_counts(path))
+    return totals

@@ -1,0 +1,74 @@
+"""Work spread over processes, with results in the order of the tasks and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import TypeVar
+
+from trainer.errors import UserError
+from trainer.process import die_with_parent
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+#: Tasks handed out ahead per process: enough that none waits, few enough that memory stays bounded.
+_AHEAD = 3
+
+
+def default_processes() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Workers:
+    """So many processes (one: this very one), started at the first `map`. A context manager."""
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+        self._pool: ProcessPoolExecutor | None = None
+
+    def map(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
+        """Results of `function` on `tasks` (read as needed), in their order.
+
+        Raises what `function` raises; `UserError` when a worker process dies.
+        """
+        if self._processes == 1:
+            yield from map(function, tasks)
+            return
+        if self._pool is None:
+            # spawn: the parent may have threads (tqdm, the tokenizer's), and a forked copy of those can hang.
+            self._pool = ProcessPoolExecutor(
+                self._processes, mp_context=get_context("spawn"), initializer=_begin_worker, initargs=(os.getpid(),)
+            )
+        waiting: deque[Future[Result]] = deque()
+        try:
+            for task in tasks:
+                waiting.append(self._pool.submit(function, task))
+                if len(waiting) >= _AHEAD * self._processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise UserError(
+                "a worker process died (killed, or out of memory); run the same again to go on, with fewer processes "
+                "if memory is short"
+            ) from None
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _begin_worker(parent: int) -> None:
+    # Ctrl-C reaches the whole foreground group; the parent alone answers it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent)

@@ -1,0 +1,128 @@
+"""What several test files need: a small synthetic data set, and the real commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from trainer.data.shards import write_shard
+
+ROOT = Path(__file__).parent.parent
+VOCAB = 200
+#: The smallest model with more than one layer and head.
+MODEL = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
+def synthetic_rows(rows: int, *, seq_len: int, max_pred_len: int, seed: int) -> dict[str, np.ndarray]:
+    """Well-formed examples of random ids: [CLS] a [SEP] b [SEP] padding, of varied length, masks anywhere but on
+    special tokens."""
+    rng = np.random.default_rng(seed)
+    ids = np.zeros((rows, seq_len), np.uint16)
+    mask, segments = np.zeros((rows, seq_len), np.uint8), np.zeros((rows, seq_len), np.uint8)
+    positions, labels = np.zeros((rows, max_pred_len), np.uint16), np.zeros((rows, max_pred_len), np.uint16)
+    for row in range(rows):
+        length = int(rng.integers(8, seq_len + 1))
+        middle = int(rng.integers(2, length - 3))
+        ids[row, :length] = rng.integers(5, VOCAB, length)
+        ids[row, [0, middle, length - 1]] = 2, 3, 3
+        mask[row, :length] = 1
+        segments[row, middle + 1 : length] = 1
+        free = np.setdiff1d(np.arange(1, length - 1), [middle])
+        chosen = np.sort(rng.choice(free, size=min(len(free), int(rng.integers(1, max_pred_len + 1))), replace=False))
+        positions[row, : len(chosen)] = chosen
+        labels[row, : len(chosen)] = ids[row, chosen]
+        ids[row, chosen] = 4
+    return {
+        "input_ids": ids,
+        "input_mask": mask,
+        "segment_ids": segments,
+        "masked_lm_positions": positions,
+        "masked_lm_ids": labels,
+        "next_sentence_labels": rng.integers(0, 2, rows).astype(np.uint8),
+    }
+
+
+def write_dataset(directory: Path, rows_per_shard: list[int], *, seq_len: int = 32, max_pred_len: int = 5) -> Path:
+    """Training shards with those many rows each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for shard, rows in enumerate(rows_per_shard):
+        arrays = synthetic_rows(rows, seq_len=seq_len, max_pred_len=max_pred_len, seed=shard)
+        write_shard(directory / f"synthetic_training_{shard}.hdf5", arrays)
+    return directory
+
+
+def write_model_config(directory: Path, **changes: Any) -> Path:
+    path = directory / "model.json"
+    path.write_text(json.dumps({**MODEL, **changes}))
+    return path
+
+
+def options(**values: Any) -> list[str]:
+    """`--name value` for each; True: a flag, False: left out."""
+    words: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not False:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def command(*words: str, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run `python words…` from the repository root; both outputs are captured, nothing is checked."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def train(workers: int = 1, *, env: dict[str, str] | None = None, **values: Any) -> subprocess.CompletedProcess[str]:
+    """The trainer's real command, under torchrun for several workers."""
+    launcher = [] if workers == 1 else ["-m", "trainer.torchrun", f"--nproc_per_node={workers}", "--max-restarts=0"]
+    return command(*launcher, "-m", "trainer", *options(**values), env=env)
+
+
+def metrics(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(output_dir: Path) -> list[float]:
+    return [record["loss"] for record in metrics(output_dir)]
+
+
+def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint: parameters and moments."""
+    merged: dict[str, np.ndarray] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        merged.update(load_file(path))
+    return merged
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess[str], *fragments: str, status: int = 1) -> None:
+    """The command ended with `status`, one `error:` line holding all `fragments`, and no traceback."""
+    output = done.stdout + done.stderr
+    assert done.returncode == status, output
+    assert "Traceback" not in output, output
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, output
+    for fragment in fragments:
+        assert fragment in errors[0], errors[0]

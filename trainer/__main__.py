@@ -1,0 +1,52 @@
+"""`python -m trainer …`, or `torchrun --nproc_per_node=N -m trainer …` for N workers.
+
+Exit status: 0 the steps asked for are done; 75 stopped by a signal, state saved, the same command with --resume_ckpt
+goes on; 1 refused with one line; 2 unknown options.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from trainer.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from trainer.options import parser, to_config
+from trainer.parallel.mesh import Mesh
+from trainer.process import die_with_starter
+
+
+def main() -> int:
+    """Train one phase as the command line says; returns the exit status."""
+    die_with_starter()
+    mesh = Mesh()
+    try:
+        args = parser().parse_args()
+        mesh = Mesh.of_environment(args.tensor_parallel_size)
+        config = to_config(args, mesh)
+        from trainer.devices.select import select
+        from trainer.loop import Trainer
+
+        device = select(config.device, mesh)
+        mesh.connect(device.backend, config.collective_timeout_s)
+        say = _say if mesh.is_root else _say_nothing
+        say(f"device {device.describe()}; {mesh.world_size} worker(s)")
+        say(f"config {config}")
+        done = Trainer(config, device, mesh, say).run()
+        mesh.disconnect()
+    except UserError as error:
+        print(f"error: {error}" if mesh.world_size == 1 else f"error: worker {mesh.rank}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    if not done:
+        say("stopped as asked; the state is saved: the same command with --resume_ckpt goes on")
+    return 0 if done else EXIT_INTERRUPTED
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _say_nothing(line: str) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

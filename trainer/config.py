@@ -1,0 +1,208 @@
+"""What a training run is, as frozen dataclasses, validated once. Imports no torch: the pipeline reads this too."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from trainer.errors import UserError
+
+#: Published sizes: layers, hidden size, attention heads, intermediate size.
+#: tiny … medium: Turc et al. 2019 (arXiv:1908.08962), table 1; base and large: Devlin et al. 2018 (arXiv:1810.04805);
+#: debug: what `--debug` of the Neuron tutorial's script makes.
+PRESETS: dict[str, tuple[int, int, int, int]] = {
+    "debug": (1, 16, 2, 64),
+    "tiny": (2, 128, 2, 512),
+    "mini": (4, 256, 4, 1024),
+    "small": (4, 512, 8, 2048),
+    "medium": (8, 512, 8, 2048),
+    "base": (12, 768, 12, 3072),
+    "large": (24, 1024, 16, 4096),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A BERT, in Hugging Face's words; the defaults are those of `bert-large-uncased`."""
+
+    vocab_size: int = 30522
+    num_hidden_layers: int = 24
+    hidden_size: int = 1024
+    num_attention_heads: int = 16
+    intermediate_size: int = 4096
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads} is not a whole "
+                f"number; choose a hidden size that its heads divide"
+            )
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} = {getattr(self, name)} is not a probability; allowed: 0 ≤ p < 1")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """The model of that published name, with single fields changed. Raises `UserError` for an unknown name."""
+        if name not in PRESETS:
+            raise UserError(f"model '{name}' is not known; allowed: {', '.join(PRESETS)}")
+        layers, hidden, heads, intermediate = PRESETS[name]
+        sizes = {
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "intermediate_size": intermediate,
+        }
+        return cls(**{**sizes, **changes})
+
+    @classmethod
+    def of_hugging_face(cls, config: dict[str, Any]) -> Self:
+        """From the object in a Hugging Face `config.json`; keys this project has no use for are left out."""
+        return cls(**{f.name: config[f.name] for f in dataclasses.fields(cls) if f.name in config})
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The object of a `config.json` that `BertForPreTraining.from_pretrained` reads."""
+        return {
+            "architectures": ["BertForPreTraining"],
+            "model_type": "bert",
+            "hidden_act": "gelu",
+            "pad_token_id": 0,
+            "position_embedding_type": "absolute",
+            "tie_word_embeddings": True,
+            **dataclasses.asdict(self),
+        }
+
+    def without_dropout(self) -> Self:
+        return dataclasses.replace(self, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One phase of training. Steps are optimizer steps; a micro-step is one forward and backward of one worker."""
+
+    model: ModelConfig
+    data_dir: Path
+    output_dir: Path
+    #: Where the summary of the run is written, as JSON.
+    metrics_file: Path
+    #: 1 or 2; phase 2 counts its global steps on from `phase1_end_step`.
+    phase: int
+    #: Global step at which phase 1 ended; 0 in phase 1.
+    phase1_end_step: int
+    #: Tokens in a row.
+    seq_len: int
+    #: Masked positions in a row, at most.
+    max_pred_len: int
+    #: Sequences in one micro-step of one worker.
+    micro_batch_size: int
+    #: Micro-steps in one optimizer step.
+    grad_accum_usteps: int
+    #: Optimizer steps in the whole phase: where the learning rate reaches zero.
+    max_steps: int
+    #: Optimizer steps after which this run stops, counted from the start of the phase.
+    stop_step: int
+    warmup_steps: int
+    #: Peak learning rate.
+    lr: float
+    optimizer: str
+    weight_decay: float
+    max_grad_norm: float
+    seed: int
+    #: fp32, fp64, autocast, or auto.
+    precision: str
+    #: cpu, cuda, or auto.
+    device: str
+    tensor_parallel_size: int
+    #: Optimizer steps between checkpoints; 0: only by time.
+    ckpt_interval_steps: int
+    #: Minutes between checkpoints; 0: only by steps.
+    ckpt_interval_minutes: float
+    #: Checkpoints kept, newest first; -1: all.
+    num_ckpts_to_keep: int
+    #: Leave the optimizer's state out of checkpoints.
+    minimal_ckpt: bool
+    resume: bool
+    #: A checkpoint directory to start from, instead of the newest in `output_dir`.
+    resume_ckpt_path: Path | None
+    #: The global step to resume from; -1: the newest.
+    resume_step: int
+    #: Show the gradient norm on the console line too.
+    print_grad_norm: bool
+    #: Optimizer steps between console lines.
+    log_interval: int
+    #: Seconds without an answer after which a collective operation gives up.
+    collective_timeout_s: float
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value < least:
+                raise UserError(f"{name} = {value} is too small; allowed: {least} or more")
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                later = _LATER.get(str(value))
+                note = f"{value} is not built yet ({later})" if later else f"{value} is not known"
+                raise UserError(f"{name}: {note}; allowed: {', '.join(map(str, allowed))}")
+        if self.seq_len > self.model.max_position_embeddings:
+            raise UserError(
+                f"seq_len {self.seq_len} is longer than the model's max_position_embeddings "
+                f"{self.model.max_position_embeddings}; shorten the one or raise the other"
+            )
+        if self.warmup_steps > self.max_steps:
+            raise UserError(f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}; lower it")
+
+    def global_batch_size(self, data_parallel_size: int) -> int:
+        """Sequences in one optimizer step of all workers."""
+        return self.micro_batch_size * self.grad_accum_usteps * data_parallel_size
+
+
+_LEAST = {
+    "micro_batch_size": 1,
+    "grad_accum_usteps": 1,
+    "max_steps": 1,
+    "warmup_steps": 0,
+    "lr": 0.0,
+    "seq_len": 8,
+    "max_pred_len": 1,
+    "phase1_end_step": 0,
+    "ckpt_interval_steps": 0,
+    "ckpt_interval_minutes": 0.0,
+    "num_ckpts_to_keep": -1,
+    "resume_step": -1,
+    "log_interval": 1,
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "collective_timeout_s": 1.0,
+}
+
+#: What can be chosen today. Also what the pipeline's settings allow.
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "phase": (1, 2),
+    "optimizer": ("AdamW", "AdamW_FP32OptimParams"),
+    "precision": ("auto", "fp32", "autocast", "fp64"),
+    "device": ("auto", "cpu", "cuda"),
+    "tensor_parallel_size": (1,),
+}
+
+#: Names that a user of the tutorials may ask for and that this version has no code for.
+_LATER = {
+    "LAMB": "with the large-batch optimizers",
+    "AdamW_FP32ParamsCopy": "with precision bf16-master",
+    "bf16-sr": "stochastic rounding",
+    "bf16-master": "bf16 weights with an fp32 copy",
+    "xla": "the XLA device",
+    "neuron": "the Trainium device",
+}
+
+OPTIMIZERS: tuple[str, ...] = _CHOICES["optimizer"]
+PRECISIONS: tuple[str, ...] = _CHOICES["precision"]
+DEVICES: tuple[str, ...] = _CHOICES["device"]

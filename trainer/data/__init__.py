@@ -1,0 +1,1 @@
+"""What the model is fed: the shard format, the order of samples, and the loader."""

@@ -1,0 +1,124 @@
+"""Contiguous, uncompressed HDF5 files: written with the same bytes every time, read without HDF5.
+
+The datasets of such a file lie at fixed offsets, so rows are written with `pwrite` and read through one memory map:
+no HDF5 call per row, any row without its neighbours, and a full disk is an ordinary OSError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.errors import UserError
+from trainer.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durably
+
+Array = NDArray[Any]
+#: Shape and dtype of each dataset, in the order in which they lie in the file.
+Layout = Mapping[str, tuple[tuple[int, ...], Any]]
+
+# Datasets begin on a page of their own: mapped views are aligned, and reading one key touches no other.
+_ALIGNMENT_BYTES = 4096
+
+
+class ContiguousWriter:
+    """Fills the datasets of one file, any rows in any order. Made by `contiguous_file`."""
+
+    def __init__(self, fd: int, layout: Layout, offsets: Mapping[str, int]) -> None:
+        self._fd, self._layout, self._offsets = fd, layout, offsets
+
+    def write(self, key: str, start: int, values: Array) -> None:
+        """Write `values` at rows `start`… of dataset `key`; raises OSError."""
+        shape, dtype = self._layout[key]
+        assert values.shape[1:] == shape[1:], f"{key}: {values.shape} in {shape}"
+        assert start + len(values) <= shape[0], f"{key}: rows {start}+{len(values)} in {shape}"
+        data = np.ascontiguousarray(values, dtype=dtype).reshape(-1).view(np.uint8).data
+        row_bytes = np.dtype(dtype).itemsize * int(np.prod(shape[1:], dtype=np.int64))
+        offset = self._offsets[key] + start * row_bytes
+        while len(data):
+            written = os.pwrite(self._fd, data, offset)
+            data, offset = data[written:], offset + written
+
+
+@contextlib.contextmanager
+def contiguous_file(
+    path: Path, layout: Layout, *, attributes: Mapping[str, str] | None = None
+) -> Iterator[ContiguousWriter]:
+    """Make the HDF5 file `path`, to be filled by the block; it appears whole and durable, or not at all.
+
+    Raises: `DiskError`.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with disk_errors(path):
+            offsets = _allocate(temporary, layout, attributes or {})
+            fd = os.open(temporary, os.O_WRONLY)
+            try:
+                yield ContiguousWriter(fd, layout, offsets)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            failpoint(f"write-after:{path.name}")
+        rename_durably(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def _allocate(path: Path, layout: Layout, attributes: Mapping[str, str]) -> dict[str, int]:
+    """Create `path` with room for all datasets and nothing in them yet; returns their byte offsets."""
+    offsets = {}
+    # libver and alignment fix the file's structure; without times the same data is the same bytes.
+    with h5py.File(
+        path, "w", libver=("earliest", "v108"), alignment_threshold=1024, alignment_interval=_ALIGNMENT_BYTES
+    ) as file:
+        for name, value in attributes.items():
+            file.attrs[name] = value
+        for key, (shape, dtype) in layout.items():
+            properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            properties.set_layout(h5py.h5d.CONTIGUOUS)
+            properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            properties.set_obj_track_times(False)
+            kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape)
+            dataset = h5py.h5d.create(file.id, key.encode(), kind, space, properties)
+            offsets[key] = dataset.get_offset() or 0  # an empty dataset has no place
+    return offsets
+
+
+@contextlib.contextmanager
+def open_hdf5(path: Path) -> Iterator[Any]:
+    """Open an HDF5 file for reading (`h5py.File`); whatever HDF5 finds wrong in the block is a one-line `UserError`."""
+    if not path.is_file():
+        raise UserError(f"{path} is not there; make or fetch it again")
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            yield file
+    except (OSError, RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not a whole HDF5 file ({reason}); make or fetch it again") from error
+
+
+def map_contiguous(path: Path, file: Any, keys: tuple[str, ...]) -> dict[str, Array] | None:
+    """Read-only views of datasets `keys` of the open `file`, through one memory map; None if any is not contiguous.
+
+    The views outlive `file`.
+    """
+    places = {}
+    for key in keys:
+        dataset = file[key]
+        if dataset.id.get_create_plist().get_layout() != h5py.h5d.CONTIGUOUS:
+            return None
+        places[key] = (dataset.shape, dataset.dtype, dataset.id.get_offset())
+    whole = np.memmap(path, mode="r")
+    return {
+        key: np.zeros(shape, dtype) if offset is None else np.ndarray(shape, dtype, buffer=whole, offset=offset)
+        for key, (shape, dtype, offset) in places.items()
+    }

@@ -1,0 +1,125 @@
+"""Which samples make up which step: a pure function of (seed, epoch, data set, global batch size).
+
+An epoch goes through the shards in a shuffled order, `BLOCK_ROWS` rows or more at a time; the rows of such a block
+are shuffled together. So a reader needs only a few shards at hand, a data set smaller than a block is shuffled as
+a whole, and nothing but the block in use is ever in memory.
+
+The shuffles sort a 64-bit hash of (seed, epoch, index). The hash is spelt out here, so the order is the same under
+every version of every library, on every machine.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.errors import UserError
+
+#: Rows shuffled together, at least: about 120 MB of phase-1 rows.
+BLOCK_ROWS = 1 << 18
+#: Part of every checkpoint: a change to this file that changes the order raises it.
+ORDER_VERSION = 1
+
+Int64s = NDArray[np.int64]
+
+
+def hash64(*words: int, index: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A hash of each element of `index` together with `words`, by splitmix64 (Steele et al., OOPSLA 2014)."""
+    golden, mix1, mix2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+    out = index.astype(np.uint64)
+    with np.errstate(over="ignore"):
+        for word in (0, *words):
+            out = out + np.uint64(word % 2**64) + golden
+            out = (out ^ (out >> np.uint64(30))) * mix1
+            out = (out ^ (out >> np.uint64(27))) * mix2
+            out = out ^ (out >> np.uint64(31))
+    return out
+
+
+def shuffled(n: int, *words: int) -> Int64s:
+    """The numbers 0 … n-1 in an order that depends on `words` alone."""
+    keys = hash64(*words, index=np.arange(n, dtype=np.uint64))
+    return np.argsort(keys, kind="stable")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Addresses of rows: row `row[i]` of shard `shard[i]`."""
+
+    shard: Int64s
+    row: Int64s
+
+    def __getitem__(self, index: Int64s) -> Samples:
+        return Samples(self.shard[index], self.row[index])
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """The blocks of one epoch: block b holds the shards `order[first[b] : first[b + 1]]`, `rows[b]` rows before it."""
+
+    order: Int64s
+    first: Int64s
+    rows: Int64s
+
+
+class SampleOrder:
+    """Where the samples of each step are. An epoch has `rows // global_batch_size` steps; the rows left over at its
+    end, fewer than one batch and different ones each epoch, are its documented tail: they sit that epoch out.
+    """
+
+    def __init__(self, rows_per_shard: Int64s, *, seed: int, global_batch_size: int) -> None:
+        """Raises `UserError` if the data set has fewer rows than one global batch."""
+        total = int(rows_per_shard.sum())
+        if total < global_batch_size:
+            raise UserError(
+                f"the data set has {total} samples, fewer than one global batch of {global_batch_size}; "
+                f"use more text, a higher dupe_factor or a smaller global_batch_size"
+            )
+        self.rows_per_shard = rows_per_shard
+        self.seed = seed
+        self.global_batch_size = global_batch_size
+        self.steps_per_epoch = total // global_batch_size
+        self._epoch = functools.lru_cache(maxsize=2)(self._plan_epoch)
+        self._block = functools.lru_cache(maxsize=2)(self._shuffle_block)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch, from 0, that step `step` (from 0) of the phase belongs to."""
+        return step // self.steps_per_epoch
+
+    def step(self, step: int) -> Samples:
+        """The `global_batch_size` samples of step `step` (from 0), in order."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        plan = self._epoch(epoch)
+        position = step_in_epoch * self.global_batch_size
+        end = position + self.global_batch_size
+        pieces = []
+        while position < end:
+            block = int(np.searchsorted(plan.rows, position, side="right")) - 1
+            start, stop = position - plan.rows[block], min(end, int(plan.rows[block + 1])) - plan.rows[block]
+            pieces.append(self._block(epoch, block)[np.arange(start, stop)])
+            position = int(plan.rows[block]) + int(stop)
+        return Samples(np.concatenate([p.shard for p in pieces]), np.concatenate([p.row for p in pieces]))
+
+    def _plan_epoch(self, epoch: int) -> _Epoch:
+        order = shuffled(len(self.rows_per_shard), self.seed, epoch, 0)
+        ends = np.cumsum(self.rows_per_shard[order])
+        first, rows = [0], [0]
+        while first[-1] < len(order):
+            shard = int(np.searchsorted(ends, rows[-1] + BLOCK_ROWS)) + 1
+            first.append(min(shard, len(order)))
+            rows.append(int(ends[first[-1] - 1]))
+        return _Epoch(order, np.array(first), np.array(rows))
+
+    def _shuffle_block(self, epoch: int, block: int) -> Samples:
+        plan = self._epoch(epoch)
+        shards = plan.order[plan.first[block] : plan.first[block + 1]]
+        counts = self.rows_per_shard[shards]
+        shard = np.repeat(shards, counts)
+        row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return Samples(shard, row)[shuffled(len(row), self.seed, epoch, 1 + block)]

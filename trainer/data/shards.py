@@ -1,0 +1,236 @@
+"""The shards of a data set: HDF5 files with NVIDIA's six keys, read and written here and checked once.
+
+input_ids, input_mask, segment_ids (N, S); masked_lm_positions, masked_lm_ids (N, P), zero-padded;
+next_sentence_labels (N,). Ours are contiguous and uncompressed with small unsigned dtypes, and are read row by row
+through a memory map. Other tools' (chunked, gzip'd, int32) are decoded a shard at a time. No torch here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.hdf5 import Array, Layout, contiguous_file, map_contiguous, open_hdf5
+from trainer.errors import UserError
+
+TOKEN_KEYS = ("input_ids", "input_mask", "segment_ids")
+MASKED_KEYS = ("masked_lm_positions", "masked_lm_ids")
+KEYS = (*TOKEN_KEYS, *MASKED_KEYS, "next_sentence_labels")
+
+#: Mapped files kept open; each holds a file descriptor.
+_MAPPED_FILES = 16
+#: Decoded shards of other tools kept in memory; NVIDIA's largest are about 100 MB each with small dtypes.
+_DECODED_FILES = 2
+_VALIDATED_ROWS = 8192
+# Deflate packs at most 1,032 : 1; a file that claims to hold more than this holds nothing of the kind.
+_UNPACKED_RATIO_MAX = 1100
+
+
+def id_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
+    """The dtype in which token ids below `vocab_size` are stored."""
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+def shard_layout(rows: int, *, seq_len: int, max_pred_len: int, vocab_size: int) -> Layout:
+    """Shapes and dtypes of the six datasets of a shard of ours."""
+    ids = id_dtype(vocab_size)
+    tokens, masked = (rows, seq_len), (rows, max_pred_len)
+    return {
+        "input_ids": (tokens, ids),
+        "input_mask": (tokens, np.uint8),
+        "segment_ids": (tokens, np.uint8),
+        "masked_lm_positions": (masked, np.uint16),
+        "masked_lm_ids": (masked, ids),
+        "next_sentence_labels": ((rows,), np.uint8),
+    }
+
+
+def write_shard(path: Path, arrays: dict[str, Array]) -> None:
+    """Write one shard, in the dtypes of `arrays`: whole, durable, and the same bytes for the same arrays.
+
+    Raises: `DiskError`.
+    """
+    assert set(arrays) == set(KEYS), sorted(arrays)
+    with contiguous_file(path, {key: (arrays[key].shape, arrays[key].dtype) for key in KEYS}) as writer:
+        for key in KEYS:
+            writer.write(key, 0, arrays[key])
+
+
+class ShardSet:
+    """The shards of one directory that match a pattern, in the order of their names. For one thread at a time."""
+
+    def __init__(
+        self, directory: Path, names: list[str], rows: NDArray[np.int64], *, seq_len: int, max_pred_len: int
+    ) -> None:
+        self.directory = directory
+        self.names = names
+        #: Rows of each shard, (shards,) int64.
+        self.rows_per_shard = rows
+        self.rows = int(rows.sum())
+        self.seq_len = seq_len
+        self.max_pred_len = max_pred_len
+        self._mapped: OrderedDict[int, dict[str, Array]] = OrderedDict()
+        self._decoded: OrderedDict[int, dict[str, Array]] = OrderedDict()
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        pattern: str = "*_training_*.hdf5",
+        *,
+        seq_len: int | None = None,
+        max_pred_len: int | None = None,
+    ) -> ShardSet:
+        """Find the shards; only the first is opened if the directory's manifest tells the row counts.
+
+        Raises `UserError`: no directory, no matching file, a file that cannot be used, other lengths than asked for
+        (`max_pred_len` is an upper limit).
+        """
+        if not directory.is_dir():
+            raise UserError(f"there is no data set directory {directory}; make the data set, or name another directory")
+        names = sorted(entry.name for entry in os.scandir(directory) if fnmatch.fnmatch(entry.name, pattern))
+        known = _recorded_rows(directory)
+        missing = sorted(name for name in known if fnmatch.fnmatch(name, pattern) and name not in set(names))
+        if missing:
+            raise UserError(f"{directory / missing[0]} is in the manifest but not there; make the data set again")
+        if not names:
+            raise UserError(f"no file in {directory} matches {pattern}; it is not a data set, or of another form")
+        _, S, P = file_shape(directory / names[0], seq_len=seq_len, max_pred_len=max_pred_len)
+        rows = [
+            known[name] if name in known else file_shape(directory / name, seq_len=S, max_pred_len=max_pred_len)[0]
+            for name in names
+        ]
+        return cls(directory, names, np.array(rows, np.int64), seq_len=S, max_pred_len=P)
+
+    @property
+    def identity(self) -> str:
+        """sha256, in hex, of names, row counts and sequence length: tells another data set apart, cheaply."""
+        record = [self.names, self.rows_per_shard.tolist(), self.seq_len]
+        return hashlib.sha256(json.dumps(record).encode()).hexdigest()
+
+    def read(self, shard: int, rows: NDArray[np.int64]) -> dict[str, Array]:
+        """Copies of `rows` of the six datasets of shard number `shard`, in their stored (or smaller) dtypes.
+
+        Raises `UserError` if the file cannot be read or is not what it was.
+        """
+        arrays = self._arrays(shard)
+        return {key: arrays[key][rows] for key in KEYS}
+
+    def _arrays(self, shard: int) -> dict[str, Array]:
+        for cache in (self._mapped, self._decoded):
+            if shard in cache:
+                cache.move_to_end(shard)
+                return cache[shard]
+        path = self.directory / self.names[shard]
+        with open_hdf5(path) as file:
+            rows, _, P = _shape_of(path, file, seq_len=self.seq_len, max_pred_len=None)
+            if rows != self.rows_per_shard[shard] or self.max_pred_len != P:
+                raise UserError(
+                    f"{path} holds {rows} rows with {P} predictions; expected {self.rows_per_shard[shard]} rows as in "
+                    f"the manifest and {self.max_pred_len} predictions as in {self.names[0]}; make the data set again"
+                )
+            mapped = map_contiguous(path, file, KEYS)
+            cache, size = (self._decoded, _DECODED_FILES) if mapped is None else (self._mapped, _MAPPED_FILES)
+            while len(cache) >= size:
+                cache.popitem(last=False)
+            cache[shard] = {key: _decode(path, key, file) for key in KEYS} if mapped is None else mapped
+        return cache[shard]
+
+
+def _recorded_rows(directory: Path) -> dict[str, int]:
+    """Rows by file name from the directory's manifest, or {} where there is none or it does not say."""
+    try:
+        rows = json.loads((directory / "manifest.json").read_bytes())["counts"]["rows"]
+        return {str(name): int(count) for name, count in rows.items()}
+    except (FileNotFoundError, KeyError, TypeError, ValueError, AttributeError):
+        return {}
+
+
+def _decode(path: Path, key: str, file: Any) -> Array:
+    """All of one dataset in the smallest unsigned dtype that holds it; raises `UserError` on a negative value."""
+    values: Array = file[key][()]
+    if not values.size:
+        return values.astype(np.uint16)
+    low, high = int(values.min()), int(values.max())
+    if low < 0:
+        raise _bad_value(path, key, values, values < 0, 0, "0 or more")
+    return values.astype(np.uint8 if high < 1 << 8 else np.uint16 if high < 1 << 16 else np.uint32)
+
+
+def file_shape(path: Path, *, seq_len: int | None, max_pred_len: int | None) -> tuple[int, int, int]:
+    """(N, S, P) of a shard; raises `UserError` if it is not one, or not of the lengths asked for."""
+    with open_hdf5(path) as file:
+        return _shape_of(path, file, seq_len=seq_len, max_pred_len=max_pred_len)
+
+
+def _shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int | None) -> tuple[int, int, int]:
+    for key in KEYS:
+        if key not in file:
+            raise UserError(f"{path} has no dataset {key}; a shard has {', '.join(KEYS)}")
+        if not hasattr(file[key], "dtype") or file[key].dtype.kind not in "iu":
+            raise UserError(f"{path}: {key} is not a dataset of integers; this is no shard of token ids")
+    shapes = {key: tuple(file[key].shape) for key in KEYS}
+    if len(shapes["input_ids"]) != 2 or len(shapes["masked_lm_ids"]) != 2:
+        raise UserError(
+            f"{path}: input_ids has shape {shapes['input_ids']} and masked_lm_ids {shapes['masked_lm_ids']}; "
+            f"both must have 2 dimensions; this is no shard"
+        )
+    (rows, S), P = shapes["input_ids"], shapes["masked_lm_ids"][1]
+    for key in KEYS:
+        expected = (rows, S) if key in TOKEN_KEYS else (rows, P) if key in MASKED_KEYS else (rows,)
+        if shapes[key] != expected:
+            raise UserError(f"{path}: {key} has shape {shapes[key]}; expected {expected} beside input_ids {(rows, S)}")
+    if seq_len is not None and seq_len != S:
+        raise UserError(f"{path} has sequences of {S} tokens; {seq_len} were asked for; use another data set or length")
+    if max_pred_len is not None and max_pred_len < P:
+        raise UserError(
+            f"{path} has {P} predictions a sequence; at most {max_pred_len} were asked for; raise the limit to {P}"
+        )
+    return rows, S, P
+
+
+def validate_file(
+    path: Path, *, seq_len: int | None = None, max_pred_len: int | None = None, vocab_size: int | None = None
+) -> int:
+    """Read all of a shard and check it; returns its rows. None leaves a limit open (`seq_len`: as in the file).
+
+    Raises `UserError` that names file, key, row and value.
+    """
+    with open_hdf5(path) as file:
+        rows, S, _ = _shape_of(path, file, seq_len=seq_len, max_pred_len=max_pred_len)
+        if sum(file[key].nbytes for key in KEYS) > _UNPACKED_RATIO_MAX * path.stat().st_size:
+            raise UserError(f"{path} claims {rows} rows but is far too small to hold them; fetch or make it again")
+        limits = {
+            "input_ids": vocab_size,
+            "input_mask": 2,
+            "segment_ids": 2,
+            "masked_lm_positions": S,
+            "masked_lm_ids": vocab_size,
+            "next_sentence_labels": 2,
+        }
+        for start in range(0, rows, _VALIDATED_ROWS):
+            for key, limit in limits.items():
+                values: Array = file[key][start : start + _VALIDATED_ROWS]
+                if not values.size:
+                    continue
+                if values.min() < 0 or (limit is not None and values.max() >= limit):
+                    wrong = values < 0 if limit is None else (values < 0) | (values >= limit)
+                    allowed = "0 or more" if limit is None else f"0 to {limit - 1}"
+                    raise _bad_value(path, key, values, wrong, start, allowed)
+    return rows
+
+
+def _bad_value(path: Path, key: str, values: Array, wrong: Array, start: int, allowed: str) -> UserError:
+    first = tuple(int(i) for i in np.argwhere(wrong)[0])
+    return UserError(
+        f"{path}: {key} is {values[first]} in row {start + first[0]}; allowed is {allowed}; "
+        f"fetch or make this file again, or check the vocabulary size"
+    )

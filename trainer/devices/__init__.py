@@ -1,0 +1,1 @@
+"""One kind of hardware, one file. The loop sees `base.Device` only."""

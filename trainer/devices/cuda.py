@@ -1,0 +1,66 @@
+"""NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainer.devices.base import Device
+from trainer.errors import UserError
+from trainer.models.bert import BertBatch
+
+#: Dense bf16 tensor-core peaks, FLOP/s, from NVIDIA's data sheets, by a part of the name torch reports.
+_BF16_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "A10G": 70e12}
+
+
+class CudaDevice(Device):
+    backend = "cuda:nccl"
+
+    def __init__(self, local_rank: int) -> None:
+        """Raises `UserError` where torch sees no such GPU."""
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise UserError(
+                f"worker {local_rank} of this machine asks for GPU {local_rank}, but torch sees {count}; "
+                f"start at most {count} workers here, or use --device cpu"
+            )
+        self.torch_device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(self.torch_device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        self._waiting: list[tuple[Callable[..., Any], list[torch.Tensor], torch.cuda.Event]] = []
+
+    def describe(self) -> str:
+        return f"cuda, {torch.cuda.get_device_name(self.torch_device)}"
+
+    def automatic_precision(self) -> tuple[str, str]:
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "autocast", "this GPU has bf16 tensor cores"
+        return "fp32", "this GPU has no bf16 tensor cores"
+
+    def put(self, batch: BertBatch) -> BertBatch:
+        return super().put(batch.map(torch.Tensor.pin_memory))
+
+    def seed(self, seed: int) -> None:
+        torch.cuda.manual_seed(seed)
+
+    def step_closure(self, f: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        """Called one step late, when the copies have long arrived: no step waits for the GPU."""
+        self.finish_closures()
+        copies = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
+        event = torch.cuda.Event()
+        event.record()
+        self._waiting.append((f, copies, event))
+
+    def finish_closures(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for f, copies, event in waiting:
+            event.synchronize()
+            f(*(copy.tolist() for copy in copies))
+
+    def peak_flops_per_s(self, precision: str) -> float | None:
+        name = torch.cuda.get_device_name(self.torch_device)
+        if precision != "autocast":
+            return None
+        return next((peak for part, peak in _BF16_PEAKS.items() if part in name), None)

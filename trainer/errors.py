@@ -1,0 +1,57 @@
+"""The exceptions of this project, as a tree.
+
+Exception
+└── UserError          bad input: one line, exit 1, no traceback
+    ├── DiskError      a write failed (full disk, I/O error, no permission)
+    ├── LockHeld       somebody else is making the same thing
+    └── CheckpointError  a checkpoint that cannot be used
+
+A UserError's message says what was seen, what is allowed and what to do, in one line.
+Mistakes of the programmer are asserts and other exceptions, with their tracebacks.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+#: Exit status of a run that was asked to stop, saved its state and can go on (EX_TEMPFAIL of sysexits.h).
+EXIT_INTERRUPTED = 75
+#: Exit status of a command that was refused because of what it was given.
+EXIT_USER_ERROR = 1
+
+
+class UserError(Exception):
+    """Something the person who started the command can put right."""
+
+
+class LockHeld(UserError):
+    """Another process is at work on the same directory."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is damaged, incomplete or belongs to something else."""
+
+
+class DiskError(UserError):
+    """A file could not be written; what was there before is untouched."""
+
+    @classmethod
+    def of(cls, error: OSError, path: Path) -> DiskError:
+        """One line for a failed write to `path`: the system's words, the path, and the free space if it matters."""
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(existing_parent(path)).free
+            return cls(
+                f"cannot write {path}: {reason} ({free / 1e6:.1f} MB free there); make space and run the same again"
+            )
+        return cls(f"cannot write {path}: {reason}; check the path and its permissions, then run the same again")
+
+
+def existing_parent(path: Path) -> Path:
+    """`path` itself or its nearest ancestor that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,0 +1,117 @@
+"""Files that survive a crash: write to a temporary name, fsync, rename, fsync the directory.
+
+Everything that this project calls finished goes through here, so a reader sees a file whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from trainer.errors import DiskError
+
+#: Names that end so are unfinished; whoever holds the lock of their directory may remove them.
+TEMPORARY_SUFFIX = ".tmp"
+_CHUNK_BYTES = 4 << 20
+
+
+def failpoint(name: str) -> None:
+    """Kill this process if the environment's FAILPOINT is `name` (tests of recovery set it); else do nothing."""
+    if os.environ.get("FAILPOINT") == name:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a `DiskError` that names `path` and the free space."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskError.of(error, path) from error
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in directory `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def rename_durably(temporary: Path, final: Path) -> None:
+    """Give `temporary` (already fsynced) its final name and make that durable; raises `DiskError`."""
+    failpoint(f"rename-before:{final.name}")
+    with disk_errors(final):
+        os.replace(temporary, final)
+        failpoint(f"rename-after:{final.name}")
+        fsync_directory(final.parent)
+
+
+@contextlib.contextmanager
+def durable_file(path: Path) -> Iterator[HashingFile]:
+    """Open `path` for writing so that it appears whole, durable, or not at all; raises `DiskError`."""
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with disk_errors(path):
+            with temporary.open("wb") as raw:
+                failpoint(f"write-before:{path.name}")
+                yield HashingFile(raw)
+                raw.flush()
+                os.fsync(raw.fileno())
+            failpoint(f"write-after:{path.name}")
+        rename_durably(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+class HashingFile:
+    """A binary file that knows the sha256 and length of what was written to it, without reading it again."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._digest = hashlib.sha256()
+        self.bytes = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data).cast("B") if isinstance(data, memoryview) else memoryview(data)
+        for start in range(0, len(view), _CHUNK_BYTES):
+            chunk = view[start : start + _CHUNK_BYTES]
+            self._raw.write(chunk)
+            self._digest.update(chunk)
+        self.bytes += len(view)
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, durably; raises `DiskError`."""
+    with durable_file(path) as file:
+        file.write((json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sweep_temporaries(directory: Path) -> list[str]:
+    """Remove what dead runs left unfinished directly in `directory`; returns the names. The caller holds its lock."""
+    swept = []
+    for path in directory.iterdir():
+        if path.name.endswith(TEMPORARY_SUFFIX):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            swept.append(path.name)
+    return sorted(swept)

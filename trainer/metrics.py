@@ -1,0 +1,197 @@
+"""What a run says about itself: the console line, TensorBoard, metrics.jsonl, the summary."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import TrainConfig
+from trainer.errors import UserError
+from trainer.files import disk_errors, write_json
+from trainer.state import TrainState
+
+#: Steps over which the throughput is averaged, as in the tutorials' script.
+THROUGHPUT_WINDOW = 10
+METRICS = "metrics.jsonl"
+PROGRESS = "progress.json"
+
+
+class NonFiniteLoss(UserError):
+    """Training has diverged."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What is known of a finished step before its losses are read from the device."""
+
+    state: TrainState
+    learning_rate: float
+
+
+class Metrics:
+    """The records of a run, written by the root worker; the others only check their losses."""
+
+    def __init__(self, config: TrainConfig, start: TrainState, *, is_root: bool, say: Callable[[str], None]) -> None:
+        """Goes on behind the records of `start`'s steps in the output directory; later ones there are dropped,
+        because their steps are done again."""
+        self._config = config
+        self._say = say
+        self._is_root = is_root
+        self._sequences_per_step = start.global_batch_size
+        self._began = self._last = time.monotonic()
+        self._step_times: collections.deque[float] = collections.deque(maxlen=THROUGHPUT_WINDOW)
+        self._throughputs: list[float] = []
+        if not is_root:
+            return
+        self._path = config.output_dir / METRICS
+        with disk_errors(self._path):
+            _drop_after(self._path, start.global_step)
+            self._file = self._path.open("a", buffering=1)
+            self._board = _Board(config.output_dir / "tensorboard", first_step=start.global_step + 1)
+
+    def start_clock(self) -> None:
+        """The first step begins now."""
+        self._began = self._last = time.monotonic()
+
+    def record(self, record: StepRecord, values: list[float]) -> None:
+        """`values`: masked-LM loss, next-sentence loss (nats, means of the global batch), gradient norm.
+
+        Raises `NonFiniteLoss`.
+        """
+        masked_lm, next_sentence, norm = values
+        state = record.state
+        if not all(math.isfinite(v) for v in values):
+            raise NonFiniteLoss(
+                f"step {state.global_step}: masked-LM loss {masked_lm}, next-sentence loss {next_sentence}, gradient "
+                f"norm {norm} at learning rate {record.learning_rate:.3e}; the last checkpoint is kept: "
+                f"lower the learning rate, lengthen the warm-up, or try precision fp32"
+            )
+        now = time.monotonic()
+        step_time, self._last = now - self._last, now
+        self._step_times.append(step_time)
+        throughput = self._sequences_per_step * len(self._step_times) / sum(self._step_times)
+        self._throughputs.append(throughput)
+        if not self._is_root:
+            return
+        scalars = {
+            "loss": masked_lm + next_sentence,
+            "masked_lm_loss": masked_lm,
+            "next_sentence_loss": next_sentence,
+            "learning_rate": record.learning_rate,
+            "grad_norm": norm,
+            "throughput": throughput,
+            "step_time_s": step_time,
+        }
+        self._write(state, scalars)
+
+    def _write(self, state: TrainState, scalars: dict[str, float]) -> None:
+        step = state.global_step
+        line = {"step": step, "epoch": state.epoch, "samples": state.samples_consumed, **scalars, "time": time.time()}
+        with disk_errors(self._path):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._board.add(step, scalars)
+            (self._config.output_dir / PROGRESS).write_text(
+                json.dumps(
+                    {
+                        "label": f"phase {state.phase}, loss {scalars['loss']:.3f}",
+                        "done": state.step,
+                        "total": self._config.max_steps,
+                        "unit": "steps",
+                        "per_s": round(scalars["throughput"] / self._sequences_per_step, 6),
+                    }
+                )
+            )
+        if state.step % self._config.log_interval == 0 or state.step == self._config.stop_step:
+            norm = f"grad-norm : {scalars['grad_norm']:.4f} " if self._config.print_grad_norm else ""
+            left = (self._config.stop_step - state.step) * self._sequences_per_step / scalars["throughput"]
+            self._say(
+                f"LOG {time.asctime()} - ({state.epoch}, {step}) step_loss : {scalars['loss']:.4f} "
+                f"learning_rate : {scalars['learning_rate']:.2e} throughput : {scalars['throughput']:.2f} {norm}"
+                f"[{state.step}/{self._config.max_steps}, {_duration(left)} left]"
+            )
+
+    def close(self, state: TrainState, *, workers: int) -> None:
+        """Write the summary: the tutorials' metrics file."""
+        if not self._is_root:
+            return
+        self._file.close()
+        self._board.close()
+        (self._config.output_dir / PROGRESS).unlink(missing_ok=True)
+        lines = self._path.read_text().splitlines()
+        first, last = (json.loads(lines[i]) for i in (0, -1)) if lines else ({}, {})
+        recent = [json.loads(line)["loss"] for line in lines[-50:]]
+        write_json(
+            self._config.metrics_file,
+            {
+                "num_workers": workers,
+                "epoch": state.epoch,
+                "steps": state.step,
+                "microsteps": state.step * self._config.grad_accum_usteps,
+                "global_step": state.global_step,
+                "loss": last.get("loss"),
+                "first_loss": first.get("loss"),
+                "mean_loss_last_50": sum(recent) / len(recent) if recent else None,
+                "train_time_minutes": (time.monotonic() - self._began) / 60,
+                "throughput_average": _mean(self._throughputs),
+                "throughput_peak": max(self._throughputs, default=None),
+                "batch_size": self._config.micro_batch_size,
+                "max_length": self._config.seq_len,
+                "precision": state.precision,
+            },
+        )
+
+
+class _Board:
+    """A TensorBoard event file. torch's SummaryWriter would do, but importing it takes 4 s."""
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event = Event
+        self._writer = EventFileWriter(str(directory))
+        # Tells TensorBoard to forget what an interrupted run recorded from here on.
+        start = Event(wall_time=time.time(), step=first_step, session_log=SessionLog(status=SessionLog.START))
+        self._writer.add_event(start)
+
+    def add(self, step: int, scalars: dict[str, float]) -> None:
+        event = self._event(wall_time=time.time(), step=step)
+        for name, value in scalars.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        self._writer.add_event(event)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Cut the records of steps after `step`, and a half-written last line, off a metrics file."""
+    if not path.exists():
+        return
+    kept = 0
+    with path.open("rb+") as file:
+        for line in file:
+            try:
+                record: dict[str, Any] = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith(b"\n") or record["step"] > step:
+                break
+            kept += len(line)
+        file.truncate(kept)

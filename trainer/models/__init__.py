@@ -1,0 +1,1 @@
+"""The models; parameters carry their published names."""

@@ -1,0 +1,1 @@
+"""How one training run is spread over workers."""

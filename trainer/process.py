@@ -1,0 +1,33 @@
+"""What a process of ours does about its parent and its signals."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+#: Set by whoever starts one of our commands, to its process id: the command is to die with it.
+PARENT_VARIABLE = "STAGE_PARENT_PID"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_starter() -> None:
+    """`die_with_parent` for a command that was started by one of ours, directly or through torchrun."""
+    starter = os.environ.pop(PARENT_VARIABLE, None)
+    if starter is not None:
+        die_with_parent(int(starter))
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+
+
+def die_with_parent(expected_parent: int | None = None) -> None:
+    """Ask Linux to SIGKILL this process when its parent dies, so that no orphan holds a device or a lock.
+
+    If the parent (`expected_parent`, when given) is gone already, exit at once. Elsewhere than on Linux: nothing.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if expected_parent is not None and os.getppid() != expected_parent:
+        os._exit(1)

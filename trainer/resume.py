@@ -1,0 +1,101 @@
+"""Where a run starts: from nothing, from its own newest checkpoint, or (phase 2) from the weights of phase 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.format import read_tensors, tensor_file
+from trainer.checkpoint.manager import CheckpointManager, require_valid
+from trainer.config import TrainConfig
+from trainer.errors import CheckpointError, UserError
+from trainer.state import TrainState
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint to begin with, and whether all of it counts or only its weights."""
+
+    checkpoint: Path
+    state: TrainState
+    weights_only: bool
+
+
+def find_start(config: TrainConfig, manager: CheckpointManager) -> Start | None:
+    """The checkpoint that `config` asks to start from; None: begin with initial weights.
+
+    An interrupted phase is resumed from its own newest whole checkpoint. A phase 2 without one takes the weights of
+    phase 1, from `resume_ckpt_path` or the output directory. Raises `CheckpointError`.
+    """
+    if not config.resume:
+        if manager.paths():
+            raise UserError(
+                f"{manager.directory} holds checkpoints up to step {manager.paths()[0][0]}; add --resume_ckpt to go on "
+                f"from there, or give another --output_dir"
+            )
+        return None
+    for path in manager.valid(config.resume_step):
+        state = TrainState.read(path)
+        if state.phase == config.phase:
+            return Start(path, state, weights_only=False)
+    if config.resume_ckpt_path is not None:
+        require_valid(config.resume_ckpt_path)
+        return _start_of_phase(config, config.resume_ckpt_path)
+    if config.phase == 2:
+        for path in manager.valid(config.phase1_end_step):
+            return _start_of_phase(config, path)
+        raise CheckpointError(
+            f"phase 2 starts from phase 1's checkpoint of step {config.phase1_end_step}, and {manager.directory} has "
+            f"none; give it with --resume_ckpt_path, or its step with --phase1_end_step"
+        )
+    if config.resume_step != -1:
+        raise CheckpointError(f"{manager.directory} has no whole checkpoint of step {config.resume_step}")
+    return None
+
+
+def _start_of_phase(config: TrainConfig, path: Path) -> Start:
+    state = TrainState.read(path)
+    if config.phase == 2 and state.phase == 1 and state.global_step != config.phase1_end_step:
+        raise CheckpointError(
+            f"{path} is of step {state.global_step}, but phase 1 is said to end at step {config.phase1_end_step}; "
+            f"give --phase1_end_step {state.global_step}, or another checkpoint"
+        )
+    return Start(path, state, weights_only=state.phase != config.phase)
+
+
+@torch.no_grad()
+def load_into(targets: dict[str, Tensor], path: Path, kind: str) -> None:
+    """Copy the tensors of a checkpoint's `kind` file (model, optimizer) into `targets` of the same names and shapes.
+
+    Raises `CheckpointError` naming the first tensor that is missing, too much, or of another shape.
+    """
+    file = path / tensor_file(kind, 0, 1)
+    if not file.exists():
+        raise CheckpointError(f"{path} has no {file.name} (a minimal checkpoint?): it cannot be resumed from")
+    missing = set(targets)
+    for name, tensor in read_tensors(file):
+        if name not in targets:
+            raise CheckpointError(f"{file} holds {name}, which this run has no place for; is it of another model?")
+        if tensor.shape != targets[name].shape:
+            raise CheckpointError(
+                f"{file}: {name} has shape {tuple(tensor.shape)}, this run needs {tuple(targets[name].shape)}; "
+                f"is it of another model?"
+            )
+        targets[name].copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise CheckpointError(f"{file} lacks {sorted(missing)[0]}; is it of another model?")
+
+
+def say_start(start: Start | None, state: TrainState, say: Callable[[str], None]) -> None:
+    """Tell where the run begins."""
+    if start is None:
+        say(f"starting phase {state.phase} at step 0 with initial weights")
+    elif start.weights_only:
+        say(f"starting phase {state.phase} at step {state.global_step} with the weights of {start.checkpoint}")
+    else:
+        say(f"resuming from checkpoint {start.checkpoint} at step {state.global_step}")
