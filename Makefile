@@ -30,7 +30,7 @@ $(INSTALLED): pyproject.toml
 	  { echo "error: $$($(PYTHON) --version) is too old: Python 3.11 or newer is needed; give one with make PYTHON=…" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[dev]'
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --editable '.[dev]'
 	@touch $@
 
 clean:

@@ -1,0 +1,163 @@
+"""The shard format: read whoever wrote it, written the same every time, refused in one line when it is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from trainer.data.shards import KEYS, ShardSet, validate_file, write_shard
+from trainer.errors import UserError
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def some_rows(rows: int = 40, *, S: int = 16, P: int = 3, seed: int = 0) -> Arrays:
+    rng = np.random.default_rng(seed)
+    return {
+        "input_ids": rng.integers(0, 100, (rows, S)).astype(np.uint16),
+        "input_mask": rng.integers(0, 2, (rows, S)).astype(np.uint8),
+        "segment_ids": rng.integers(0, 2, (rows, S)).astype(np.uint8),
+        "masked_lm_positions": rng.integers(0, S, (rows, P)).astype(np.uint16),
+        "masked_lm_ids": rng.integers(0, 100, (rows, P)).astype(np.uint16),
+        "next_sentence_labels": rng.integers(0, 2, rows).astype(np.uint8),
+    }
+
+
+def write_chunked(path: Path, arrays: Arrays) -> None:
+    """As NVIDIA's script writes them: int32 or int8, gzip 4, automatic chunks."""
+    with h5py.File(path, "w") as file:
+        for key, values in arrays.items():
+            small = key in ("input_mask", "segment_ids", "next_sentence_labels")
+            file.create_dataset(key, data=values, dtype="i1" if small else "i4", compression="gzip")
+
+
+def test_a_written_shard_reads_back_with_plain_h5py_contiguous_and_uncompressed(tmp_path: Path) -> None:
+    arrays = some_rows()
+    write_shard(tmp_path / "a_training_0.hdf5", arrays)
+    with h5py.File(tmp_path / "a_training_0.hdf5") as file:
+        assert sorted(file) == sorted(KEYS)
+        for key in KEYS:
+            assert file[key].chunks is None
+            assert file[key].compression is None
+            assert file[key].dtype == arrays[key].dtype
+            np.testing.assert_array_equal(file[key][()], arrays[key])
+    assert [path.name for path in tmp_path.iterdir()] == ["a_training_0.hdf5"]
+
+
+def test_the_same_rows_are_the_same_bytes(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.hdf5", some_rows())
+    write_shard(tmp_path / "b.hdf5", some_rows())
+    assert (tmp_path / "a.hdf5").read_bytes() == (tmp_path / "b.hdf5").read_bytes()
+
+
+@pytest.mark.parametrize("write", [write_shard, write_chunked])
+def test_any_rows_are_read_in_any_order_from_any_layout(tmp_path: Path, write: Any) -> None:
+    written = [some_rows(40 + shard, seed=shard) for shard in range(5)]
+    for shard, arrays in enumerate(written):
+        write(tmp_path / f"x_training_{shard}.hdf5", arrays)
+    shards = ShardSet.open(tmp_path, seq_len=16, max_pred_len=3)
+    assert shards.names == [f"x_training_{shard}.hdf5" for shard in range(5)]
+    assert shards.rows_per_shard.tolist() == [40, 41, 42, 43, 44]
+    assert (shards.rows, shards.seq_len, shards.max_pred_len) == (210, 16, 3)
+    rows = np.array([39, 0, 7, 7])
+    for shard in [3, 0, 4, 1, 2, 0, 3]:  # more shards than are kept decoded
+        got = shards.read(shard, rows)
+        assert set(got) == set(KEYS)
+        for key in KEYS:
+            np.testing.assert_array_equal(got[key], written[shard][key][rows])
+
+
+def test_nvidias_own_files_are_valid_and_read_as_h5py_reads_them(shared: Path) -> None:
+    directory = shared / "fixtures/nvidia_hdf5/seq128"
+    shards = ShardSet.open(directory)
+    path = directory / shards.names[0]
+    assert validate_file(path, seq_len=128, max_pred_len=20, vocab_size=8192) == shards.rows == 4188
+    rows = np.array([4187, 5])
+    got = shards.read(0, rows)
+    assert got["input_ids"].dtype == np.uint16
+    with h5py.File(path) as file:
+        for key in KEYS:
+            np.testing.assert_array_equal(got[key], file[key][()][rows])
+
+
+def test_row_counts_come_from_the_manifest_and_files_are_opened_only_when_read(tmp_path: Path) -> None:
+    write_shard(tmp_path / "x_training_0.hdf5", some_rows(5))
+    (tmp_path / "x_training_1.hdf5").write_bytes(b"no HDF5 at all")
+    manifest = {"counts": {"rows": {"x_training_0.hdf5": 5, "x_training_1.hdf5": 7}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    shards = ShardSet.open(tmp_path)
+    assert shards.rows == 12
+    with pytest.raises(UserError, match=r"x_training_1.hdf5 is not a whole HDF5 file"):
+        shards.read(1, np.array([0]))
+
+
+def test_the_identity_tells_other_names_counts_and_lengths_apart(tmp_path: Path) -> None:
+    identities = set()
+    for name, rows, S in [("a", 5, 16), ("b", 5, 16), ("a", 6, 16), ("a", 5, 17)]:
+        directory = tmp_path / f"{name}{rows}{S}"
+        directory.mkdir()
+        write_shard(directory / f"{name}_training_0.hdf5", some_rows(rows, S=S))
+        identities.add(ShardSet.open(directory).identity)
+        assert ShardSet.open(directory).identity in identities
+    assert len(identities) == 4
+
+
+def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path) -> None:
+    def refused(seq_len: int | None = None, max_pred_len: int | None = None) -> str:
+        with pytest.raises(UserError) as error:
+            ShardSet.open(tmp_path / "d", seq_len=seq_len, max_pred_len=max_pred_len)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "there is no data set directory" in refused()
+    (tmp_path / "d").mkdir()
+    assert "no file in" in refused()
+    path = tmp_path / "d" / "x_training_0.hdf5"
+    write_shard(path, some_rows())
+    assert "has sequences of 16 tokens; 32 were asked for" in refused(seq_len=32)
+    assert "3 predictions a sequence; at most 2" in refused(max_pred_len=2)
+    assert ShardSet.open(tmp_path / "d", max_pred_len=20).max_pred_len == 3
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert "is not a whole HDF5 file (" in refused()
+    path.unlink()
+    with h5py.File(path, "w") as file:
+        file["input_ids"] = np.zeros((2, 4), np.int32)
+    assert "has no dataset input_mask" in refused()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("input_ids", 100, "input_ids is 100 in row 30; allowed is 0 to 99"),
+        ("masked_lm_ids", 200, "masked_lm_ids is 200 in row 30"),
+        ("masked_lm_positions", 16, "masked_lm_positions is 16 in row 30; allowed is 0 to 15"),
+        ("next_sentence_labels", 2, "next_sentence_labels is 2 in row 30; allowed is 0 to 1"),
+        ("input_mask", 3, "input_mask is 3 in row 30"),
+        ("segment_ids", -1, "segment_ids is -1 in row 30"),
+    ],
+)
+def test_validation_names_file_key_row_and_value(tmp_path: Path, key: str, value: int, message: str) -> None:
+    arrays = some_rows()
+    assert arrays["input_ids"].max() < 100
+    arrays[key] = arrays[key].astype(np.int32)
+    arrays[key][30] = value
+    path = tmp_path / "x_training_0.hdf5"
+    write_chunked(path, arrays)
+    with pytest.raises(UserError) as error:
+        validate_file(path, seq_len=16, max_pred_len=3, vocab_size=100)
+    assert str(error.value).startswith(f"{path}: {message}")
+
+
+def test_a_file_that_claims_far_more_than_it_can_hold_is_refused_without_reading_it(tmp_path: Path) -> None:
+    path = tmp_path / "x_training_0.hdf5"
+    with h5py.File(path, "w") as file:
+        for key, values in some_rows().items():
+            file.create_dataset(key, (10**9, *values.shape[1:]), "i4", chunks=True, compression="gzip")
+    with pytest.raises(UserError, match="claims 1000000000 rows but is far too small"):
+        validate_file(path)
