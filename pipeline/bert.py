@@ -223,7 +223,8 @@ class BertPhase2(Goal):
     """The whole chain, up to the evaluated Hugging Face model."""
 
     def requires(self) -> dict[str, Stage]:
-        return {"evaluate": Evaluate()}
+        # The model by name: if it was deleted, an evaluation that is still there does not make up for it.
+        return {"merge_shards": MergeShards(), "evaluate": Evaluate()}
 
     def tell(self) -> None:
         summary.tell_phase2(MergeShards(), [Pretrain(phase=1), Pretrain(phase=2)], Evaluate(), say)

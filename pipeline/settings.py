@@ -1,7 +1,7 @@
 """The only reader of luigi.cfg: every setting typed, in range, and known.
 
 The defaults are the file luigi.cfg that comes with the project; what the user's own luigi.cfg, LUIGI_CONFIG_PATH or
-the command line (`--phase1-lr 1e-3`) says is laid over it. Each section is a luigi Config of the same name.
+the command line (`--Phase1-lr 1e-3`) says is laid over it. Each section is a luigi Config.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import luigi
 from luigi.configuration import get_config
 from luigi.task_register import Register
 
-from trainer.config import DEVICES, OPTIMIZERS, PRESETS, ModelConfig
+from trainer.config import DEVICES, NOT_BUILT, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
 from trainer.errors import UserError
 
 #: Sections that belong to luigi itself; everything else must be ours or a task's.
@@ -34,6 +34,11 @@ T = TypeVar("T")
 class Setting(luigi.Parameter[T]):
     """A luigi parameter that says in one line what is wrong with its value."""
 
+    def _get_value_from_config(self, section: str, name: str) -> Any:
+        """The class Phase1 is the section [phase1]. (A class phase1 would make luigi's `--phase` ambiguous with its
+        own `--phase1-lr`; so that is `--Phase1-lr`.)"""
+        return super()._get_value_from_config(section.lower(), name)  # type: ignore[no-untyped-call]
+
     def refuse(self, value: object, allowed: str) -> UserError:
         return UserError(f"{self._attribute_name} = {value} is not allowed; allowed: {allowed}")
 
@@ -47,6 +52,8 @@ class Text(Setting[str]):
 
     def parse(self, x: str) -> str:
         if self._choices and x not in self._choices:
+            if x in NOT_BUILT:
+                raise self.refuse(f"{x}, which is not built yet ({NOT_BUILT[x]}),", ", ".join(self._choices))
             raise self.refuse(x, ", ".join(self._choices))
         return x
 
@@ -102,14 +109,14 @@ def _number(setting: Setting[Any], text: str, kind: type, what: str, limits: tup
     return value
 
 
-class run(luigi.Config):
+class Run(luigi.Config):
     work_dir = Text()
     seed = Whole(0, 2**31 - 1)
     log_interval = Whole(1)
     processes = Whole(0)
 
 
-class corpus(luigi.Config):
+class Corpus(luigi.Config):
     source = Text()
     held_out_source = Text()
     held_out = Number(0, 0.5)
@@ -118,7 +125,7 @@ class corpus(luigi.Config):
     lower_case = Switch()
 
 
-class dataset(luigi.Config):
+class Dataset(luigi.Config):
     phase1_url = Text()
     phase2_url = Text()
     dupe_factor = Whole(1, 1000)
@@ -131,7 +138,7 @@ class dataset(luigi.Config):
         return self.phase1_url if phase == 1 else self.phase2_url
 
 
-class model(luigi.Config):
+class Model(luigi.Config):
     preset = Text(tuple(PRESETS))
     vocab_size = WholeOrEmpty()
     num_hidden_layers = WholeOrEmpty()
@@ -166,19 +173,19 @@ class Phase(luigi.Config):
     num_ckpts_to_keep = Whole(-1)
 
 
-class phase1(Phase):
+class Phase1(Phase):
     pass
 
 
-class phase2(Phase):
+class Phase2(Phase):
     pass
 
 
-class precision(luigi.Config):
-    mode = Text(("auto", "fp32", "autocast", "fp64"))
+class Precision(luigi.Config):
+    mode = Text(PRECISIONS)
 
 
-class cluster(luigi.Config):
+class Cluster(luigi.Config):
     device = Text(DEVICES)
     launcher = Text(("local",))
     nproc_per_node = Whole(1, 1024)
@@ -190,28 +197,29 @@ class cluster(luigi.Config):
         return self.nproc_per_node // self.tensor_parallel_size
 
 
-class evaluate(luigi.Config):
+class Evaluate(luigi.Config):
     max_samples = Whole(1)
 
 
 SECTIONS: tuple[type[luigi.Config], ...] = (
-    run, corpus, dataset, model, phase1, phase2, precision, cluster, evaluate,
-)  # fmt: skip
+    *(Run, Corpus, Dataset, Model, Phase1, Phase2),
+    *(Precision, Cluster, Evaluate),
+)
 
 
 @dataclass(frozen=True)
 class Settings:
     """All sections, validated alone and together."""
 
-    run: run
-    corpus: corpus
-    dataset: dataset
-    model: model
-    phase1: phase1
-    phase2: phase2
-    precision: precision
-    cluster: cluster
-    evaluate: evaluate
+    run: Run
+    corpus: Corpus
+    dataset: Dataset
+    model: Model
+    phase1: Phase1
+    phase2: Phase2
+    precision: Precision
+    cluster: Cluster
+    evaluate: Evaluate
 
     def phase(self, phase: int) -> Phase:
         return self.phase1 if phase == 1 else self.phase2
@@ -233,6 +241,11 @@ class Settings:
         return usteps
 
 
+def section_name(section: type[luigi.Config]) -> str:
+    """The section of luigi.cfg that a class reads: [phase1] for Phase1."""
+    return section.__name__.lower()
+
+
 @functools.cache
 def load() -> Settings:
     """The settings of this process. Raises `UserError`: one line for the first thing that is wrong."""
@@ -243,9 +256,11 @@ def load() -> Settings:
     sections: dict[str, Any] = {}
     for section in SECTIONS:
         try:
-            sections[section.__name__] = section()
-        except UserError as error:
-            raise UserError(f"[{section.__name__}] {error}") from None
+            sections[section_name(section)] = section()
+        except ValueError as error:  # luigi's wrapping of what a parameter raises
+            if not isinstance(error.__cause__, UserError):
+                raise
+            raise UserError(f"[{section_name(section)}] {error.__cause__}") from None
     settings = Settings(**sections)
     _check_together(settings)
     return settings
@@ -266,7 +281,7 @@ def add_defaults() -> None:
 
 def _refuse_unknown() -> None:
     config = get_config()
-    ours = {section.__name__: {name for name, _ in section.get_params()} for section in SECTIONS}
+    ours = {section_name(section): {name for name, _ in section.get_params()} for section in SECTIONS}
     tasks = set(Register.task_names())
     for section in config.sections():
         if section not in ours:

@@ -18,7 +18,7 @@ from luigi.retcodes import retcode
 from pipeline import launch, settings
 from stages.manifest import MANIFEST, AlreadyComplete, Identity, claim, hold, read_json, why_incomplete
 from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
-from trainer.files import sha256_of, write_json
+from trainer.files import disk_errors, sha256_of, write_json
 
 LATEST = "latest"
 
@@ -183,12 +183,11 @@ def file_identity(work_dir: Path, path: Path) -> str:
         memory = read_json(memory_path) or {}
         if memory.get(key, {}).get("seen") != seen:
             memory[key] = {"seen": seen, "sha256": sha256_of(path)}
-            work_dir.mkdir(parents=True, exist_ok=True)
+            with disk_errors(work_dir):
+                work_dir.mkdir(parents=True, exist_ok=True)
             write_json(memory_path, memory)
-    except FileNotFoundError as error:
-        raise UserError(f"there is no file {path}; check the path in luigi.cfg") from error
     except OSError as error:
-        raise DiskError.of(error, path) from error
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path in luigi.cfg") from error
     digest: str = memory[key]["sha256"]
     return digest
 

@@ -48,6 +48,10 @@ class Source(Protocol):
         """Raw documents, always in the same order; counts what it drops, by reason. Raises `UserError`."""
 
 
+def cannot_read(source: Source, error: OSError) -> UserError:
+    return UserError(f"cannot read {source.name}: {error.strerror}; check the file and its permissions")
+
+
 class BuiltinSource:
     """The documentation inside the running CPython."""
 
@@ -81,7 +85,10 @@ class PlainTextSource:
         return self.path.stat().st_size
 
     def identity(self) -> str:
-        return sha256_of(self.path)
+        try:
+            return sha256_of(self.path)
+        except OSError as error:
+            raise cannot_read(self, error) from error
 
     def documents(self, dropped: Counter[str]) -> Iterator[str]:
         lines: list[str] = []
@@ -172,11 +179,17 @@ def sentences(document: str) -> list[str]:
     """The sentences of a raw document, in order, stripped; none reaches over a line end."""
     from sentencex import segment
 
-    found = []
+    found: list[str] = []
     for line in document.split("\n"):
-        # Control characters would hide sentence ends; a carriage return is the usual one.
-        found += [stripped for sentence in segment("en", line) if (stripped := sentence.strip())]
-    return found
+        inside = False
+        for sentence in segment("en", line):
+            if inside:
+                found[-1] += sentence
+            else:
+                found.append(sentence)
+            # The library ends a sentence inside of "tkinter.Tk()"; in scripts with spaces, one must follow.
+            inside = sentence[-1].isascii() and not sentence[-1].isspace()
+    return [stripped for sentence in found if (stripped := sentence.strip())]
 
 
 def documents(spec: str) -> Iterator[list[str]]:
@@ -257,5 +270,8 @@ class CorpusOptions:
         if self.vocab_file is None:
             parameters["vocab_size"] = self.vocab_size
         else:
+            from stages.wordpiece import read_vocabulary  # numpy comes with it
+
+            read_vocabulary(self.vocab_file)  # refuse a bad one before anything is made
             inputs["vocabulary"] = sha256_of(self.vocab_file)
         return Identity(stage=STAGE, format_version=FORMAT_VERSION, parameters=parameters, inputs=inputs)

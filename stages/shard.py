@@ -23,7 +23,7 @@ from stages.manifest import MANIFEST, Identity, StageDirectory, read_json, why_i
 from stages.slabs import Made, ShardTask, load_vocabulary, make_shard, row_bytes
 from stages.tokens import SPLITS, TEST, TRAINING, part_paths, read_part
 from stages.tokens import STAGE as TOKENS_STAGE
-from stages.workers import Workers, default_processes
+from stages.workers import Workers, processes_asked_for
 from trainer.errors import UserError
 from trainer.files import durable_file
 
@@ -94,8 +94,8 @@ def tokens_fingerprint(directory: Path) -> str:
     return fingerprint
 
 
-def shard_dataset(work: StageDirectory, tokens: Path, options: ShardOptions, *, processes: int) -> list[Made]:
-    """Fill `work` with the shards cut from the tokenized corpus in `tokens`; returns what was made, in order.
+def shard_dataset(work: StageDirectory, tokens: Path, options: ShardOptions, *, processes: int) -> dict[str, Any]:
+    """Fill `work` with the shards cut from the tokenized corpus in `tokens`, and finish it; returns the counts.
 
     Raises `UserError` when the corpus is too small.
     """
@@ -108,7 +108,9 @@ def shard_dataset(work: StageDirectory, tokens: Path, options: ShardOptions, *, 
                 made.append(one)
                 bar.update()
     shutil.rmtree(work.path / _PLAN)
-    return made
+    counts = _counts(made, options, load_vocabulary(tokens).size)
+    work.finish([one.output for one in made], counts)
+    return counts
 
 
 def _tasks_of(
@@ -174,8 +176,7 @@ def _make_plan(task: _PlanTask) -> int:
     return task.plan.stat().st_size // PAIR.itemsize
 
 
-def counts(made: list[Made], options: ShardOptions, vocab_size: int) -> dict[str, Any]:
-    """The counts of the manifest."""
+def _counts(made: list[Made], options: ShardOptions, vocab_size: int) -> dict[str, Any]:
     rows = {one.output.path: one.rows for one in made}
     total = sum(rows.values())
     return {
@@ -201,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     add("--shards", type=int, default=None, help="training shards (default: about 64 MB each, at least 8)")
     add("--test-shards", type=int, default=1, help="shards of held-out documents (%(default)s)")
     add("--seed", type=int, default=12345, help="decides pairs and masks (%(default)s)")
-    add("--processes", type=int, default=default_processes(), help="changes no output (%(default)s)")
+    add("--processes", type=int, default=0, help="changes no output (default: one for each core)")
     return options
 
 
@@ -217,8 +218,8 @@ def main() -> None:
     )
     options = ShardOptions(form, shards=args.shards, test_shards=args.test_shards, seed=args.seed)
     with StageDirectory.begin(args.out, options.identity(tokens_fingerprint(args.tokens))) as work:
-        made = shard_dataset(work, args.tokens, options, processes=max(1, args.processes))
-        work.finish([one.output for one in made], counts(made, options, load_vocabulary(args.tokens).size))
+        counts = shard_dataset(work, args.tokens, options, processes=processes_asked_for(args.processes))
+    print(f"{counts['training_rows']:,} training and {counts['test_rows']:,} test rows: {args.out}")
 
 
 if __name__ == "__main__":

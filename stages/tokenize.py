@@ -42,7 +42,7 @@ from stages.wordpiece import (
     read_vocabulary,
     save_tokenizer,
 )
-from stages.workers import Workers, default_processes
+from stages.workers import Workers, processes_asked_for
 from trainer.data.shards import id_dtype
 
 #: What a process tokenizes at a time.
@@ -71,7 +71,7 @@ class _Encoded:
 
 
 def tokenize_corpus(work: StageDirectory, options: CorpusOptions, *, processes: int) -> dict[str, Any]:
-    """Fill `work` with the tokenizer and the token parts; returns the counts of the manifest. Raises `UserError`."""
+    """Fill `work` with the tokenizer and the token parts, and finish it; returns the counts. Raises `UserError`."""
     sources, held_out_sources = open_sources(options.sources), open_sources(options.held_out_sources)
     share = 0.0 if held_out_sources else share_held_out(sources, options.held_out)
     vocabulary = _tokenizer(work.path / TOKENIZER, options, sources, share)
@@ -88,7 +88,9 @@ def tokenize_corpus(work: StageDirectory, options: CorpusOptions, *, processes: 
                 write_part(encoded.part, ready)
                 ready = []
             bar.update(encoded.characters)
-    return _counts(work.path, vocabulary, dropped)
+    counts = _counts(work.path, vocabulary, dropped)
+    work.finish(_outputs(work.path), counts)
+    return counts
 
 
 def _counts(directory: Path, vocabulary: list[str], dropped: Counter[str]) -> dict[str, Any]:
@@ -186,6 +188,11 @@ def _encode(batch: _Batch) -> _Encoded:
     return _Encoded(batch.part, batch.last, sum(map(len, batch.documents)), tokens)
 
 
+def _outputs(directory: Path) -> list[Output]:
+    paths = [*sorted((directory / TOKENIZER).iterdir()), *sorted(directory.glob("tokens_*.hdf5"))]
+    return [Output.of(directory, path) for path in paths]
+
+
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m stages.tokenize", description="Turn text into token ids, once.")
     default = CorpusOptions(sources=(BUILTIN,))
@@ -198,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
     add("--lower-case", action=argparse.BooleanOptionalAction, default=default.lower_case, help="uncased model")
     add("--held-out", type=float, default=default.held_out, help="share of documents to evaluate on (%(default)s)")
     add("--seed", type=int, default=default.seed, help="decides which documents are held out (%(default)s)")
-    add("--processes", type=int, default=default_processes(), help="changes no output (%(default)s)")
+    add("--processes", type=int, default=0, help="changes no output (default: one for each core)")
     return options
 
 
@@ -214,14 +221,11 @@ def main() -> None:
         seed=args.seed,
     )
     with StageDirectory.begin(args.out, options.identity()) as work:
-        counts = tokenize_corpus(work, options, processes=max(1, args.processes))
-        work.finish(outputs(work.path), counts)
-
-
-def outputs(directory: Path) -> list[Output]:
-    """The finished files of the stage, measured."""
-    paths = [*sorted((directory / TOKENIZER).iterdir()), *sorted(directory.glob("tokens_*.hdf5"))]
-    return [Output.of(directory, path) for path in paths]
+        counts = tokenize_corpus(work, options, processes=processes_asked_for(args.processes))
+    print(
+        f"{counts['documents']:,} documents and {counts['held_out_documents']:,} held out, {counts['tokens']:,} tokens: "
+        f"{args.out}"
+    )
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class WordSplitter:
         self._lower_case = lower_case
 
     def words(self, sentences: list[str]) -> list[str]:
-        text = "\n".join(sentences) + "\n"
+        text = "\n".join([*sentences, ""])
         result = text.translate(self._characters)
         if self._characters.reorders and self._lower_case:
             result = unicodedata.normalize("NFD", text).translate(self._characters)

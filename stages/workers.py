@@ -21,9 +21,11 @@ Result = TypeVar("Result")
 _AHEAD = 3
 
 
-def default_processes() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def processes_asked_for(count: int) -> int:
+    """`count`, or for 0 the number of processors that this process may use; raises `UserError` below that."""
+    if count < 0:
+        raise UserError(f"--processes is {count}; give 1 or more, or 0 for one on each core")
+    return count or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 class Workers:

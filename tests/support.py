@@ -108,12 +108,9 @@ class Workers:
     def __init__(self, count: int, words: list[str], env: dict[str, str]) -> None:
         self._log = tempfile.NamedTemporaryFile(prefix="workers-", suffix=".log")  # noqa: SIM115 (closed in `wait`)
         self.processes = []
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}
         for rank in range(count):
-            variables = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-            variables |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-            if rank:
-                variables["MASTER_PORT"] = port
-            port = variables["MASTER_PORT"]
+            variables = {**env, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
             process = FORKS.Process(target=_work, args=(words, variables, self._log.name), daemon=True)
             process.start()
             self.processes.append(process)

@@ -149,7 +149,7 @@ class TrainConfig:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                later = _LATER.get(str(value))
+                later = NOT_BUILT.get(str(value))
                 note = f"{value} is not built yet ({later})" if later else f"{value} is not known"
                 raise UserError(f"{name}: {note}; allowed: {', '.join(map(str, allowed))}")
         if self.seq_len > self.model.max_position_embeddings:
@@ -194,7 +194,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 #: Names that a user of the tutorials may ask for and that this version has no code for.
-_LATER = {
+NOT_BUILT = {
     "LAMB": "with the large-batch optimizers",
     "AdamW_FP32ParamsCopy": "with precision bf16-master",
     "bf16-sr": "stochastic rounding",

@@ -96,11 +96,12 @@ class ShardSet:
         """
         if not directory.is_dir():
             raise UserError(f"there is no data set directory {directory}; make the data set, or name another directory")
-        names = sorted(entry.name for entry in os.scandir(directory) if fnmatch.fnmatch(entry.name, pattern))
+        there = {entry.name for entry in os.scandir(directory)}
         known = _recorded_rows(directory)
-        missing = sorted(name for name in known if fnmatch.fnmatch(name, pattern) and name not in set(names))
+        missing = sorted(fnmatch.filter(known.keys() - there, pattern))
         if missing:
             raise UserError(f"{directory / missing[0]} is in the manifest but not there; make the data set again")
+        names = sorted(fnmatch.filter(there, pattern))
         if not names:
             raise UserError(f"no file in {directory} matches {pattern}; it is not a data set, or of another form")
         _, S, P = file_shape(directory / names[0], seq_len=seq_len, max_pred_len=max_pred_len)

@@ -51,9 +51,7 @@ class AdamW:
         """The moments by parameter, `exp_avg.<name>` and `exp_avg_sq.<name>`: views, which later steps change."""
         moments = {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
         return {
-            f"{moment}.{name}": view
-            for moment, flats in moments.items()
-            for name, view in self._buffers.named(*flats)
+            f"{moment}.{name}": view for moment, flats in moments.items() for name, view in self._buffers.named(*flats)
         }
 
     def set_steps_done(self, steps: int) -> None:

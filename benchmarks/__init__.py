@@ -1,0 +1,1 @@
+"""Every speed claim, as a command that measures both sides in one run and prints their ratio."""

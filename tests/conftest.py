@@ -1,0 +1,37 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+Stage = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of other tools' files and real text beside the checkout, or BERT_SHARED_DIR."""
+    path = Path(os.environ.get("BERT_SHARED_DIR", ROOT.parent / "shared"))
+    if not path.is_dir():
+        pytest.skip(f"the folder of shared data {path} is not here; BERT_SHARED_DIR may name another")
+    return path
+
+
+@pytest.fixture(scope="session")
+def stage() -> Stage:
+    """Runs `python -m stages.NAME arguments…`, with environment variables as keywords."""
+
+    def run(name: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", f"stages.{name}", *map(str, arguments)],
+            cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+
+    return run

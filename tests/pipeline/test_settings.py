@@ -1,0 +1,119 @@
+"""luigi.cfg: every key typed, in range and known; anything else is one line before anything starts."""
+
+from __future__ import annotations
+
+import configparser
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT, assert_one_line_error, command
+
+CONFIGS = sorted((ROOT / "configs").glob("*.cfg"))
+LUIGI = ("-m", "luigi", "--module", "pipeline")
+
+
+def refused(tmp_path: Path, text: str, *fragments: str) -> None:
+    """These lines, laid over the defaults, end luigi with one line and `scheduling_error`, and start nothing."""
+    config = tmp_path / "test.cfg"
+    config.write_text(f"[run]\nwork_dir = {tmp_path / 'work'}\n{text}")
+    done = command(*LUIGI, "BertPhase2", env={"LUIGI_CONFIG_PATH": str(config)})
+    assert_one_line_error(done, *fragments, status=35)
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("[phase3]\nlr = 1", ["[phase3] is not a section", "did you mean phase"]),
+        ("[phase1]\nlearning_rate = 1", ["[phase1] learning_rate is not a setting", "allowed: "]),
+        ("[phase1]\nmax_step = 1", ["did you mean max_steps?"]),
+        ("[phase1]\nlr = fast", ["[phase1] lr = 'fast'", "a number, 0 or more"]),
+        ("[phase2]\nmax_steps = 0", ["[phase2] max_steps = 0", "1 or more"]),
+        ("[phase2]\nmax_steps = 1.5", ["[phase2] max_steps = '1.5'", "a whole number"]),
+        ("[phase1]\nlr = inf", ["[phase1] lr = inf"]),
+        ("[phase1]\nlr = nan", ["[phase1] lr = nan"]),
+        ("[corpus]\nlower_case = perhaps", ["lower_case = perhaps", "true, false"]),
+        ("[corpus]\nheld_out = 0.9", ["held_out = 0.9", "from 0 to 0.5"]),
+        ("[model]\npreset = huge", ["preset = huge", "tiny, mini"]),
+        ("[model]\nnum_attention_heads = 3", ["hidden_size 128 / num_attention_heads 3"]),
+        ("[cluster]\ndevice = neuron", ["neuron", "not built yet", "cpu, cuda"]),
+        ("[phase1]\noptimizer = LAMB", ["LAMB", "not built yet"]),
+        ("[phase1]\nglobal_batch_size = 65", ["65 = 32 × ? × 1"]),
+        ("[phase2]\nseq_len = 1024", ["seq_len = 1024", "max_position_embeddings = 512"]),
+        ("[phase1]\nwarmup_steps = 501", ["warmup_steps = 501", "max_steps = 500"]),
+        ("[phase1]\nmax_pred_len = 129", ["max_pred_len = 129", "seq_len = 128"]),
+        ("[corpus]\nsource = /no/such/*.txt", ["/no/such/*.txt matches no file"]),
+        ("[corpus]\nvocab_file = /no/vocab.txt", ["/no/vocab.txt"]),
+    ],
+)
+def test_what_cannot_work_is_one_line(tmp_path: Path, text: str, fragments: list[str]) -> None:
+    refused(tmp_path, text, *fragments)
+
+
+def test_a_config_file_that_is_not_there_is_refused() -> None:
+    done = command(*LUIGI, "BertPhase2", env={"LUIGI_CONFIG_PATH": "/no/such.cfg"})
+    assert_one_line_error(done, "LUIGI_CONFIG_PATH = /no/such.cfg", status=35)
+
+
+def test_the_defaults_hold_in_any_directory(tmp_path: Path) -> None:
+    """`--Phase1-lr` on the command line wins over them."""
+    program = (
+        "import sys; from luigi.cmdline_parser import CmdlineParser\n"
+        "with CmdlineParser.global_instance(['--module', 'pipeline', 'BertPhase2', '--Phase1-lr', '0.25']):\n"
+        "    from pipeline import settings; import luigi.configuration\n"
+        "    s = settings.load(); print(s.phase1.lr, s.phase2.seq_len, s.run.work_dir, s.model.hidden_size)\n"
+        "    print(luigi.configuration.get_config().getboolean('core', 'local_scheduler'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0.25", "512", "work", "None", "True"]
+
+
+def test_every_setting_is_in_luigi_cfg_with_a_comment() -> None:
+    from pipeline import settings
+
+    text = (ROOT / "luigi.cfg").read_text()
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read_string(text)
+    for section in settings.SECTIONS:
+        names = {name for name, _ in section.get_params()}
+        assert set(parser[settings.section_name(section)]) == names, settings.section_name(section)
+    documented, lines = set(), text.splitlines()
+    for before, line in zip(lines, lines[1:], strict=False):
+        if " =" in line and not line.startswith("#") and before.startswith("#"):
+            documented.add(line.split(" =")[0])
+    keys = {key for section in settings.SECTIONS for key in parser[settings.section_name(section)]}
+    # A key of both phases is explained in the first; two probabilities share a line.
+    assert keys - documented <= {"attention_probs_dropout_prob", "phase2_url", "hidden_size"} | {
+        "num_hidden_layers", "num_attention_heads", "intermediate_size"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_has_only_known_settings(path: Path) -> None:
+    """On a machine with the devices it names; what is not built yet is put to the CPU here."""
+    program = (
+        "import luigi.configuration, pipeline; from pipeline import settings\n"
+        "config = luigi.configuration.get_config()\n"
+        "if config.get('cluster', 'device') == 'neuron': config.set('cluster', 'device', 'cpu')\n"
+        "settings.load()\n"
+    )
+    done = command("-c", program, env={"LUIGI_CONFIG_PATH": str(path)})
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_trainium_config_has_the_tutorials_numbers() -> None:
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read(ROOT / "configs" / "trn1-bert-large.cfg")
+    expected = {
+        "phase1": {"global_batch_size": 16384, "lr": 4e-4, "warmup_steps": 2000, "max_steps": 28125, "seq_len": 128,
+                   "max_pred_len": 20, "micro_batch_size": 16},
+        "phase2": {"global_batch_size": 32768, "lr": 2.8e-4, "warmup_steps": 781, "max_steps": 1563, "seq_len": 512,
+                   "max_pred_len": 80, "micro_batch_size": 2},
+    }  # fmt: skip
+    for section, values in expected.items():
+        assert {key: float(parser[section][key]) for key in values} == values
+    assert parser["model"]["preset"] == "large"
+    assert parser["cluster"]["nproc_per_node"] == "32"
