@@ -100,7 +100,8 @@ def scratch(work: Work) -> Iterator[tuple[Path, Path, Path]]:
 
 def python(*words: str) -> str:
     """Run `python words…` from the repository root; returns what it printed. Its failure is this program's."""
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    # Where torch-xla is installed, Trainer would move to it unasked.
+    environment = {**os.environ, "USE_TORCH_XLA": "0"}
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

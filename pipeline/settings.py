@@ -12,13 +12,14 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import luigi
 from luigi.configuration import get_config
 from luigi.task_register import Register
 
-from trainer.config import DEVICES, NOT_BUILT, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
+from pipeline.parameters import Number, Switch, Text, Whole, WholeOrEmpty
+from trainer.config import DEVICES, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
 from trainer.errors import UserError
 
 #: Sections that belong to luigi itself; everything else must be ours or a task's.
@@ -28,85 +29,6 @@ _LUIGI_SECTIONS = frozenset(
         *("email", "smtp", "sendgrid", "task_history", "task_status", "metrics", "prometheus", "cors"),
     )
 )
-T = TypeVar("T")
-
-
-class Setting(luigi.Parameter[T]):
-    """A luigi parameter that says in one line what is wrong with its value."""
-
-    def _get_value_from_config(self, section: str, name: str) -> Any:
-        """The class Phase1 is the section [phase1]. (A class phase1 would make luigi's `--phase` ambiguous with its
-        own `--phase1-lr`; so that is `--Phase1-lr`.)"""
-        return super()._get_value_from_config(section.lower(), name)  # type: ignore[no-untyped-call]
-
-    def refuse(self, value: object, allowed: str) -> UserError:
-        return UserError(f"{self._attribute_name} = {value} is not allowed; allowed: {allowed}")
-
-
-class Text(Setting[str]):
-    """Any text; one of `choices` where they are given."""
-
-    def __init__(self, choices: tuple[str, ...] = ()) -> None:
-        super().__init__()
-        self._choices = choices
-
-    def parse(self, x: str) -> str:
-        if self._choices and x not in self._choices:
-            if x in NOT_BUILT:
-                raise self.refuse(f"{x}, which is not built yet ({NOT_BUILT[x]}),", ", ".join(self._choices))
-            raise self.refuse(x, ", ".join(self._choices))
-        return x
-
-
-class Switch(Setting[bool]):
-    """true or false."""
-
-    def parse(self, x: str) -> bool:
-        states = configparser.ConfigParser.BOOLEAN_STATES
-        if x.lower() not in states:
-            raise self.refuse(x, "true, false")
-        return states[x.lower()]
-
-
-class Number(Setting[float]):
-    """A number from `least` to `most`."""
-
-    def __init__(self, least: float, most: float | None = None) -> None:
-        super().__init__()
-        self._range = (least, most)
-
-    def parse(self, x: str) -> float:
-        return float(_number(self, x, float, "a number", self._range))
-
-
-class Whole(Setting[int]):
-    """A whole number from `least` to `most`."""
-
-    def __init__(self, least: int, most: int | None = None) -> None:
-        super().__init__()
-        self._range = (least, most)
-
-    def parse(self, x: str) -> int:
-        return int(_number(self, x, int, "a whole number", self._range))
-
-
-class WholeOrEmpty(Setting[int | None]):
-    """A whole number from 1 up, or nothing: somebody else's default."""
-
-    def parse(self, x: str) -> int | None:
-        return _number(self, x, int, "empty or a whole number", (1, None)) if x.strip() else None
-
-
-def _number(setting: Setting[Any], text: str, kind: type, what: str, limits: tuple[Any, Any]) -> Any:
-    least, most = limits
-    allowed = f"{what}, {least} or more" if most is None else f"{what} from {least} to {most}"
-    try:
-        value = kind(text)
-    except ValueError:
-        raise setting.refuse(f"'{text}'", allowed) from None
-    if not least <= value or (most is not None and value > most) or value in (float("inf"), float("-inf")):
-        raise setting.refuse(text, allowed)
-    return value
 
 
 class Run(luigi.Config):

@@ -220,12 +220,11 @@ def main() -> None:
         held_out=args.held_out,
         seed=args.seed,
     )
+    processes = processes_asked_for(args.processes)
     with StageDirectory.begin(args.out, options.identity()) as work:
-        counts = tokenize_corpus(work, options, processes=processes_asked_for(args.processes))
-    print(
-        f"{counts['documents']:,} documents and {counts['held_out_documents']:,} held out, {counts['tokens']:,} tokens: "
-        f"{args.out}"
-    )
+        counts = tokenize_corpus(work, options, processes=processes)
+    documents = f"{counts['documents']:,} documents and {counts['held_out_documents']:,} held out"
+    print(f"{documents}, {counts['tokens']:,} tokens: {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,92 @@
+"""Lines that hold the code small and its rooms apart, so that growth is a decision."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+from trainer.config import ModelConfig, TrainConfig
+
+PACKAGES = ("pipeline", "stages", "trainer")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+#: Files and functions (`file:function`) that are longer, each with its reason.
+LONGER: dict[str, str] = {
+    "trainer/loop.py:__init__": "where all parts of a run meet; cutting it would only spread the wiring",
+}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text()
+    if name_of(path) not in LONGER:
+        assert len(text.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and f"{name_of(path)}:{node.name}" not in LONGER:
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno + 1 <= MAX_FUNCTION_LINES, node.name
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level packages that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_go_one_way(path: Path) -> None:
+    """pipeline → stages → trainer; luigi in the pipeline alone; torch_xla in its device's file alone."""
+    roots = {name.split(".")[0] for name in imported(path)}
+    package = path.relative_to(ROOT).parts[0]
+    forbidden = {
+        "pipeline": {"torch", "transformers", "h5py"},
+        "stages": {"pipeline", "luigi"},
+        "trainer": {"pipeline", "stages", "luigi"},
+    }[package]
+    assert not roots & forbidden
+    if name_of(path) not in ("trainer/devices/xla.py", "trainer/devices/neuron.py"):
+        assert "torch_xla" not in roots
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if "devices" not in p.parts], ids=name_of)
+def test_only_the_device_room_asks_what_device_it_is(path: Path) -> None:
+    assert not re.search(r"\.type\s*==|isinstance\([^)]*[Dd]evice", path.read_text())
+
+
+@pytest.mark.parametrize("config", [ModelConfig, TrainConfig])
+def test_every_field_of_a_config_is_read_somewhere(config: type) -> None:
+    text = "\n".join(path.read_text() for path in SOURCES if path.name != "config.py")
+    for field in dataclasses.fields(config):
+        assert re.search(rf"\.{field.name}\b", text), f"{config.__name__}.{field.name} is read nowhere"
+
+
+def test_the_pipeline_starts_without_torch() -> None:
+    program = "import sys, pipeline; assert not {'torch', 'transformers', 'h5py', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_nothing_names_a_machine_or_a_registry() -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    for name in files:
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".cfg", ".toml", ".txt", ""} and path.is_file() and path != Path(__file__):
+            text = path.read_text(errors="replace")
+            assert not re.search(r"/(?:root|home/\w+|work/main)/", text), name
+            assert not re.search(r"https?://(?:[\w.-]*pypi|[\w.-]*registry)", text), name
