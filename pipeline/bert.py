@@ -23,7 +23,7 @@ class ModelStage(Stage):
         """The model of a phase, whose dataset is complete: the settings', with the vocabulary of the text."""
         dataset = dataset_of(phase)
         if isinstance(dataset, DownloadDataset):
-            return self.settings.model.config(30522)
+            return self.settings.model.config(self.settings.model.downloaded_vocab_size)
         return self.settings.model.config(dataset.requires()["tokenize_corpus"].counts()["vocab_size"])
 
     def model_parameters(self) -> dict[str, Any]:

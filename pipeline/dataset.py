@@ -10,6 +10,7 @@ from typing import Any
 import luigi
 
 from pipeline.stage import Stage, file_identity
+from stages.download import source_identity
 from trainer.errors import UserError
 
 BUILTIN = "builtin"
@@ -114,13 +115,16 @@ class DownloadDataset(Stage):
     def inputs(self) -> dict[str, Any]:
         if not self.url:
             raise UserError(f"[dataset] phase{self.phase}_url is empty; give an archive or a folder to download from")
-        return {"url": self.url}
+        return {"source": source_identity(self.url)}
 
     def parameters(self) -> dict[str, Any]:
         phase = self.settings.phase(self.phase)
-        return {"seq_len": phase.seq_len, "max_pred_len": phase.max_pred_len}
+        return {
+            "seq_len": phase.seq_len,
+            "max_pred_len": phase.max_pred_len,
+            "vocab_size": self.settings.model.downloaded_vocab_size,
+        }
 
     def command(self) -> list[str]:
-        phase = self.settings.phase(self.phase)
-        command = ["-m", "stages.download", self.url, "--out", str(self.directory)]
-        return [*command, "--seq-len", str(phase.seq_len), "--max-pred-len", str(phase.max_pred_len)]
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in self.parameters().items()]
+        return ["-m", "stages.download", self.url, "--out", str(self.directory), *options]

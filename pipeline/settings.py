@@ -71,6 +71,11 @@ class Model(luigi.Config):
     hidden_dropout_prob = Number(0, 1)
     attention_probs_dropout_prob = Number(0, 1)
 
+    @property
+    def downloaded_vocab_size(self) -> int:
+        """Of data that comes without its vocabulary: the setting, else that of `bert-large-uncased`."""
+        return self.vocab_size or ModelConfig().vocab_size
+
     def config(self, vocab_size: int) -> ModelConfig:
         """The model, with a vocabulary of `vocab_size` unless the settings give one."""
         given = {name: value for name, value in self.param_kwargs.items() if value is not None and name != "preset"}
@@ -238,4 +243,4 @@ def _check_together(settings: Settings) -> None:
             raise UserError(
                 f"[phase{phase}] max_pred_len = {at.max_pred_len} is more than seq_len = {at.seq_len}; lower it"
             )
-    settings.model.config(30522)
+    settings.model.config(settings.model.downloaded_vocab_size)

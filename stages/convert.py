@@ -57,7 +57,7 @@ def main() -> None:
     args = parser().parse_args()
     require_valid(args.source)
     inputs = {"checkpoint": sha256_of(args.source / MANIFEST)}
-    with StageDirectory.begin(args.out, Identity("convert_checkpoint", 1, inputs=inputs)) as work:
+    with StageDirectory.begin(args.out, lambda: Identity("convert_checkpoint", 1, inputs=inputs)) as work:
         counts = convert(work, args.source)
     print(f"step {counts['global_step']}, {counts['parameters']:,} parameters: {args.out / CHECKPOINT}")
 

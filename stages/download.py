@@ -45,7 +45,7 @@ class DownloadOptions:
         parameters = {"seq_len": self.seq_len, "max_pred_len": self.max_pred_len, "vocab_size": self.vocab_size}
         return Identity(
             stage=STAGE, format_version=FORMAT_VERSION, phase=phase, parameters=parameters,
-            inputs={"source": _fetcher(self.url).identity(self.url)},
+            inputs={"source": source_identity(self.url)},
         )  # fmt: skip
 
 
@@ -95,6 +95,11 @@ def _fetcher(url: str) -> Fetcher:
     if scheme in _PLANNED:
         raise UserError(f"cannot fetch {url}: {scheme}:// is not built yet; download it and give file:///path of it")
     raise UserError(f"cannot fetch {url}: {scheme}:// is unknown; allowed is file:// or a plain path")
+
+
+def source_identity(url: str) -> str:
+    """What tells the content behind `url` from any other, cheaply. Raises `UserError` if it cannot be had."""
+    return _fetcher(url).identity(url)
 
 
 def download_dataset(work: StageDirectory, options: DownloadOptions) -> dict[str, Any]:
@@ -241,7 +246,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     options = DownloadOptions(args.url, args.seq_len, args.max_pred_len, args.vocab_size)
-    with StageDirectory.begin(args.out, options.identity()) as work:
+    with StageDirectory.begin(args.out, options.identity) as work:
         counts = download_dataset(work, options)
     print(f"{counts['training_rows']:,} training and {counts['test_rows']:,} test rows: {args.out}")
 

@@ -116,7 +116,7 @@ def main() -> None:
         raise UserError(f"there is no directory {args.data}; give one with {PATTERN} shards")
     inputs = {"model": sha256_of(args.model / "model.safetensors"), "data": str(args.data)}
     parameters = {"max_pred_len": args.max_pred_len, "max_samples": args.max_samples}
-    with StageDirectory.begin(args.out, Identity("evaluate", 1, parameters=parameters, inputs=inputs)) as work:
+    with StageDirectory.begin(args.out, lambda: Identity("evaluate", 1, parameters=parameters, inputs=inputs)) as work:
         counts: dict[str, Any] = {"samples": 0}
         if any(args.data.glob(PATTERN)):
             counts = evaluate(

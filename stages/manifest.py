@@ -23,14 +23,14 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 from trainer.errors import LockHeld, UserError
-from trainer.files import disk_errors, sha256_of, sweep_temporaries, write_json
+from trainer.files import TEMPORARY_SUFFIX, disk_errors, sha256_of, sweep_temporaries, write_json
 
 MANIFEST = "manifest.json"
 IDENTITY = "stage.json"
@@ -160,10 +160,11 @@ class StageDirectory:
 
     @classmethod
     @contextlib.contextmanager
-    def begin(cls, path: Path, identity: Identity) -> Iterator[StageDirectory]:
+    def begin(cls, path: Path, identity: Callable[[], Identity]) -> Iterator[StageDirectory]:
         """Lock `path` and write its identity; the stage directory is the block's to fill.
 
-        Started by the pipeline, the lock is held and the identity written already: both are taken over.
+        Started by the pipeline, the lock is held and the identity written already: both are taken over, and
+        `identity`, which may have to read all inputs, is not called.
 
         Raises: `LockHeld`; `AlreadyComplete`; `UserError` when `path` holds something made from other parameters.
         """
@@ -174,9 +175,10 @@ class StageDirectory:
             assert record["fingerprint"] == held, f"{path / IDENTITY} is not the parent's"
             yield cls(path, Identity.of_record(record))
             return
+        made = identity()
         with hold(path):
-            claim(path, identity)
-            yield cls(path, identity)
+            claim(path, made)
+            yield cls(path, made)
 
     def progress(self, label: str, total: int, unit: str, *, done: int = 0) -> Progress:
         """A progress bar for people, and progress.json for programs. `done` units were there before."""
@@ -193,17 +195,21 @@ def claim(path: Path, identity: Identity) -> None:
     Raises: `AlreadyComplete`; `UserError` when `path` holds something else.
     """
     before = read_json(path / IDENTITY)
-    if before is not None and before["fingerprint"] != identity.fingerprint:
+    bookkeeping = {LOCK, *(name + end for name in (IDENTITY, PROGRESS) for end in ("", TEMPORARY_SUFFIX))}
+    ours = (".log", TEMPORARY_SUFFIX) if before is not None else (".log",)
+    holds_outputs = any(p.name not in bookkeeping and not p.name.endswith(ours) for p in path.iterdir())
+    same = before is not None and before["fingerprint"] == identity.fingerprint
+    if holds_outputs and before is None:
+        raise UserError(f"{path} is not empty and was not made by this stage; give an empty or new directory")
+    if holds_outputs and before is not None and not same:
         raise UserError(
             f"{path} holds {before['stage']} made from other settings ({difference(before, identity.record())}); "
             f"give another directory, or remove this one"
         )
-    if before is None and any(p.name != LOCK and not p.name.endswith(".log") for p in path.iterdir()):
-        raise UserError(f"{path} is not empty and was not made by this stage; give an empty or new directory")
     if why_incomplete(path, identity.fingerprint) is None:
         raise AlreadyComplete
     sweep_temporaries(path)
-    if before is None:
+    if not same:
         write_json(path / IDENTITY, identity.record())
 
 
@@ -278,7 +284,7 @@ class Progress:
         self._written = now
         per_s = (self._bar.n - self._first) / max(now - self._began, 1e-9)
         record = {**self._record, "done": self._bar.n, "per_s": round(per_s, 3), "updated": utc_now()}
-        temporary = self._path.with_name(self._path.name + ".tmp")
+        temporary = self._path.with_name(self._path.name + TEMPORARY_SUFFIX)
         with disk_errors(self._path):
             temporary.write_text(json.dumps(record))
             temporary.replace(self._path)

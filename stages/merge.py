@@ -82,7 +82,7 @@ def main() -> None:
     inputs = {"checkpoint": sha256_of(args.source / MANIFEST)}
     if args.tokenizer:
         inputs["tokenizer"] = sha256_of(args.tokenizer / "tokenizer.json")
-    with StageDirectory.begin(args.out, Identity("merge_shards", 1, inputs=inputs)) as work:
+    with StageDirectory.begin(args.out, lambda: Identity("merge_shards", 1, inputs=inputs)) as work:
         merge(work, args.source, tokenizer=args.tokenizer)
     print(f"model: {args.out / MODEL}")
 

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    with StageDirectory.begin(args.out, Identity("precompile", 1, parameters={"device": args.device})) as work:
+    with StageDirectory.begin(args.out, lambda: Identity("precompile", 1, parameters={"device": args.device})) as work:
         precompile(work, device=args.device)
 
 

@@ -218,7 +218,7 @@ def main() -> None:
     )
     options = ShardOptions(form, shards=args.shards, test_shards=args.test_shards, seed=args.seed)
     processes = processes_asked_for(args.processes)
-    with StageDirectory.begin(args.out, options.identity(tokens_fingerprint(args.tokens))) as work:
+    with StageDirectory.begin(args.out, lambda: options.identity(tokens_fingerprint(args.tokens))) as work:
         counts = shard_dataset(work, args.tokens, options, processes=processes)
     print(f"{counts['training_rows']:,} training and {counts['test_rows']:,} test rows: {args.out}")
 

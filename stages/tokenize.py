@@ -221,7 +221,7 @@ def main() -> None:
         seed=args.seed,
     )
     processes = processes_asked_for(args.processes)
-    with StageDirectory.begin(args.out, options.identity()) as work:
+    with StageDirectory.begin(args.out, options.identity) as work:
         counts = tokenize_corpus(work, options, processes=processes)
     documents = f"{counts['documents']:,} documents and {counts['held_out_documents']:,} held out"
     print(f"{documents}, {counts['tokens']:,} tokens: {args.out}")

@@ -71,7 +71,7 @@ class Chain:
         self.config.write_text(CONFIG.format(directory=directory) + extra)
         self.work = directory / "work"
 
-    def run(self, *words: str, status: int = 0, **kwargs: object):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def run(self, *words: str, status: int = 0, **kwargs: object):  # type: ignore[no-untyped-def]
         done = command(*LUIGI, *words, env={"LUIGI_CONFIG_PATH": str(self.config), **kwargs})  # type: ignore[dict-item]
         assert done.returncode == status, done.stdout + done.stderr
         return done

@@ -62,7 +62,7 @@ def pack(folder: Path, mode: str) -> Path:
 
 def download(url: object, out: Path, **limits: int) -> dict[str, Any]:
     options = DownloadOptions(str(url), **limits)
-    with StageDirectory.begin(out, options.identity()) as work:
+    with StageDirectory.begin(out, options.identity) as work:
         return download_dataset(work, options)
 
 

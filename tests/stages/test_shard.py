@@ -36,7 +36,7 @@ def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_
     path = directory.with_suffix(".txt")
     path.write_text("\n".join(text))
     options = CorpusOptions(sources=(str(path),), vocab_size=vocab_size, held_out=held_out)
-    with StageDirectory.begin(directory, options.identity()) as work, pytest.MonkeyPatch.context() as patch:
+    with StageDirectory.begin(directory, options.identity) as work, pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "_PART_CHARACTERS", 8_000)
         tokenize.tokenize_corpus(work, options, processes=1)
     return directory
@@ -129,7 +129,7 @@ def test_every_shard_draws_from_the_whole_corpus_and_nothing_is_lost(tmp_path: P
     options = ShardOptions(Form(32, 5, dupe_factor=3), shards=4)
     assert len(part_paths(tokens, TRAINING)) > 3
     with (
-        StageDirectory.begin(tmp_path, options.identity(tokens_fingerprint(tokens))) as work,
+        StageDirectory.begin(tmp_path, lambda: options.identity(tokens_fingerprint(tokens))) as work,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(slabs, "_SLAB_BYTES", 20_000)  # several slabs a shard

@@ -139,7 +139,7 @@ def test_processes_do_not_show_in_the_bytes(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(tokenize, "_BATCH_CHARACTERS", 5_000)
     options = CorpusOptions(sources=(str(text),), vocab_size=300, held_out=0.1)
     for processes in (1, 2):
-        with StageDirectory.begin(tmp_path / str(processes), options.identity()) as work:
+        with StageDirectory.begin(tmp_path / str(processes), options.identity) as work:
             tokenize.tokenize_corpus(work, options, processes=processes)
     one, two = outputs(tmp_path / "1"), outputs(tmp_path / "2")
     assert len([name for name in one if TRAINING in name]) > 3
