@@ -16,7 +16,16 @@ import luigi
 from luigi.retcodes import retcode
 
 from pipeline import launch, settings
-from stages.manifest import MANIFEST, AlreadyComplete, Identity, claim, hold, read_json, why_incomplete
+from stages.manifest import (
+    MANIFEST,
+    AlreadyComplete,
+    Identity,
+    claim,
+    hold,
+    read_json,
+    record_failure,
+    why_incomplete,
+)
 from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
 from trainer.files import disk_errors, sha256_of, write_json
 
@@ -151,7 +160,9 @@ class Stage(luigi.Task):
             say(f"{self.label}: interrupted; the same command goes on from here")
             raise Leave(EXIT_INTERRUPTED)
         if status != 0:
-            raise UserError(f"{self.label} failed: {launch.last_error(log)} (exit status {status}; log: {log})")
+            error = launch.last_error(log)
+            record_failure(self.directory, error)
+            raise UserError(f"{self.label} failed: {error} (exit status {status}; log: {log})")
 
     def _link_latest(self) -> None:
         latest = self.settings.work_dir / LATEST

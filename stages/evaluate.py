@@ -74,15 +74,15 @@ def evaluate(
     }
 
 
-def load_model(directory: Path) -> BertForPreTraining:
-    """The model of a Hugging Face directory with one model.safetensors. Raises `UserError`."""
+def load_model(directory: Path, device: Device) -> BertForPreTraining:
+    """The model, for `device`, of a Hugging Face directory with one model.safetensors. Raises `UserError`."""
     try:
         config = ModelConfig.of_hugging_face(json.loads((directory / "config.json").read_text()))
     except (OSError, ValueError) as error:
         raise UserError(
             f"{directory} is not a Hugging Face model: {error}; give a directory with config.json"
         ) from error
-    model = BertForPreTraining(config)
+    model = BertForPreTraining(config, device.operations)
     # Hugging Face may store tied tensors under their second names too.
     tensors = {
         name: tensor
@@ -118,12 +118,13 @@ def main() -> None:
     parameters = {"max_pred_len": args.max_pred_len, "max_samples": args.max_samples}
     with StageDirectory.begin(args.out, lambda: Identity("evaluate", 1, parameters=parameters, inputs=inputs)) as work:
         counts: dict[str, Any] = {"samples": 0}
+        device = select(args.device, Mesh())
         if any(args.data.glob(PATTERN)):
             counts = evaluate(
                 work,
-                load_model(args.model),
+                load_model(args.model, device),
                 ShardSet.open(args.data, PATTERN, max_pred_len=args.max_pred_len),
-                device=select(args.device, Mesh()),
+                device=device,
                 batch_size=args.batch_size,
                 max_samples=args.max_samples,
             )

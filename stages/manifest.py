@@ -4,6 +4,7 @@ A stage directory DIR holds
     lock            who is at work on it (an advisory lock; see `hold`)
     stage.json      the identity of what is being made here, written first
     progress.json   how far a running stage is, rewritten about once a second
+    failure.json    why the last run failed, until the next one starts: {"error", "at"}
     …               the outputs
     manifest.json   the identity, the outputs with size and sha256, and the counts; written last
 
@@ -29,13 +30,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from trainer.errors import LockHeld, UserError
+from trainer.errors import DiskError, LockHeld, UserError
 from trainer.files import TEMPORARY_SUFFIX, disk_errors, sha256_of, sweep_temporaries, write_json
 
 MANIFEST = "manifest.json"
 IDENTITY = "stage.json"
 LOCK = "lock"
 PROGRESS = "progress.json"
+FAILURE = "failure.json"
 
 #: Set by a parent that holds the lock and wrote stage.json for the stage command it starts.
 HELD_FINGERPRINT_VARIABLE = "STAGE_FINGERPRINT"
@@ -195,7 +197,7 @@ def claim(path: Path, identity: Identity) -> None:
     Raises: `AlreadyComplete`; `UserError` when `path` holds something else.
     """
     before = read_json(path / IDENTITY)
-    bookkeeping = {LOCK, *(name + end for name in (IDENTITY, PROGRESS) for end in ("", TEMPORARY_SUFFIX))}
+    bookkeeping = {LOCK, *(name + end for name in (IDENTITY, PROGRESS, FAILURE) for end in ("", TEMPORARY_SUFFIX))}
     ours = (".log", TEMPORARY_SUFFIX) if before is not None else (".log",)
     holds_outputs = any(p.name not in bookkeeping and not p.name.endswith(ours) for p in path.iterdir())
     same = before is not None and before["fingerprint"] == identity.fingerprint
@@ -209,8 +211,15 @@ def claim(path: Path, identity: Identity) -> None:
     if why_incomplete(path, identity.fingerprint) is None:
         raise AlreadyComplete
     sweep_temporaries(path)
+    (path / FAILURE).unlink(missing_ok=True)
     if not same:
         write_json(path / IDENTITY, identity.record())
+
+
+def record_failure(path: Path, error: str) -> None:
+    """Leave a note of why the stage failed, for whoever asks for its state. Best effort: the disk may be full."""
+    with contextlib.suppress(DiskError):
+        write_json(path / FAILURE, {"error": error, "at": utc_now()})
 
 
 def finish(

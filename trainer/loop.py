@@ -71,7 +71,7 @@ class Trainer:
             micro_batch_size=config.micro_batch_size,
             torch_version=torch.__version__,
         )
-        self.model = BertForPreTraining(config.model)
+        self.model = BertForPreTraining(config.model, device.operations)
         if start is None:
             self.model.initialise(config.seed)
         else:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer.models.bert import BertBatch
+from trainer.models.operations import Operations
 
 
 class Device(abc.ABC):
@@ -18,6 +19,8 @@ class Device(abc.ABC):
     torch_device: torch.device
     #: The torch.distributed backend that reduces its tensors.
     backend: str
+    #: How it does what devices do differently.
+    operations: Operations = Operations()
     #: Whether a change of shape costs a compilation.
     static_shapes: bool = False
 

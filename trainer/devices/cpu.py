@@ -4,13 +4,53 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from trainer.devices.base import Device
+from trainer.models.operations import Operations
+
+
+class CpuOperations(Operations):
+    """torch draws dropout on one thread, a number an element: a quarter of a bf16 step. This draws a fourth of that."""
+
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        dropped: Tensor = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
+        return dropped
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout_p: float) -> Tensor:
+        if dropout_p == 0:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+        bias = torch.zeros(mask.shape, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        # dtype: autocast would make it fp32 and back; within the kernel it is fp32 in any case.
+        weights = torch.softmax(scores.add_(bias), dim=-1, dtype=scores.dtype)
+        return self.dropout(weights, dropout_p) @ value
+
+
+class _Dropout(torch.autograd.Function):
+    """Dropout from 16 random bits an element: p, and the scale that undoes it, are rounded to multiples of 2⁻¹⁶."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        drop = round(p * 2**16)
+        words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+        keep = (words.view(torch.int16)[: x.numel()] >= drop - 2**15).view(x.shape)
+        ctx.save_for_backward(keep)
+        ctx.scale = 2**16 / (2**16 - drop)
+        return (x * keep).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (keep,) = ctx.saved_tensors
+        return (gradient * keep).mul_(ctx.scale), None
 
 
 class CpuDevice(Device):
+    operations = CpuOperations()
     torch_device = torch.device("cpu")
     backend = "gloo"
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.config import ModelConfig
+from trainer.models.operations import Operations
 
 #: Label of a masked position that only fills up a static shape (torch's and Hugging Face's ignore_index).
 IGNORED = -100
@@ -46,14 +47,24 @@ class BertBatch:
         return BertBatch(**{name: f(value) for name, value in vars(self).items()})
 
 
+class Dropout(nn.Module):
+    def __init__(self, p: float, ops: Operations) -> None:
+        super().__init__()
+        self.p = p
+        self._ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ops.dropout(x, self.p) if self.training and self.p > 0 else x
+
+
 class Embeddings(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations) -> None:
         super().__init__()
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=0)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob, ops)
 
     def forward(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
         positions = self.position_embeddings.weight[: input_ids.shape[1]]
@@ -63,40 +74,36 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations) -> None:
         super().__init__()
         self.head_size = config.hidden_size // config.num_attention_heads
         self.query = nn.Linear(config.hidden_size, config.hidden_size)
         self.key = nn.Linear(config.hidden_size, config.hidden_size)
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout_p = config.attention_probs_dropout_prob
+        self._ops = ops
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, S, H) → (B, S, H); `mask` (B, 1, 1, S) bool, True where attention may look; None: everywhere."""
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """(B, S, H) → (B, S, H); `mask` (B, 1, 1, S) bool, True where attention may look."""
         batch, length, _ = x.shape
 
         def heads(projection: nn.Linear) -> Tensor:
             out: Tensor = projection(x).view(batch, length, -1, self.head_size).transpose(1, 2)
             return out
 
-        out = F.scaled_dot_product_attention(
-            heads(self.query),
-            heads(self.key),
-            heads(self.value),
-            attn_mask=mask,
-            dropout_p=self.dropout_p if self.training else 0.0,
-        )
+        dropout_p = self.dropout_p if self.training else 0.0
+        out = self._ops.attention(heads(self.query), heads(self.key), heads(self.value), mask, dropout_p)
         return out.transpose(1, 2).reshape(batch, length, -1)
 
 
 class DenseAndNorm(nn.Module):
     """Hugging Face's BertSelfOutput and BertOutput: a projection, dropout, the residual, LayerNorm."""
 
-    def __init__(self, inputs: int, config: ModelConfig) -> None:
+    def __init__(self, inputs: int, config: ModelConfig, ops: Operations) -> None:
         super().__init__()
         self.dense = nn.Linear(inputs, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob, ops)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         out: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + residual)
@@ -104,12 +111,12 @@ class DenseAndNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations) -> None:
         super().__init__()
-        self.self = SelfAttention(config)
-        self.output = DenseAndNorm(config.hidden_size, config)
+        self.self = SelfAttention(config, ops)
+        self.output = DenseAndNorm(config.hidden_size, config, ops)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         out: Tensor = self.output(self.self(x, mask), x)
         return out
 
@@ -124,24 +131,24 @@ class Intermediate(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations) -> None:
         super().__init__()
-        self.attention = Attention(config)
+        self.attention = Attention(config, ops)
         self.intermediate = Intermediate(config)
-        self.output = DenseAndNorm(config.intermediate_size, config)
+        self.output = DenseAndNorm(config.intermediate_size, config, ops)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = self.attention(x, mask)
         out: Tensor = self.output(self.intermediate(x), x)
         return out
 
 
 class Encoder(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations) -> None:
         super().__init__()
-        self.layer = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layer = nn.ModuleList(Layer(config, ops) for _ in range(config.num_hidden_layers))
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         for layer in self.layer:
             x = layer(x, mask)
         return x
@@ -157,10 +164,10 @@ class Pooler(nn.Module):
 
 
 class Bert(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations) -> None:
         super().__init__()
-        self.embeddings = Embeddings(config)
-        self.encoder = Encoder(config)
+        self.embeddings = Embeddings(config, ops)
+        self.encoder = Encoder(config, ops)
         self.pooler = Pooler(config)
 
 
@@ -198,10 +205,11 @@ class Heads(nn.Module):
 class BertForPreTraining(nn.Module):
     """Hugging Face's model of that name. `parameters()` has each tied tensor once."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations | None = None) -> None:
+        """`ops`: how the device does what devices do differently; None: torch's own ways."""
         super().__init__()
         self.config = config
-        self.bert = Bert(config)
+        self.bert = Bert(config, ops or Operations())
         self.cls = Heads(config)
 
     def logits(self, batch: BertBatch) -> tuple[Tensor, Tensor]:

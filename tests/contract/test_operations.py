@@ -1,0 +1,100 @@
+"""What every device's operations promise; each device's implementation passes the same claims."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trainer.devices.cpu import CpuOperations
+from trainer.models.operations import Operations
+
+IMPLEMENTATIONS = [Operations(), CpuOperations()]
+every = pytest.mark.parametrize("ops", IMPLEMENTATIONS, ids=lambda ops: type(ops).__name__)
+
+
+@every
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("shape", [(1000, 1001), (7,)])
+def test_dropout_zeroes_a_share_and_scales_the_rest(ops: Operations, p: float, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    y = ops.dropout(x, p)
+    dropped = y == 0
+    # The share of n independent draws: within 5 standard deviations of p (and 2⁻¹⁷ of rounding).
+    n = x.numel()
+    assert abs(dropped.double().mean().item() - p) < 5 * math.sqrt(p * (1 - p) / n) + 2**-17
+    torch.testing.assert_close(y[~dropped], x[~dropped] / (1 - p), rtol=2e-5, atol=0)
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert torch.equal(x.grad == 0, dropped)
+    torch.testing.assert_close(x.grad[~dropped], torch.full_like(x.grad[~dropped], 1 / (1 - p)), rtol=2e-5, atol=0)
+
+
+@every
+def test_dropout_is_decided_by_the_seed(ops: Operations) -> None:
+    x = torch.ones(1000)
+    masks = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        masks.append(ops.dropout(x, 0.1))
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+
+
+@every
+def test_neighbouring_draws_are_independent(ops: Operations) -> None:
+    """Four decisions come from one random word on the CPU: no lag from 1 to 8 may correlate."""
+    torch.manual_seed(3)
+    dropped = (ops.dropout(torch.ones(1_000_000), 0.5) == 0).double() - 0.5
+    for lag in range(1, 9):
+        correlation = 4 * (dropped[lag:] * dropped[:-lag]).mean().item()
+        assert abs(correlation) < 5 / math.sqrt(1_000_000)
+
+
+def attention_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    scores = torch.einsum("bahd,bakd->bahk", q, k) / math.sqrt(q.shape[-1])
+    return torch.einsum("bahk,bakd->bahd", torch.softmax(scores.masked_fill(~mask, -torch.inf), -1), v)
+
+
+def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 9, 4, dtype=torch.float64, generator=generator).to(dtype) for _ in range(3))
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    mask[0, ..., 5:] = False
+    return q, k, v, mask
+
+
+@every
+@pytest.mark.parametrize("dropout_p", [0.0, 1e-9], ids=["none", "one that drops nothing"])
+def test_attention_is_that_of_vaswani(ops: Operations, dropout_p: float) -> None:
+    q, k, v, mask = inputs(torch.float64)
+    out = ops.attention(q, k, v, mask, dropout_p)
+    # The scale that goes with dropping 1e-9 is 1 + 1e-9.
+    torch.testing.assert_close(out, attention_by_hand(q, k, v, mask), rtol=dropout_p + 1e-12, atol=1e-11)
+
+
+@every
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_never_sees_what_is_masked(ops: Operations, dropout_p: float, dtype: torch.dtype) -> None:
+    q, k, v, mask = inputs(dtype)
+    torch.manual_seed(0)
+    before = ops.attention(q, k, v, mask, dropout_p)
+    k[0, :, 5:], v[0, :, 5:] = 1e4, -1e4
+    torch.manual_seed(0)
+    after = ops.attention(q, k, v, mask, dropout_p)
+    assert torch.equal(before, after)
+    assert torch.isfinite(after).all()
+
+
+@every
+def test_attention_drops_weights_not_outputs(ops: Operations) -> None:
+    """The mean over many draws is the attention without dropout, within 6 standard errors."""
+    q, k, v, mask = inputs(torch.float64)
+    torch.manual_seed(1)
+    draws = torch.stack([ops.attention(q, k, v, mask, 0.3) for _ in range(2000)])
+    error = draws.std(0) / math.sqrt(len(draws))
+    assert ((draws.mean(0) - attention_by_hand(q, k, v, mask)).abs() < 6 * error + 1e-12).all()
+    assert (draws.std(0) > 0).all()
