@@ -8,12 +8,15 @@ from typing import Any
 
 import luigi
 
-from pipeline import summary
+from pipeline import launch, summary
 from pipeline.dataset import DownloadDataset, TokenizeCorpus, dataset_of
 from pipeline.stage import Stage, say
 from stages import manifest
 from trainer.config import ModelConfig
-from trainer.errors import UserError
+from trainer.errors import EXIT_USER_ERROR, UserError
+
+#: Restarts in a row without one more checkpoint before training is given up.
+MAX_RESTARTS = 3
 
 
 class ModelStage(Stage):
@@ -64,6 +67,8 @@ class Pretrain(ModelStage):
     """Trains one phase, in processes of its own; an interrupted phase goes on from its last checkpoint."""
 
     phase = luigi.IntParameter(description="1 or 2")
+    #: The step that was reached when it crashed last, and how often it has crashed there.
+    _crashes = (-1, 0)
 
     def requires(self) -> dict[str, Stage]:
         stages: dict[str, Stage] = {"dataset": dataset_of(self.phase), "precompile": Precompile(phase=self.phase)}
@@ -119,6 +124,23 @@ class Pretrain(ModelStage):
         if cluster.nproc_per_node == 1:
             return trainer
         return ["-m", "trainer.torchrun", f"--nproc_per_node={cluster.nproc_per_node}", "--max-restarts=0", *trainer]
+
+    def hang_timeout_s(self) -> float:
+        return self.settings.cluster.hang_timeout_s
+
+    def may_restart(self, ending: launch.Ending) -> bool:
+        """After a crash or a hang, yes, until `MAX_RESTARTS` of them in a row have not brought one more checkpoint.
+        What a person has to put right first (exit status 1 or 2) is not tried again."""
+        if ending.status in (EXIT_USER_ERROR, 2):
+            return False
+        step = max((int(path.name.removeprefix("ckpt_")) for path in self._checkpoints()), default=0)
+        last_step, restarts = self._crashes
+        restarts = restarts + 1 if step == last_step else 1
+        self._crashes = (step, restarts)
+        return restarts <= MAX_RESTARTS
+
+    def _checkpoints(self) -> list[Path]:
+        return [path for path in (self.directory / "checkpoints").glob("ckpt_*") if path.name[5:].isdigit()]
 
     def finish(self) -> None:
         """The trainer ended well: its last checkpoint is the output, its summary the counts."""

@@ -1,20 +1,23 @@
-"""Starts a stage's command as a process of its own, shows and logs what it says, and hands signals on."""
+"""Starts a stage's command as a process of its own, shows and logs what it says, hands signals on, notices a hang."""
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from stages.manifest import HELD_FINGERPRINT_VARIABLE
+from stages.manifest import HELD_FINGERPRINT_VARIABLE, PROGRESS
 from trainer.files import disk_errors
 from trainer.process import PARENT_VARIABLE
 
@@ -23,60 +26,127 @@ LIVE_INTERVAL_S = 10.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a command ended."""
+
+    #: Its exit status, negative for a signal.
+    status: int
+    #: Whether it ended because this process was asked to stop.
+    interrupted: bool
+    #: Whether it was killed because it did nothing for too long.
+    hung: bool
+    #: What it said last: its `error:` line, else its traceback, else its last line.
+    error: str
+
+
+class Command:
+    """A running `python …`, with a process group of its own; it dies if this process does."""
+
+    def __init__(self, words: list[str], *, fingerprint: str, keep_open: tuple[int, ...]) -> None:
+        """`keep_open`: descriptors it keeps, the stage's lock among them."""
+        environment = {
+            **os.environ,
+            HELD_FINGERPRINT_VARIABLE: fingerprint,
+            PARENT_VARIABLE: str(os.getpid()),
+            "PYTHONUNBUFFERED": "1",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=keep_open,
+            start_new_session=True,
+        )
+        self.signals = 0
+
+    def stop(self, signum: int, frame: FrameType | None) -> None:
+        """A signal handler: the first asks the command to save and stop, the second kills it."""
+        self.signals += 1
+        self.send(signal.SIGTERM if self.signals == 1 else signal.SIGKILL)
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal the command's process group; its workers die with their parent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signum)
+
+
 def run(
-    command: list[str], *, log: Path, fingerprint: str, keep_open: tuple[int, ...], say: Callable[[str], None]
-) -> int:
-    """Run `python command…` to its end; returns its exit status, negative for a signal.
+    words: list[str],
+    *,
+    directory: Path,
+    fingerprint: str,
+    keep_open: tuple[int, ...],
+    hang_timeout_s: float | None = None,
+) -> Ending:
+    """Run `python words…` to its end, its output on the console and appended to DIRECTORY/stage.log.
 
-    It has a process group of its own, dies if this process does, and keeps the descriptors `keep_open` (the stage's
-    lock). Its output goes to the console and is appended to `log`. SIGINT and SIGTERM are handed on as SIGTERM, and
-    this returns when the command has ended for them.
+    SIGINT and SIGTERM to this process are handed on as SIGTERM; a second one as SIGKILL. A command that neither says
+    anything nor touches its progress.json for `hang_timeout_s` seconds is killed.
     """
-    environment = {
-        **os.environ,
-        HELD_FINGERPRINT_VARIABLE: fingerprint,
-        PARENT_VARIABLE: str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",
-    }
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        pass_fds=keep_open,
-        start_new_session=True,
-    )
-
-    def forward(signum: int, frame: FrameType | None) -> None:
-        say(f"{signal.Signals(signum).name}: asking process {process.pid} to save and stop")
-        os.killpg(process.pid, signal.SIGTERM)
-
+    log = directory / "stage.log"
+    began = log.stat().st_size if log.exists() else 0
+    command = Command(words, fingerprint=fingerprint, keep_open=keep_open)
     handlers = {}
     if threading.current_thread() is threading.main_thread():
-        handlers = {signum: signal.signal(signum, forward) for signum in _FORWARDED}
+        handlers = {signum: signal.signal(signum, command.stop) for signum in _FORWARDED}
+    watch = _Watch(directory / PROGRESS, hang_timeout_s)
     try:
-        with process, disk_errors(log):
-            _show(process, log)
-        return process.wait()
+        with command.process, disk_errors(log):
+            _show(command, log, watch)
+        status = command.process.wait()
     finally:
+        command.send(signal.SIGKILL)  # nothing of it stays, whatever went wrong here
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
+    return Ending(status, command.signals > 0 and status != 0, watch.hung, _last_error(log, began))
 
 
-def last_error(log: Path) -> str:
-    """What a failed command said last: its `error:` line, else its last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines[-200:] if line.startswith("error: ")]
-    return errors[0].removeprefix("error: ") if errors else (lines[-1] if lines else "it said nothing")
+class _Watch:
+    """Tells whether a command has been silent for too long."""
+
+    def __init__(self, progress: Path, timeout_s: float | None) -> None:
+        self._progress = progress
+        self._timeout_s = timeout_s
+        self._seen: int | None = None
+        self._alive_at = time.monotonic()
+        self.hung = False
+
+    def heard(self) -> None:
+        self._alive_at = time.monotonic()
+
+    def is_hung(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            touched = self._progress.stat().st_mtime_ns
+            if touched != self._seen:
+                self._seen = touched
+                self.heard()
+        self.hung = self._timeout_s is not None and time.monotonic() - self._alive_at > self._timeout_s
+        return self.hung
 
 
-def _show(process: subprocess.Popen[bytes], log: Path) -> None:
+def _last_error(log: Path, began: int) -> str:
+    with log.open("rb") as file:
+        file.seek(began)
+        lines = file.read().decode(errors="replace").splitlines()
+    said = [line for line in lines if line.strip()]
+    errors = [line for line in said if line.startswith("error: ")]
+    if errors:
+        return errors[0].removeprefix("error: ")
+    for at, line in enumerate(said):
+        if line.startswith("Traceback (most recent call last)"):
+            return "\n".join(said[at:][:60])
+    return said[-1] if said else "it said nothing"
+
+
+def _show(command: Command, log: Path, watch: _Watch) -> None:
     """Pass lines on to the log and the console; of what a progress bar rewrites in place, only now and then one."""
     terminal = sys.stderr.isatty()
     shown = time.monotonic()
     with log.open("a") as file:
-        for line, is_live in _lines(process):
+        for line, is_live in _lines(command, watch):
             if not is_live:
                 file.write(line + "\n")
                 file.flush()
@@ -88,15 +158,31 @@ def _show(process: subprocess.Popen[bytes], log: Path) -> None:
                 print(line, file=sys.stderr, flush=True)
 
 
-def _lines(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, bool]]:
+def _lines(command: Command, watch: _Watch) -> Iterator[tuple[str, bool]]:
     """(text, whether it is to be overwritten by the next) for each piece that ends in a newline or carriage return."""
-    assert process.stdout is not None
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     rest = ""
-    while chunk := os.read(process.stdout.fileno(), 1 << 16):
+    for chunk in _chunks(command, watch):
         *pieces, rest = re.split(r"(\r\n|\r|\n)", rest + decode(chunk))
         for text, end in zip(pieces[::2], pieces[1::2], strict=True):
             if text.strip():
                 yield text, end == "\r"
     if rest.strip():
         yield rest, False
+
+
+def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
+    """What the command writes, until it closes its output or is killed for a hang."""
+    assert command.process.stdout is not None
+    output = command.process.stdout.fileno()
+    while True:
+        ready, _, _ = select.select([output], [], [], 0.5)
+        if ready:
+            chunk = os.read(output, 1 << 16)
+            if not chunk:
+                return
+            watch.heard()
+            yield chunk
+        elif watch.is_hung():
+            command.send(signal.SIGKILL)
+            return

@@ -118,6 +118,7 @@ class Cluster(luigi.Config):
     nproc_per_node = Whole(1, 1024)
     tensor_parallel_size = Whole(1, 1)
     collective_timeout_s = Number(1)
+    hang_timeout_s = Number(1)
 
     @property
     def data_parallel_size(self) -> int:

@@ -27,7 +27,7 @@ from stages.manifest import (
     why_incomplete,
 )
 from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
-from trainer.files import disk_errors, sha256_of, write_json
+from trainer.files import disk_errors, failpoint, sha256_of, write_json
 
 LATEST = "latest"
 
@@ -153,16 +153,34 @@ class Stage(luigi.Task):
             raise Leave(retcode().already_running) from None
         say(f"{self.label}: complete")
 
+    def hang_timeout_s(self) -> float | None:
+        """Seconds of silence after which the command is killed; None: never."""
+        return None
+
+    def may_restart(self, ending: launch.Ending) -> bool:
+        """Whether a command that ended so is to be started again."""
+        return False
+
     def _run_command(self, lock: int) -> None:
-        log = self.directory / "stage.log"
-        status = launch.run(self.command(), log=log, fingerprint=self.identity.fingerprint, keep_open=(lock,), say=say)
-        if status == EXIT_INTERRUPTED:
-            say(f"{self.label}: interrupted; the same command goes on from here")
-            raise Leave(EXIT_INTERRUPTED)
-        if status != 0:
-            error = launch.last_error(log)
-            record_failure(self.directory, error)
-            raise UserError(f"{self.label} failed: {error} (exit status {status}; log: {log})")
+        while True:
+            ending = launch.run(
+                self.command(),
+                directory=self.directory,
+                fingerprint=self.identity.fingerprint,
+                keep_open=(lock,),
+                hang_timeout_s=self.hang_timeout_s(),
+            )
+            if ending.interrupted or ending.status == EXIT_INTERRUPTED:
+                say(f"{self.label}: interrupted; the same command goes on from here")
+                raise Leave(EXIT_INTERRUPTED)
+            if ending.status == 0:
+                return
+            error = f"it did nothing for {self.hang_timeout_s()} s" if ending.hung else ending.error
+            if not self.may_restart(ending):
+                record_failure(self.directory, error)
+                log = self.directory / "stage.log"
+                raise UserError(f"{self.label} failed: {error} (exit status {ending.status}; log: {log})")
+            say(f"{self.label}: exit status {ending.status} ({error.splitlines()[-1]}); starting again")
 
     def _link_latest(self) -> None:
         latest = self.settings.work_dir / LATEST
@@ -172,7 +190,9 @@ class Stage(luigi.Task):
             latest.mkdir(exist_ok=True)
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(Path("..") / self.directory.name)
+            failpoint(f"link-before:{self.label}")
             temporary.replace(link)
+            failpoint(f"link-after:{self.label}")
         except OSError as error:
             raise DiskError.of(error, link) from error
 

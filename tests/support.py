@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -101,17 +102,17 @@ def command(*words: str, env: dict[str, str] | None = None, timeout: float = 300
 
 
 class Workers:
-    """The trainer's command in one or more processes, as torchrun would start them, but forked from one that has
+    """`python -m module words…` in one or more processes, as torchrun would start them, but forked from one that has
     imported torch: a start takes 0.1 s instead of 4. The e2e tests go through torchrun itself.
     """
 
-    def __init__(self, count: int, words: list[str], env: dict[str, str]) -> None:
+    def __init__(self, count: int, module: str, words: list[str], env: dict[str, str]) -> None:
         self._log = tempfile.NamedTemporaryFile(prefix="workers-", suffix=".log")  # noqa: SIM115 (closed in `wait`)
         self.processes = []
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}
         for rank in range(count):
             variables = {**env, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
-            process = FORKS.Process(target=_work, args=(words, variables, self._log.name), daemon=True)
+            process = FORKS.Process(target=_work, args=(module, words, variables, self._log.name), daemon=True)
             process.start()
             self.processes.append(process)
 
@@ -137,21 +138,21 @@ class Workers:
 
 #: Starts processes that have imported torch already.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["trainer.loop", "trainer.options", "trainer.devices.select", "tensorboard.summary"])
+FORKS.set_forkserver_preload(
+    ["trainer.loop", "trainer.options", "trainer.devices.select", "tensorboard.summary", "stages.evaluate"]
+)
 # One thread a worker: tests run on machines with few cores. Read by OpenMP when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def _work(words: list[str], variables: dict[str, str], log: str) -> None:
-    from trainer.__main__ import main
-
+def _work(module: str, words: list[str], variables: dict[str, str], log: str) -> None:
     os.chdir(ROOT)
     os.environ.update(variables)
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    sys.argv = ["trainer", *words]
-    sys.exit(main())
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _free_port() -> int:
@@ -162,7 +163,12 @@ def _free_port() -> int:
 
 def train(workers: int = 1, *, env: dict[str, str] | None = None, **values: Any) -> subprocess.CompletedProcess[str]:
     """Run the trainer to its end."""
-    return Workers(workers, options(**values), env or {}).wait()
+    return Workers(workers, "trainer", options(**values), env or {}).wait()
+
+
+def forked(module: str, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module words…` to its end, started fast; environment variables as keywords."""
+    return Workers(1, module, [str(word) for word in words], env).wait()
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:

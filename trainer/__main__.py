@@ -1,22 +1,25 @@
 """`python -m trainer …`, or `torchrun --nproc_per_node=N -m trainer …` for N workers.
 
 Exit status: 0 the steps asked for are done; 75 stopped by a signal, state saved, the same command with --resume_ckpt
-goes on; 1 refused with one line; 2 unknown options.
+goes on; 1 refused with one line; 2 unknown options; 70 a mistake of ours, with its traceback.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 
-from trainer.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
 from trainer.options import parser, to_config
 from trainer.parallel.mesh import Mesh
-from trainer.process import die_with_starter
+from trainer.process import die_with_starter, stop_early_on_signals
 
 
 def main() -> int:
     """Train one phase as the command line says; returns the exit status."""
     die_with_starter()
+    stop_early_on_signals()
     mesh = Mesh()
     try:
         args = parser().parse_args()
@@ -35,6 +38,11 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}" if mesh.world_size == 1 else f"error: worker {mesh.rank}: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        # Without waiting for threads: other workers may be in a collective operation that will never end.
+        os._exit(EXIT_SOFTWARE)
     if not done:
         say("stopped as asked; the state is saved: the same command with --resume_ckpt goes on")
     return 0 if done else EXIT_INTERRUPTED

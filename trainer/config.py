@@ -138,6 +138,8 @@ class TrainConfig:
     print_grad_norm: bool
     #: Optimizer steps between console lines.
     log_interval: int
+    #: Write which samples each worker used in each step to samples-<rank>.jsonl.
+    record_samples: bool
     #: Seconds without an answer after which a collective operation gives up.
     collective_timeout_s: float
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 #: Exit status of a run that was asked to stop, saved its state and can go on (EX_TEMPFAIL of sysexits.h).
 EXIT_INTERRUPTED = 75
+#: Exit status of an unexpected exception (EX_SOFTWARE of sysexits.h).
+EXIT_SOFTWARE = 70
 #: Exit status of a command that was refused because of what it was given.
 EXIT_USER_ERROR = 1
 

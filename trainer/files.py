@@ -23,9 +23,28 @@ _CHUNK_BYTES = 4 << 20
 
 
 def failpoint(name: str) -> None:
-    """Kill this process if the environment's FAILPOINT is `name` (tests of recovery set it); else do nothing."""
-    if os.environ.get("FAILPOINT") == name:
-        os.kill(os.getpid(), signal.SIGKILL)
+    """Nothing, unless a test of recovery has set the environment variable FAILPOINT to `name` (see `_fail`)."""
+    if "FAILPOINT" in os.environ:
+        _fail(name)
+
+
+def _fail(name: str) -> None:
+    """FAILPOINT_LOG: a file that collects the names passed. FAILPOINT_TOKEN: a file that is removed when the point is
+    reached, without which nothing happens: once is enough. FAILPOINT_ACTION: kill (the default), stop, or raise."""
+    if log := os.environ.get("FAILPOINT_LOG"):
+        with open(log, "a") as file:
+            file.write(name + "\n")
+    if os.environ["FAILPOINT"] != name:
+        return
+    if token := os.environ.get("FAILPOINT_TOKEN"):
+        try:
+            os.unlink(token)
+        except FileNotFoundError:
+            return
+    action = os.environ.get("FAILPOINT_ACTION", "kill")
+    if action == "raise":
+        raise RuntimeError(f"failpoint {name}")
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[action])
 
 
 @contextlib.contextmanager

@@ -14,10 +14,11 @@ import torch
 
 from trainer.checkpoint.manager import CheckpointManager, Snapshot
 from trainer.config import TrainConfig
-from trainer.data.loader import Loader, Step
+from trainer.data.loader import Loader, Step, record_samples
 from trainer.data.order import ORDER_VERSION, SampleOrder, hash64
 from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
+from trainer.files import failpoint
 from trainer.metrics import Metrics, StepRecord
 from trainer.models.bert import BertForPreTraining, has_weight_decay
 from trainer.optim.adamw import AdamW
@@ -25,6 +26,7 @@ from trainer.optim.buffers import ParameterBuffers
 from trainer.optim.schedule import linear_warmup_decay
 from trainer.parallel.mesh import Mesh
 from trainer.precision import Precision
+from trainer.process import STOP_SIGNALS
 from trainer.resume import find_start, load_into, say_start
 from trainer.state import TrainState
 
@@ -94,7 +96,7 @@ class Trainer:
     def run(self) -> bool:
         """Train; True when `stop_step` is reached, False when a signal ended it earlier. The state is saved in both
         cases. Raises `NonFiniteLoss`, `DiskError`."""
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
         steps = self.loader.steps(self.state.step, self.config.stop_step)
         upcoming = next(steps, None)
@@ -121,8 +123,11 @@ class Trainer:
         number of workers has a part in the result.
         """
         config = self.config
+        if config.record_samples:
+            record_samples(step, config.output_dir / f"samples-{self.mesh.rank}.jsonl")
         self.buffers.start_step()
         for usteps, batch in enumerate(step.micro_batches):
+            failpoint(f"micro-step:{self.state.global_step}.{usteps}.{self.mesh.rank}")
             micro_batch = usteps * self.mesh.data_parallel_size + self.mesh.data_parallel_rank
             self.device.seed(seed_of(config.seed, self.state.global_step, micro_batch))
             with self.precision.forward_context(self.device.torch_device.type):
@@ -138,6 +143,7 @@ class Trainer:
         )
         self.optimizer.step(learning_rate)
         self.state = self.state.advanced(step.epoch)
+        failpoint(f"step:{self.state.global_step}.{self.mesh.rank}")
         record = functools.partial(self.metrics.record, StepRecord(self.state, learning_rate))
         self.device.step_closure(record, torch.cat([losses, norm[None]]))
 

@@ -101,6 +101,8 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
     machine.add_argument("--tensor_parallel_size", type=int, default=1, help="workers that share one copy of the model")
     machine.add_argument("--collective_timeout", type=float, default=600.0, help="seconds workers wait for each other")
     machine.add_argument("--print_grad_norm", action="store_true", help="show the gradient norm on the console line")
+    machine.add_argument("--record_samples", action="store_true", help="note (shard, row) of every sample, to check on "
+                         "the order: OUTPUT_DIR/samples-<rank>.jsonl")  # fmt: skip
     machine.add_argument("--log_interval", type=int, default=1, help="optimizer steps between console lines")
 
 
@@ -141,6 +143,7 @@ def to_config(args: argparse.Namespace, mesh: Mesh) -> TrainConfig:
         resume_step=args.resume_step,
         print_grad_norm=args.print_grad_norm,
         log_interval=args.log_interval,
+        record_samples=args.record_samples,
         collective_timeout_s=args.collective_timeout,
     )
     SampleOrder(shards.rows_per_shard, seed=0, global_batch_size=config.global_batch_size(mesh.data_parallel_size))

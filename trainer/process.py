@@ -7,9 +7,24 @@ import os
 import signal
 import sys
 
+from trainer.errors import EXIT_INTERRUPTED
+
 #: Set by whoever starts one of our commands, to its process id: the command is to die with it.
 PARENT_VARIABLE = "STAGE_PARENT_PID"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+
+
+def stop_early_on_signals() -> None:
+    """Until there is something to save, a stop signal ends the process at once, as one that can go on.
+
+    (`trainer.torchrun` blocks the signals for itself, and its children begin with them blocked.)
+    """
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, lambda *_: os._exit(EXIT_INTERRUPTED))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def die_with_starter() -> None:

@@ -198,3 +198,36 @@ def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(data: Path, mo
     assert_one_line_error(done, "step 2", "learning rate 8.889e+29", "nan")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["ckpt_1"]
     assert len(metrics(tmp_path)) == 1
+
+
+def recorded(out: Path, workers: int) -> dict[int, list[list[int]]]:
+    """The samples of each global step, in the order of the global batch: micro-step by micro-step, worker by worker."""
+    steps: dict[int, list[list[int]]] = {}
+    per_worker = []
+    for rank in range(workers):
+        lines = (out / f"samples-{rank}.jsonl").read_text().splitlines()
+        per_worker.append({record["step"]: record["samples"] for record in map(json.loads, lines)})
+    for step in per_worker[0]:
+        shares = [np.array(worker[step]).reshape(-1, 4, 2) for worker in per_worker]
+        steps[step] = np.stack(shares, axis=1).reshape(-1, 2).tolist()
+    return steps
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-8), ("fp32", 1e-4)])
+def test_the_number_of_workers_may_change_between_runs(
+    data: Path, model: Path, tmp_path: Path, precision: str, tolerance: float
+) -> None:
+    """4 workers, then 2, then 4 see the samples that 1 worker sees, in the same steps."""
+    values = {"precision": precision, "disable_dropout": True, "record_samples": True, "resume_ckpt": True,
+              "max_steps": 15}  # fmt: skip
+    straight = run(data, model, tmp_path / "straight", **values)
+    seen: dict[int, list[list[int]]] = {}
+    out = tmp_path / "changing"
+    for workers, stop in ((4, 5), (2, 11), (4, 15)):
+        run(data, model, out, workers=workers, steps_this_run=stop, **values)
+        seen |= recorded(out, workers)
+        for path in out.glob("samples-*.jsonl"):
+            path.unlink()
+    assert seen == recorded(straight, 1)
+    assert sorted(seen) == list(range(15))
+    np.testing.assert_allclose(losses(out), losses(straight), rtol=tolerance)

@@ -5,10 +5,12 @@ A: micro-steps in a step, B: sequences in a micro-batch, S: tokens in a sequence
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from trainer.data.order import SampleOrder, Samples
 from trainer.data.shards import KEYS, ShardSet
 from trainer.errors import UserError
+from trainer.files import disk_errors
 from trainer.models.bert import IGNORED, BertBatch
 
 
@@ -152,3 +155,10 @@ class Loader:
 
 def as_int64(array: NDArray[np.generic]) -> torch.Tensor:
     return torch.from_numpy(array.astype(np.int64))
+
+
+def record_samples(step: Step, path: Path) -> None:
+    """Append where the samples of this worker's share of `step` came from to the JSON lines in `path`."""
+    samples = np.stack([step.samples.shard, step.samples.row], axis=1)
+    with disk_errors(path), path.open("a") as file:
+        file.write(json.dumps({"step": step.index, "samples": samples.tolist()}) + "\n")

@@ -1,0 +1,72 @@
+"""What saving costs: a BERT-Large state (335 M parameters, fp32, two moments each) saved as the trainer does it.
+
+Training is blocked while the state is copied in memory; writing, hashing and renaming happen beside it. Against: the
+seconds of training between two checkpoints at the default interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.work import ROOT
+from trainer.checkpoint.manager import CheckpointManager, Snapshot
+from trainer.config import ModelConfig
+from trainer.models.bert import BertForPreTraining, has_weight_decay
+from trainer.optim.adamw import AdamW
+from trainer.optim.buffers import ParameterBuffers
+from trainer.state import TrainState
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--interval-minutes", type=float, default=10.0, help="training between two checkpoints")
+    p.add_argument("--saves", type=int, default=3)
+    p.add_argument("--model", default="large")
+    args = p.parse_args()
+    model = BertForPreTraining(ModelConfig.preset(args.model))
+    for parameter in model.parameters():
+        parameter.data.fill_(0.5)
+    buffers = ParameterBuffers(model, has_weight_decay)
+    optimizer = AdamW(buffers, weight_decay=0.01)
+    state_bytes = sum(t.numel() * 4 for t in (*model.parameters(), *optimizer.state().values()))
+    before = peak_bytes()
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=ROOT) as directory:
+        manager = CheckpointManager(Path(directory), keep=1)
+        for step in range(1, args.saves + 1):
+            began = time.monotonic()
+            state = TrainState(
+                phase=1, step=step, global_step=step, samples_consumed=0, epoch=0, seed=0, global_batch_size=1, data="",
+                order_version=1, optimizer="AdamW", precision="fp32", model={}, data_parallel_size=1,
+                tensor_parallel_size=1, micro_batch_size=1, torch_version=torch.__version__,
+            )  # fmt: skip
+            copies = [
+                {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+                for tensors in (model.named_parameters(), optimizer.state().items())
+            ]
+            manager.save(Snapshot(state, *copies))
+            del copies
+            blocked = time.monotonic() - began
+            manager.finish()
+            written = time.monotonic() - began - blocked
+            share = blocked / (60 * args.interval_minutes)
+            print(
+                f"state {state_bytes / 1e9:.2f} GB: blocked {blocked:.2f} s, written beside it in {written:.2f} s "
+                f"({state_bytes / 1e9 / written:.2f} GB/s, hashed and fsynced); at one every "
+                f"{args.interval_minutes:g} minutes: {share:.2%} (claimed: at most 1 %)"
+            )
+    extra = (peak_bytes() - before) / state_bytes
+    print(f"extra host memory at the peak: {extra:.2f} × the state (claimed: one copy)")
+
+
+if __name__ == "__main__":
+    main()

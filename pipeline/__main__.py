@@ -1,0 +1,70 @@
+"""`python -m pipeline status | why | clean`: what is done, what would run and why, what can go.
+
+Every setting may be given as luigi takes it: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
+Exit status: 0 done (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed), 2 unknown option,
+35 a setting, an input or a task name was refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from luigi.cmdline_parser import CmdlineParser
+from luigi.retcodes import retcode
+
+from pipeline import clean, settings, status, why
+from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class Command:
+    """What `python -m pipeline NAME` does."""
+
+    summary: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    #: Returns the exit status; raises `UserError`.
+    run: Callable[[argparse.Namespace], int]
+
+
+COMMANDS = {
+    "status": Command(status.SUMMARY, status.add_options, status.run),
+    "why": Command(why.SUMMARY, why.add_options, why.run),
+    "clean": Command(clean.SUMMARY, clean.add_options, clean.run),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    plain = argparse.RawDescriptionHelpFormatter
+    p = argparse.ArgumentParser(
+        prog="python -m pipeline", description=__doc__, formatter_class=plain, allow_abbrev=False
+    )
+    commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        described = f"{command.summary}.\n\nSettings are taken as luigi takes them: --Phase1-lr 5e-4."
+        command.add_options(
+            commands.add_parser(
+                name, help=command.summary, description=described, formatter_class=plain, allow_abbrev=False
+            )
+        )
+    return p
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    args, given = parser().parse_known_args(words)
+    try:
+        # luigi's own parser, so that settings are named and checked as on its command line.
+        with CmdlineParser.global_instance(["BertPhase2", *given]):
+            settings.load()
+            return COMMANDS[args.command].run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: cannot read {error.filename}: {error.strerror}; check its permissions", file=sys.stderr)
+    return int(retcode().scheduling_error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""`python -m pipeline clean`: the stage directories that nothing needs any more, their sizes, and their removal."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.bert import BertPhase2
+from pipeline.inspect import Place, Shelf, chain, first_difference, holder
+from pipeline.stage import Stage
+from stages.manifest import IDENTITY, LOCK, MANIFEST
+from trainer.errors import LockHeld, UserError
+
+SUMMARY = "what is superseded, its size and why; removes it only with --remove"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which stage directories can go, which stay, and why."""
+
+    superseded: list[tuple[Place, str]]
+    #: Those that the present settings have no use for and that stay all the same.
+    kept: list[tuple[Place, str]]
+
+
+def plan(goal: BertPhase2) -> Plan:
+    """Superseded is what neither the present settings nor a link in `latest/` nor a running stage needs.
+
+    Raises `UserError` when the identity of a stage cannot be computed, because then nobody knows what is needed.
+    """
+    tasks = chain(goal)
+    shelf = Shelf(tasks[0].settings.work_dir)
+    current = {task.identity.fingerprint: task for task in tasks}
+    linked = shelf.linked()
+    reasons: dict[str, str] = {}
+    for place in shelf.places:
+        who = holder(place.path)
+        if place.fingerprint in current:
+            reasons[place.fingerprint] = "the present settings"
+        elif place.path.resolve() in linked:
+            reasons[place.fingerprint] = f"latest/{place.label} points to it"
+        elif who is not None:
+            reasons[place.fingerprint] = f"in use by process {who.pid or '?'} on {who.host}"
+    # What a present stage is made from may be there although the stage itself is not.
+    needed = [(up, task.label) for task in tasks for up in task.identity.upstream.values()]
+    needed += [(up, p.path.name) for p in shelf.places if p.fingerprint in reasons for up in _upstream(p)]
+    while needed:
+        fingerprint, by = needed.pop()
+        if fingerprint not in reasons:
+            reasons[fingerprint] = f"{by} is made from it"
+            found = shelf.of_fingerprint(fingerprint)
+            needed += [(up, found.path.name) for up in _upstream(found)] if found is not None else []
+    by_label = {task.label: task for task in tasks}
+    superseded = [(p, _why(p, by_label.get(p.label))) for p in shelf.places if p.fingerprint not in reasons]
+    kept = [(p, reasons[p.fingerprint]) for p in shelf.places if p.fingerprint in reasons.keys() - current.keys()]
+    return Plan(superseded, kept)
+
+
+def _upstream(place: Place) -> list[str]:
+    return [str(fingerprint) for fingerprint in place.record.get("upstream", {}).values()]
+
+
+def _why(place: Place, task: Stage | None) -> str:
+    if task is None:
+        return "no stage of the present settings"
+    state = "" if place.is_complete else "unfinished, "
+    return f"{state}made with other settings ({first_difference(place.record, task.identity.record())})"
+
+
+def size_bytes(directory: Path) -> int:
+    """What removing `directory` frees: its files, but for those that have another name elsewhere."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            stat = os.lstat(os.path.join(parent, name))
+            total += stat.st_size if stat.st_nlink == 1 else 0
+    return total
+
+
+def remove(place: Place, shelf_dir: Path) -> None:
+    """Remove a stage directory under its lock. Raises `LockHeld`, `UserError`.
+
+    The manifest goes first and the record that names the directory last: a removal that is cut short leaves an
+    unfinished stage, which the next one finds again.
+    """
+    try:
+        fd = os.open(place.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if place.path.resolve() in Shelf(shelf_dir).linked():
+                raise LockHeld(f"{place.path} has become the latest of its stage meanwhile; it stays")
+            last = IDENTITY if (place.path / IDENTITY).exists() else MANIFEST
+            names = sorted((path.name for path in place.path.iterdir()), key=lambda name: name != MANIFEST)
+            for name in [name for name in names if name != last] + [last]:
+                path = place.path / name
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            place.path.rmdir()
+        finally:
+            os.close(fd)
+    except BlockingIOError:
+        raise LockHeld(f"{place.path} is in use now; it stays") from None
+    except OSError as error:
+        raise UserError(
+            f"cannot remove {error.filename or place.path}: {error.strerror}; check its permissions"
+        ) from error
+
+
+def readable(size: float) -> str:
+    """`0 B`, `12.3 kB`, `4.0 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--remove", action="store_true", help="remove what is listed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List what is superseded, and remove it if told to; 1 if something could not be removed."""
+    found = plan(BertPhase2())
+    for place, reason in found.kept:
+        print(f"kept        {place.path}: {reason}")
+    total, failed = 0, 0
+    for place, reason in found.superseded:
+        size = size_bytes(place.path)
+        done = "superseded"
+        if args.remove:
+            try:
+                remove(place, place.path.parent)
+                done = "removed   "
+            except UserError as error:
+                print(f"kept        {place.path}: {error}")
+                failed += 1
+                continue
+        total += size
+        print(f"{done}  {place.path}: {readable(size)}, {reason}")
+    if not found.superseded:
+        print("nothing is superseded")
+    elif args.remove:
+        print(f"freed {readable(total)}")
+    else:
+        print(f"{readable(total)} in {len(found.superseded)} directories; nothing was removed: --remove does that")
+    return 1 if failed else 0

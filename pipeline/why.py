@@ -1,0 +1,97 @@
+"""`python -m pipeline why TASK`: why it would run, or that it is complete."""
+
+from __future__ import annotations
+
+import argparse
+import inspect as python_inspect
+
+import pipeline
+from pipeline.bert import Goal
+from pipeline.inspect import Shelf, cause, chain, holder, is_complete, last_checkpoint_step, steps_of, would_run
+from pipeline.stage import Stage
+from stages.manifest import FAILURE, IDENTITY, MANIFEST, read_json, why_incomplete
+from trainer.errors import UserError
+
+SUMMARY = "why a task would run: which setting, input or file; exit status 0 if it is complete, 1 if it would run"
+
+
+def explain(task: Stage, shelf: Shelf, *, verify: bool) -> str | None:
+    """Why `task` is not complete, in one line, or None if it is. With `verify` all its outputs are read."""
+    directory, fingerprint = task.directory, task.identity.fingerprint
+    reason = why_incomplete(directory, fingerprint, verify=verify)
+    if reason is None:
+        return None
+    who = holder(directory)
+    if who is not None:
+        return f"{task.label} is running: process {who.pid or '?'} on {who.host}, since {who.started or '?'}"
+    if verify and why_incomplete(directory, fingerprint) is None:
+        return (
+            f"{task.label} is damaged: {reason}; a run looks at sizes only, "
+            f"so remove that file and run the same again: it is made anew"
+        )
+    if (directory / MANIFEST).exists():
+        return f"{task.label} would run: {reason}"
+    failure = read_json(directory / FAILURE)
+    if failure is not None:
+        lines = str(failure.get("error", "")).strip().splitlines() or ["it said nothing"]
+        return f"{task.label} would run again: it failed at {failure.get('at')}: {lines[-1]}"
+    if (directory / IDENTITY).exists():
+        step = last_checkpoint_step(directory)
+        at = f", and goes on from step {step} of {steps_of(task)}" if step is not None else ""
+        return f"{task.label} would run: it was interrupted{at}"
+    changed = cause(task, shelf)
+    if changed is not None:
+        return f"{task.label} would run: {changed}"
+    missing = [upstream.label for upstream in task.requires().values() if not is_complete(upstream)]
+    after = f"; {' and '.join(missing)} would run first" if missing else ""
+    return f"{task.label} would run: it was never started{after}"
+
+
+def find(name: str, phase: int | None) -> Goal | Stage:
+    """The task called `name`: a class (`Pretrain`, with its phase), or a stage as `status` writes it
+    (`pretrain-phase1`). Raises `UserError` with the names there are."""
+    stem, _, suffix = name.partition("-phase")
+    if suffix.isdigit():
+        phase = int(suffix)
+    classes = {cls.__name__.lower(): cls for cls in _tasks()}
+    cls = classes.get(stem.replace("_", "").lower())
+    if cls is None or (suffix and not suffix.isdigit()):
+        allowed = (f"{cls.__name__} --phase N" if _has_phase(cls) else cls.__name__ for cls in _tasks())
+        raise UserError(f"there is no task {name}; allowed: {', '.join(allowed)}")
+    if not _has_phase(cls):
+        if phase is not None:
+            raise UserError(f"{cls.__name__} has no phase; leave it out")
+        return cls()
+    if phase not in (1, 2):
+        raise UserError(f"{cls.__name__} has a phase; allowed: --phase 1, --phase 2")
+    return cls(phase=phase)
+
+
+def _tasks() -> list[type[Goal] | type[Stage]]:
+    found = [getattr(pipeline, name) for name in pipeline.__all__]
+    return [cls for cls in found if python_inspect.isclass(cls) and issubclass(cls, Goal | Stage)]
+
+
+def _has_phase(cls: type[Goal] | type[Stage]) -> bool:
+    return "phase" in dict(cls.get_params())
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("task", metavar="TASK", help="a task (Pretrain, BertPhase2), or a stage of `status`")
+    parser.add_argument("--phase", type=int, help="of a task that has one: 1 or 2")
+    parser.add_argument("--verify", action="store_true", help="read every output and compare its sha256, too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one line for the stage, or for each stage that the goal would run."""
+    task = find(args.task, args.phase)
+    if isinstance(task, Stage):
+        shelf = Shelf(task.settings.work_dir)
+        reason = explain(task, shelf, verify=args.verify)
+        print(reason or f"{task.label} is complete: {task.directory}")
+        return 0 if reason is None else 1
+    stages = chain(task) if args.verify else would_run(task)
+    shelf = Shelf(chain(task)[0].settings.work_dir)
+    reasons = [reason for stage in stages if (reason := explain(stage, shelf, verify=args.verify)) is not None]
+    print("\n".join(reasons) or f"{type(task).__name__} is complete")
+    return 1 if reasons else 0

@@ -1,0 +1,184 @@
+"""Killed before and after every write, rename and link, each once: the same command then finishes, with the bytes of
+an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.chain import LUIGI, Chain, write_corpus
+from tests.support import command, forked, tensors, train, write_dataset, write_model_config
+
+Run = Callable[..., object]
+
+
+def outputs(directory: Path) -> dict[str, str]:
+    """sha256 by path, as the manifest has them; each file is there."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    return {output["path"]: output["sha256"] for output in manifest["outputs"]}
+
+
+def points(log: Path) -> list[str]:
+    """The failpoints a run passed, each once, in order."""
+    return list(dict.fromkeys(log.read_text().split()))
+
+
+def kill_everywhere(module: str, words: list[object], tmp_path: Path, *, least: int) -> None:
+    """Kill `python -m module words… --out DIR` at each of its failpoints, at least `least`, and run it again."""
+    log = tmp_path / "points"
+    straight = tmp_path / "straight"
+    done = forked(module, *words, "--out", straight, FAILPOINT="none", FAILPOINT_LOG=str(log))
+    assert done.returncode == 0, done.stdout
+    wanted = outputs(straight)
+    names = points(log)
+    assert len(names) >= least, names
+    for name in names:
+        out = tmp_path / "killed"
+        assert forked(module, *words, "--out", out, FAILPOINT=name).returncode == -signal.SIGKILL, name
+        done = forked(module, *words, "--out", out)
+        assert done.returncode == 0, (name, done.stdout)
+        assert outputs(out) == wanted, name
+        assert not list(out.rglob("*.tmp")), name
+        shutil.rmtree(out)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokens")
+    write_corpus(directory / "corpus.txt")
+    words = ("--source", directory / "corpus.txt", "--vocab-size", 300, "--held-out", 0.1, "--processes", 1)
+    assert forked("stages.tokenize", *words, "--out", directory / "out").returncode == 0
+    return directory / "out"
+
+
+def test_tokenize(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus.txt")
+    words = ["--source", tmp_path / "corpus.txt", "--vocab-size", 300, "--held-out", 0.1, "--processes", 1]
+    kill_everywhere("stages.tokenize", words, tmp_path, least=20)
+
+
+def test_shard(tokens: Path, tmp_path: Path) -> None:
+    words = ["--tokens", tokens, "--seq-len", 32, "--max-pred-len", 5, "--shards", 3, "--processes", 1]
+    kill_everywhere("stages.shard", words, tmp_path, least=20)
+
+
+def test_download(tokens: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    words = ("--tokens", tokens, "--seq-len", 32, "--max-pred-len", 5, "--shards", 2, "--processes", 1)
+    assert forked("stages.shard", *words, "--out", made).returncode == 0
+    shutil.make_archive(str(tmp_path / "archive"), "tar", made)
+    kill_everywhere("stages.download", [tmp_path / "archive.tar"], tmp_path, least=15)
+
+
+def test_precompile(tmp_path: Path) -> None:
+    kill_everywhere("stages.precompile", [], tmp_path, least=8)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint of two steps, and the data it was trained on."""
+    directory = tmp_path_factory.mktemp("trained")
+    data = write_dataset(directory / "data", [40])
+    model = write_model_config(directory)
+    values = {"max_steps": 2, "warmup_steps": 0, "batch_size": 4, "grad_accum_usteps": 2, "max_pred_len": 5}
+    done = train(data_dir=data, model_config=model, output_dir=directory / "out", device="cpu", **values)
+    assert done.returncode == 0, done.stdout
+    return directory / "out" / "checkpoints" / "ckpt_2", data
+
+
+@pytest.mark.parametrize("module", ["stages.convert", "stages.merge"])
+def test_convert_and_merge(trained: tuple[Path, Path], tmp_path: Path, module: str) -> None:
+    checkpoint, _ = trained
+    log, straight = tmp_path / "points", tmp_path / "straight"
+    assert forked(module, checkpoint, straight, FAILPOINT="none", FAILPOINT_LOG=str(log)).returncode == 0
+    names = points(log)
+    assert len(names) >= 15
+    for name in names:
+        out = tmp_path / "killed"
+        assert forked(module, checkpoint, out, FAILPOINT=name).returncode == -signal.SIGKILL, name
+        done = forked(module, checkpoint, out)
+        assert done.returncode == 0, (name, done.stdout)
+        assert outputs(out) == outputs(straight), name
+        shutil.rmtree(out)
+
+
+TRAINING = {
+    "batch_size": 4, "warmup_steps": 1, "lr": 1e-3, "max_pred_len": 5, "device": "cpu", "resume_ckpt": True,
+    "ckpt_interval_steps": 2, "num_ckpts_to_keep": 2, "max_steps": 6,
+}  # fmt: skip
+
+
+def test_training_at_every_point(tmp_path: Path) -> None:
+    """Four steps an epoch, so the kills are in the middle of an accumulation, a shard and an epoch, at an epoch's end
+    and at every write and rename of every checkpoint. Dropout is on."""
+    data, model = write_dataset(tmp_path / "data", [21, 19]), write_model_config(tmp_path)
+    values = {**TRAINING, "data_dir": data, "model_config": model, "grad_accum_usteps": 2}
+    log = tmp_path / "points"
+    env = {"FAILPOINT": "none", "FAILPOINT_LOG": str(log)}
+    done = train(env=env, output_dir=tmp_path / "straight", **values)
+    assert done.returncode == 0, done.stdout
+    wanted = tensors(tmp_path / "straight" / "checkpoints" / "ckpt_6")
+    names = points(log)
+    assert len([name for name in names if name.startswith("micro-step:")]) == 12
+    assert len([name for name in names if name.startswith("step:")]) == 6
+    assert len([name for name in names if name.startswith(("write", "rename"))]) >= 20
+    for name in names:
+        out = tmp_path / "killed"
+        assert train(env={"FAILPOINT": name}, output_dir=out, **values).returncode == -signal.SIGKILL, name
+        done = train(output_dir=out, **values)
+        assert done.returncode == 0, (name, done.stdout)
+        got = tensors(out / "checkpoints" / "ckpt_6")
+        assert all(got[key].tobytes() == tensor.tobytes() for key, tensor in wanted.items()), name
+        shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("phase", [1, 2])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_training_with_workers_in_both_phases(
+    trained: tuple[Path, Path], tmp_path: Path, workers: int, phase: int
+) -> None:
+    """One worker is killed: in the middle of an accumulation, at an epoch's end, while saving."""
+    checkpoint, _ = trained
+    data, model = write_dataset(tmp_path / "data", [37, 30]), write_model_config(tmp_path)
+    start = {"phase2": True, "phase1_end_step": 2, "resume_ckpt_path": checkpoint} if phase == 2 else {}
+    values = {**TRAINING, **start, "data_dir": data, "model_config": model, "grad_accum_usteps": 8 // workers}
+    values["batch_size"] = 2
+    first = 2 if phase == 2 else 0
+    done = train(workers, output_dir=tmp_path / "straight", **values)
+    assert done.returncode == 0, done.stdout
+    wanted = tensors(tmp_path / "straight" / "checkpoints" / f"ckpt_{first + 6}")
+    names = (
+        f"micro-step:{first + 3}.1.{workers - 1}", f"step:{first + 4}.1", f"micro-step:{first + 4}.0.0",
+        "write-after:optimizer-00-of-01.safetensors", f"rename-after:ckpt_{first + 4}",
+    )  # fmt: skip
+    for name in names:
+        out = tmp_path / "killed"
+        assert train(workers, env={"FAILPOINT": name}, output_dir=out, **values).returncode == -signal.SIGKILL, name
+        done = train(workers, output_dir=out, **values)
+        assert done.returncode == 0, (name, done.stdout)
+        got = tensors(out / "checkpoints" / f"ckpt_{first + 6}")
+        assert all(got[key].tobytes() == tensor.tobytes() for key, tensor in wanted.items()), name
+        shutil.rmtree(out)
+
+
+def test_luigis_own_writes(tmp_path: Path) -> None:
+    """stage.json, the link to the newest, the memory of input files."""
+    chain = Chain(tmp_path)
+    log = tmp_path / "points"
+    chain.run("Precompile", "--phase", "1", FAILPOINT="none", FAILPOINT_LOG=str(log))
+    own = [name for name in points(log) if name.split(":")[1] in ("stage.json", "inputs.json", "precompile-phase1")]
+    assert {name.split(":")[0] for name in own} >= {"link-before", "link-after", "write-before", "rename-after"}
+    for name in own:
+        shutil.rmtree(chain.latest("precompile-phase1"))
+        (chain.work / "latest" / "precompile-phase1").unlink()
+        (chain.work / "inputs.json").unlink()
+        env = {"LUIGI_CONFIG_PATH": str(chain.config), "FAILPOINT": name}
+        assert command(*LUIGI, "Precompile", "--phase", "1", env=env).returncode == -signal.SIGKILL, name
+        chain.run("Precompile", "--phase", "1")
+        assert outputs(chain.latest("precompile-phase1")), name

@@ -1,0 +1,168 @@
+"""Signals, crashes and hangs, through the real luigi, launcher and torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.chain import LUIGI, Chain
+from tests.support import ROOT, metrics, tensors
+
+#: Enough steps that a signal sent when the first are done arrives in the middle.
+LONG = ("--Phase1-max-steps", "4000", "--Phase1-ckpt-interval-steps", "500")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """A chain with its data made; tests copy nothing of it and train below their own settings."""
+    chain = Chain(tmp_path_factory.mktemp("chain"))
+    chain.run("Precompile", "--phase", "1")
+    return chain
+
+
+@pytest.fixture
+def start(prepared: Chain) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `luigi Pretrain --phase 1 words…` in the background; whatever is left of it is killed afterwards."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str, **env: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *LUIGI, "Pretrain", "--phase", "1", *words],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "LUIGI_CONFIG_PATH": str(prepared.config), **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(what: Callable[[], object], timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def training_directory(chain: Chain, lr: float) -> Path:
+    """The one directory in which training with this learning rate (each test has its own) is going on."""
+
+    def find() -> list[Path]:
+        manifests = chain.work.glob("pretrain-phase1-*/stage.json")
+        return [path.parent for path in manifests if f'"lr": {lr},' in path.read_text()]
+
+    wait_for(find)
+    (directory,) = find()
+    wait_for(lambda: (directory / "metrics.jsonl").exists() and len(metrics_so_far(directory)) > 3)
+    return directory
+
+
+def metrics_so_far(directory: Path) -> list[str]:
+    return (directory / "metrics.jsonl").read_text().splitlines()
+
+
+def ours(marker: str) -> list[psutil.Process]:
+    """Processes whose command line names `marker`."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(marker in word for word in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_has_saved_its_last_step(prepared, start, workers: int, signum: int) -> None:  # type: ignore[no-untyped-def]
+    lr = (workers + signum / 100) / 1000
+    process = start(*LONG, "--Phase1-lr", str(lr), "--Cluster-nproc-per-node", str(workers))
+    directory = training_directory(prepared, lr)
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "Traceback" not in output
+    steps = [record["step"] for record in metrics(directory)]
+    (newest,) = {int(p.name[5:]) for p in (directory / "checkpoints").iterdir()} & {steps[-1]}
+    assert steps == list(range(1, newest + 1))
+    assert not ours(directory.name)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nothing_is_left_of_a_killed_luigi(prepared, start, workers: int) -> None:  # type: ignore[no-untyped-def]
+    process = start(*LONG, "--Phase1-lr", f"0.01{workers}", "--Cluster-nproc-per-node", str(workers))
+    directory = training_directory(prepared, float(f"0.01{workers}"))
+    assert len(ours(directory.name)) >= workers
+    process.kill()
+    process.wait()
+    wait_for(lambda: not ours(directory.name), timeout=10)
+
+
+def test_nothing_is_left_of_a_killed_torchrun(prepared, start) -> None:  # type: ignore[no-untyped-def]
+    process = start(*LONG, "--Phase1-lr", "0.02", "--Cluster-nproc-per-node", "2")
+    directory = training_directory(prepared, 0.02)
+    (launcher,) = [p for p in ours(directory.name) if "trainer.torchrun" in p.cmdline()]
+    workers = launcher.children()
+    assert len(workers) == 2
+    # luigi starts it again; stop that before it comes so far.
+    process.send_signal(signal.SIGSTOP)
+    launcher.kill()
+    wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers), timeout=10)
+
+
+def test_a_killed_worker_is_replaced_and_the_bytes_are_the_same(prepared, start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    token = tmp_path / "token"
+    token.touch()
+    words = ("--Phase1-lr", "0.003", "--Cluster-nproc-per-node", "2")
+    process = start(*words, FAILPOINT="micro-step:5.0.1", FAILPOINT_TOKEN=str(token))
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "starting again" in output
+    assert not token.exists()
+    killed = prepared.latest("pretrain-phase1")
+    again = start(*words, "--Run-work-dir", str(tmp_path / "work"))
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, output
+    straight = (tmp_path / "work" / "latest" / "pretrain-phase1").resolve()
+    assert straight.name == killed.name
+    wanted, got = (tensors(path / "checkpoints" / "ckpt_8") for path in (straight, killed))
+    for name, tensor in wanted.items():
+        assert got[name].tobytes() == tensor.tobytes(), name
+
+
+def test_a_stopped_worker_is_noticed(prepared, start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    token = tmp_path / "token"
+    token.touch()
+    process = start(
+        *("--Phase1-lr", "0.004", "--Cluster-nproc-per-node", "2", "--Cluster-hang-timeout-s", "12"),
+        FAILPOINT="micro-step:5.0.1", FAILPOINT_TOKEN=str(token), FAILPOINT_ACTION="stop",
+    )  # fmt: skip
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert "it did nothing for 12.0 s" in output
+    assert "resuming from checkpoint" in output
+
+
+def test_a_crash_loop_ends_with_the_workers_own_traceback(prepared, start) -> None:  # type: ignore[no-untyped-def]
+    process = start("--Phase1-lr", "0.005", FAILPOINT="step:5.0", FAILPOINT_ACTION="raise")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 30, output
+    assert output.count("starting again") == 3
+    last = output[output.rindex("pretrain-phase1 failed:") :]
+    assert "RuntimeError: failpoint step:5.0" in last
+    assert 'trainer/loop.py", line' in last

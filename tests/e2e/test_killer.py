@@ -1,0 +1,22 @@
+"""A short run of the random killer; `python -m tests.e2e.killer` is the long one."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.chain import Chain
+from tests.e2e.killer import digest, torment
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_random_kills_change_nothing(tmp_path: Path, workers: int) -> None:
+    chain = Chain(tmp_path)
+    chain.run("BertPhase2", "--Cluster-nproc-per-node", str(workers))
+    wanted = digest(chain)
+    shutil.rmtree(chain.work)
+    assert torment(chain, random.Random(workers), workers, longest_s=5.0, most=8) > 0
+    assert digest(chain) == wanted
