@@ -94,11 +94,12 @@ def run(
         handlers = {signum: signal.signal(signum, command.stop) for signum in _FORWARDED}
     watch = _Watch(directory / PROGRESS, hang_timeout_s)
     try:
-        with command.process, disk_errors(log):
+        with disk_errors(log):
             _show(command, log, watch)
         status = command.process.wait()
     finally:
         command.send(signal.SIGKILL)  # nothing of it stays, whatever went wrong here
+        command.process.communicate()
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
     return Ending(status, command.signals > 0 and status != 0, watch.hung, _last_error(log, began))

@@ -125,7 +125,10 @@ class Stage(luigi.Task):
 
     def complete(self) -> bool:
         with refusals():
-            return why_incomplete(self.directory, self.identity.fingerprint) is None
+            complete = why_incomplete(self.directory, self.identity.fingerprint) is None
+            if complete and self._is_newer_than_link():
+                self._link_latest()  # a run was killed between its manifest and the link
+            return complete
 
     def manifest(self) -> dict[str, Any]:
         """The manifest of this stage, which is complete."""
@@ -181,6 +184,13 @@ class Stage(luigi.Task):
                 log = self.directory / "stage.log"
                 raise UserError(f"{self.label} failed: {error} (exit status {ending.status}; log: {log})")
             say(f"{self.label}: exit status {ending.status} ({error.splitlines()[-1]}); starting again")
+
+    def _is_newer_than_link(self) -> bool:
+        try:
+            linked = (self.settings.work_dir / LATEST / self.label / MANIFEST).stat().st_mtime_ns
+        except FileNotFoundError:
+            return True
+        return (self.directory / MANIFEST).stat().st_mtime_ns > linked
 
     def _link_latest(self) -> None:
         latest = self.settings.work_dir / LATEST

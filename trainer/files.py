@@ -66,9 +66,15 @@ def fsync_directory(path: Path) -> None:
 
 
 def rename_durably(temporary: Path, final: Path) -> None:
-    """Give `temporary` (already fsynced) its final name and make that durable; raises `DiskError`."""
+    """Give `temporary` (already fsynced) its final name and make that durable; raises `DiskError`.
+
+    A file replaces the one before in one step. A directory takes the place of one that a dead run left: whoever calls
+    this for a directory has found that nothing counts on the old one.
+    """
     failpoint(f"rename-before:{final.name}")
     with disk_errors(final):
+        if temporary.is_dir() and final.exists():
+            shutil.rmtree(final)
         os.replace(temporary, final)
         failpoint(f"rename-after:{final.name}")
         fsync_directory(final.parent)

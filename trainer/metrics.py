@@ -120,8 +120,9 @@ class Metrics:
         """Write the summary: the tutorials' metrics file."""
         if not self._is_root:
             return
-        self._file.close()
-        self._board.close()
+        with disk_errors(self._path):
+            self._file.close()
+            self._board.close()
         (self._config.output_dir / PROGRESS).unlink(missing_ok=True)
         lines = self._path.read_text().splitlines()
         first, last = (json.loads(lines[i]) for i in (0, -1)) if lines else ({}, {})

@@ -10,84 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.chain import LUIGI, STAGES, Chain, write_corpus
 from tests.support import assert_one_line_error, command, metrics, tensors
-
-LUIGI = ("-m", "luigi", "--module", "pipeline")
-WORDS = "time year people way day man thing woman life child world school state family student group country problem"
-
-CONFIG = """
-[run]
-work_dir = {directory}/work
-log_interval = 2
-processes = 1
-[corpus]
-source = {directory}/corpus.txt
-held_out = 0.1
-vocab_size = 300
-[dataset]
-shards = 2
-[model]
-num_hidden_layers = 1
-hidden_size = 32
-num_attention_heads = 2
-intermediate_size = 64
-max_position_embeddings = 64
-[phase1]
-seq_len = 32
-max_pred_len = 5
-global_batch_size = 16
-micro_batch_size = 8
-warmup_steps = 2
-max_steps = 8
-ckpt_interval_steps = 3
-[phase2]
-seq_len = 64
-max_pred_len = 10
-global_batch_size = 8
-micro_batch_size = 4
-warmup_steps = 2
-max_steps = 4
-ckpt_interval_steps = 2
-"""
-
-
-def write_corpus(path: Path, documents: int = 60) -> None:
-    rng = np.random.default_rng(0)
-    words = WORDS.split()
-    texts = []
-    for _ in range(documents):
-        sentences = [
-            " ".join(rng.choice(words, size=rng.integers(4, 14))).capitalize() + "." for _ in range(rng.integers(4, 20))
-        ]
-        texts.append("\n".join(sentences))
-    path.write_text("\n\n".join(texts))
-
-
-class Chain:
-    def __init__(self, directory: Path, extra: str = "") -> None:
-        self.directory = directory
-        write_corpus(directory / "corpus.txt")
-        self.config = directory / "test.cfg"
-        self.config.write_text(CONFIG.format(directory=directory) + extra)
-        self.work = directory / "work"
-
-    def run(self, *words: str, status: int = 0, **kwargs: object):  # type: ignore[no-untyped-def]
-        done = command(*LUIGI, *words, env={"LUIGI_CONFIG_PATH": str(self.config), **kwargs})  # type: ignore[dict-item]
-        assert done.returncode == status, done.stdout + done.stderr
-        return done
-
-    def latest(self, stage: str) -> Path:
-        return (self.work / "latest" / stage).resolve()
-
-    def manifest(self, stage: str) -> dict[str, object]:
-        manifest: dict[str, object] = json.loads((self.latest(stage) / "manifest.json").read_text())
-        return manifest
-
-
-STAGES = (
-    "tokenize_corpus", "shard_dataset-phase1", "shard_dataset-phase2", "precompile-phase1", "precompile-phase2",
-    "pretrain-phase1", "convert_checkpoint", "pretrain-phase2", "merge_shards", "evaluate",
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

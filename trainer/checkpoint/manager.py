@@ -101,9 +101,7 @@ class CheckpointManager:
             with disk_errors(temporary):
                 temporary.mkdir()
             write_snapshot(temporary, snapshot)
-            if final.exists():
-                # Only a damaged one can be here: a valid one would have been resumed from.
-                shutil.rmtree(final)
+            # Only a damaged one can be there already: a valid one would have been resumed from.
             rename_durably(temporary, final)
         except UserError:
             shutil.rmtree(temporary, ignore_errors=True)
