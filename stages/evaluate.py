@@ -14,8 +14,8 @@ from stages.command import run
 from stages.manifest import Identity, Output, StageDirectory
 from trainer.checkpoint.format import read_tensors
 from trainer.config import DEVICES, ModelConfig
-from trainer.data.loader import Loader
-from trainer.data.order import SampleOrder
+from trainer.data.loader import BatchReader
+from trainer.data.order import Samples, shuffled
 from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
 from trainer.devices.select import select
@@ -37,20 +37,15 @@ def evaluate(
     max_samples: int,
 ) -> dict[str, Any]:
     """Measure `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies shares of 1."""
-    samples = min(shards.rows, max_samples)
-    # Whole batches, one step each, in the shuffled order of training: a limit takes a fair share of all documents.
-    batch_size = min(batch_size, samples)
-    order = SampleOrder(shards.rows_per_shard, seed=0, global_batch_size=batch_size)
-    loader = Loader(
-        shards, order, micro_batch_size=batch_size, rank=0, size=1, vocab_size=model.config.vocab_size
-    )  # fmt: skip
-    steps = samples // batch_size
+    samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit takes a fair share of all documents
+    reader = BatchReader(shards, vocab_size=model.config.vocab_size)
     sums = np.zeros(4)
     masked = 0
     model.to(device.torch_device).eval()
-    with work.progress("evaluate", steps * batch_size, "sequences") as bar, torch.inference_mode():
-        for step in loader.steps(0, steps):
-            batch = device.put(step.micro_batches[0])
+    with work.progress("evaluate", len(samples), "sequences") as bar, torch.inference_mode():
+        for start in range(0, len(samples), batch_size):
+            (batch,), masked_here = reader.micro_batches(samples[np.s_[start : start + batch_size]], batch_size)
+            batch = device.put(batch)
             words, pairs = (at_least_fp32(logits) for logits in model.logits(batch))
             losses = (
                 torch.nn.functional.cross_entropy(words, batch.masked_labels, reduction="sum"),
@@ -61,17 +56,23 @@ def evaluate(
                 (pairs.argmax(-1) == batch.next_sentence_labels).sum(),
             )
             sums += [float(value) for value in (*losses, *right)]
-            masked += step.masked_tokens
-            bar.update(batch_size)
-    sequences = steps * batch_size
+            masked += masked_here
+            bar.update(len(batch.input_ids))
     return {
-        "samples": sequences,
+        "samples": len(samples),
         "masked_tokens": masked,
         "masked_lm_loss": sums[0] / masked,
-        "next_sentence_loss": sums[1] / sequences,
+        "next_sentence_loss": sums[1] / len(samples),
         "masked_lm_accuracy": sums[2] / masked,
-        "next_sentence_accuracy": sums[3] / sequences,
+        "next_sentence_accuracy": sums[3] / len(samples),
     }
+
+
+def all_samples(shards: ShardSet) -> Samples:
+    """Every row of a data set, in order."""
+    counts = shards.rows_per_shard
+    rows = [np.arange(count) for count in counts]
+    return Samples(np.repeat(np.arange(len(counts)), counts), np.concatenate(rows))
 
 
 def load_model(directory: Path, device: Device) -> BertForPreTraining:

@@ -14,7 +14,7 @@ import torch
 
 from trainer.checkpoint.manager import CheckpointManager, Snapshot
 from trainer.config import TrainConfig
-from trainer.data.loader import Loader, Step, record_samples
+from trainer.data.loader import BatchReader, Loader, Step, record_samples
 from trainer.data.order import ORDER_VERSION, SampleOrder, hash64
 from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
@@ -46,13 +46,11 @@ class Trainer:
         shards = ShardSet.open(config.data_dir, seq_len=config.seq_len, max_pred_len=config.max_pred_len)
         order = SampleOrder(shards.rows_per_shard, seed=config.seed, global_batch_size=global_batch_size)
         self.loader = Loader(
-            shards,
+            BatchReader(shards, vocab_size=config.model.vocab_size, static_shapes=device.static_shapes),
             order,
             micro_batch_size=config.micro_batch_size,
             rank=mesh.data_parallel_rank,
             size=mesh.data_parallel_size,
-            vocab_size=config.model.vocab_size,
-            static_shapes=device.static_shapes,
         )
         self.precision = Precision(_precision(config, device, None if start is None else start.state, say))
         self.state = TrainState(

@@ -1,4 +1,4 @@
-"""A disk that is full, for real: a small tmpfs. What was there stays, the line names path and space, a rerun goes on."""
+"""A full disk, for real: a small tmpfs. What was there stays, the line names path and space, a rerun goes on."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.chain import LUIGI, Chain
 from tests.support import ROOT, metrics, tensors
 
 #: Enough steps that a signal sent when the first are done arrives in the middle.
-LONG = ("--Phase1-max-steps", "4000", "--Phase1-ckpt-interval-steps", "500")
+LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "500")
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +166,21 @@ def test_a_crash_loop_ends_with_the_workers_own_traceback(prepared, start) -> No
     last = output[output.rindex("pretrain-phase1 failed:") :]
     assert "RuntimeError: failpoint step:5.0" in last
     assert 'trainer/loop.py", line' in last
+
+
+def test_of_100_simultaneous_starts_one_runs(prepared, start) -> None:  # type: ignore[no-untyped-def]
+    starts = [start(*LONG, "--Phase1-lr", "0.006") for _ in range(100)]
+    wait_for(lambda: sum(process.poll() is None for process in starts) == 1, timeout=300)
+    (running,) = [process for process in starts if process.poll() is None]
+    for process in starts:
+        if process is not running:
+            output, _ = process.communicate()
+            assert process.returncode == 10, output
+            assert f"is being made by process {running.pid} on " in output
+            assert "Traceback" not in output
+    directory = training_directory(prepared, 0.006)
+    running.send_signal(signal.SIGTERM)
+    output, _ = running.communicate(timeout=60)
+    assert running.returncode == 75, output
+    steps = [record["step"] for record in metrics(directory)]
+    assert steps == list(range(1, len(steps) + 1))

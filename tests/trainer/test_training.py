@@ -21,7 +21,7 @@ from tests.support import (
     write_model_config,
 )
 from trainer.config import ModelConfig
-from trainer.data.loader import Loader
+from trainer.data.loader import BatchReader, Loader
 from trainer.data.order import SampleOrder
 from trainer.data.shards import ShardSet, write_shard
 from trainer.models.bert import BertForPreTraining
@@ -140,7 +140,7 @@ def test_phase_2_begins_with_the_loss_of_phase_1s_weights(data: Path, model: Pat
     network.load_state_dict({name: torch.from_numpy(tensors(first)[name]) for name, _ in network.named_parameters()})
     shards = ShardSet.open(data)
     order = SampleOrder(shards.rows_per_shard, seed=12349, global_batch_size=16)
-    step = Loader(shards, order, micro_batch_size=16, rank=0, size=1, vocab_size=200).load(0)
+    step = Loader(BatchReader(shards, vocab_size=200), order, micro_batch_size=16).load(0)
     masked_lm, next_sentence = network.eval()(step.micro_batches[0])
     expected = (masked_lm / step.masked_tokens + next_sentence / 16).item()
     assert losses(second)[0] == pytest.approx(expected, rel=1e-5)  # fp32 sums in another order

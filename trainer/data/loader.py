@@ -37,81 +37,28 @@ class Step:
     samples: Samples
 
 
-class Loader:
-    """Micro-batches for data-parallel rank `rank` of `size`.
+class BatchReader:
+    """Reads rows, wherever they are, as micro-batches."""
 
-    Micro-step u of rank r gets samples (u·size + r)·B … of the global batch: which samples share a micro-batch does
-    not depend on the number of workers.
-    """
-
-    def __init__(
-        self,
-        shards: ShardSet,
-        order: SampleOrder,
-        *,
-        micro_batch_size: int,
-        rank: int,
-        size: int,
-        vocab_size: int,
-        static_shapes: bool = False,
-        prefetch_steps: int = 2,
-    ) -> None:
+    def __init__(self, shards: ShardSet, *, vocab_size: int, static_shapes: bool = False) -> None:
         """With `static_shapes` every micro-batch has B·P masked positions, the missing ones labelled `IGNORED`."""
         self._shards = shards
-        self._order = order
-        self._micro_batch_size = micro_batch_size
         self._vocab_size = vocab_size
         self._static_shapes = static_shapes
-        self._prefetch_steps = prefetch_steps
-        index = np.arange(order.global_batch_size).reshape(-1, size, micro_batch_size)
-        self._mine = index[:, rank].reshape(-1)
 
-    def load(self, step: int) -> Step:
-        """This worker's share of step `step`. Raises `UserError` on an id outside the vocabulary."""
-        samples = self._order.step(step)[self._mine]
-        arrays = self._read(samples)
-        size = self._micro_batch_size
-        micro_batches = [
+    def micro_batches(self, samples: Samples, size: int) -> tuple[list[BertBatch], int]:
+        """`samples` in order, `size` at a time (the last may be smaller), and the masked positions in all of them.
+
+        Raises `UserError` on an id outside the vocabulary.
+        """
+        arrays = self.read(samples)
+        batches = [
             self._micro_batch({key: value[start : start + size] for key, value in arrays.items()})
             for start in range(0, len(samples), size)
         ]
-        masked_tokens = int(np.count_nonzero(arrays["masked_lm_positions"]))
-        return Step(step, self._order.epoch_of(step), micro_batches, masked_tokens, samples)
+        return batches, int(np.count_nonzero(arrays["masked_lm_positions"]))
 
-    def steps(self, first: int, last: int) -> Iterator[Step]:
-        """Steps `first` … `last` - 1, read ahead by a thread; its errors are raised here."""
-        ahead: queue.Queue[Step | BaseException] = queue.Queue(self._prefetch_steps)
-        stopped = threading.Event()
-
-        def put(item: Step | BaseException) -> None:
-            while not stopped.is_set():
-                try:
-                    return ahead.put(item, timeout=0.1)
-                except queue.Full:
-                    continue
-
-        def produce() -> None:
-            try:
-                for step in range(first, last):
-                    if stopped.is_set():
-                        return
-                    put(self.load(step))
-            except BaseException as error:
-                put(error)
-
-        thread = threading.Thread(target=produce, name="loader", daemon=True)
-        thread.start()
-        try:
-            for _ in range(first, last):
-                item = ahead.get()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-        finally:
-            stopped.set()
-            thread.join()
-
-    def _read(self, samples: Samples) -> dict[str, NDArray[np.generic]]:
+    def read(self, samples: Samples) -> dict[str, NDArray[np.generic]]:
         """The rows of `samples`, in their order, from as few reads as there are shards among them."""
         by_shard = np.argsort(samples.shard, kind="stable")
         shards, starts = np.unique(samples.shard[by_shard], return_index=True)
@@ -151,6 +98,70 @@ class Loader:
             masked_labels=torch.from_numpy(labels.reshape(-1)),
             next_sentence_labels=as_int64(arrays["next_sentence_labels"]),
         )
+
+
+class Loader:
+    """Micro-batches for data-parallel rank `rank` of `size`.
+
+    Micro-step u of rank r gets samples (u·size + r)·B … of the global batch: which samples share a micro-batch does
+    not depend on the number of workers.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        order: SampleOrder,
+        *,
+        micro_batch_size: int,
+        rank: int = 0,
+        size: int = 1,
+        prefetch_steps: int = 2,
+    ) -> None:
+        self._reader = reader
+        self._order = order
+        self._micro_batch_size = micro_batch_size
+        self._prefetch_steps = prefetch_steps
+        index = np.arange(order.global_batch_size).reshape(-1, size, micro_batch_size)
+        self._mine = index[:, rank].reshape(-1)
+
+    def load(self, step: int) -> Step:
+        """This worker's share of step `step`."""
+        samples = self._order.step(step)[self._mine]
+        batches, masked_tokens = self._reader.micro_batches(samples, self._micro_batch_size)
+        return Step(step, self._order.epoch_of(step), batches, masked_tokens, samples)
+
+    def steps(self, first: int, last: int) -> Iterator[Step]:
+        """Steps `first` … `last` - 1, read ahead by a thread; its errors are raised here."""
+        ahead: queue.Queue[Step | BaseException] = queue.Queue(self._prefetch_steps)
+        stopped = threading.Event()
+
+        def put(item: Step | BaseException) -> None:
+            while not stopped.is_set():
+                try:
+                    return ahead.put(item, timeout=0.1)
+                except queue.Full:
+                    continue
+
+        def produce() -> None:
+            try:
+                for step in range(first, last):
+                    if stopped.is_set():
+                        return
+                    put(self.load(step))
+            except BaseException as error:
+                put(error)
+
+        thread = threading.Thread(target=produce, name="loader", daemon=True)
+        thread.start()
+        try:
+            for _ in range(first, last):
+                item = ahead.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            stopped.set()
+            thread.join()
 
 
 def as_int64(array: NDArray[np.generic]) -> torch.Tensor:

@@ -52,7 +52,7 @@ class Samples:
     shard: Int64s
     row: Int64s
 
-    def __getitem__(self, index: Int64s) -> Samples:
+    def __getitem__(self, index: Int64s | slice) -> Samples:
         return Samples(self.shard[index], self.row[index])
 
     def __len__(self) -> int:
