@@ -9,8 +9,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.bert import BertPhase2
-from pipeline.inspect import Place, Shelf, chain, first_difference, holder
+from pipeline.bert import Goal
+from pipeline.inspect import Place, Shelf, chain, everything, first_difference, holder
 from pipeline.stage import Stage
 from stages.manifest import IDENTITY, LOCK, MANIFEST
 from trainer.errors import LockHeld, UserError
@@ -27,7 +27,7 @@ class Plan:
     kept: list[tuple[Place, str]]
 
 
-def plan(goal: BertPhase2) -> Plan:
+def plan(goal: Goal) -> Plan:
     """Superseded is what neither the present settings nor a link in `latest/` nor a running stage needs.
 
     Raises `UserError` when the identity of a stage cannot be computed, because then nobody knows what is needed.
@@ -45,9 +45,7 @@ def plan(goal: BertPhase2) -> Plan:
             reasons[place.fingerprint] = f"latest/{place.label} points to it"
         elif who is not None:
             reasons[place.fingerprint] = f"in use by process {who.pid or '?'} on {who.host}"
-    # What a present stage is made from may be there although the stage itself is not.
-    needed = [(up, task.label) for task in tasks for up in task.identity.upstream.values()]
-    needed += [(up, p.path.name) for p in shelf.places if p.fingerprint in reasons for up in _upstream(p)]
+    needed = [(up, p.path.name) for p in shelf.places if p.fingerprint in reasons for up in _upstream(p)]
     while needed:
         fingerprint, by = needed.pop()
         if fingerprint not in reasons:
@@ -84,8 +82,8 @@ def size_bytes(directory: Path) -> int:
 def remove(place: Place, shelf_dir: Path) -> None:
     """Remove a stage directory under its lock. Raises `LockHeld`, `UserError`.
 
-    The manifest goes first and the record that names the directory last: a removal that is cut short leaves an
-    unfinished stage, which the next one finds again.
+    manifest.json goes first and stage.json last: a removal that is cut short leaves an unfinished stage, which the
+    next one finds again.
     """
     try:
         fd = os.open(place.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -93,10 +91,8 @@ def remove(place: Place, shelf_dir: Path) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if place.path.resolve() in Shelf(shelf_dir).linked():
                 raise LockHeld(f"{place.path} has become the latest of its stage meanwhile; it stays")
-            last = IDENTITY if (place.path / IDENTITY).exists() else MANIFEST
-            names = sorted((path.name for path in place.path.iterdir()), key=lambda name: name != MANIFEST)
-            for name in [name for name in names if name != last] + [last]:
-                path = place.path / name
+            order = {MANIFEST: 0, LOCK: 2, IDENTITY: 3}
+            for path in sorted(place.path.iterdir(), key=lambda path: order.get(path.name, 1)):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:
@@ -127,7 +123,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """List what is superseded, and remove it if told to; 1 if something could not be removed."""
-    found = plan(BertPhase2())
+    found = plan(everything())
     for place, reason in found.kept:
         print(f"kept        {place.path}: {reason}")
     total, failed = 0, 0
@@ -149,5 +145,6 @@ def run(args: argparse.Namespace) -> int:
     elif args.remove:
         print(f"freed {readable(total)}")
     else:
-        print(f"{readable(total)} in {len(found.superseded)} directories; nothing was removed: --remove does that")
+        count = "1 directory" if len(found.superseded) == 1 else f"{len(found.superseded)} directories"
+        print(f"{readable(total)} in {count}; nothing was removed: --remove does that")
     return 1 if failed else 0

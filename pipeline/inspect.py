@@ -1,4 +1,4 @@
-"""What is there: the stages of a chain in running order, the stage directories on disk, who holds them, what differs."""
+"""What is there: the stages of a chain in running order, the directories on disk, who holds them, what differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.bert import Goal, Pretrain
+from pipeline.bert import BertPhase2, Goal, Pretrain
 from pipeline.stage import LATEST, Stage
 from stages.manifest import IDENTITY, LOCK, MANIFEST, difference, read_json, why_incomplete
 from trainer.errors import UserError
@@ -22,6 +22,11 @@ _HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{54}\b")
 
 
 # The chain.
+
+
+def everything() -> Goal:
+    """What the whole chain is for."""
+    return BertPhase2()  # type: ignore[no-untyped-call]
 
 
 def chain(goal: Goal | Stage) -> list[Stage]:

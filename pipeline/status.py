@@ -5,20 +5,33 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import shutil
 import textwrap
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
-from pipeline.bert import BertPhase2
-from pipeline.inspect import Shelf, cause, chain, holder, is_complete, last_checkpoint_step, steps_of, would_run
+from pipeline.bert import Goal
+from pipeline.inspect import (
+    Shelf,
+    cause,
+    chain,
+    everything,
+    holder,
+    is_complete,
+    last_checkpoint_step,
+    steps_of,
+    would_run,
+)
 from pipeline.stage import Stage
 from stages.manifest import FAILURE, IDENTITY, MANIFEST, PROGRESS, read_json, why_incomplete
 from trainer.errors import UserError
 
 SUMMARY = "one table: each stage, its state, when, how long, where"
+#: What each means is in docs/recovery.md.
+State = Literal["complete", "running", "interrupted", "failed", "damaged", "stale", "waiting", "refused"]
 _UTC = "%Y-%m-%dT%H:%M:%SZ"
 
 
@@ -29,8 +42,7 @@ class Row:
     stage: str
     task: str
     phase: int | None
-    #: complete, running, interrupted, failed, damaged, stale, waiting or refused.
-    state: str
+    state: State
     #: What else there is to say, in one line.
     detail: str = ""
     #: When it started (complete, running) or was seen last (interrupted, failed), UTC.
@@ -50,7 +62,7 @@ class Row:
     pid: int | None = None
 
 
-def rows(goal: BertPhase2) -> list[Row]:
+def rows(goal: Goal) -> list[Row]:
     """The state of every stage that `goal` is made from, in running order."""
     needed = {task.label for task in would_run(goal)}
     tasks = chain(goal)
@@ -152,7 +164,8 @@ def _with_progress(task: Stage, row: Row) -> Row:
     """`row` with what progress.json says; of a training without one, with its newest checkpoint."""
     progress: dict[str, Any] = read_json(task.directory / PROGRESS) or {}
     if progress:
-        return dataclasses.replace(row, **{name: progress.get(name) for name in ("done", "total", "unit", "per_s")})
+        done, total, unit, per_s = (progress.get(name) for name in ("done", "total", "unit", "per_s"))
+        return dataclasses.replace(row, done=done, total=total, unit=unit, per_s=per_s)
     step = last_checkpoint_step(task.directory)
     return row if step is None else dataclasses.replace(row, done=step, total=steps_of(task), unit="steps")
 
@@ -186,28 +199,42 @@ def _local(when: str | None) -> str:
 
 
 def table(found: list[Row], width: int) -> str:
-    """The rows as lines of at most `width` characters where words allow it: columns that do not fit, and details, go
-    below their row."""
-    columns = {
+    """The rows as lines of at most `width` characters where words allow it. If the table is too wide, paths are cut to
+    their ends, then columns go below their row, as details do."""
+    columns: dict[str, list[str]] = {
         "stage": [row.stage for row in found],
         "state": [row.state for row in found],
         "when": [_local(row.when) for row in found],
         "how long": ["" if row.seconds is None else duration(row.seconds) for row in found],
         "where": [row.directory or "" for row in found],
     }
-    widths = {name: max(map(len, [name, *cells])) for name, cells in columns.items()}
-    beside, below = list(columns), []
-    while len(beside) > 1 and sum(widths[name] + 2 for name in beside) - 2 > width:
+    widths, legend = _widths(columns), ""
+    if sum(widths.values()) + 2 * len(widths) - 2 > width and any(columns["where"]):
+        # STAGE-0123456789 is in the first column already, but for its end.
+        parent = next(os.path.dirname(path) for path in columns["where"] if path)
+        columns["where"] = [f"…-{path[-10:]}" if path else "" for path in columns["where"]]
+        widths, legend = _widths(columns), f"where: {os.path.join(parent, 'STAGE-…')}"
+    beside, below = list(columns), list[str]()
+    while len(beside) > 2 and sum(widths[name] + 2 for name in beside) - 2 > width:
         below.insert(0, beside.pop())
     lines = ["  ".join(name.ljust(widths[name]) for name in beside).rstrip()]
     for at, row in enumerate(found):
-        lines.append("  ".join(columns[name][at].ljust(widths[name]) for name in beside).rstrip())
-        for text in [row.detail, *(columns[name][at] for name in below)]:
+        line = "  ".join(columns[name][at].ljust(widths[name]) for name in beside).rstrip()
+        texts = [row.detail, *(columns[name][at] for name in below)]
+        short = f"{row.stage:{widths['stage']}}  {row.state:{widths['state']}}  {row.detail}"
+        if not any(columns[name][at] for name in ("when", "how long", "where")) and len(short) <= width:
+            line, texts = short.rstrip(), []
+        lines.append(line)
+        for text in texts:
             # Paths stay whole, so that they can be copied.
             lines += textwrap.wrap(
                 text, width, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
             )
-    return "\n".join(lines)
+    return "\n".join([*lines, legend] if legend else lines)
+
+
+def _widths(columns: dict[str, list[str]]) -> dict[str, int]:
+    return {name: max(map(len, [name, *cells])) for name, cells in columns.items()}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -216,7 +243,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; 0 whatever the states are."""
-    found = rows(BertPhase2())
+    found = rows(everything())
     if args.json:
         print(json.dumps([dataclasses.asdict(row) for row in found], indent=2))
     else:

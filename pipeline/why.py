@@ -43,7 +43,7 @@ def explain(task: Stage, shelf: Shelf, *, verify: bool) -> str | None:
     if changed is not None:
         return f"{task.label} would run: {changed}"
     missing = [upstream.label for upstream in task.requires().values() if not is_complete(upstream)]
-    after = f"; {' and '.join(missing)} would run first" if missing else ""
+    after = f"; {', '.join(missing)} would run first" if missing else ""
     return f"{task.label} would run: it was never started{after}"
 
 
@@ -73,7 +73,7 @@ def _tasks() -> list[type[Goal] | type[Stage]]:
 
 
 def _has_phase(cls: type[Goal] | type[Stage]) -> bool:
-    return "phase" in dict(cls.get_params())
+    return hasattr(cls, "phase")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

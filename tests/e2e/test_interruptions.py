@@ -47,8 +47,9 @@ def start(prepared: Chain) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     yield begin
     for process in started:
-        process.kill()
-        process.communicate()
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 def wait_for(what: Callable[[], object], timeout: float = 60) -> None:
