@@ -39,6 +39,9 @@ LOCK = "lock"
 PROGRESS = "progress.json"
 FAILURE = "failure.json"
 
+#: Seconds in which the children of a killed process are surely dead.
+_DYING_S = 10.0
+
 #: Set by a parent that holds the lock and wrote stage.json for the stage command it starts.
 HELD_FINGERPRINT_VARIABLE = "STAGE_FINGERPRINT"
 
@@ -131,20 +134,33 @@ def hold(directory: Path) -> Iterator[int]:
         directory.mkdir(parents=True, exist_ok=True)
         fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = read_json(directory / LOCK) or {}
-            raise LockHeld(
-                f"{directory} is being made by process {holder.get('pid', '?')} on {holder.get('host', '?')}, "
-                f"started {holder.get('started', '?')}; wait for it, or stop it first"
-            ) from None
+        _lock(fd, directory)
         record = {"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()}
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(record).encode(), 0)
+        with disk_errors(directory / LOCK):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps(record).encode(), 0)
         yield fd
     finally:
         os.close(fd)
+
+
+def _lock(fd: int, directory: Path) -> None:
+    """Take the lock, or raise `LockHeld`. A holder that was killed may have children that are still dying: those are
+    waited for."""
+    patience = time.monotonic() + _DYING_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = read_json(directory / LOCK) or {}
+        here = holder.get("host") == socket.gethostname()
+        if (here and not Path(f"/proc/{holder.get('pid')}").exists() or not holder) and time.monotonic() < patience:
+            time.sleep(0.05)
+            continue
+        raise LockHeld(
+            f"{directory} is being made by process {holder.get('pid', '?')} on {holder.get('host', '?')}, "
+            f"started {holder.get('started', '?')}; wait for it, or stop it first"
+        )
 
 
 class AlreadyComplete(Exception):

@@ -57,12 +57,13 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in directory `path` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    """Make the names in directory `path` durable; raises `DiskError`."""
+    with disk_errors(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def rename_durably(temporary: Path, final: Path) -> None:

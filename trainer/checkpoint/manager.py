@@ -113,8 +113,9 @@ class CheckpointManager:
             return
         for _, path in self.paths()[max(1, self._keep) :]:
             doomed = path.with_name(path.name + TEMPORARY_SUFFIX)
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+            with disk_errors(path):
+                path.rename(doomed)
+                shutil.rmtree(doomed)
 
 
 def write_snapshot(directory: Path, snapshot: Snapshot) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def contiguous_file(
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with disk_errors(path):
-            offsets = _allocate(temporary, layout, attributes or {})
+            with _system_errors():
+                offsets = _allocate(temporary, layout, attributes or {})
             fd = os.open(temporary, os.O_WRONLY)
             try:
                 yield ContiguousWriter(fd, layout, offsets)
@@ -70,6 +72,18 @@ def contiguous_file(
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def _system_errors() -> Iterator[None]:
+    """HDF5 puts the system's error number into the middle of its own message; give it back its place."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        number = re.search(r"errno = (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def _allocate(path: Path, layout: Layout, attributes: Mapping[str, str]) -> dict[str, int]:
