@@ -9,11 +9,12 @@ from typing import Any
 import luigi
 
 from pipeline import launch, summary
-from pipeline.dataset import DownloadDataset, TokenizeCorpus, dataset_of
+from pipeline.dataset import DownloadDataset, dataset_of
 from pipeline.stage import Stage, say
 from stages import manifest
 from trainer.config import ModelConfig
 from trainer.errors import EXIT_USER_ERROR, UserError
+from trainer.files import read_json
 
 #: Restarts in a row without one more checkpoint before training is given up.
 MAX_RESTARTS = 3
@@ -22,12 +23,17 @@ MAX_RESTARTS = 3
 class ModelStage(Stage):
     """A stage that has to know the model."""
 
-    def model(self, phase: int) -> ModelConfig:
-        """The model of a phase, whose dataset is complete: the settings', with the vocabulary of the text."""
+    def vocabulary(self, phase: int) -> dict[str, Stage]:
+        """The stage that knows the vocabulary and its tokenizer; none for downloaded shards."""
         dataset = dataset_of(phase)
-        if isinstance(dataset, DownloadDataset):
-            return self.settings.model.config(self.settings.model.downloaded_vocab_size)
-        return self.settings.model.config(dataset.requires()["tokenize_corpus"].counts()["vocab_size"])
+        return {} if isinstance(dataset, DownloadDataset) else dataset.requires()
+
+    def model(self, phase: int) -> ModelConfig:
+        """The model of a phase: the settings', with the size of the vocabulary, which is complete."""
+        size = self.settings.model.downloaded_vocab_size
+        for tokens in self.vocabulary(phase).values():
+            size = tokens.counts()["vocab_size"]
+        return self.settings.model.config(size)
 
     def model_parameters(self) -> dict[str, Any]:
         """What the settings say of the model; the vocabulary, if left open, is the data set's."""
@@ -38,10 +44,13 @@ class Precompile(ModelStage):
     """Builds and compiles every graph the phase needs, before a device waits for it."""
 
     phase = luigi.IntParameter(description="1 or 2")
-    decides_output = False
 
     def requires(self) -> dict[str, Stage]:
-        return {"dataset": dataset_of(self.phase)}
+        return {"dataset": dataset_of(self.phase), **self.vocabulary(self.phase)}
+
+    def ingredients(self) -> dict[str, Stage]:
+        """Of the data only the size of the vocabulary is in the graphs."""
+        return self.vocabulary(self.phase)
 
     def parameters(self) -> dict[str, Any]:
         """What changes graphs, and nothing else."""
@@ -71,10 +80,11 @@ class Pretrain(ModelStage):
     _crashes = (-1, 0)
 
     def requires(self) -> dict[str, Stage]:
-        stages: dict[str, Stage] = {"dataset": dataset_of(self.phase), "precompile": Precompile(phase=self.phase)}
-        if self.phase == 2:
-            stages["start"] = ConvertCheckpoint()
-        return stages
+        return {**self.ingredients(), "precompile": Precompile(phase=self.phase)}
+
+    def ingredients(self) -> dict[str, Stage]:
+        start: dict[str, Stage] = {"start": ConvertCheckpoint()} if self.phase == 2 else {}
+        return {"dataset": dataset_of(self.phase), **self.vocabulary(self.phase), **start}
 
     def parameters(self) -> dict[str, Any]:
         phase = self.settings.phase(self.phase)
@@ -123,7 +133,9 @@ class Pretrain(ModelStage):
         trainer = ["-m", "trainer", *arguments, "--resume_ckpt", *(["--phase2"] if self.phase == 2 else [])]
         if cluster.nproc_per_node == 1:
             return trainer
-        return ["-m", "trainer.torchrun", f"--nproc_per_node={cluster.nproc_per_node}", "--max-restarts=0", *trainer]
+        # Standalone: a port of its own, so that two runs on one machine do not meet.
+        torchrun = ["-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0"]
+        return [*torchrun, f"--nproc_per_node={cluster.nproc_per_node}", *trainer]
 
     def hang_timeout_s(self) -> float:
         return self.settings.cluster.hang_timeout_s
@@ -144,16 +156,16 @@ class Pretrain(ModelStage):
 
     def finish(self) -> None:
         """The trainer ended well: its last checkpoint is the output, its summary the counts."""
-        results = manifest.read_json(self.directory / "results.json")
+        results = read_json(self.directory / "results.json")
         if results is None:
             raise UserError(f"{self.directory / 'results.json'} is missing although training ended; run the same again")
         name = f"checkpoints/ckpt_{results['global_step']}"
-        entries = manifest.read_json(self.directory / name / "manifest.json")
+        entries = read_json(self.directory / name / "manifest.json")
         if entries is None:
             raise UserError(f"{self.directory / name} is missing although training ended; run the same again")
         outputs = [manifest.Output(f"{name}/{e['path']}", e["bytes"], e["sha256"]) for e in entries["files"]]
-        work = manifest.StageDirectory(self.directory, self.identity)
-        work.finish(outputs, {**results, "checkpoint": name})
+        counts = {**results, "checkpoint": name}
+        manifest.finish(self.directory, self.identity, outputs, counts, started=self.started, clock=self.clock)
 
 
 class ConvertCheckpoint(Stage):
@@ -168,25 +180,19 @@ class ConvertCheckpoint(Stage):
         return ["-m", "stages.convert", str(source), str(self.directory), "--to", "native"]
 
 
-class MergeShards(Stage):
+class MergeShards(ModelStage):
     """Phase 2's checkpoint, its tensor-parallel shards joined, as one Hugging Face directory with its tokenizer."""
 
     def requires(self) -> dict[str, Stage]:
-        return {"pretrain": Pretrain(phase=2)}
-
-    def inputs(self) -> dict[str, Any]:
-        return {}
+        return {"pretrain": Pretrain(phase=2), **self.vocabulary(2)}
 
     def command(self) -> list[str]:
         pretrain = self.requires()["pretrain"]
         source = pretrain.directory / pretrain.counts()["checkpoint"]
         command = ["-m", "stages.merge", str(source), str(self.directory)]
-        dataset = pretrain.requires()["dataset"]
-        if isinstance(dataset, DownloadDataset):
-            return command
-        tokens = dataset.requires()["tokenize_corpus"]
-        assert isinstance(tokens, TokenizeCorpus)
-        return [*command, "--tokenizer", str(tokens.directory / "tokenizer")]
+        for tokens in self.vocabulary(2).values():
+            command += ["--tokenizer", str(tokens.directory / "tokenizer")]
+        return command
 
     @property
     def model_directory(self) -> Path:
@@ -201,7 +207,7 @@ class Evaluate(Stage):
         return {"merge_shards": MergeShards(), "dataset": dataset_of(2)}
 
     def parameters(self) -> dict[str, Any]:
-        return {"max_samples": self.settings.evaluate.max_samples, "max_pred_len": self.settings.phase2.max_pred_len}
+        return {"max_samples": self.settings.evaluation.max_samples, "max_pred_len": self.settings.phase2.max_pred_len}
 
     def command(self) -> list[str]:
         merged = self.requires()["merge_shards"]

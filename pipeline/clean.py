@@ -12,7 +12,8 @@ from pathlib import Path
 from pipeline.bert import Goal
 from pipeline.inspect import Place, Shelf, chain, everything, first_difference, holder
 from pipeline.stage import Stage
-from stages.manifest import IDENTITY, LOCK, MANIFEST
+from stages.lock import LOCK
+from stages.manifest import IDENTITY, MANIFEST
 from trainer.errors import LockHeld, UserError
 
 SUMMARY = "what is superseded, its size and why; removes it only with --remove"

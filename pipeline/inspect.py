@@ -13,8 +13,10 @@ from typing import Any
 
 from pipeline.bert import BertPhase2, Goal, Pretrain
 from pipeline.stage import LATEST, Stage
-from stages.manifest import IDENTITY, LOCK, MANIFEST, difference, read_json, why_incomplete
+from stages.lock import LOCK
+from stages.manifest import IDENTITY, MANIFEST, difference, why_incomplete
 from trainer.errors import UserError
+from trainer.files import read_json
 
 _NAME = re.compile(r"(?P<label>[a-z][a-z0-9_]*(?:-phase[0-9]+)?)-(?P<short>[0-9a-f]{10})")
 _CHECKPOINT = re.compile(r"ckpt_([0-9]+)")

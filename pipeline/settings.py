@@ -125,13 +125,13 @@ class Cluster(luigi.Config):
         return self.nproc_per_node // self.tensor_parallel_size
 
 
-class Evaluate(luigi.Config):
+class Evaluation(luigi.Config):
     max_samples = Whole(1)
 
 
 SECTIONS: tuple[type[luigi.Config], ...] = (
     *(Run, Corpus, Dataset, Model, Phase1, Phase2),
-    *(Precision, Cluster, Evaluate),
+    *(Precision, Cluster, Evaluation),
 )
 
 
@@ -147,7 +147,7 @@ class Settings:
     phase2: Phase2
     precision: Precision
     cluster: Cluster
-    evaluate: Evaluate
+    evaluation: Evaluation
 
     def phase(self, phase: int) -> Phase:
         return self.phase1 if phase == 1 else self.phase2

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,18 +18,18 @@ import luigi
 from luigi.retcodes import retcode
 
 from pipeline import launch, settings
+from stages.lock import hold
 from stages.manifest import (
+    FAILURE,
     MANIFEST,
     AlreadyComplete,
     Identity,
     claim,
-    hold,
-    read_json,
     record_failure,
     why_incomplete,
 )
 from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
-from trainer.files import disk_errors, failpoint, sha256_of, write_json
+from trainer.files import failpoint, read_json, sha256_of, utc_now
 
 LATEST = "latest"
 
@@ -60,8 +62,6 @@ class Stage(luigi.Task):
 
     #: Raised when the same settings would make something else.
     format_version: ClassVar[int] = 1
-    #: Whether later stages' outputs depend on this one's.
-    decides_output: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ class Stage(luigi.Task):
     @functools.cached_property
     def identity(self) -> Identity:
         """All that decides what comes out, upstream fingerprints included. Raises `UserError` for missing inputs."""
-        upstream = {name: task for name, task in self._required().items() if task.decides_output}
+        upstream = self.ingredients()
         return Identity(
             stage=self.stage,
             format_version=self.format_version,
@@ -114,11 +114,13 @@ class Stage(luigi.Task):
     def directory(self) -> Path:
         return self.settings.work_dir / f"{self.label}-{self.identity.fingerprint[:10]}"
 
-    def _required(self) -> dict[str, Stage]:
-        return self.requires() or {}
-
     def requires(self) -> dict[str, Stage]:
+        """What has to be complete first, by name."""
         return {}
+
+    def ingredients(self) -> dict[str, Stage]:
+        """Those whose outputs decide this one's."""
+        return self.requires()
 
     def output(self) -> luigi.LocalTarget:
         return luigi.LocalTarget(str(self.directory / MANIFEST))
@@ -148,12 +150,17 @@ class Stage(luigi.Task):
                 with contextlib.suppress(AlreadyComplete):
                     claim(self.directory, self.identity)
                     say(f"{self.label}: started in {self.directory}")
+                    self.started, self.clock = utc_now(), time.monotonic()
                     self._run_command(lock)
                     self.finish()
                 self._link_latest()
         except LockHeld as error:
             say(f"error: {error}")
             raise Leave(retcode().already_running) from None
+        except Exception as error:
+            if not (self.directory / FAILURE).exists():
+                record_failure(self.directory, str(error))
+            raise
         say(f"{self.label}: complete")
 
     def hang_timeout_s(self) -> float | None:
@@ -224,13 +231,20 @@ def file_identity(work_dir: Path, path: Path) -> str:
         memory = read_json(memory_path) or {}
         if memory.get(key, {}).get("seen") != seen:
             memory[key] = {"seen": seen, "sha256": sha256_of(path)}
-            with disk_errors(work_dir):
-                work_dir.mkdir(parents=True, exist_ok=True)
-            write_json(memory_path, memory)
+            _remember(memory_path, memory)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path in luigi.cfg") from error
     digest: str = memory[key]["sha256"]
     return digest
+
+
+def _remember(path: Path, memory: dict[str, Any]) -> None:
+    """Only a memory: several processes may write it, and where it cannot be written files are hashed again."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(memory, indent=1))
+        temporary.replace(path)
 
 
 class _OneLine(logging.Filter):
@@ -239,7 +253,7 @@ class _OneLine(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, UserError):
-            record.msg, record.args, record.exc_info, record.exc_text = f"error: {error}", (), None, None
+            record.msg, record.args, record.exc_info, record.exc_text = str(error), (), None, None
         return True
 
 

@@ -26,8 +26,9 @@ from pipeline.inspect import (
     would_run,
 )
 from pipeline.stage import Stage
-from stages.manifest import FAILURE, IDENTITY, MANIFEST, PROGRESS, read_json, why_incomplete
+from stages.manifest import FAILURE, IDENTITY, MANIFEST, PROGRESS, why_incomplete
 from trainer.errors import UserError
+from trainer.files import read_json
 
 SUMMARY = "one table: each stage, its state, when, how long, where"
 #: What each means is in docs/recovery.md.

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 
 def _loss(pretrain: Pretrain) -> str:
+    if not pretrain.complete():
+        return f"phase {pretrain.phase}: {pretrain.directory} was removed; the model made from it is still there"
     counts = pretrain.counts()
     return (
         f"phase {pretrain.phase}: {counts['steps']} steps, loss {counts['first_loss']:.3f} → {counts['loss']:.3f} "

@@ -9,8 +9,9 @@ import pipeline
 from pipeline.bert import Goal
 from pipeline.inspect import Shelf, cause, chain, holder, is_complete, last_checkpoint_step, steps_of, would_run
 from pipeline.stage import Stage
-from stages.manifest import FAILURE, IDENTITY, MANIFEST, read_json, why_incomplete
+from stages.manifest import FAILURE, IDENTITY, MANIFEST, why_incomplete
 from trainer.errors import UserError
+from trainer.files import read_json
 
 SUMMARY = "why a task would run: which setting, input or file; exit status 0 if it is complete, 1 if it would run"
 

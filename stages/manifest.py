@@ -16,31 +16,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from trainer.errors import DiskError, LockHeld, UserError
-from trainer.files import TEMPORARY_SUFFIX, disk_errors, sha256_of, sweep_temporaries, write_json
+from stages.lock import LOCK, hold
+from trainer.errors import DiskError, UserError
+from trainer.files import (
+    TEMPORARY_SUFFIX,
+    disk_errors,
+    read_json,
+    sha256_of,
+    sweep_temporaries,
+    utc_now,
+    write_json,
+)
 
 MANIFEST = "manifest.json"
 IDENTITY = "stage.json"
-LOCK = "lock"
 PROGRESS = "progress.json"
 FAILURE = "failure.json"
-
-#: Seconds in which the children of a killed process are surely dead.
-_DYING_S = 10.0
 
 #: Set by a parent that holds the lock and wrote stage.json for the stage command it starts.
 HELD_FINGERPRINT_VARIABLE = "STAGE_FINGERPRINT"
@@ -87,15 +89,6 @@ class Output:
         return cls(str(path.relative_to(directory)), path.stat().st_size, sha256_of(path))
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None if there is no such file or it is not a JSON object."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def why_incomplete(directory: Path, fingerprint: str, *, verify: bool = False) -> str | None:
     """Why `directory` is not the complete stage `fingerprint`, in a few words, or None if it is.
 
@@ -117,50 +110,6 @@ def why_incomplete(directory: Path, fingerprint: str, *, verify: bool = False) -
         if verify and sha256_of(path) != output["sha256"]:
             return f"{path} was altered: its sha256 is not the manifest's"
     return None
-
-
-def utc_now() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-@contextlib.contextmanager
-def hold(directory: Path) -> Iterator[int]:
-    """Hold the stage directory's lock, a file descriptor; raises `LockHeld` with the holder, `DiskError`.
-
-    The lock belongs to the open file: it is free again when this process, and every child that was given the
-    descriptor, is gone, however they went. The file itself stays.
-    """
-    with disk_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        _lock(fd, directory)
-        record = {"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()}
-        with disk_errors(directory / LOCK):
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps(record).encode(), 0)
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _lock(fd: int, directory: Path) -> None:
-    """Take the lock, or raise `LockHeld`. A holder that was killed may have children that are still dying: those are
-    waited for."""
-    patience = time.monotonic() + _DYING_S
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = read_json(directory / LOCK) or {}
-        here = holder.get("host") == socket.gethostname()
-        if (here and not Path(f"/proc/{holder.get('pid')}").exists() or not holder) and time.monotonic() < patience:
-            time.sleep(0.05)
-            continue
-        raise LockHeld(
-            f"{directory} is being made by process {holder.get('pid', '?')} on {holder.get('host', '?')}, "
-            f"started {holder.get('started', '?')}; wait for it, or stop it first"
-        )
 
 
 class AlreadyComplete(Exception):

@@ -19,13 +19,13 @@ import numpy as np
 
 from stages.command import run
 from stages.examples import PAIR, SPECIAL_POSITIONS, Form, plan_pairs
-from stages.manifest import MANIFEST, Identity, StageDirectory, read_json, why_incomplete
+from stages.manifest import MANIFEST, Identity, StageDirectory, why_incomplete
 from stages.slabs import Made, ShardTask, load_vocabulary, make_shard, row_bytes
 from stages.tokens import SPLITS, TEST, TRAINING, part_paths, read_part
 from stages.tokens import STAGE as TOKENS_STAGE
 from stages.workers import Workers, processes_asked_for
 from trainer.errors import UserError
-from trainer.files import durable_file
+from trainer.files import durable_file, read_json
 
 STAGE = "shard_dataset"
 FORMAT_VERSION = 1

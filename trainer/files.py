@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -125,6 +126,19 @@ def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, durably; raises `DiskError`."""
     with durable_file(path) as file:
         file.write((json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None if there is no such file or it is not a JSON object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def sha256_of(path: Path) -> str:

@@ -152,11 +152,11 @@ def test_a_stage_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
     assert_one_line_errors_agree(done.stdout + done.stderr, "corpus.txt")
 
 
-def assert_one_line_errors_agree(output: str, *fragments: str) -> None:
+def assert_one_line_errors_agree(output: str, *fragments: str, count: int = 2) -> None:
     """The stage's own line, and luigi's with the place of the log; no traceback."""
     assert "Traceback" not in output
-    errors = [line for line in output.splitlines() if "error: " in line]
-    assert len(errors) == 2
+    errors = [line for line in output.splitlines() if line.lower().startswith("error: ")]
+    assert len(errors) == count, output
     for fragment in fragments:
         assert all(fragment in line for line in errors), errors
 
@@ -172,4 +172,5 @@ def test_a_work_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None
     chain = Chain(tmp_path)
     (tmp_path / "work").write_text("a file is in the way")
     done = command(*LUIGI, "TokenizeCorpus", env={"LUIGI_CONFIG_PATH": str(chain.config)})
-    assert_one_line_error(done, str(tmp_path / "work"), status=35)
+    assert done.returncode == 30
+    assert_one_line_errors_agree(done.stdout + done.stderr, str(tmp_path / "work"), count=1)

@@ -1,0 +1,226 @@
+"""`python -m pipeline clean`: removes what nothing needs, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from stages import manifest
+from stages.lock import hold
+from tests.chain import Chain, finished_chain
+from tests.support import assert_one_line_error, command
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """A chain that has run to its end; tests that change it take a copy."""
+    return finished_chain(tmp_path_factory)
+
+
+def made(chain: Chain, *words: str) -> str:
+    """The name of the directory that a run makes or links to anew."""
+    chain.run(*words)
+    stage = {"ShardDataset": "shard_dataset-phase1", "TokenizeCorpus": "tokenize_corpus"}[words[0]]
+    return chain.latest(stage).name
+
+
+def needed(chain: Chain) -> set[str]:
+    """All that the links in `latest/` need: their targets and, as the manifests tell, what those are made from."""
+    names = {link.resolve().name for link in (chain.work / "latest").iterdir()}
+    by_fingerprint = {}
+    for path in chain.work.glob("*/stage.json"):
+        by_fingerprint[json.loads(path.read_text())["fingerprint"]] = path.parent.name
+    while True:
+        records = [json.loads((chain.work / name / "stage.json").read_text()) for name in names]
+        more = {by_fingerprint[up] for record in records for up in record["upstream"].values() if up in by_fingerprint}
+        if more <= names:
+            return names
+        names |= more
+
+
+def test_a_finished_chain_has_nothing_to_remove(chain: Chain, tmp_path: Path) -> None:
+    copy = chain.copy(tmp_path / "copy")
+    before = copy.directories()
+    assert copy.ask("clean", "--remove").stdout == "nothing is superseded\n"
+    assert copy.directories() == before
+
+
+def test_what_is_superseded_is_listed_and_removed_only_when_told(chain: Chain, tmp_path: Path) -> None:
+    copy = chain.copy(tmp_path / "copy")
+    shards = ("ShardDataset", "--phase", "1", "--Dataset-dupe-factor")
+    current = copy.latest("shard_dataset-phase1").name
+    old, latest = made(copy, *shards, "2"), made(copy, *shards, "3")
+    before = copy.directories()
+    said = copy.ask("clean").stdout
+    size = sum(path.stat().st_size for path in (copy.work / old).rglob("*") if path.is_file())
+    readable = f"{size / 1000:.1f} kB" if size < 1e6 else f"{size / 1e6:.1f} MB"
+    assert f"superseded  {copy.work / old}: {readable}, made with other settings (dupe_factor: 2 → 5)" in said
+    assert f"kept        {copy.work / latest}: latest/shard_dataset-phase1 points to it" in said
+    assert f"{readable} in 1 directory; nothing was removed" in said
+    assert current not in said
+    assert copy.directories() == before
+    said = copy.ask("clean", "--remove").stdout
+    assert f"freed {readable}" in said
+    assert before - copy.directories() == {old}
+    assert not (copy.work / old).exists()
+
+
+def test_the_settings_that_are_given_decide_what_is_current(chain: Chain, tmp_path: Path) -> None:
+    copy = chain.copy(tmp_path / "copy")
+    shards = ("ShardDataset", "--phase", "1", "--Dataset-dupe-factor")
+    old = copy.latest("shard_dataset-phase1").name
+    new = made(copy, *shards, "2")
+    # latest/pretrain-phase1 is made from the old one.
+    assert "nothing is superseded" in copy.ask("clean", "--Dataset-dupe-factor", "2").stdout
+    (copy.work / "latest" / "pretrain-phase1").unlink()
+    assert "nothing is superseded" in copy.ask("clean", "--Dataset-dupe-factor", "2").stdout, (
+        "convert_checkpoint is too"
+    )
+    for link in (copy.work / "latest").iterdir():
+        if link.name not in ("tokenize_corpus", "shard_dataset-phase1"):
+            link.unlink()
+    gone = copy.ask("clean", "--Dataset-dupe-factor", "2", "--remove").stdout
+    assert old in gone
+    assert new in copy.directories()
+    assert old not in copy.directories()
+
+
+def test_after_several_changes_of_settings_all_that_latest_needs_is_whole(chain: Chain, tmp_path: Path) -> None:
+    """And the present settings, and those of every link, still find what they made."""
+    copy = chain.copy(tmp_path / "copy")
+    changes = [
+        ("--Dataset-dupe-factor", "2"),
+        ("--Corpus-vocab-size", "280"),
+        ("--Corpus-vocab-size", "280", "--Dataset-dupe-factor", "3"),
+        ("--Run-seed", "1"),
+        ("--Run-seed", "2"),
+    ]
+    names = [made(copy, "ShardDataset", "--phase", "1", *change) for change in changes]
+    assert len(set(names)) == len(changes)
+    kept, before = needed(copy), copy.directories()
+    copy.ask("clean", "--remove")
+    after = copy.directories()
+    assert kept <= after
+    assert names[-1] in after
+    assert set(names[:-1]) & after == set()
+    assert len(before) > len(after)
+    for link in (copy.work / "latest").iterdir():
+        record = json.loads((link / "manifest.json").read_text())
+        assert all((link / output["path"]).stat().st_size == output["bytes"] for output in record["outputs"])
+    copy.ask("why", "ShardDataset", "--phase", "1", "--verify", *changes[-1])
+    copy.ask("why", "BertPhase2", "--verify")
+    assert "started" not in copy.run("BertPhase2").stderr
+
+
+LABELS = ("tokenize_corpus", "shard_dataset-phase1", "pretrain-phase1", "convert_checkpoint", "merge_shards")
+
+
+def made_up(work: Path, draw: random.Random) -> list[Path]:
+    """A work directory of stages with real identities and records and made-up contents, some of them unfinished."""
+    places: list[tuple[Path, str]] = []
+    for level, label in enumerate(LABELS):
+        stage, _, phase = label.partition("-phase")
+        before = [fingerprint for path, fingerprint in places if path.name.startswith(LABELS[level - 1])]
+        for number in range(draw.randint(1, 3)):
+            upstream = {"before": draw.choice(before)} if before else {}
+            identity = manifest.Identity(stage, 1, int(phase) if phase else None, {"n": number}, {}, upstream)
+            path = work / f"{label}-{identity.fingerprint[:10]}"
+            path.mkdir(parents=True)
+            manifest.claim(path, identity)
+            (path / "output").mkdir()
+            (path / "output" / "file").write_text("made")
+            if draw.random() < 0.8:
+                output = manifest.Output.of(path, path / "output" / "file")
+                manifest.finish(path, identity, [output], {}, started=manifest.utc_now(), clock=time.monotonic())
+            places.append((path, identity.fingerprint))
+    (work / "latest").mkdir()
+    for label in LABELS:
+        found = [path for path, _ in places if path.name.startswith(label) and (path / "manifest.json").exists()]
+        if found and draw.random() < 0.6:
+            (work / "latest" / label).symlink_to(Path("..") / draw.choice(found).name)
+    return [path for path, _ in places]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_of_any_work_directory_exactly_what_is_not_needed_goes(tmp_path: Path, seed: int) -> None:
+    """Needed: what a link points to, what somebody is at work on, and all that those are made from."""
+    draw = random.Random(seed)
+    chain = Chain(tmp_path)
+    places = made_up(chain.work, draw)
+    held = draw.sample(places, 1)
+    for path in held:  # counted like a link while it is held
+        (chain.work / "latest" / path.name).symlink_to(Path("..") / path.name)
+    kept = needed(chain)
+    for path in held:
+        (chain.work / "latest" / path.name).unlink()
+    with ExitStack() as stack:
+        for path in held:
+            stack.enter_context(hold(path))
+        listed = chain.ask("clean").stdout
+        assert chain.directories() == {path.name for path in places}
+        said = chain.ask("clean", "--remove").stdout
+        assert chain.directories() == kept
+        assert said.count("removed  ") == listed.count("superseded  ") == len(places) - len(kept)
+        assert "superseded  " not in chain.ask("clean").stdout
+
+
+def test_what_is_no_stage_directory_is_never_touched(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    superseded, linked, *others = made_up(chain.work, random.Random(0))
+    for other in (*others, chain.work / "latest"):
+        shutil.rmtree(other)
+    record = (superseded / "stage.json").read_text()
+    elsewhere = tmp_path / "elsewhere"
+    linked.rename(elsewhere)
+    linked.symlink_to(elsewhere)
+    decoys = {
+        "no_record-0123456789": "",
+        "tokenize_corpus-0123456789": record,  # the record is of another fingerprint
+        f"merge_shards{superseded.name[-11:]}": record,  # and this of another stage
+        f"{superseded.name}-backup": record,
+        superseded.name.upper(): record,
+        "notes": record,
+    }
+    for name, text in decoys.items():
+        (chain.work / name).mkdir()
+        if text:
+            (chain.work / name / "stage.json").write_text(text)
+    (chain.work / "evaluate-0123456789").write_text("a file")
+    before = {path.name for path in chain.work.iterdir()}
+    assert "freed" in chain.ask("clean", "--remove").stdout
+    assert before - {path.name for path in chain.work.iterdir()} == {superseded.name}
+    assert (elsewhere / "stage.json").exists()
+    assert (elsewhere / "output" / "file").exists()
+
+
+def test_a_removal_that_was_cut_short_is_finished_by_the_next(tmp_path: Path) -> None:
+    """manifest.json goes first and stage.json last, so that what is left is an unfinished stage with its name."""
+    chain = Chain(tmp_path)
+    place = made_up(chain.work, random.Random(1))[0]
+    for link in (chain.work / "latest").iterdir():
+        link.unlink()
+    (place / "manifest.json").unlink(missing_ok=True)
+    shutil.rmtree(place / "output")
+    assert f"{place}: " in chain.ask("clean").stdout
+    chain.ask("clean", "--remove")
+    assert not place.exists()
+
+
+def test_with_an_input_missing_nobody_knows_what_is_needed_and_nothing_goes(chain: Chain, tmp_path: Path) -> None:
+    copy = chain.copy(tmp_path / "copy")
+    shutil.rmtree(copy.work / "latest")
+    (copy.directory / "corpus.txt").unlink()
+    before = copy.directories()
+    done = command("-m", "pipeline", "clean", "--remove", env={"LUIGI_CONFIG_PATH": str(copy.config)})
+    assert_one_line_error(done, "corpus.txt matches no file", status=35)
+    assert copy.directories() == before
+
+
+def test_an_empty_work_directory_has_nothing_to_remove(tmp_path: Path) -> None:
+    assert Chain(tmp_path).ask("clean").stdout == "nothing is superseded\n"

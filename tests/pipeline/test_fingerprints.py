@@ -1,0 +1,243 @@
+"""Every setting changes the fingerprints of exactly the stages whose results depend on it, and of no other.
+
+What depends on what is written down here by hand, beside the code that is asked.
+"""
+
+from __future__ import annotations
+
+import configparser
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import luigi
+import pytest
+from luigi.configuration import get_config
+
+import pipeline
+from pipeline import settings
+from pipeline.stage import Stage
+from tests.support import ROOT
+from trainer.errors import UserError
+
+Fingerprints = Callable[..., dict[str, str]]
+
+#: What each stage is made from. Graphs hold nothing of the data but the size of its vocabulary. Training is not made from what Precompile leaves: that only saves time.
+MADE_FROM = {
+    "tokenize_corpus": (),
+    "download_dataset-phase1": (),
+    "download_dataset-phase2": (),
+    "shard_dataset-phase1": ("tokenize_corpus",),
+    "shard_dataset-phase2": ("tokenize_corpus",),
+    "precompile-phase1": ("tokenize_corpus",),
+    "precompile-phase2": ("tokenize_corpus",),
+    "pretrain-phase1": ("shard_dataset-phase1", "download_dataset-phase1"),
+    "convert_checkpoint": ("pretrain-phase1",),
+    "pretrain-phase2": ("shard_dataset-phase2", "download_dataset-phase2", "convert_checkpoint"),
+    "merge_shards": ("pretrain-phase2",),
+    "evaluate": ("merge_shards", "shard_dataset-phase2", "download_dataset-phase2"),
+}
+
+NOTHING: tuple[str, ...] = ()
+TOKENS = ("tokenize_corpus",)
+SHARDS = ("shard_dataset-phase1", "shard_dataset-phase2")
+COMPILED = ("precompile-phase1", "precompile-phase2")
+TRAINED = ("pretrain-phase1", "pretrain-phase2")
+MODEL = (*COMPILED, *TRAINED)
+
+#: Section, key, another value than the default, and the stages that the setting itself decides about;
+#: what is made from those changes too. `{tmp}` is a directory with two texts, a vocabulary and a folder of shards.
+CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
+    ("run", "work_dir", "{tmp}/elsewhere", NOTHING),
+    ("run", "seed", "7", (*TOKENS, *SHARDS, *TRAINED)),
+    ("run", "log_interval", "3", NOTHING),
+    ("run", "processes", "5", NOTHING),
+    ("corpus", "source", "{tmp}/a.txt", TOKENS),
+    ("corpus", "held_out_source", "{tmp}/b.txt", TOKENS),
+    ("corpus", "held_out", "0.25", TOKENS),
+    ("corpus", "vocab_file", "{tmp}/vocab.txt", TOKENS),
+    ("corpus", "vocab_size", "4096", TOKENS),
+    ("corpus", "lower_case", "false", TOKENS),
+    # Ready shards come without a vocabulary: graphs and training no longer take its size from the corpus.
+    ("dataset", "phase1_url", "{tmp}/shards", ("download_dataset-phase1", "precompile-phase1")),
+    ("dataset", "phase2_url", "{tmp}/shards", ("download_dataset-phase2", "precompile-phase2")),
+    ("dataset", "dupe_factor", "4", SHARDS),
+    ("dataset", "masked_lm_prob", "0.2", SHARDS),
+    ("dataset", "short_seq_prob", "0.2", SHARDS),
+    ("dataset", "whole_word_mask", "true", SHARDS),
+    ("dataset", "shards", "5", SHARDS),
+    ("model", "preset", "mini", MODEL),
+    ("model", "vocab_size", "9000", MODEL),
+    ("model", "num_hidden_layers", "3", MODEL),
+    ("model", "hidden_size", "256", MODEL),
+    ("model", "num_attention_heads", "4", MODEL),
+    ("model", "intermediate_size", "256", MODEL),
+    ("model", "max_position_embeddings", "1024", MODEL),
+    ("model", "hidden_dropout_prob", "0.2", MODEL),
+    ("model", "attention_probs_dropout_prob", "0.2", MODEL),
+    ("phase1", "seq_len", "64", ("shard_dataset-phase1", "precompile-phase1", "pretrain-phase1")),
+    ("phase1", "max_pred_len", "10", ("shard_dataset-phase1", "precompile-phase1", "pretrain-phase1")),
+    ("phase1", "global_batch_size", "128", ("pretrain-phase1",)),
+    # Without micro-steps to add up there is another graph.
+    ("phase1", "global_batch_size", "32", ("precompile-phase1", "pretrain-phase1")),
+    ("phase1", "micro_batch_size", "16", ("precompile-phase1",)),
+    ("phase1", "optimizer", "AdamW_FP32OptimParams", ("precompile-phase1", "pretrain-phase1")),
+    ("phase1", "lr", "5e-4", ("pretrain-phase1",)),
+    ("phase1", "warmup_steps", "60", ("pretrain-phase1",)),
+    ("phase1", "max_steps", "600", ("pretrain-phase1",)),
+    ("phase1", "weight_decay", "0.1", ("pretrain-phase1",)),
+    ("phase1", "max_grad_norm", "0", ("pretrain-phase1",)),
+    ("phase1", "ckpt_interval_steps", "7", NOTHING),
+    ("phase1", "ckpt_interval_minutes", "7", NOTHING),
+    ("phase1", "num_ckpts_to_keep", "7", NOTHING),
+    ("phase2", "seq_len", "256", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2")),
+    ("phase2", "max_pred_len", "40", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2", "evaluate")),
+    ("phase2", "global_batch_size", "64", ("pretrain-phase2",)),
+    ("phase2", "micro_batch_size", "16", ("precompile-phase2",)),
+    ("phase2", "optimizer", "AdamW_FP32OptimParams", ("precompile-phase2", "pretrain-phase2")),
+    ("phase2", "lr", "1e-4", ("pretrain-phase2",)),
+    ("phase2", "warmup_steps", "20", ("pretrain-phase2",)),
+    ("phase2", "max_steps", "200", ("pretrain-phase2",)),
+    ("phase2", "weight_decay", "0.1", ("pretrain-phase2",)),
+    ("phase2", "max_grad_norm", "0", ("pretrain-phase2",)),
+    ("phase2", "ckpt_interval_steps", "7", NOTHING),
+    ("phase2", "ckpt_interval_minutes", "7", NOTHING),
+    ("phase2", "num_ckpts_to_keep", "7", NOTHING),
+    ("precision", "mode", "fp32", MODEL),
+    # Graphs are of a device and of a layout; what is trained is not.
+    ("cluster", "device", "cuda", COMPILED),
+    ("cluster", "nproc_per_node", "2", COMPILED),
+    ("cluster", "collective_timeout_s", "60", NOTHING),
+    ("cluster", "hang_timeout_s", "60", NOTHING),
+    ("evaluation", "max_samples", "100", ("evaluate",)),
+]
+
+#: Settings with one allowed value, and another that is refused: once it is allowed, the setting needs a case above.
+ONE_VALUE = [("cluster", "launcher", "slurm"), ("cluster", "tensor_parallel_size", "2")]
+
+
+def changed_by(direct: tuple[str, ...]) -> set[str]:
+    """`direct` and all that is made from it."""
+    changed = set(direct)
+    for stage, upstream in MADE_FROM.items():  # listed upstream first
+        if changed & set(upstream):
+            changed.add(stage)
+    return changed
+
+
+def defaults() -> list[tuple[str, str, str]]:
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read(ROOT / "luigi.cfg")
+    ours = [settings.section_name(section) for section in settings.SECTIONS]
+    return [(section, key, value) for section in ours for key, value in parser.items(section)]
+
+
+@pytest.fixture
+def fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fingerprints]:
+    """The fingerprint of every stage of the chain, with the settings of luigi.cfg and the changes given."""
+    monkeypatch.delenv("LUIGI_CONFIG_PATH", raising=False)
+    for name, text in (("a.txt", "A text."), ("b.txt", "Another text."), ("vocab.txt", "[PAD]\n[UNK]\n")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "x_training_0.hdf5").write_bytes(b"a shard")
+    config = get_config()
+    before = [(section, key, config.get(section, key)) for section, key, _ in defaults()]
+
+    def compute(*changes: tuple[str, str, str]) -> dict[str, str]:
+        for section, key, value in (*defaults(), ("run", "work_dir", "{tmp}/work"), *changes):
+            config.set(section, key, value.replace("{tmp}", str(tmp_path)).replace("%", "%%"))
+        forget()
+        found: dict[str, str] = {}
+
+        def visit(task: luigi.Task) -> None:
+            if isinstance(task, Stage):
+                assert found.setdefault(task.label, task.identity.fingerprint) == task.identity.fingerprint
+            for upstream in (task.requires() or {}).values():
+                visit(upstream)
+
+        visit(pipeline.BertPhase2())
+        return found
+
+    yield compute
+    for section, key, value in before:
+        config.set(section, key, value)
+    forget()
+
+
+def forget() -> None:
+    """Settings and tasks are made once in a process; here they are made again."""
+    settings.load.cache_clear()
+    luigi.Task.clear_instance_cache()
+
+
+def difference(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    """Stages of the chain `after` that `before` has not made."""
+    return {stage for stage, fingerprint in after.items() if before.get(stage) != fingerprint}
+
+
+def test_every_setting_has_its_line() -> None:
+    """A new setting has to say here what depends on it."""
+    known = {(section, key) for section, key, *_ in [*CASES, *ONE_VALUE]}
+    assert known == {(settings.section_name(s), name) for s in settings.SECTIONS for name, _ in s.get_params()}
+
+
+@pytest.mark.parametrize(("section", "key", "value", "direct"), CASES, ids=lambda v: v if isinstance(v, str) else None)
+def test_exactly_what_depends_on_a_setting_changes(
+    fingerprints: Fingerprints, section: str, key: str, value: str, direct: tuple[str, ...]
+) -> None:
+    before = fingerprints()
+    after = fingerprints((section, key, value))
+    # Where a phase is downloaded, the chain no longer has what is changed for the other way to its shards.
+    assert difference(before, after) == changed_by(direct) & set(after)
+    assert set(direct) <= set(after)
+    assert fingerprints() == before
+
+
+@pytest.mark.parametrize(("section", "key", "value"), ONE_VALUE)
+def test_a_setting_with_one_value_cannot_be_changed(
+    fingerprints: Fingerprints, section: str, key: str, value: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        fingerprints((section, key, value))
+    assert f"[{section}] {key} = {value}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("instead", "key", "value"),
+    [("vocab_file", "vocab_size", "4096"), ("held_out_source", "held_out", "0.25")],
+)
+def test_a_setting_that_another_one_replaces_changes_nothing(
+    fingerprints: Fingerprints, instead: str, key: str, value: str
+) -> None:
+    replaced = ("corpus", instead, "{tmp}/vocab.txt" if instead == "vocab_file" else "{tmp}/b.txt")
+    assert fingerprints(replaced) == fingerprints(replaced, ("corpus", key, value))
+
+
+DOWNLOADED = (("dataset", "phase1_url", "{tmp}/shards"), ("dataset", "phase2_url", "{tmp}/shards"))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"), [case[:3] for case in CASES if case[3] in (TOKENS, SHARDS)], ids=str
+)
+def test_settings_of_text_change_nothing_for_downloaded_shards(
+    fingerprints: Fingerprints, section: str, key: str, value: str
+) -> None:
+    assert fingerprints(*DOWNLOADED) == fingerprints(*DOWNLOADED, (section, key, value))
+
+
+def test_the_vocabulary_of_downloaded_shards_is_checked_anew(fingerprints: Fingerprints) -> None:
+    changed = difference(fingerprints(*DOWNLOADED), fingerprints(*DOWNLOADED, ("model", "vocab_size", "9000")))
+    assert changed == changed_by(("download_dataset-phase1", "download_dataset-phase2"))
+
+
+def test_the_content_of_a_text_counts_and_its_name_does_not(fingerprints: Fingerprints, tmp_path: Path) -> None:
+    source = ("corpus", "source", "{tmp}/a.txt")
+    before = fingerprints(source)
+    (tmp_path / "a.txt").rename(tmp_path / "c.txt")
+    assert fingerprints(("corpus", "source", "{tmp}/c.txt")) == before
+    (tmp_path / "a.txt").write_text("A Text.")
+    assert difference(before, fingerprints(source)) == changed_by(TOKENS)
+
+
+def test_a_text_that_is_not_there_is_one_line(fingerprints: Fingerprints) -> None:
+    with pytest.raises(UserError, match=r"no\.txt matches no file"):
+        fingerprints(("corpus", "source", "{tmp}/no.txt"))
