@@ -110,7 +110,7 @@ def test_before_the_first_run_every_stage_says_what_it_waits_for(tmp_path: Path)
     assert {row["state"] for row in rows.values()} == {"waiting"}
     assert rows["tokenize_corpus"]["detail"] == "its turn is next"
     assert rows["shard_dataset-phase2"]["detail"] == "for tokenize_corpus"
-    assert rows["merge_shards"]["detail"] == "for pretrain-phase2"
+    assert rows["merge_shards"]["detail"] == "for pretrain-phase2, tokenize_corpus"
 
 
 def test_a_chain_run_up_to_a_stage(tmp_path: Path) -> None:
