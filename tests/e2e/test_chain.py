@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.chain import LUIGI, STAGES, Chain, write_corpus
-from tests.support import assert_one_line_error, command, metrics, tensors
+from tests.support import command, metrics, tensors
 
 
 @pytest.fixture(scope="module")

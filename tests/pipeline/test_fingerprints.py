@@ -21,7 +21,8 @@ from trainer.errors import UserError
 
 Fingerprints = Callable[..., dict[str, str]]
 
-#: What each stage is made from. Graphs hold nothing of the data but the size of its vocabulary. Training is not made from what Precompile leaves: that only saves time.
+#: What each stage is made from. Graphs hold nothing of the data but the size of its vocabulary. Training is not made
+#: from what Precompile leaves: that only saves time.
 MADE_FROM = {
     "tokenize_corpus": (),
     "download_dataset-phase1": (),
