@@ -184,6 +184,8 @@ def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
                 return
             watch.heard()
             yield chunk
+        elif command.process.poll() is not None:
+            return  # it is dead, and whatever of it still holds the other end says nothing any more
         elif watch.is_hung():
             command.send(signal.SIGKILL)
             return

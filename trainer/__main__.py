@@ -11,8 +11,6 @@ import sys
 import traceback
 
 from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
-from trainer.options import parser, to_config
-from trainer.parallel.mesh import Mesh
 from trainer.process import die_with_starter, stop_early_on_signals
 
 
@@ -20,6 +18,10 @@ def main() -> int:
     """Train one phase as the command line says; returns the exit status."""
     die_with_starter()
     stop_early_on_signals()
+    # Only now, 2 s of imports: an orphan or a stopped worker is gone by then.
+    from trainer.options import parser, to_config
+    from trainer.parallel.mesh import Mesh
+
     mesh = Mesh()
     try:
         args = parser().parse_args()

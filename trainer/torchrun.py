@@ -15,12 +15,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 from trainer.errors import EXIT_INTERRUPTED
-from trainer.process import STOP_SIGNALS, die_with_starter
+from trainer.process import PARENT_VARIABLE, STOP_SIGNALS, die_with_starter
 
 
 def run() -> int:
     """Start workers as torchrun's own arguments say; returns 0, or the status of the worker that failed first."""
     die_with_starter()
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # the workers' parent: they see if it died before they began
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_hand_on_signals, daemon=True).start()
     # What went wrong is in the workers' own words; torchrun's log repeats it as a table and a traceback.

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.chain import LUIGI, Chain
-from tests.support import ROOT, metrics, tensors
+from tests.support import ROOT, metrics, options, tensors, write_dataset, write_model_config
 
 #: Enough steps that a signal sent when the first are done arrives in the middle.
 LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "500")
@@ -185,3 +185,15 @@ def test_of_100_simultaneous_starts_one_runs(prepared, start) -> None:  # type: 
     assert running.returncode == 75, output
     steps = [record["step"] for record in metrics(directory)]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_workers_do_not_outlive_a_launcher_killed_while_they_start(tmp_path: Path) -> None:
+    """Before they have asked to die with their parent, it is dead already: they notice."""
+    values = {"data_dir": write_dataset(tmp_path / "data", [40]), "model_config": write_model_config(tmp_path),
+              "output_dir": tmp_path / "out", "max_pred_len": 5, "max_steps": 100000, "warmup_steps": 0}  # fmt: skip
+    words = ("-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", "-m", "trainer")
+    launcher = subprocess.Popen([sys.executable, *words, *options(**values)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    wait_for(lambda: psutil.Process(launcher.pid).children())
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not ours(str(tmp_path / "out")), timeout=10)
