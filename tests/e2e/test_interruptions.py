@@ -47,9 +47,10 @@ def start(prepared: Chain) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     yield begin
     for process in started:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def wait_for(what: Callable[[], object], timeout: float = 60) -> None:
@@ -190,10 +191,17 @@ def test_of_100_simultaneous_starts_one_runs(prepared, start) -> None:  # type: 
 def test_workers_do_not_outlive_a_launcher_killed_while_they_start(tmp_path: Path) -> None:
     """Before they have asked to die with their parent, it is dead already: they notice."""
     values = {"data_dir": write_dataset(tmp_path / "data", [40]), "model_config": write_model_config(tmp_path),
-              "output_dir": tmp_path / "out", "max_pred_len": 5, "max_steps": 100000, "warmup_steps": 0}  # fmt: skip
+              "output_dir": tmp_path / "out", "max_pred_len": 5, "max_steps": 100000, "grad_accum_usteps": 1}  # fmt: skip
+    # Workers take a second to start.
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ: time.sleep(1)\n")
     words = ("-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", "-m", "trainer")
-    launcher = subprocess.Popen([sys.executable, *words, *options(**values)], cwd=ROOT, stdout=subprocess.DEVNULL)
-    wait_for(lambda: psutil.Process(launcher.pid).children())
+    launcher = subprocess.Popen(
+        [sys.executable, *words, *options(**values)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+    )
+    wait_for(lambda: len(psutil.Process(launcher.pid).children()) == 2)
     launcher.kill()
     launcher.wait()
     wait_for(lambda: not ours(str(tmp_path / "out")), timeout=10)
