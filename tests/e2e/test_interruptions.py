@@ -191,7 +191,7 @@ def test_of_100_simultaneous_starts_one_runs(prepared, start) -> None:  # type: 
 def test_workers_do_not_outlive_a_launcher_killed_while_they_start(tmp_path: Path) -> None:
     """Before they have asked to die with their parent, it is dead already: they notice."""
     values = {"data_dir": write_dataset(tmp_path / "data", [40]), "model_config": write_model_config(tmp_path),
-              "output_dir": tmp_path / "out", "max_pred_len": 5, "max_steps": 100000, "grad_accum_usteps": 1}  # fmt: skip
+              "output_dir": tmp_path / "out", "max_pred_len": 5, "grad_accum_usteps": 1}  # fmt: skip
     # Workers take a second to start.
     (tmp_path / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ: time.sleep(1)\n")
     words = ("-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", "-m", "trainer")
