@@ -1,4 +1,4 @@
-"""`python -m trainer …`, or `torchrun --nproc_per_node=N -m trainer …` for N workers.
+"""`python -m trainer …`, or `torchrun --nproc_per_node=N -m trainer …` for N workers; `--doctor`: what is here.
 
 Exit status: 0 the steps asked for are done; 75 stopped by a signal, state saved, the same command with --resume_ckpt
 goes on; 1 refused with one line; 2 unknown options; 70 a mistake of ours, with its traceback.
@@ -15,27 +15,35 @@ from trainer.process import die_with_starter, stop_early_on_signals
 
 
 def main() -> int:
-    """Train one phase as the command line says; returns the exit status."""
+    """Train as the command line says; returns the exit status."""
     die_with_starter()
     stop_early_on_signals()
     # Only now, 2 s of imports: an orphan or a stopped worker is gone by then.
-    from trainer.options import parser, to_config
+    from trainer.options import device_options, parse, to_config
     from trainer.parallel.mesh import Mesh
+    from trainer.spawn import is_spawned, spawn
 
     mesh = Mesh()
     try:
-        args = parser().parse_args()
+        args = parse()
+        if args.doctor:
+            from trainer.doctor import examine
+
+            return examine(print)
+        if args.spawn and not is_spawned():
+            return spawn(args.spawn, args.device, main)
         mesh = Mesh.of_environment(args.tensor_parallel_size)
-        config = to_config(args, mesh)
+        config, workload = to_config(args, mesh)
         from trainer.devices.select import select
         from trainer.loop import Trainer
 
-        device = select(config.device, mesh)
-        mesh.connect(device.backend, config.collective_timeout_s)
+        device = select(config.device, mesh, device_options(config, mesh))
+        mesh = mesh.connect(device.backend, config.collective_timeout_s, alone=config.data_parallel == "ddp")
+        device.start(mesh)
         say = _say if mesh.is_root else _say_nothing
         say(f"device {device.describe()}; {mesh.world_size} worker(s)")
-        say(f"config {config}")
-        done = Trainer(config, device, mesh, say).run()
+        say(f"config {config}; workload {args.workload}: {workload.describe()}")
+        done = Trainer(config, workload, device, mesh, say).run()
         mesh.disconnect()
     except UserError as error:
         print(f"error: {error}" if mesh.world_size == 1 else f"error: worker {mesh.rank}: {error}", file=sys.stderr)

@@ -88,8 +88,6 @@ class ModelConfig:
 class TrainConfig:
     """One phase of training. Steps are optimizer steps; a micro-step is one forward and backward of one worker."""
 
-    model: ModelConfig
-    data_dir: Path
     output_dir: Path
     #: Where the summary of the run is written, as JSON.
     metrics_file: Path
@@ -97,10 +95,6 @@ class TrainConfig:
     phase: int
     #: Global step at which phase 1 ended; 0 in phase 1.
     phase1_end_step: int
-    #: Tokens in a row.
-    seq_len: int
-    #: Masked positions in a row, at most.
-    max_pred_len: int
     #: Sequences in one micro-step of one worker.
     micro_batch_size: int
     #: Micro-steps in one optimizer step.
@@ -110,6 +104,8 @@ class TrainConfig:
     #: Optimizer steps after which this run stops, counted from the start of the phase.
     stop_step: int
     warmup_steps: int
+    #: linear: warm-up, then down to zero at `max_steps`; constant: no change after the warm-up.
+    schedule: str
     #: Peak learning rate.
     lr: float
     optimizer: str
@@ -118,9 +114,11 @@ class TrainConfig:
     seed: int
     #: fp32, fp64, autocast, or auto.
     precision: str
-    #: cpu, cuda, or auto.
+    #: cpu, cuda, xla, neuron, or auto.
     device: str
     tensor_parallel_size: int
+    #: How gradients are summed over workers: allreduce, ours after the last micro-step; ddp, torch's, beside backward.
+    data_parallel: str
     #: Optimizer steps between checkpoints; 0: only by time.
     ckpt_interval_steps: int
     #: Minutes between checkpoints; 0: only by steps.
@@ -140,6 +138,16 @@ class TrainConfig:
     log_interval: int
     #: Write which samples each worker used in each step to samples-<rank>.jsonl.
     record_samples: bool
+    #: Whether torch.compile makes kernels of the model, on cpu and cuda.
+    compile: bool
+    #: Directory that compiled graphs are kept in, by devices that can; None: where the compiler likes.
+    compile_cache: str | None
+    #: Only have the graphs compiled: nothing is written, no loss believed.
+    trial: bool
+    #: List of compiled graphs: written by a trial, else what is not in it is told; None: neither.
+    graphs: Path | None
+    #: Micro-batches in one compiled graph, on devices that compile steps.
+    batches_per_execution: int
     #: Seconds without an answer after which a collective operation gives up.
     collective_timeout_s: float
 
@@ -154,10 +162,14 @@ class TrainConfig:
                 later = NOT_BUILT.get(str(value))
                 note = f"{value} is not built yet ({later})" if later else f"{value} is not known"
                 raise UserError(f"{name}: {note}; allowed: {', '.join(map(str, allowed))}")
-        if self.seq_len > self.model.max_position_embeddings:
+        if self.data_parallel == "ddp" and self.tensor_parallel_size > 1:
+            raise UserError("data_parallel ddp knows nothing of ranks that share a model; use data_parallel allreduce")
+        if self.compile and self.data_parallel == "ddp":
+            raise UserError("compile and data_parallel ddp do not go together; choose one of them")
+        if self.grad_accum_usteps % self.batches_per_execution:
             raise UserError(
-                f"seq_len {self.seq_len} is longer than the model's max_position_embeddings "
-                f"{self.model.max_position_embeddings}; shorten the one or raise the other"
+                f"grad_accum_usteps / batches_per_execution = {self.grad_accum_usteps} / {self.batches_per_execution} "
+                f"is not a whole number: steps would have different graphs; change one of them"
             )
         if self.warmup_steps > self.max_steps:
             raise UserError(f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}; lower it")
@@ -170,11 +182,11 @@ class TrainConfig:
 _LEAST = {
     "micro_batch_size": 1,
     "grad_accum_usteps": 1,
+    "batches_per_execution": 1,
+    "tensor_parallel_size": 1,
     "max_steps": 1,
     "warmup_steps": 0,
     "lr": 0.0,
-    "seq_len": 8,
-    "max_pred_len": 1,
     "phase1_end_step": 0,
     "ckpt_interval_steps": 0,
     "ckpt_interval_minutes": 0.0,
@@ -189,10 +201,11 @@ _LEAST = {
 #: What can be chosen today. Also what the pipeline's settings allow.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "phase": (1, 2),
-    "optimizer": ("AdamW", "AdamW_FP32OptimParams"),
+    "optimizer": ("AdamW", "AdamW_FP32OptimParams", "SGD"),
+    "schedule": ("linear", "constant"),
+    "data_parallel": ("allreduce", "ddp"),
     "precision": ("auto", "fp32", "autocast", "fp64"),
-    "device": ("auto", "cpu", "cuda"),
-    "tensor_parallel_size": (1,),
+    "device": ("auto", "cpu", "cuda", "xla", "neuron"),
 }
 
 #: Names that a user of the tutorials may ask for and that this version has no code for.
@@ -201,10 +214,10 @@ NOT_BUILT = {
     "AdamW_FP32ParamsCopy": "with precision bf16-master",
     "bf16-sr": "stochastic rounding",
     "bf16-master": "bf16 weights with an fp32 copy",
-    "xla": "the XLA device",
-    "neuron": "the Trainium device",
 }
 
+SCHEDULES: tuple[str, ...] = _CHOICES["schedule"]
+DATA_PARALLEL: tuple[str, ...] = _CHOICES["data_parallel"]
 OPTIMIZERS: tuple[str, ...] = _CHOICES["optimizer"]
 PRECISIONS: tuple[str, ...] = _CHOICES["precision"]
 DEVICES: tuple[str, ...] = _CHOICES["device"]

@@ -2,51 +2,70 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import operator
 import signal
 import time
 from collections.abc import Callable
 from types import FrameType
 
-import numpy as np
 import torch
 
-from trainer.checkpoint.manager import CheckpointManager, Snapshot
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.snapshot import HostCopy
 from trainer.config import TrainConfig
-from trainer.data.loader import BatchReader, Loader, Step, record_samples
-from trainer.data.order import ORDER_VERSION, SampleOrder, hash64
-from trainer.data.shards import ShardSet
+from trainer.data.loader import Loader, Step, record_samples
+from trainer.data.order import ORDER_VERSION, SampleOrder, hash_of
 from trainer.devices.base import Device
+from trainer.devices.graphs import GraphList
 from trainer.files import failpoint
 from trainer.metrics import Metrics, StepRecord
-from trainer.models.bert import BertForPreTraining, has_weight_decay
-from trainer.optim.adamw import AdamW
-from trainer.optim.buffers import ParameterBuffers
-from trainer.optim.schedule import linear_warmup_decay
+from trainer.optim.parameters import SharedGradients
+from trainer.optim.schedule import learning_rate
+from trainer.optim.select import make_optimizer
+from trainer.parallel.gradients import arrange
 from trainer.parallel.mesh import Mesh
+from trainer.parallel.plan import split_of
+from trainer.parallel.shares import without_padding
+from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
 from trainer.process import STOP_SIGNALS
-from trainer.resume import find_start, load_into, say_start
+from trainer.resume import Start, find_start, load_into, say_start
 from trainer.state import TrainState
+from trainer.workloads.base import Workload
+
+#: Workers of a machine that hold a copy of the model in host memory at the same time while they start.
+_LOADING_AT_ONCE = 8
 
 
 class Trainer:
     """Trains one phase to `config.stop_step`, from wherever its checkpoints say it is."""
 
-    def __init__(self, config: TrainConfig, device: Device, mesh: Mesh, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: TrainConfig, workload: Workload, device: Device, mesh: Mesh, say: Callable[[str], None]
+    ) -> None:
         self.config, self.device, self.mesh = config, device, mesh
-        self.manager = CheckpointManager(config.output_dir / "checkpoints", keep=config.num_ckpts_to_keep, say=say)
+        self.manager = CheckpointManager(
+            config.output_dir / "checkpoints", keep=config.num_ckpts_to_keep, say=say,
+            rank=mesh.tensor_parallel_rank, size=mesh.tensor_parallel_size, timeout_s=config.collective_timeout_s,
+        )  # fmt: skip
+        self.ranks = TensorParallel(
+            mesh.tensor_parallel_rank,
+            mesh.tensor_parallel_size,
+            lambda tensors, sums: device.all_reduce(tensors, mesh.tensor_parallel_group, sums=sums),
+        )
+        self.ranks.draw_with(device.random_region)
+        start = None
         if mesh.is_root:
-            self.manager.prepare()
-        start = find_start(config, self.manager)
-        mesh.barrier()
+            if not config.trial:
+                self.manager.prepare()
+            start = find_start(config, self.manager)
+        start = mesh.tell(start)
 
         global_batch_size = config.global_batch_size(mesh.data_parallel_size)
-        shards = ShardSet.open(config.data_dir, seq_len=config.seq_len, max_pred_len=config.max_pred_len)
-        order = SampleOrder(shards.rows_per_shard, seed=config.seed, global_batch_size=global_batch_size)
+        order = SampleOrder(workload.rows_per_shard, seed=config.seed, global_batch_size=global_batch_size)
         self.loader = Loader(
-            BatchReader(shards, vocab_size=config.model.vocab_size, static_shapes=device.static_shapes),
+            workload.reader(static_shapes=device.static_shapes),
             order,
             micro_batch_size=config.micro_batch_size,
             rank=mesh.data_parallel_rank,
@@ -61,61 +80,89 @@ class Trainer:
             epoch=0,
             seed=config.seed,
             global_batch_size=global_batch_size,
-            data=shards.identity,
+            data=workload.identity,
             order_version=ORDER_VERSION,
             optimizer=config.optimizer,
             precision=self.precision.name,
-            model=dataclasses.asdict(config.model),
+            model=workload.describe(),
             data_parallel_size=mesh.data_parallel_size,
             tensor_parallel_size=mesh.tensor_parallel_size,
             micro_batch_size=config.micro_batch_size,
             torch_version=torch.__version__,
         )
-        self.model = BertForPreTraining(config.model, device.operations)
-        if start is None:
-            self.model.initialise(config.seed)
-        else:
-            self.state.require_same_model(start.state, start.checkpoint)
-            load_into(dict(self.model.named_parameters()), start.checkpoint, "model")
-        self.model.to(device.torch_device, self.precision.dtype).train()
-        self.buffers = ParameterBuffers(self.model, has_weight_decay)
-        self.optimizer = AdamW(self.buffers, weight_decay=config.weight_decay)
+        mesh.in_turns(functools.partial(self._make_model, workload, start), at_once=_LOADING_AT_ONCE)
+        self.forward, self.parameters = arrange(config.data_parallel, self.model, workload, device, mesh)
+        self._shared_gradients = None
+        if self.ranks.size > 1:
+            self._shared_gradients = SharedGradients(
+                lambda name: split_of(name) is not None, self.ranks.reduce_in_place
+            )
+        self._number = functools.partial(device.number, dtype=self.precision.dtype)
+        self.optimizer = make_optimizer(
+            config.optimizer,
+            self.parameters,
+            weight_decay=config.weight_decay,
+            number=self._number if device.compiles_steps else None,
+        )
         if start is not None and not start.weights_only:
             self.state.require_same_run(start.state, start.checkpoint)
-            load_into(self.optimizer.state(), start.checkpoint, "optimizer")
+            mesh.in_turns(functools.partial(self._load_optimizer, start, workload), at_once=_LOADING_AT_ONCE)
             self.state = self.state.at(start.state)
             self.optimizer.set_steps_done(self.state.step)
         say_start(start, self.state, say)
-        self.metrics = Metrics(config, self.state, is_root=mesh.is_root, say=say)
+        saves = mesh.data_parallel_rank == 0 and not config.trial
+        self._host_copy = self._prepare_saving(workload, say) if saves else None
+        writes = mesh.is_root and not config.trial
+        self.metrics = Metrics(config, workload, self.state, is_root=writes, say=say)
+        self._graphs = GraphList(config, device, say) if mesh.is_root and config.graphs is not None else None
         self._saved_at = time.monotonic()
         self._saved_step = self.state.step if start is not None and not start.weights_only else -1
         self._stop_signal: int | None = None
+
+    def _make_model(self, workload: Workload, start: Start | None) -> None:
+        """The model on its device, with initial weights or those of `start`."""
+        self.model = workload.make_model(self.device.operations, self.ranks)
+        if start is None:
+            self.model.initialise(self.config.seed)
+        else:
+            self.state.require_same_model(start.state, start.checkpoint)
+            load_into(dict(self.model.named_parameters()), start, "model", workload.vocab_size, self.ranks)
+        self.model.to(self.device.torch_device, self.precision.dtype).train()
+        self.device.finish_closures()  # until then a lazy device keeps the host's copy
+
+    def _load_optimizer(self, start: Start, workload: Workload) -> None:
+        load_into(self.optimizer.state(), start, "optimizer", workload.vocab_size, self.ranks)
+        self.device.finish_closures()
 
     def run(self) -> bool:
         """Train; True when `stop_step` is reached, False when a signal ended it earlier. The state is saved in both
         cases. Raises `NonFiniteLoss`, `DiskError`."""
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._on_signal)
-        steps = self.loader.steps(self.state.step, self.config.stop_step)
+        steps = self.device.feed(self.loader.steps(self.state.step, self.config.stop_step))
         upcoming = next(steps, None)
-        masked_tokens, stop, _ = self._agree(upcoming)
+        counts, stop, _ = self._agree(upcoming)
         self.metrics.start_clock()
         while upcoming is not None and not stop:
-            self.train_step(upcoming, masked_tokens)
+            self.train_step(upcoming, counts)
             upcoming = next(steps, None)
-            masked_tokens, stop, save = self._agree(upcoming)
+            counts, stop, save = self._agree(upcoming)
             if save and upcoming is not None and not stop:
                 self.save()
             self.manager.check()
+            if self._graphs is not None:
+                self._graphs.check()
         if self._saved_step != self.state.step:
             self.save()
         self.device.finish_closures()
         self.manager.finish()
         self.metrics.close(self.state, workers=self.mesh.world_size)
+        if self._graphs is not None:
+            self._graphs.close()
         return self.state.step >= self.config.stop_step
 
-    def train_step(self, step: Step, masked_tokens: int) -> None:
-        """One optimizer step. `masked_tokens`: masked positions in the global batch.
+    def train_step(self, step: Step, counts: list[int]) -> None:
+        """One optimizer step. `counts`: what each loss is a sum over, in the global batch.
 
         Every loss is a sum divided by the global batch's count, so that neither the cut into micro-batches nor the
         number of workers has a part in the result.
@@ -123,52 +170,64 @@ class Trainer:
         config = self.config
         if config.record_samples:
             record_samples(step, config.output_dir / f"samples-{self.mesh.rank}.jsonl")
-        self.buffers.start_step()
+        shares = [self._number(1 / max(1, count)) for count in counts]
         for usteps, batch in enumerate(step.micro_batches):
             failpoint(f"micro-step:{self.state.global_step}.{usteps}.{self.mesh.rank}")
             micro_batch = usteps * self.mesh.data_parallel_size + self.mesh.data_parallel_rank
-            self.device.seed(seed_of(config.seed, self.state.global_step, micro_batch))
-            with self.precision.forward_context(self.device.torch_device.type):
-                masked_lm, next_sentence = self.model(self.device.put(batch))
-            masked_lm = masked_lm / max(1, masked_tokens)
-            next_sentence = next_sentence / self.state.global_batch_size
-            (masked_lm + next_sentence).backward()
-            self.buffers.add_extras(masked_lm.detach(), next_sentence.detach())
-        losses = self.buffers.reduce(self.mesh.all_reduce)
-        norm = self.buffers.clip(config.max_grad_norm)
-        learning_rate = linear_warmup_decay(
-            step.index, peak=config.lr, warmup_steps=config.warmup_steps, max_steps=config.max_steps
-        )
-        self.optimizer.step(learning_rate)
+            seed = seed_of(config.seed, self.state.global_step, micro_batch)
+            self.device.seed(seed)
+            self.ranks.seed(seed)
+            is_last = usteps + 1 == config.grad_accum_usteps
+            with self.forward.micro_step(is_last=is_last):
+                with self.precision.forward_context(self.device.torch_device.type):
+                    sums = self.forward(batch)
+                parts = [loss * share for loss, share in zip(sums, shares, strict=True)]
+                self.forward.backward(functools.reduce(operator.add, parts))
+            self.parameters.add_extras(torch.stack([part.detach() for part in parts]).flatten())
+        self.device.end_micro_steps()
+        losses = self.parameters.reduce(lambda tensors: self.device.all_reduce(tensors, self.mesh.data_parallel_group))
+        largest = self._number(config.max_grad_norm) if config.max_grad_norm else None
+        norm = self.parameters.clip(largest, self._shared_gradients)
+        rate = learning_rate(
+            config.schedule, step.index,
+            peak=config.lr, warmup_steps=config.warmup_steps, max_steps=config.max_steps,
+        )  # fmt: skip
+        self.optimizer.step(rate)
+        self.parameters.zero_gradients()
         self.state = self.state.advanced(step.epoch)
         failpoint(f"step:{self.state.global_step}.{self.mesh.rank}")
-        record = functools.partial(self.metrics.record, StepRecord(self.state, learning_rate))
-        self.device.step_closure(record, torch.cat([losses, norm[None]]))
+        record = StepRecord(self.state, rate, self.device.compiled_graphs())
+        self.device.step_closure(functools.partial(self.metrics.record, record), torch.cat([losses, norm[None]]))
+
+    def _prepare_saving(self, workload: Workload, say: Callable[[str], None]) -> HostCopy:
+        model: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        optimizer = self.optimizer.state()
+        if self.config.minimal_ckpt:
+            optimizer = {}
+            say("checkpoints hold the weights only: phase 2 can start from them, but this phase cannot be resumed")
+        stored = functools.partial(without_padding, vocab_size=workload.vocab_size, ranks=self.ranks)
+        copy = HostCopy(model, optimizer, self.device.host_memory, stored)
+        self.manager.begin(copy.touch)
+        return copy
 
     def save(self) -> None:
         """Start a checkpoint of the state as it is now; later steps do not change what it holds."""
         self.device.finish_closures()  # a step that went wrong is found before it is saved
+        self.metrics.flush()  # all steps of a checkpoint are recorded
         self._saved_at, self._saved_step = time.monotonic(), self.state.step
-        if not self.mesh.is_root:
-            return
-        copy = self.device.to_host
-        optimizer = {} if self.config.minimal_ckpt else self.optimizer.state()
-        self.manager.finish()
-        self.manager.save(
-            Snapshot(
-                self.state,
-                model={name: copy(p) for name, p in self.model.named_parameters()},
-                optimizer={name: copy(tensor) for name, tensor in optimizer.items()},
-            )
-        )
+        if self._host_copy is not None:
+            self.manager.finish()
+            self.manager.save(self._host_copy.take(self.state, self.device.copy_to_host))
 
-    def _agree(self, upcoming: Step | None) -> tuple[int, bool, bool]:
-        """What all workers hold after this step: masked positions in the next global batch, whether to stop, whether
-        to save. The root decides when it is time to save; any worker's signal stops all."""
+    def _agree(self, upcoming: Step | None) -> tuple[list[int], bool, bool]:
+        """What all workers hold after this step: what the losses of the next global batch are sums over, whether to
+        stop, whether to save. The root decides when it is time to save; any worker's signal stops all."""
         save = self.mesh.is_root and self._time_to_save()
-        mine = (upcoming.masked_tokens if upcoming else 0, self._stop_signal is not None, save)
-        masked_tokens, stop, save_votes = self.mesh.sum_on_host([int(value) for value in mine])
-        return masked_tokens, stop > 0, save_votes > 0
+        counts = upcoming.counts if upcoming else ()
+        if self.mesh.tensor_parallel_rank:
+            counts = tuple(0 for _ in counts)  # the ranks that share a model have the same samples
+        *totals, stop, saves = self.mesh.sum_on_host([*counts, int(self._stop_signal is not None), int(save)])
+        return totals, stop > 0, saves > 0
 
     def _time_to_save(self) -> bool:
         steps, minutes = self.config.ckpt_interval_steps, self.config.ckpt_interval_minutes
@@ -181,7 +240,7 @@ class Trainer:
 
 def seed_of(seed: int, global_step: int, micro_batch: int) -> int:
     """The seed of what is random in one micro-batch: a number in [0, 2⁶³)."""
-    return int(hash64(seed, global_step, index=np.array([micro_batch], dtype=np.uint64))[0] >> np.uint64(1))
+    return hash_of(seed, global_step, index=micro_batch) >> 1
 
 
 def _precision(config: TrainConfig, device: Device, resumed: TrainState | None, say: Callable[[str], None]) -> str:

@@ -15,13 +15,23 @@ from typing import Any
 
 from trainer.config import TrainConfig
 from trainer.errors import UserError
-from trainer.files import disk_errors, write_json
+from trainer.files import PROGRESS, disk_errors, replace_json, write_json
 from trainer.state import TrainState
+from trainer.workloads.base import Workload
 
 #: Steps over which the throughput is averaged, as in the tutorials' script.
 THROUGHPUT_WINDOW = 10
+#: Seconds between two writes of what others look at while it runs; steps that are slower are written one by one.
+_WRITE_INTERVAL_S = 1.0
+#: Seconds between two points of the curves in TensorBoard, which draws a thousand at most; metrics.jsonl has all.
+_BOARD_INTERVAL_S = 0.05
+#: First iterations of an epoch that do not count for the throughput, as in the tutorial.
+_WARMUP_ITERATIONS = 2
 METRICS = "metrics.jsonl"
-PROGRESS = "progress.json"
+
+
+#: json.dumps would make an encoder for each line.
+_encode = json.JSONEncoder(allow_nan=False).encode
 
 
 class NonFiniteLoss(UserError):
@@ -34,19 +44,34 @@ class StepRecord:
 
     state: TrainState
     learning_rate: float
+    #: Graphs compiled by then, on devices that compile.
+    compiled_graphs: int | None = None
 
 
 class Metrics:
     """The records of a run, written by the root worker; the others only check their losses."""
 
-    def __init__(self, config: TrainConfig, start: TrainState, *, is_root: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        workload: Workload,
+        start: TrainState,
+        *,
+        is_root: bool,
+        say: Callable[[str], None],
+    ) -> None:
         """Goes on behind the records of `start`'s steps in the output directory; later ones there are dropped,
         because their steps are done again."""
         self._config = config
+        self._workload = workload
         self._say = say
         self._is_root = is_root
-        self._sequences_per_step = start.global_batch_size
+        self._samples_per_step = start.global_batch_size
         self._began = self._last = time.monotonic()
+        self._written = self._drawn = 0.0
+        #: Recorded, and not written yet.
+        self._lines: list[str] = []
+        self._progress: dict[str, Any] = {}
         self._step_times: collections.deque[float] = collections.deque(maxlen=THROUGHPUT_WINDOW)
         self._throughputs: list[float] = []
         if not is_root:
@@ -54,7 +79,7 @@ class Metrics:
         self._path = config.output_dir / METRICS
         with disk_errors(self._path):
             _drop_after(self._path, start.global_step)
-            self._file = self._path.open("a", buffering=1)
+            self._file = self._path.open("a")
             self._board = _Board(config.output_dir / "tensorboard", first_step=start.global_step + 1)
 
     def start_clock(self) -> None:
@@ -62,92 +87,111 @@ class Metrics:
         self._began = self._last = time.monotonic()
 
     def record(self, record: StepRecord, values: list[float]) -> None:
-        """`values`: masked-LM loss, next-sentence loss (nats, means of the global batch), gradient norm.
+        """`values`: the workload's losses (nats, means of the global batch), and the gradient norm. In a trial they
+        mean nothing.
 
         Raises `NonFiniteLoss`.
         """
-        masked_lm, next_sentence, norm = values
+        if self._config.trial:
+            return
+        *losses, norm = values
         state = record.state
-        if not all(math.isfinite(v) for v in values):
+        if not all(map(math.isfinite, values)):
+            self.flush()
+            said = ", ".join(f"{name} {loss}" for name, loss in zip(self._workload.losses, losses, strict=True))
             raise NonFiniteLoss(
-                f"step {state.global_step}: masked-LM loss {masked_lm}, next-sentence loss {next_sentence}, gradient "
-                f"norm {norm} at learning rate {record.learning_rate:.3e}; the last checkpoint is kept: "
-                f"lower the learning rate, lengthen the warm-up, or try precision fp32"
+                f"step {state.global_step}: {said}, gradient norm {norm} at learning rate {record.learning_rate:.3e}; "
+                f"the last checkpoint is kept: lower the learning rate, lengthen the warm-up, or try precision fp32"
             )
         now = time.monotonic()
         step_time, self._last = now - self._last, now
         self._step_times.append(step_time)
-        throughput = self._sequences_per_step * len(self._step_times) / sum(self._step_times)
+        throughput = self._samples_per_step * len(self._step_times) / sum(self._step_times)
         self._throughputs.append(throughput)
         if not self._is_root:
             return
         scalars = {
-            "loss": masked_lm + next_sentence,
-            "masked_lm_loss": masked_lm,
-            "next_sentence_loss": next_sentence,
+            "loss": sum(losses),
+            **dict(zip(self._workload.losses, losses, strict=True)),
             "learning_rate": record.learning_rate,
             "grad_norm": norm,
             "throughput": throughput,
             "step_time_s": step_time,
         }
+        if record.compiled_graphs is not None:
+            scalars["compiled_graphs"] = record.compiled_graphs
         self._write(state, scalars)
 
     def _write(self, state: TrainState, scalars: dict[str, float]) -> None:
         step = state.global_step
         line = {"step": step, "epoch": state.epoch, "samples": state.samples_consumed, **scalars, "time": time.time()}
-        with disk_errors(self._path):
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
-            self._board.add(step, scalars)
-            (self._config.output_dir / PROGRESS).write_text(
-                json.dumps(
-                    {
-                        "label": f"phase {state.phase}, loss {scalars['loss']:.3f}",
-                        "done": state.step,
-                        "total": self._config.max_steps,
-                        "unit": "steps",
-                        "per_s": round(scalars["throughput"] / self._sequences_per_step, 6),
-                    }
-                )
-            )
+        self._lines.append(_encode(line) + "\n")
+        self._progress = {
+            "label": f"phase {state.phase}, loss {scalars['loss']:.3f}",
+            "done": state.step,
+            "total": self._config.max_steps,
+            "unit": "steps",
+            "per_s": round(scalars["throughput"] / self._samples_per_step, 6),
+        }
+        now = time.monotonic()
+        if now - self._drawn >= _BOARD_INTERVAL_S or state.step == self._config.stop_step:
+            self._drawn = now
+            with disk_errors(self._path):
+                self._board.add(step, scalars)
+        if now - self._written >= _WRITE_INTERVAL_S:
+            self.flush()
         if state.step % self._config.log_interval == 0 or state.step == self._config.stop_step:
             norm = f"grad-norm : {scalars['grad_norm']:.4f} " if self._config.print_grad_norm else ""
-            left = (self._config.stop_step - state.step) * self._sequences_per_step / scalars["throughput"]
+            left = (self._config.stop_step - state.step) * self._samples_per_step / scalars["throughput"]
             self._say(
                 f"LOG {time.asctime()} - ({state.epoch}, {step}) step_loss : {scalars['loss']:.4f} "
                 f"learning_rate : {scalars['learning_rate']:.2e} throughput : {scalars['throughput']:.2f} {norm}"
                 f"[{state.step}/{self._config.max_steps}, {_duration(left)} left]"
             )
 
+    def flush(self) -> None:
+        """Hand what is recorded to the operating system, so that it outlives this process."""
+        self._written = time.monotonic()
+        if not self._lines:
+            return
+        lines, self._lines = self._lines, []
+        with disk_errors(self._path):
+            self._file.write("".join(lines))
+            self._file.flush()
+            self._board.flush()
+            replace_json(self._config.output_dir / PROGRESS, self._progress)
+
     def close(self, state: TrainState, *, workers: int) -> None:
         """Write the summary: the tutorials' metrics file."""
         if not self._is_root:
             return
+        self.flush()
         with disk_errors(self._path):
             self._file.close()
             self._board.close()
         (self._config.output_dir / PROGRESS).unlink(missing_ok=True)
-        lines = self._path.read_text().splitlines()
-        first, last = (json.loads(lines[i]) for i in (0, -1)) if lines else ({}, {})
-        recent = [json.loads(line)["loss"] for line in lines[-50:]]
-        write_json(
-            self._config.metrics_file,
-            {
-                "num_workers": workers,
-                "epoch": state.epoch,
-                "steps": state.step,
-                "microsteps": state.step * self._config.grad_accum_usteps,
-                "global_step": state.global_step,
-                "loss": last.get("loss"),
-                "first_loss": first.get("loss"),
-                "mean_loss_last_50": sum(recent) / len(recent) if recent else None,
-                "train_time_minutes": (time.monotonic() - self._began) / 60,
-                "throughput_average": _mean(self._throughputs),
-                "throughput_peak": max(self._throughputs, default=None),
-                "batch_size": self._config.micro_batch_size,
-                "max_length": self._config.seq_len,
-                "precision": state.precision,
-            },
-        )
+        steps = [json.loads(line) for line in self._path.read_text().splitlines()]
+        recent = [step["loss"] for step in steps[-50:]]
+        summary = {
+            "num_workers": workers,
+            "epoch": state.epoch,
+            "steps": state.step,
+            "microsteps": state.step * self._config.grad_accum_usteps,
+            "global_step": state.global_step,
+            "loss": steps[-1]["loss"] if steps else None,
+            "first_loss": steps[0]["loss"] if steps else None,
+            "mean_loss_last_50": _mean(recent),
+            "train_time_minutes": (time.monotonic() - self._began) / 60,
+            "throughput_average": _mean(self._throughputs),
+            "throughput_peak": max(self._throughputs, default=None),
+            "iterations_per_s": _rate_of_last_epoch(steps),
+            "batch_size": self._config.micro_batch_size,
+            **self._workload.summary(),
+            "precision": state.precision,
+        }
+        write_json(self._config.metrics_file, summary)
+        for line in self._workload.last_words(summary):
+            self._say(line)
 
 
 class _Board:
@@ -178,6 +222,8 @@ class _Board:
 
     def _put(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())
+
+    def flush(self) -> None:
         self._file.flush()
 
     def close(self) -> None:
@@ -186,6 +232,12 @@ class _Board:
 
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def _rate_of_last_epoch(steps: list[dict[str, Any]]) -> float | None:
+    """Optimizer steps a second in the last epoch, as the tutorial counts them: without its first two."""
+    times = [step["step_time_s"] for step in steps if step["epoch"] == steps[-1]["epoch"]][_WARMUP_ITERATIONS:]
+    return len(times) / sum(times) if times else None
 
 
 def _duration(seconds: float) -> str:

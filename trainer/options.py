@@ -3,30 +3,60 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import DEVICES, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig, TrainConfig
+from trainer.config import DATA_PARALLEL, DEVICES, OPTIMIZERS, PRECISIONS, TrainConfig
 from trainer.data.order import SampleOrder
-from trainer.data.shards import ShardSet
-from trainer.errors import UserError
+from trainer.devices.base import DeviceOptions
 from trainer.parallel.mesh import Mesh
+from trainer.workloads import WORKLOADS
+from trainer.workloads.base import Workload
+
+BERT = next(iter(WORKLOADS))
+LR_HELP = "peak learning rate; of mnist: times the number of workers, as in its tutorial"
+DATA_PARALLEL_HELP = (
+    f"one of {', '.join(DATA_PARALLEL)}. allreduce sums the gradients in a fixed order after the last micro-step: take "
+    f"it unless you need the other. ddp is torch's DistributedDataParallel (gradient_as_bucket_view=True), which sums "
+    f"beside the backward pass: take it where the all-reduce of a large model is a good part of a step. Both give the "
+    f"same curve up to rounding. What ddp costs: after its first step it puts its buckets into another order, so a "
+    f"resumed run adds in another order than an uninterrupted one, and with more than 2 workers it no longer ends with "
+    f"the same bytes"
+)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Every option, its unit, and its default; the tutorials' options keep their names and defaults."""
+def parser(workload: str = BERT) -> argparse.ArgumentParser:
+    """Every option of a workload, its unit, and its default; the tutorials' options keep their names and defaults."""
     p = argparse.ArgumentParser(
         prog="python -m trainer",
-        description="Pretrain BERT for one phase, on one worker, or on several under torchrun.",
+        description=f"Train {workload}, on one worker, or on several under torchrun.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
+    _add_workload(p)
     _add_data(p)
-    _add_model(p)
+    WORKLOADS[workload].add_options(p)
     _add_training(p)
     _add_checkpoints(p)
     _add_machine(p)
+    p.set_defaults(**WORKLOADS[workload].defaults)
     return p
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line (None: this process'), by the options of the workload that it names."""
+    first = argparse.ArgumentParser(prog="python -m trainer", add_help=False, allow_abbrev=False)
+    _add_workload(first)
+    chosen, _ = first.parse_known_args(words)
+    return parser(chosen.workload).parse_args(words)
+
+
+def _add_workload(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--workload", choices=WORKLOADS, default=BERT,
+        help="what is trained; each has options of its own: --workload NAME --help",
+    )  # fmt: skip
 
 
 def _add_data(p: argparse.ArgumentParser) -> None:
@@ -35,41 +65,28 @@ def _add_data(p: argparse.ArgumentParser) -> None:
         "--data_dir",
         type=Path,
         default=Path("~/examples_datasets/bert_pretrain_wikicorpus_tokenized_hdf5_seqlen128/"),
-        help="directory with *_training_*.hdf5 shards",
+        help="directory with the data set: *_training_*.hdf5 shards; of mnist: its .gz files",
     )
     data.add_argument("--output_dir", type=Path, default=Path("output"), help="checkpoints, logs and metrics go here")
     data.add_argument(
         "--metrics_file", type=Path, default=None, help="summary of the run, JSON (default: OUTPUT_DIR/results.json)"
     )
-    data.add_argument("--seq_len", type=int, default=None, help="tokens in a row (default: what the shards have)")
-    data.add_argument("--max_pred_len", type=int, default=20, help="masked positions in a row, at most")
-
-
-def _add_model(p: argparse.ArgumentParser) -> None:
-    model = p.add_argument_group("model")
-    model.add_argument("--model", choices=PRESETS, default="large", help="a published size")
-    model.add_argument("--model_config", type=Path, default=None, help="a Hugging Face config.json instead of --model")
-    model.add_argument("--vocab_size", type=int, default=None, help="entries of the vocabulary (default: 30522)")
-    model.add_argument("--disable_dropout", action="store_true", help="train without dropout")
-    model.add_argument("--debug", action="store_true", help="the tutorials' toy model: 1 layer, 2 heads, hidden 16")
 
 
 def _add_training(p: argparse.ArgumentParser) -> None:
     train = p.add_argument_group("training")
-    train.add_argument("--batch_size", type=int, default=8, help="sequences in a micro-step of one worker")
+    train.add_argument("--batch_size", type=int, default=8, help="samples in a micro-step of one worker")
     train.add_argument("--grad_accum_usteps", type=int, default=64, help="micro-steps in an optimizer step")
-    train.add_argument("--max_steps", type=int, default=28125, help="optimizer steps in the phase (the schedule's end)")
     train.add_argument(
-        "--steps_this_run", type=int, default=-1, help="stop after this step of the phase; -1: max_steps"
+        "--steps_this_run", type=int, default=-1, help="stop after this optimizer step of the phase; -1: the last"
     )
-    train.add_argument("--lr", type=float, default=4e-4, help="peak learning rate")
+    train.add_argument("--lr", type=float, default=4e-4, help=LR_HELP)
+    train.add_argument("--schedule", default="linear", help="after the warm-up: linear, down to 0; or constant")
     train.add_argument("--warmup_steps", type=int, default=2000, help="optimizer steps of linear warm-up")
     train.add_argument("--optimizer", default="AdamW", help=f"one of {', '.join(OPTIMIZERS)}")
-    train.add_argument("--weight_decay", type=float, default=0.01, help="of all but biases and LayerNorms")
+    train.add_argument("--weight_decay", type=float, default=0.01, help="of all but biases and norms")
     train.add_argument("--max_grad_norm", type=float, default=1.0, help="L2 norm gradients are clipped to; 0: never")
     train.add_argument("--seed", type=int, default=12349, help="of initial weights, sample order and dropout")
-    train.add_argument("--phase2", action="store_true", help="second phase: starts from the weights of the first")
-    train.add_argument("--phase1_end_step", type=int, default=28125, help="global step at which phase 1 ended")
     precision = train.add_mutually_exclusive_group()
     precision.add_argument("--precision", default="auto", help=f"one of {', '.join(PRECISIONS)}")
     precision.add_argument("--enable_fp32", action="store_true", help="the same as --precision fp32")
@@ -83,7 +100,7 @@ def _add_checkpoints(p: argparse.ArgumentParser) -> None:
     ckpt.add_argument("--resume_ckpt_path", type=Path, default=None, help="a checkpoint directory to start from")
     ckpt.add_argument(
         "--shards_per_ckpt", type=int, default=1,
-        help="checkpoint after every worker has seen as many samples as this many shards hold",
+        help="checkpoint after every worker has seen as many samples as this many shards hold; 0: no",
     )  # fmt: skip
     ckpt.add_argument("--ckpt_interval_steps", type=int, default=None, help="optimizer steps between checkpoints; "
                       "0: none by steps; overrides --shards_per_ckpt")  # fmt: skip
@@ -98,7 +115,25 @@ def _add_checkpoints(p: argparse.ArgumentParser) -> None:
 def _add_machine(p: argparse.ArgumentParser) -> None:
     machine = p.add_argument_group("machine")
     machine.add_argument("--device", default="auto", help=f"one of {', '.join(DEVICES)}")
-    machine.add_argument("--tensor_parallel_size", type=int, default=1, help="workers that share one copy of the model")
+    machine.add_argument("--compile", action="store_true", help="have torch.compile make kernels, on cpu and cuda")
+    machine.add_argument(
+        "--compile_cache", default=None, help="directory for compiled graphs (default: the compiler's)"
+    )
+    machine.add_argument(
+        "--spawn", type=int, default=0, metavar="N",
+        help="start N workers with torch_xla's xmp.spawn instead of torchrun (NEURON_NUM_DEVICES of the DDP tutorial)",
+    )  # fmt: skip
+    machine.add_argument("--doctor", action="store_true", help="say what this machine has and lacks, and end")
+    machine.add_argument(
+        "--trial", action="store_true",
+        help="only have the graphs compiled: no checkpoint, log or metric is written, no loss believed",
+    )  # fmt: skip
+    machine.add_argument(
+        "--graphs", type=Path, default=None, metavar="FILE",
+        help="list of compiled graphs, JSON: written with --trial; else a graph that is not in it is told",
+    )  # fmt: skip
+    machine.add_argument("--batches_per_execution", type=int, default=1, help="micro-batches in one compiled graph")
+    machine.add_argument("--data_parallel", default="allreduce", help=DATA_PARALLEL_HELP)
     machine.add_argument("--collective_timeout", type=float, default=600.0, help="seconds workers wait for each other")
     machine.add_argument("--print_grad_norm", action="store_true", help="show the gradient norm on the console line")
     machine.add_argument("--record_samples", action="store_true", help="note (shard, row) of every sample, to check on "
@@ -106,27 +141,25 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
     machine.add_argument("--log_interval", type=int, default=1, help="optimizer steps between console lines")
 
 
-def to_config(args: argparse.Namespace, mesh: Mesh) -> TrainConfig:
-    """The validated configuration. Opens the data set for what the options leave open. Raises `UserError`."""
-    data_dir = args.data_dir.expanduser()
+def to_config(args: argparse.Namespace, mesh: Mesh) -> tuple[TrainConfig, Workload]:
+    """The validated configuration, and what it trains. Raises `UserError`."""
+    workload = WORKLOADS[args.workload].of(args)
     output_dir = args.output_dir.expanduser()
-    shards = ShardSet.open(data_dir, seq_len=args.seq_len, max_pred_len=args.max_pred_len)
     phase = 2 if args.phase2 else 1
+    global_batch_size = args.batch_size * args.grad_accum_usteps * mesh.data_parallel_size
+    max_steps = workload.max_steps(args, max(1, global_batch_size))
     config = TrainConfig(
-        model=_model(args),
-        data_dir=data_dir,
         output_dir=output_dir,
         metrics_file=args.metrics_file or output_dir / "results.json",
         phase=phase,
         phase1_end_step=args.phase1_end_step if phase == 2 else 0,
-        seq_len=shards.seq_len,
-        max_pred_len=args.max_pred_len,
         micro_batch_size=args.batch_size,
         grad_accum_usteps=args.grad_accum_usteps,
-        max_steps=args.max_steps,
-        stop_step=args.max_steps if args.steps_this_run < 0 else min(args.steps_this_run, args.max_steps),
+        max_steps=max_steps,
+        stop_step=max_steps if args.steps_this_run < 0 else min(args.steps_this_run, max_steps),
         warmup_steps=args.warmup_steps,
-        lr=args.lr,
+        schedule=args.schedule,
+        lr=workload.learning_rate(args, mesh),
         optimizer=args.optimizer,
         weight_decay=args.weight_decay,
         max_grad_norm=args.max_grad_norm,
@@ -134,7 +167,8 @@ def to_config(args: argparse.Namespace, mesh: Mesh) -> TrainConfig:
         precision=_precision(args),
         device=args.device,
         tensor_parallel_size=args.tensor_parallel_size,
-        ckpt_interval_steps=_interval(args, shards, mesh),
+        data_parallel=args.data_parallel,
+        ckpt_interval_steps=_interval(args, workload, mesh),
         ckpt_interval_minutes=args.ckpt_interval_minutes,
         num_ckpts_to_keep=args.num_ckpts_to_keep,
         minimal_ckpt=args.minimal_ckpt,
@@ -144,23 +178,27 @@ def to_config(args: argparse.Namespace, mesh: Mesh) -> TrainConfig:
         print_grad_norm=args.print_grad_norm,
         log_interval=args.log_interval,
         record_samples=args.record_samples,
+        compile=args.compile,
+        compile_cache=args.compile_cache,
+        trial=args.trial or os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") == "1",
+        graphs=args.graphs,
+        batches_per_execution=args.batches_per_execution,
         collective_timeout_s=args.collective_timeout,
     )
-    SampleOrder(shards.rows_per_shard, seed=0, global_batch_size=config.global_batch_size(mesh.data_parallel_size))
-    return config
+    SampleOrder(workload.rows_per_shard, seed=0, global_batch_size=global_batch_size)
+    return config, workload
 
 
-def _model(args: argparse.Namespace) -> ModelConfig:
-    changes = {} if args.vocab_size is None else {"vocab_size": args.vocab_size}
-    if args.model_config is not None:
-        try:
-            config = json.loads(args.model_config.read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"--model_config {args.model_config}: {error}; give a Hugging Face config.json") from error
-        model = ModelConfig.of_hugging_face({**config, **changes})
-    else:
-        model = ModelConfig.preset("debug" if args.debug else args.model, **changes)
-    return model.without_dropout() if args.disable_dropout else model
+def device_options(config: TrainConfig, mesh: Mesh) -> DeviceOptions:
+    """What the device of this worker is told; the root's reports what it compiles."""
+    return DeviceOptions(
+        precision=config.precision,
+        batches_per_execution=config.batches_per_execution,
+        compile_cache=config.compile_cache,
+        reports=config.output_dir if mesh.is_root and config.graphs is not None else None,
+        count_operations=config.trial,
+        compile=config.compile,
+    )
 
 
 def _precision(args: argparse.Namespace) -> str:
@@ -169,10 +207,13 @@ def _precision(args: argparse.Namespace) -> str:
     return "autocast" if args.enable_pt_autocast else str(args.precision)
 
 
-def _interval(args: argparse.Namespace, shards: ShardSet, mesh: Mesh) -> int:
-    """Steps between checkpoints; `--shards_per_ckpt` in steps of at least one."""
+def _interval(args: argparse.Namespace, workload: Workload, mesh: Mesh) -> int:
+    """Steps between checkpoints; `--shards_per_ckpt` in steps of at least one, 0: none."""
     if args.ckpt_interval_steps is not None:
         return int(args.ckpt_interval_steps)
+    rows = workload.rows_per_shard
     workers = mesh.data_parallel_size
-    samples: float = args.shards_per_ckpt * workers * shards.rows / len(shards.names)
-    return max(1, round(samples / int(args.batch_size * args.grad_accum_usteps * workers)))
+    samples: float = args.shards_per_ckpt * workers * int(rows.sum()) / len(rows)
+    if not args.shards_per_ckpt:
+        return 0
+    return max(1, round(samples / max(1, int(args.batch_size * args.grad_accum_usteps * workers))))

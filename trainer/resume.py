@@ -13,6 +13,8 @@ from trainer.checkpoint.format import read_tensors, tensor_file
 from trainer.checkpoint.manager import CheckpointManager, require_valid
 from trainer.config import TrainConfig
 from trainer.errors import CheckpointError, UserError
+from trainer.parallel.shares import put_piece, put_share, whole_shape, without_padding
+from trainer.parallel.tensor import TensorParallel
 from trainer.state import TrainState
 
 
@@ -68,24 +70,41 @@ def _start_of_phase(config: TrainConfig, path: Path) -> Start:
 
 
 @torch.no_grad()
-def load_into(targets: dict[str, Tensor], path: Path, kind: str) -> None:
-    """Copy the tensors of a checkpoint's `kind` file (model, optimizer) into `targets` of the same names and shapes.
+def load_into(targets: dict[str, Tensor], start: Start, kind: str, vocab_size: int, ranks: TensorParallel) -> None:
+    """Copy the tensors of a checkpoint's `kind` file (model, optimizer) into `targets` of the same names: this rank's
+    share of them.
 
     Raises `CheckpointError` naming the first tensor that is missing, too much, or of another shape.
     """
-    file = path / tensor_file(kind, 0, 1)
+    if not targets:  # an optimizer that remembers nothing
+        return
+    path, size = start.checkpoint, start.state.tensor_parallel_size
+    if size not in (1, ranks.size):
+        raise CheckpointError(
+            f"{path} is split over {size} tensor-parallel ranks, this run has {ranks.size}; make it fit: "
+            f"python -m stages.convert {path} OUT --to native --tensor-parallel-size {ranks.size}"
+        )
+    file = path / tensor_file(kind, 0 if size == 1 else ranks.rank, size)
     if not file.exists():
-        raise CheckpointError(f"{path} has no {file.name} (a minimal checkpoint?): it cannot be resumed from")
+        raise CheckpointError(
+            f"{path} has no {file.name} (saved with --minimal_ckpt?): the next phase can start from its weights, but "
+            f"this one cannot be resumed; train it anew in another --output_dir"
+        )
     missing = set(targets)
     for name, tensor in read_tensors(file):
         if name not in targets:
             raise CheckpointError(f"{file} holds {name}, which this run has no place for; is it of another model?")
-        if tensor.shape != targets[name].shape:
+        target = targets[name]
+        whole = whole_shape(name, tuple(target.shape), vocab_size, ranks.size)
+        needed = whole if size == 1 else tuple(without_padding(name, target, vocab_size, ranks).shape)
+        if tuple(tensor.shape) != needed:
             raise CheckpointError(
-                f"{file}: {name} has shape {tuple(tensor.shape)}, this run needs {tuple(targets[name].shape)}; "
-                f"is it of another model?"
+                f"{file}: {name} has shape {tuple(tensor.shape)}, this run needs {needed}; is it of another model?"
             )
-        targets[name].copy_(tensor)
+        if size == 1:
+            put_share(target, name, tensor, ranks)
+        else:
+            put_piece(target, name, tensor)
         missing.discard(name)
     if missing:
         raise CheckpointError(f"{file} lacks {sorted(missing)[0]}; is it of another model?")

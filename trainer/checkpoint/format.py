@@ -1,10 +1,14 @@
 """The files of a checkpoint.
 
     ckpt_<global step>/
-      model-00-of-01.safetensors       parameters under Hugging Face's names, one file per tensor-parallel rank
-      optimizer-00-of-01.safetensors   exp_avg.<name>, exp_avg_sq.<name>
+      model-00-of-02.safetensors       parameters under Hugging Face's names, one file per tensor-parallel rank
+      optimizer-00-of-02.safetensors   exp_avg.<name>, exp_avg_sq.<name>, split like their parameters
       state.json                       `TrainState`
-      manifest.json                    sizes and sha256 of the above, and its own; written last
+      manifest.json                    sizes and sha256 of all of the above, and its own; written last
+
+A rank's file holds its pieces of what `trainer/parallel/plan.py` splits, without padding, and all of the rest: the
+whole of a parameter is its pieces, one after the other along the split axis. All files name their tensors in one order
+and carry the global step in their header.
 
 safetensors files are written here rather than by the library because this way they are hashed while they are
 written, fsynced, and no second copy of the state is in memory. The library reads them.
@@ -18,18 +22,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trainer.checkpoint.tensor_file import Spec, write_tensor_file
 from trainer.errors import CheckpointError
-from trainer.files import durable_file, sha256_of
+from trainer.files import durable_file, fsync_directory, sha256_of, write_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
-#: Names of the dtypes in safetensors headers.
-_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 
 def tensor_file(kind: str, rank: int, size: int) -> str:
@@ -39,20 +41,8 @@ def tensor_file(kind: str, rank: int, size: int) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
     """Write CPU tensors as a safetensors file, durably; returns {"path", "bytes", "sha256"}. Raises `DiskError`."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
-        at += size
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with durable_file(path) as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in tensors.values():
-            if tensor.numel():
-                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return {"path": path.name, "bytes": file.bytes, "sha256": file.sha256}
+    specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}
+    return write_tensor_file(path, tensors.items(), specs, metadata)
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -70,6 +60,23 @@ def encode_manifest(step: int, files: list[dict[str, Any]]) -> bytes:
     content = {"format": "native", "version": FORMAT_VERSION, "step": step, "files": files}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**content, "sha256": digest}, indent=2) + "\n").encode()
+
+
+def write_manifest(
+    directory: Path, step: int, state: dict[str, Any], files: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Write state.json and, last, the manifest of it and `files`; returns {"path", "bytes", "sha256"} of all files.
+
+    Raises `DiskError`.
+    """
+    write_json(directory / STATE, state)
+    content = (directory / STATE).read_bytes()
+    files = [*files, {"path": STATE, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}]
+    manifest = encode_manifest(step, files)
+    with durable_file(directory / MANIFEST) as file:
+        file.write(manifest)
+    fsync_directory(directory)
+    return [*files, {"path": MANIFEST, "bytes": file.bytes, "sha256": file.sha256}]
 
 
 def why_invalid(directory: Path, *, verify: bool = True) -> str | None:

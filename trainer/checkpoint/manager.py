@@ -1,53 +1,49 @@
 """Saves, finds and prunes the checkpoints of one run.
 
-Saving copies the state to host memory (`Snapshot`) and writes it from a thread while training goes on: one write at
-a time, its failure raised at the next step, older checkpoints removed only once the new one is durable.
+A copy of the state in host memory is written from a thread while training goes on: one write at a time, its failure
+raised at the next step, older checkpoints removed only once the new one is durable. Ranks that share a model write
+their shares at the same time; the first waits for all, and makes them one checkpoint.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
-
-from trainer.checkpoint.format import MANIFEST, STATE, encode_manifest, tensor_file, why_invalid, write_tensors
-from trainer.errors import CheckpointError, UserError
+from trainer.checkpoint.format import tensor_file, why_invalid, write_manifest, write_tensors
+from trainer.checkpoint.snapshot import Snapshot
+from trainer.errors import CheckpointError, DiskError, UserError
 from trainer.files import (
     TEMPORARY_SUFFIX,
     disk_errors,
-    durable_file,
-    fsync_directory,
+    read_json,
     rename_durably,
-    sha256_of,
     sweep_temporaries,
     write_json,
 )
-from trainer.state import TrainState
 
 _NAME = re.compile(r"ckpt_(\d+)")
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A state at rest in host memory: parameters and moments by name."""
-
-    state: TrainState
-    model: dict[str, Tensor]
-    #: Empty in a minimal checkpoint.
-    optimizer: dict[str, Tensor]
+#: What a rank leaves beside its files when they are durable, and how often the first looks for it.
+_NOTE, _POLL_S = "rank-{:02}.json", 0.05
 
 
 class CheckpointManager:
     """The checkpoints below `directory`."""
 
-    def __init__(self, directory: Path, *, keep: int, say: Callable[[str], None] = print) -> None:
-        """`keep`: how many to keep, -1 all; `say`: told when a checkpoint is skipped, and why."""
+    def __init__(
+        self, directory: Path, *, keep: int, say: Callable[[str], None] = print, rank: int = 0, size: int = 1,
+        timeout_s: float = 600,
+    ) -> None:  # fmt: skip
+        """`keep`: how many to keep, -1 all; `say`: told when a checkpoint is skipped, and why. Rank `rank` of `size`
+        that share the model; `timeout_s`: seconds that the first waits for the others' shares."""
         self.directory = directory
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._keep = keep
         self._say = say
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -80,8 +76,12 @@ class CheckpointManager:
 
     def save(self, snapshot: Snapshot) -> None:
         """Start writing `snapshot`, once the write before is finished. Raises that one's error."""
+        self.begin(functools.partial(self._write, snapshot))
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Start `work` in the writer's thread, once the write before is finished. Raises that one's error."""
         self.finish()
-        self._pending = self._writer.submit(self._write, snapshot)
+        self._pending = self._writer.submit(work)
 
     def check(self) -> None:
         """Raise the error of a write that failed since; do not wait for one that is under way."""
@@ -99,14 +99,39 @@ class CheckpointManager:
         temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
         try:
             with disk_errors(temporary):
-                temporary.mkdir()
-            write_snapshot(temporary, snapshot)
+                temporary.mkdir(exist_ok=self._size > 1)
+            files = write_shard(temporary, snapshot, self._rank, self._size)
+            if self._size > 1:
+                write_json(temporary / _NOTE.format(self._rank), {"files": files})
+            if self._rank:
+                return
+            files += self._others_files(temporary)
+            write_manifest(temporary, snapshot.state.global_step, snapshot.state.to_json(), files)
             # Only a damaged one can be there already: a valid one would have been resumed from.
             rename_durably(temporary, final)
         except UserError:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if not self._rank:
+                shutil.rmtree(temporary, ignore_errors=True)
             raise
         self._prune()
+
+    def _others_files(self, directory: Path) -> list[dict[str, Any]]:
+        """What a manifest says of the other ranks' files, once they are durable. Raises `DiskError`."""
+        files: list[dict[str, Any]] = []
+        deadline = time.monotonic() + self._timeout_s
+        for rank in range(1, self._size):
+            while (note := read_json(directory / _NOTE.format(rank))) is None:
+                if time.monotonic() > deadline:
+                    raise DiskError(
+                        f"{directory}: rank {rank} has not written its share within {self._timeout_s:g} s; is the "
+                        f"directory the same for all workers? run the same again to go on from the last checkpoint"
+                    )
+                time.sleep(_POLL_S)
+            files += note["files"]
+        with disk_errors(directory):
+            for rank in range(self._size):
+                (directory / _NOTE.format(rank)).unlink(missing_ok=True)
+        return files
 
     def _prune(self) -> None:
         if self._keep < 0:
@@ -120,16 +145,20 @@ class CheckpointManager:
 
 def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
     """Write the files of a checkpoint into the existing, empty `directory`. Raises `DiskError`."""
+    files = write_shard(directory, snapshot)
+    write_manifest(directory, snapshot.state.global_step, snapshot.state.to_json(), files)
+
+
+def write_shard(directory: Path, snapshot: Snapshot, rank: int = 0, size: int = 1) -> list[dict[str, Any]]:
+    """Write the tensors that tensor-parallel rank `rank` of `size` holds; returns what a manifest says of the files.
+
+    Each rank may do so at the same time; one of them writes the manifest, of all ranks' files, when all are done.
+    """
     metadata = {"format": "pt", "step": str(snapshot.state.global_step)}
-    files = [write_tensors(directory / tensor_file("model", 0, 1), snapshot.model, metadata)]
+    files = [write_tensors(directory / tensor_file("model", rank, size), snapshot.model, metadata)]
     if snapshot.optimizer:
-        files.append(write_tensors(directory / tensor_file("optimizer", 0, 1), snapshot.optimizer, metadata))
-    state = directory / STATE
-    write_json(state, snapshot.state.to_json())
-    files.append({"path": STATE, "bytes": state.stat().st_size, "sha256": sha256_of(state)})
-    with durable_file(directory / MANIFEST) as file:
-        file.write(encode_manifest(snapshot.state.global_step, files))
-    fsync_directory(directory)
+        files.append(write_tensors(directory / tensor_file("optimizer", rank, size), snapshot.optimizer, metadata))
+    return files
 
 
 def require_valid(path: Path) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer.data.batch import Batch
 from trainer.data.order import SampleOrder, Samples
 from trainer.data.shards import KEYS, ShardSet
 from trainer.errors import UserError
@@ -30,15 +32,31 @@ class Step:
     #: Steps done before this one in the phase.
     index: int
     epoch: int
-    micro_batches: list[BertBatch]
-    #: Masked positions in all of them.
-    masked_tokens: int
+    micro_batches: Iterable[Batch]
+    #: What each of the model's losses is a sum over, in all micro-batches: numbers of labels.
+    counts: tuple[int, ...]
     #: Where the samples came from, in the order of use, (A·B,).
     samples: Samples
 
 
+class Reader(Protocol):
+    """Reads samples, wherever they are, as micro-batches."""
+
+    #: Samples that are read together when steps are small: one read of many costs less than many reads.
+    rows_at_once: int
+
+    def micro_batches(self, samples: Samples, size: int) -> tuple[Sequence[Batch], Sequence[tuple[int, ...]]]:
+        """`samples` in order, `size` at a time (the last may be smaller), and what each one's losses are sums over.
+
+        Raises `UserError` on data that the model cannot take.
+        """
+        ...
+
+
 class BatchReader:
-    """Reads rows, wherever they are, as micro-batches."""
+    """Reads BERT's examples from shards."""
+
+    rows_at_once = 1
 
     def __init__(self, shards: ShardSet, *, vocab_size: int, static_shapes: bool = False) -> None:
         """With `static_shapes` every micro-batch has B·P masked positions, the missing ones labelled `IGNORED`."""
@@ -46,17 +64,20 @@ class BatchReader:
         self._vocab_size = vocab_size
         self._static_shapes = static_shapes
 
-    def micro_batches(self, samples: Samples, size: int) -> tuple[list[BertBatch], int]:
-        """`samples` in order, `size` at a time (the last may be smaller), and the masked positions in all of them.
+    def micro_batches(self, samples: Samples, size: int) -> tuple[list[BertBatch], list[tuple[int, int]]]:
+        """See `Reader`; the losses are sums over masked positions and over sequences.
 
         Raises `UserError` on an id outside the vocabulary.
         """
         arrays = self.read(samples)
-        batches = [
-            self._micro_batch({key: value[start : start + size] for key, value in arrays.items()})
+        parts = [
+            {key: value[start : start + size] for key, value in arrays.items()}
             for start in range(0, len(samples), size)
         ]
-        return batches, int(np.count_nonzero(arrays["masked_lm_positions"]))
+        counts = [
+            (int(np.count_nonzero(part["masked_lm_positions"])), len(part["masked_lm_positions"])) for part in parts
+        ]
+        return list(map(self._micro_batch, parts)), counts
 
     def read(self, samples: Samples) -> dict[str, NDArray[np.generic]]:
         """The rows of `samples`, in their order, from as few reads as there are shards among them."""
@@ -109,33 +130,45 @@ class Loader:
 
     def __init__(
         self,
-        reader: BatchReader,
+        reader: Reader,
         order: SampleOrder,
         *,
         micro_batch_size: int,
         rank: int = 0,
         size: int = 1,
-        prefetch_steps: int = 2,
+        prefetch: int = 2,
     ) -> None:
+        """`prefetch`: reads to be ahead by, each of one step, or of as many small ones as the reader likes."""
         self._reader = reader
         self._order = order
         self._micro_batch_size = micro_batch_size
-        self._prefetch_steps = prefetch_steps
+        self._prefetch = prefetch
         index = np.arange(order.global_batch_size).reshape(-1, size, micro_batch_size)
         self._mine = index[:, rank].reshape(-1)
+        self._steps_at_once = max(1, reader.rows_at_once // len(self._mine))
 
-    def load(self, step: int) -> Step:
-        """This worker's share of step `step`."""
-        samples = self._order.step(step)[self._mine]
-        batches, masked_tokens = self._reader.micro_batches(samples, self._micro_batch_size)
-        return Step(step, self._order.epoch_of(step), batches, masked_tokens, samples)
+    def load(self, first: int, last: int) -> list[Step]:
+        """This worker's share of steps `first` … `last` - 1."""
+        rows = len(self._mine)
+        offsets = self._order.global_batch_size * np.arange(last - first)[:, None]
+        samples = self._order.steps(first, last)[(offsets + self._mine).reshape(-1)]
+        batches, counts = self._reader.micro_batches(samples, self._micro_batch_size)
+        micro_steps = rows // self._micro_batch_size
+        steps = []
+        for at, step in enumerate(range(first, last)):
+            mine = slice(at * micro_steps, (at + 1) * micro_steps)
+            totals = tuple(map(sum, zip(*counts[mine], strict=True)))
+            where = samples[slice(at * rows, (at + 1) * rows)]
+            steps.append(Step(step, self._order.epoch_of(step), batches[mine], totals, where))
+        return steps
 
     def steps(self, first: int, last: int) -> Iterator[Step]:
         """Steps `first` … `last` - 1, read ahead by a thread; its errors are raised here."""
-        ahead: queue.Queue[Step | BaseException] = queue.Queue(self._prefetch_steps)
+        ahead: queue.Queue[list[Step] | BaseException] = queue.Queue(self._prefetch)
         stopped = threading.Event()
+        starts = range(first, last, self._steps_at_once)
 
-        def put(item: Step | BaseException) -> None:
+        def put(item: list[Step] | BaseException) -> None:
             while not stopped.is_set():
                 try:
                     return ahead.put(item, timeout=0.1)
@@ -144,21 +177,21 @@ class Loader:
 
         def produce() -> None:
             try:
-                for step in range(first, last):
+                for start in starts:
                     if stopped.is_set():
                         return
-                    put(self.load(step))
+                    put(self.load(start, min(start + self._steps_at_once, last)))
             except BaseException as error:
                 put(error)
 
         thread = threading.Thread(target=produce, name="loader", daemon=True)
         thread.start()
         try:
-            for _ in range(first, last):
+            for _ in starts:
                 item = ahead.get()
                 if isinstance(item, BaseException):
                     raise item
-                yield item
+                yield from item
         finally:
             stopped.set()
             thread.join()

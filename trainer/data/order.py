@@ -11,6 +11,7 @@ every version of every library, on every machine.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +24,16 @@ BLOCK_ROWS = 1 << 18
 #: Part of every checkpoint: a change to this file that changes the order raises it.
 ORDER_VERSION = 1
 
+#: Constants of splitmix64.
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
 Int64s = NDArray[np.int64]
 
 
 def hash64(*words: int, index: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A hash of each element of `index` together with `words`, by splitmix64 (Steele et al., OOPSLA 2014)."""
-    golden, mix1, mix2 = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+    golden, mix1, mix2 = (np.uint64(c) for c in (_GOLDEN, _MIX1, _MIX2))
     out = index.astype(np.uint64)
     with np.errstate(over="ignore"):
         for word in (0, *words):
@@ -36,6 +41,17 @@ def hash64(*words: int, index: NDArray[np.uint64]) -> NDArray[np.uint64]:
             out = (out ^ (out >> np.uint64(30))) * mix1
             out = (out ^ (out >> np.uint64(27))) * mix2
             out = out ^ (out >> np.uint64(31))
+    return out
+
+
+def hash_of(*words: int, index: int) -> int:
+    """`hash64` of one number, without arrays: a tenth of the time."""
+    out = index
+    for word in (0, *words):
+        out = (out + word + _GOLDEN) & _MASK
+        out = ((out ^ (out >> 30)) * _MIX1) & _MASK
+        out = ((out ^ (out >> 27)) * _MIX2) & _MASK
+        out ^= out >> 31
     return out
 
 
@@ -94,17 +110,27 @@ class SampleOrder:
 
     def step(self, step: int) -> Samples:
         """The `global_batch_size` samples of step `step` (from 0), in order."""
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        return self.steps(step, step + 1)
+
+    def steps(self, first: int, last: int) -> Samples:
+        """The samples of steps `first` … `last` - 1, in order: `global_batch_size` of them each."""
+        pieces: list[Samples] = []
+        while first < last:
+            epoch, step_in_epoch = divmod(first, self.steps_per_epoch)
+            steps = min(last - first, self.steps_per_epoch - step_in_epoch)
+            position = step_in_epoch * self.global_batch_size
+            pieces += self._pieces(epoch, position, position + steps * self.global_batch_size)
+            first += steps
+        return Samples(np.concatenate([p.shard for p in pieces]), np.concatenate([p.row for p in pieces]))
+
+    def _pieces(self, epoch: int, position: int, end: int) -> Iterator[Samples]:
+        """The samples from `position` to `end` in the order of an epoch, block by block."""
         plan = self._epoch(epoch)
-        position = step_in_epoch * self.global_batch_size
-        end = position + self.global_batch_size
-        pieces = []
         while position < end:
             block = int(np.searchsorted(plan.rows, position, side="right")) - 1
             start, stop = position - plan.rows[block], min(end, int(plan.rows[block + 1])) - plan.rows[block]
-            pieces.append(self._block(epoch, block)[np.arange(start, stop)])
+            yield self._block(epoch, block)[slice(start, stop)]
             position = int(plan.rows[block]) + int(stop)
-        return Samples(np.concatenate([p.shard for p in pieces]), np.concatenate([p.row for p in pieces]))
 
     def _plan_epoch(self, epoch: int) -> _Epoch:
         order = shuffled(len(self.rows_per_shard), self.seed, epoch, 0)

@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from trainer.models.bert import BertBatch
+from trainer.data.batch import B
+from trainer.data.loader import Step
+from trainer.devices.inductor import Inductor
 from trainer.models.operations import Operations
+from trainer.parallel.mesh import Group, Mesh
+
+#: torch.distributed's name of what `Device.all_reduce` does.
+REDUCTIONS = {True: dist.ReduceOp.SUM, False: dist.ReduceOp.MAX}
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """What a device can be told; most look at few of them."""
+
+    precision: str = "auto"
+    #: Micro-batches in one compiled graph.
+    batches_per_execution: int = 1
+    #: Directory for compiled graphs, where they can be kept; None: the compiler's own.
+    compile_cache: str | None = None
+    #: Directory for reports of what is compiled; None: no reports.
+    reports: Path | None = None
+    #: Whether the reports count operations.
+    count_operations: bool = False
+    #: Whether torch.compile is to be used.
+    compile: bool = False
 
 
 class Device(abc.ABC):
@@ -17,12 +45,24 @@ class Device(abc.ABC):
 
     #: What torch calls it.
     torch_device: torch.device
-    #: The torch.distributed backend that reduces its tensors.
+    #: The torch.distributed backend that reduces its tensors and, unless it is gloo, the host's.
     backend: str
     #: How it does what devices do differently.
     operations: Operations = Operations()
-    #: Whether a change of shape costs a compilation.
-    static_shapes: bool = False
+    #: Whether torch's DistributedDataParallel can reduce gradients between its workers.
+    has_ddp: bool = True
+    #: torch.compile, where it was asked for.
+    inductor: Inductor | None = None
+    #: Whether a change of shape, or of a number in the program, costs a compilation.
+    compiles_steps: bool = False
+
+    @property
+    def static_shapes(self) -> bool:
+        """Whether all micro-batches are to have the same shapes, so that one graph serves them."""
+        return self.compiles_steps or self.inductor is not None
+
+    def start(self, mesh: Mesh) -> None:  # noqa: B027 (most are ready when they are made)
+        """Take the device into use, once the workers of `mesh` have met. Raises `UserError`."""
 
     @abc.abstractmethod
     def describe(self) -> str:
@@ -32,13 +72,48 @@ class Device(abc.ABC):
     def automatic_precision(self) -> tuple[str, str]:
         """The precision that `auto` means here, and why."""
 
-    def put(self, batch: BertBatch) -> BertBatch:
+    def feed(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """The steps with their micro-batches on the device, each as late as it is asked for."""
+        for step in steps:
+            yield dataclasses.replace(step, micro_batches=map(self.put, step.micro_batches))
+
+    def put(self, batch: B) -> B:
         """The batch on the device."""
         return batch.map(lambda tensor: tensor.to(self.torch_device, non_blocking=True))
+
+    def compiled_graphs(self) -> int | None:
+        """How many graphs this process has compiled; None on devices that compile nothing."""
+        return None if self.inductor is None else len(self.inductor.graphs)
+
+    def graphs(self) -> list[dict[str, Any]]:
+        """The graphs compiled by this process: hash, operations, seconds; none where nothing is compiled."""
+        return [] if self.inductor is None else self.inductor.graphs
+
+    def unlisted_graphs(self, listed: set[str]) -> list[str]:
+        """Hashes of graphs compiled since this was asked last that are not in `listed`."""
+        return [] if self.inductor is None else self.inductor.untold(listed)
+
+    def number(self, value: float, dtype: torch.dtype) -> float | torch.Tensor:
+        """A number that changes from step to step, as something that is no part of a compiled step; maybe (1,)."""
+        return value
+
+    def end_micro_steps(self) -> None:  # noqa: B027 (only lazy devices have anything to do)
+        """All micro-steps of a step are done; what follows works on their sum."""
+
+    def all_reduce(self, tensors: list[torch.Tensor], group: Group, *, sums: bool = True) -> None:
+        """Sum each tensor (or, not `sums`, take the maximum) over the group, in place, in an order fixed by its size
+        and the workers."""
+        if group.size > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor, REDUCTIONS[sums], group=group.process_group)
 
     @abc.abstractmethod
     def seed(self, seed: int) -> None:
         """Seed what draws random numbers in the model."""
+
+    @abc.abstractmethod
+    def random_region(self, seed: int) -> contextlib.AbstractContextManager[None]:
+        """What is random inside is decided by `seed`, and what is random after goes on as if nothing had been."""
 
     def step_closure(self, f: Callable[..., Any], *tensors: torch.Tensor) -> None:
         """Call `f` with the tensors' values on the host, as soon as that costs no waiting; at once by default."""
@@ -47,9 +122,14 @@ class Device(abc.ABC):
     def finish_closures(self) -> None:  # noqa: B027 (where closures never wait there is nothing to do)
         """Run the closures that still wait."""
 
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in the host's memory that later training does not change."""
-        return tensor.detach().to("cpu", copy=True)
+    def host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Memory of the host, of the tensor's shape and dtype, for copies from the device."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def copy_to_host(self, tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> None:
+        """Fill `copies`, made by `host_memory`; later training does not change them."""
+        for tensor, copy in zip(tensors, copies, strict=True):
+            copy.copy_(tensor)
 
     @abc.abstractmethod
     def peak_flops_per_s(self, precision: str) -> float | None:

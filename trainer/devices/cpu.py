@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,13 @@ class CpuDevice(Device):
 
     def seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
+
+    @contextlib.contextmanager
+    def random_region(self, seed: int) -> Iterator[None]:
+        state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        yield
+        torch.default_generator.set_state(state)
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         return None

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from trainer.data.batch import B
 from trainer.devices.base import Device
 from trainer.errors import UserError
-from trainer.models.bert import BertBatch
 
 #: Dense bf16 tensor-core peaks, FLOP/s, from NVIDIA's data sheets, by a part of the name torch reports.
 _BF16_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "A10G": 70e12}
 
 
 class CudaDevice(Device):
-    backend = "cuda:nccl"
+    backend = "cpu:gloo,cuda:nccl"
 
     def __init__(self, local_rank: int) -> None:
         """Raises `UserError` where torch sees no such GPU."""
@@ -39,11 +40,18 @@ class CudaDevice(Device):
             return "autocast", "this GPU has bf16 tensor cores"
         return "fp32", "this GPU has no bf16 tensor cores"
 
-    def put(self, batch: BertBatch) -> BertBatch:
+    def put(self, batch: B) -> B:
         return super().put(batch.map(torch.Tensor.pin_memory))
 
     def seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed)
+
+    @contextlib.contextmanager
+    def random_region(self, seed: int) -> Iterator[None]:
+        state = torch.cuda.get_rng_state(self.torch_device)
+        torch.cuda.manual_seed(seed)
+        yield
+        torch.cuda.set_rng_state(state, self.torch_device)
 
     def step_closure(self, f: Callable[..., Any], *tensors: torch.Tensor) -> None:
         """Called one step late, when the copies have long arrived: no step waits for the GPU."""
@@ -58,6 +66,15 @@ class CudaDevice(Device):
         for f, copies, event in waiting:
             event.synchronize()
             f(*(copy.tolist() for copy in copies))
+
+    def host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pinned, so that copies run at the bus's full speed."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def copy_to_host(self, tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> None:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize(self.torch_device)
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         name = torch.cuda.get_device_name(self.torch_device)

@@ -11,7 +11,6 @@ whole micro-batch, V: vocabulary.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,15 +18,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.config import ModelConfig
+from trainer.data.batch import Batch
+from trainer.models.base import Model
 from trainer.models.operations import Operations
+from trainer.parallel.shares import put_share, whole_shape
+from trainer.parallel.tensor import RowLinear, TensorParallel, VocabularyEmbedding, vocabulary_cross_entropy
 
+WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 #: Label of a masked position that only fills up a static shape (torch's and Hugging Face's ignore_index).
 IGNORED = -100
 
 
 @dataclass(frozen=True)
-class BertBatch:
-    """One micro-batch, on one device. All int64."""
+class BertBatch(Batch):
+    """One micro-batch. All int64."""
 
     #: (B, S) token ids.
     input_ids: Tensor
@@ -42,10 +46,6 @@ class BertBatch:
     #: (B,) 1 if the second sentence is a random one.
     next_sentence_labels: Tensor
 
-    def map(self, f: Callable[[Tensor], Tensor]) -> BertBatch:
-        """The batch with `f` applied to each tensor."""
-        return BertBatch(**{name: f(value) for name, value in vars(self).items()})
-
 
 class Dropout(nn.Module):
     def __init__(self, p: float, ops: Operations) -> None:
@@ -58,9 +58,9 @@ class Dropout(nn.Module):
 
 
 class Embeddings(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Operations) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=0)
+        self.word_embeddings = VocabularyEmbedding(config.vocab_size, config.hidden_size, ranks)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -74,34 +74,38 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Operations) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
         self.head_size = config.hidden_size // config.num_attention_heads
-        self.query = nn.Linear(config.hidden_size, config.hidden_size)
-        self.key = nn.Linear(config.hidden_size, config.hidden_size)
-        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        mine = ranks.share(config.hidden_size)
+        self.query = nn.Linear(config.hidden_size, mine)
+        self.key = nn.Linear(config.hidden_size, mine)
+        self.value = nn.Linear(config.hidden_size, mine)
+        self._ranks = ranks
         self.dropout_p = config.attention_probs_dropout_prob
         self._ops = ops
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """(B, S, H) → (B, S, H); `mask` (B, 1, 1, S) bool, True where attention may look."""
+        """(B, S, H) → (B, S, H / t); `mask` (B, 1, 1, S) bool, True where attention may look."""
         batch, length, _ = x.shape
+        x = self._ranks.copy(x)
 
         def heads(projection: nn.Linear) -> Tensor:
             out: Tensor = projection(x).view(batch, length, -1, self.head_size).transpose(1, 2)
             return out
 
         dropout_p = self.dropout_p if self.training else 0.0
-        out = self._ops.attention(heads(self.query), heads(self.key), heads(self.value), mask, dropout_p)
+        with self._ranks.region():
+            out = self._ops.attention(heads(self.query), heads(self.key), heads(self.value), mask, dropout_p)
         return out.transpose(1, 2).reshape(batch, length, -1)
 
 
 class DenseAndNorm(nn.Module):
     """Hugging Face's BertSelfOutput and BertOutput: a projection, dropout, the residual, LayerNorm."""
 
-    def __init__(self, inputs: int, config: ModelConfig, ops: Operations) -> None:
+    def __init__(self, inputs: int, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
-        self.dense = nn.Linear(inputs, config.hidden_size)
+        self.dense = RowLinear(inputs, config.hidden_size, ranks)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob, ops)
 
@@ -111,10 +115,10 @@ class DenseAndNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Operations) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
-        self.self = SelfAttention(config, ops)
-        self.output = DenseAndNorm(config.hidden_size, config, ops)
+        self.self = SelfAttention(config, ops, ranks)
+        self.output = DenseAndNorm(config.hidden_size, config, ops, ranks)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         out: Tensor = self.output(self.self(x, mask), x)
@@ -122,20 +126,21 @@ class Attention(nn.Module):
 
 
 class Intermediate(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: TensorParallel) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.dense = nn.Linear(config.hidden_size, ranks.share(config.intermediate_size))
+        self._ranks = ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.dense(x))
+        return F.gelu(self.dense(self._ranks.copy(x)))
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Operations) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
-        self.attention = Attention(config, ops)
-        self.intermediate = Intermediate(config)
-        self.output = DenseAndNorm(config.intermediate_size, config, ops)
+        self.attention = Attention(config, ops, ranks)
+        self.intermediate = Intermediate(config, ranks)
+        self.output = DenseAndNorm(config.intermediate_size, config, ops, ranks)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = self.attention(x, mask)
@@ -144,9 +149,9 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Operations) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
-        self.layer = nn.ModuleList(Layer(config, ops) for _ in range(config.num_hidden_layers))
+        self.layer = nn.ModuleList(Layer(config, ops, ranks) for _ in range(config.num_hidden_layers))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         for layer in self.layer:
@@ -164,10 +169,10 @@ class Pooler(nn.Module):
 
 
 class Bert(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Operations) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
-        self.embeddings = Embeddings(config, ops)
-        self.encoder = Encoder(config, ops)
+        self.embeddings = Embeddings(config, ops, ranks)
+        self.encoder = Encoder(config, ops, ranks)
         self.pooler = Pooler(config)
 
 
@@ -185,35 +190,38 @@ class Transform(nn.Module):
 class Predictions(nn.Module):
     """The masked-LM head. Its decoder's weight is the word embeddings', so only the bias is its own."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: TensorParallel) -> None:
         super().__init__()
         self.transform = Transform(config)
-        self.bias = nn.Parameter(torch.empty(config.vocab_size))
+        self.bias = nn.Parameter(torch.empty(ranks.share(config.vocab_size)))
+        self._ranks = ranks
 
     def forward(self, x: Tensor, decoder_weight: Tensor) -> Tensor:
-        """(M, H) → (M, V) logits."""
-        return F.linear(self.transform(x), decoder_weight, self.bias)
+        """(M, H) → (M, V / t) logits."""
+        return F.linear(self._ranks.copy(self.transform(x)), decoder_weight, self.bias)
 
 
 class Heads(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: TensorParallel) -> None:
         super().__init__()
-        self.predictions = Predictions(config)
+        self.predictions = Predictions(config, ranks)
         self.seq_relationship = nn.Linear(config.hidden_size, 2)
 
 
-class BertForPreTraining(nn.Module):
+class BertForPreTraining(Model):
     """Hugging Face's model of that name. `parameters()` has each tied tensor once."""
 
-    def __init__(self, config: ModelConfig, ops: Operations | None = None) -> None:
-        """`ops`: how the device does what devices do differently; None: torch's own ways."""
+    def __init__(self, config: ModelConfig, ops: Operations | None = None, ranks: TensorParallel | None = None) -> None:
+        """`ops`: how the device does what devices do differently; None: torch's own ways. `ranks`: those that share
+        the model; None: this one alone has it."""
         super().__init__()
         self.config = config
-        self.bert = Bert(config, ops or Operations())
-        self.cls = Heads(config)
+        self._ranks = ranks or TensorParallel()
+        self.bert = Bert(config, ops or Operations(), self._ranks)
+        self.cls = Heads(config, self._ranks)
 
     def logits(self, batch: BertBatch) -> tuple[Tensor, Tensor]:
-        """Masked-LM logits (M, V) at the masked positions, and next-sentence logits (B, 2)."""
+        """Masked-LM logits (M, V / t) at the masked positions, and next-sentence logits (B, 2)."""
         mask = batch.input_mask.bool()[:, None, None, :]
         x = self.bert.embeddings(batch.input_ids, batch.segment_ids)
         x = self.bert.encoder(x, mask)
@@ -231,9 +239,14 @@ class BertForPreTraining(nn.Module):
         """
         masked_lm, next_sentence = self.logits(batch)
         return (
-            F.cross_entropy(at_least_fp32(masked_lm), batch.masked_labels, ignore_index=IGNORED, reduction="sum"),
+            self._masked_lm_loss(at_least_fp32(masked_lm), batch.masked_labels),
             F.cross_entropy(at_least_fp32(next_sentence), batch.next_sentence_labels, reduction="sum"),
         )
+
+    def _masked_lm_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if self._ranks.size == 1:
+            return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        return vocabulary_cross_entropy(logits, labels, IGNORED, self.config.vocab_size, self._ranks)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -249,9 +262,11 @@ class BertForPreTraining(nn.Module):
             else:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) * 2**31 + seed)
                 # fp32 on the CPU on purpose: the same numbers for every device and precision.
-                values = torch.empty(parameter.shape).normal_(0.0, self.config.initializer_range, generator=generator)
-                parameter.copy_(values)
-        self.bert.embeddings.word_embeddings.weight[0].zero_()
+                shape = whole_shape(name, tuple(parameter.shape), self.config.vocab_size, self._ranks.size)
+                values = torch.empty(shape).normal_(0.0, self.config.initializer_range, generator=generator)
+                if name == WORD_EMBEDDINGS:
+                    values[0].zero_()  # [PAD]
+                put_share(parameter, name, values, self._ranks)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The learning rate."""
+"""The learning rate, as a function of the step."""
 
 from __future__ import annotations
 
@@ -10,3 +10,10 @@ def linear_warmup_decay(step: int, *, peak: float, warmup_steps: int, max_steps:
     if step < warmup_steps:
         return peak * step / warmup_steps
     return peak * max(0.0, (max_steps - step) / max(1, max_steps - warmup_steps))
+
+
+def learning_rate(schedule: str, step: int, *, peak: float, warmup_steps: int, max_steps: int) -> float:
+    """The learning rate by a schedule's name: `linear` is `linear_warmup_decay`, `constant` the same without decay."""
+    if schedule == "constant" and step >= warmup_steps:
+        return peak
+    return linear_warmup_decay(step, peak=peak, warmup_steps=warmup_steps, max_steps=max_steps)

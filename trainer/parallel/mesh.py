@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from trainer.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Workers that reduce tensors together, this one among them."""
+
+    size: int
+    #: The ranks of all groups of this kind: every worker is in one of them.
+    ranks: list[list[int]]
+    #: torch.distributed's handle of this worker's; None: all workers.
+    process_group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -20,7 +36,14 @@ class Mesh:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    #: Workers on this machine.
+    local_world_size: int = 1
     tensor_parallel_size: int = 1
+    #: Over which hosts talk, whatever their devices do; None: all workers' default group.
+    host_group: dist.ProcessGroup | None = None
+    #: torch.distributed's handles of the workers with the same parameters, and of those that share a model.
+    data_handle: dist.ProcessGroup | None = None
+    tensor_handle: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.world_size % self.tensor_parallel_size:
@@ -38,6 +61,27 @@ class Mesh:
         return self.rank // self.tensor_parallel_size
 
     @property
+    def data_parallel_group(self) -> Group:
+        """The workers that hold the same parameters."""
+        t = self.tensor_parallel_size
+        return Group(self.data_parallel_size, [list(range(r, self.world_size, t)) for r in range(t)], self.data_handle)
+
+    @property
+    def tensor_parallel_group(self) -> Group:
+        """The workers that share one copy of the model."""
+        t = self.tensor_parallel_size
+        return Group(t, [list(range(r, r + t)) for r in range(0, self.world_size, t)], self.tensor_handle)
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return self.world_size // self.local_world_size
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        return self.rank % self.tensor_parallel_size
+
+    @property
     def is_root(self) -> bool:
         """Whether this worker writes the logs and checkpoints."""
         return self.rank == 0
@@ -45,45 +89,68 @@ class Mesh:
     @classmethod
     def of_environment(cls, tensor_parallel_size: int) -> Mesh:
         """The mesh torchrun set up for this process; a single worker without torchrun."""
-        number = {name: int(os.environ.get(name, default)) for name, default in _TORCHRUN.items()}
-        return cls(number["RANK"], number["LOCAL_RANK"], number["WORLD_SIZE"], tensor_parallel_size)
+        rank, local_rank, world_size, local_world_size = (int(os.environ.get(n, d)) for n, d in _TORCHRUN.items())
+        return cls(rank, local_rank, world_size, local_world_size, tensor_parallel_size)
 
-    def connect(self, backend: str, timeout_s: float) -> None:
-        """Meet the other workers. `backend` serves the device's tensors, gloo the host's."""
-        if self.world_size > 1:
-            backends = "gloo" if backend == "gloo" else f"cpu:gloo,{backend}"
-            dist.init_process_group(backends, timeout=timedelta(seconds=timeout_s))
-            if dist.get_world_size() != self.world_size:
-                raise UserError(
-                    f"torchrun announced {self.world_size} workers, the process group has {dist.get_world_size()}; "
-                    f"start all workers with the same torchrun command"
-                )
+    def connect(self, backend: str, timeout_s: float, *, alone: bool = False) -> Mesh:
+        """Meet the other workers; returns the mesh that can talk. `backend` serves the device's tensors, gloo the
+        host's. With `alone` a single worker makes a process group, too. Raises `UserError` if not all are there."""
+        if self.world_size == 1:
+            if alone:
+                dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            return self
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, timeout=timeout)
+        if dist.get_world_size() != self.world_size:
+            raise UserError(
+                f"torchrun announced {self.world_size} workers, the process group has {dist.get_world_size()}; "
+                f"start all workers with the same torchrun command"
+            )
+        mesh = self
+        if "gloo" not in backend:
+            mesh = dataclasses.replace(mesh, host_group=dist.new_group(backend="gloo", timeout=timeout))
+        if self.tensor_parallel_size > 1:
+            handles = [
+                dist.new_subgroups_by_enumeration(group.ranks, timeout=timeout)[0]
+                for group in (self.data_parallel_group, self.tensor_parallel_group)
+            ]
+            mesh = dataclasses.replace(mesh, data_handle=handles[0], tensor_handle=handles[1])
+        return mesh
 
     def disconnect(self) -> None:
         """Wait for the others, so that none is left in a collective operation, and leave."""
         if dist.is_initialized():
-            dist.barrier()
+            self.barrier()
             dist.destroy_process_group()
 
     def barrier(self) -> None:
         """Wait until all workers are here."""
-        if self.world_size > 1:
-            dist.barrier()
+        self.sum_on_host([0])
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum `tensor` over the data-parallel workers, in place, in an order fixed by its size and the workers."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor)
+    def in_turns(self, work: Callable[[], None], *, at_once: int) -> None:
+        """Have `work` done by so many workers of each machine at a time, one lot after the other."""
+        for first in range(0, self.local_world_size, at_once):
+            if first <= self.local_rank < first + at_once:
+                work()
+            self.barrier()
+
+    def tell(self, value: T | None) -> T | None:
+        """The root's `value`, in every worker; the others' is not looked at."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.host_group, device=torch.device("cpu"))
+        return box[0]
 
     def sum_on_host(self, values: Sequence[int]) -> list[int]:
         """Element-wise sums of small lists of integers over all workers."""
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self.host_group)
         sums: list[int] = tensor.tolist()
         return sums
 
 
 #: What torchrun sets, and what holds without it.
-_TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+_TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -1,0 +1,50 @@
+"""Checkpoints of all formats, read and written one tensor at a time.
+
+`open_checkpoint` finds out what a path is (`FORMATS`) and lists its tensors (`contents`); `join.Checkpoint` makes whole
+tensors of the shards; `WRITERS` in `write` write one format each. To add a format: a module like those, and its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from trainer.checkpoint.interop import hugging_face, native, neuronx, tutorial
+from trainer.checkpoint.interop.contents import Contents
+from trainer.errors import CheckpointError
+
+
+class _Reader(Protocol):
+    def __call__(self, path: Path, *, optimizer: bool) -> Contents: ...
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format that can be read."""
+
+    name: str
+    recognise: Callable[[Path], bool]
+    read: _Reader
+
+
+FORMATS = (
+    Format("native", native.recognise, native.read),
+    Format("hf", hugging_face.recognise, hugging_face.read),
+    Format("nxd", neuronx.recognise, neuronx.read),
+    Format("pt", tutorial.recognise, tutorial.read),
+)
+
+
+def open_checkpoint(path: Path, *, optimizer: bool = True) -> Contents:
+    """What is at `path`, with its optimizer's state unless that is not wanted. Raises `CheckpointError`."""
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint {path}; check the path")
+    for form in FORMATS:
+        if form.recognise(path):
+            return form.read(path, optimizer=optimizer)
+    raise CheckpointError(
+        f"{path} is no checkpoint of a known format; allowed: a ckpt_<step> directory of this project (finished, with "
+        f"its manifest.json), a Hugging Face directory, a ckpt_<step>.pt, a directory of neuronx-distributed"
+    )

@@ -1,0 +1,223 @@
+"""Shards → whole tensors, a few rows at a time, each checked: the one way to read a checkpoint of any format.
+
+Which tensors are split is found from the shapes: a rank's piece of a parameter of the model is either whole, or its
+share as `trainer/parallel/plan.py` cuts it. Models of other tools split fewer groups of parameters, so each group may
+be whole; parameters of a group go together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.interop.ahead import Chunk, loaded_ahead
+from trainer.checkpoint.interop.contents import MODEL, OPTIMIZER, Contents
+from trainer.checkpoint.interop.infer import conflicts, infer_model
+from trainer.checkpoint.interop.names import TIED, moment_names, parameter_shapes
+from trainer.checkpoint.interop.sources import Source
+from trainer.checkpoint.tensor_file import DTYPES, Spec
+from trainer.config import ModelConfig
+from trainer.errors import CheckpointError
+from trainer.parallel.plan import padded_shape, split_of, stored_shape
+
+#: Groups of which a part may be split: other tools leave the decoder's bias whole.
+_LOOSE_GROUPS = ("vocabulary",)
+
+
+class Checkpoint:
+    """Whole parameters and moments of a checkpoint. Raises `CheckpointError` for whatever is wrong with it."""
+
+    def __init__(self, contents: Contents, config: ModelConfig | None = None) -> None:
+        """`config`: the model, where it is known; else what the files say of it."""
+        self.contents = contents
+        for difference in conflicts(config, contents.config) if config and contents.config else ():
+            raise CheckpointError(f"{contents.path} holds another model: its {difference}; give another checkpoint")
+        self.config = config or contents.config or infer_model(contents)
+        self._shapes = parameter_shapes(self.config)
+        self._require_names(contents.model, set(self._shapes))
+        self._axes = {name: self._axis(contents.model, name, name) for name in self._shapes}
+        self._require_whole_groups()
+        self._specs = {MODEL: self._model_specs(), OPTIMIZER: self._optimizer_specs()}
+
+    @property
+    def with_optimizer(self) -> bool:
+        return bool(self.contents.optimizer)
+
+    def specs(self, kind: str) -> dict[str, Spec]:
+        """The tensors of a kind (`MODEL`, `OPTIMIZER`), whole, in the order of `stream`."""
+        return self._specs[kind]
+
+    def stream(self, kind: str) -> Iterator[Chunk]:
+        """Every tensor of a kind, in pieces and in order. The files' sha256 are checked last: all counts, or none."""
+        yield from loaded_ahead(self._specs[kind], functools.partial(self._load, kind))
+        for source in self.contents.sources(kind):
+            source.finish()
+
+    def close(self) -> None:
+        self.contents.close()
+
+    # What is there.
+
+    def _require_names(self, ranks: Sequence[Source], expected: set[str]) -> None:
+        for source in ranks:
+            for name in sorted(expected ^ set(source.specs)):
+                if name in expected:
+                    where = source.where(next(iter(source.specs), name)) if source.specs else self.contents.path
+                    raise CheckpointError(f"{where} lacks {name}, which its model has; give another checkpoint")
+                raise CheckpointError(f"{source.where(name)} holds {name}, which its model does not have")
+            for name in sorted(expected):
+                spec, first = source.specs[name], ranks[0].specs[name]
+                if not spec.dtype.is_floating_point or spec.dtype != first.dtype or spec.dtype not in DTYPES:
+                    there = f", on rank 0 it is {first.dtype}" if spec.dtype != first.dtype else ""
+                    raise CheckpointError(
+                        f"{source.where(name)}: {name} is {spec.dtype}{there}; allowed is one floating-point type"
+                    )
+
+    def _axis(self, ranks: Sequence[Source], name: str, parameter: str) -> int | None:
+        """The axis along which `name`, which is `parameter` or is laid out like it, is split; None: it is whole."""
+        full, size = self._shapes[TIED.get(parameter, parameter)], len(ranks)
+        pieces = [source.specs[name].shape for source in ranks]
+        split = split_of(parameter) if size > 1 else None
+        native = self.contents.format == "native"
+        if all(piece == full for piece in pieces) and not (native and split):
+            return None
+        if split is not None:
+            stored = [stored_shape(parameter, full, rank, size) for rank in range(size)]
+            padded = [padded_shape(parameter, full, size)] * size
+            if pieces == stored or (split.padded and pieces == padded and not native):
+                return split.axis
+        self._refuse_shapes(ranks, name, parameter, pieces)
+
+    def _refuse_shapes(
+        self, ranks: Sequence[Source], name: str, parameter: str, pieces: list[tuple[int, ...]]
+    ) -> NoReturn:
+        full, size = self._shapes[TIED.get(parameter, parameter)], len(ranks)
+        rank = next((rank for rank, piece in enumerate(pieces) if piece != pieces[0]), 0)
+        split = split_of(parameter)
+        allowed = [f"{full} whole"]
+        if split is not None and size > 1:
+            allowed.append(f"{padded_shape(parameter, full, size)} on each of {size} ranks")
+        hint = ""
+        if split is not None and len(pieces[0]) == len(full) and 0 < pieces[0][split.axis] < full[split.axis]:
+            count = -(-full[split.axis] // pieces[0][split.axis])
+            hint = f" (a share of {count} ranks: are shards missing?)" if count > size else ""
+        raise CheckpointError(
+            f"{ranks[rank].where(name)}: {name} has shape {pieces[rank]}{hint}, its model {' or '.join(allowed)}; "
+            f"give the config.json or the checkpoint that belong together"
+        )
+
+    def _require_whole_groups(self) -> None:
+        first: dict[str, str] = {}
+        for name, axis in self._axes.items():
+            split = split_of(name)
+            if split is None or split.group in _LOOSE_GROUPS:
+                continue
+            other = first.setdefault(split.group, name)
+            if (axis is None) != (self._axes[other] is None):
+                whole, pieces = (name, other) if axis is None else (other, name)
+                raise CheckpointError(
+                    f"{self.contents.path}: {whole} is whole on every rank and {pieces} is split, which no model does; "
+                    f"give the config.json or the checkpoint that belong together"
+                )
+
+    def _model_specs(self) -> dict[str, Spec]:
+        first = self.contents.model[0].specs
+        # Our own files keep their order, so that splitting and merging leave the same bytes.
+        order = first if self.contents.format == "native" else self._shapes
+        return {name: Spec(first[name].dtype, self._shapes[name]) for name in order}
+
+    def _optimizer_specs(self) -> dict[str, Spec]:
+        ranks = self.contents.optimizer
+        if not ranks:
+            return {}
+        moments = dict.fromkeys(name.split(".", 1)[0] for name in ranks[0].specs)
+        names = moment_names(self._shapes, moments)
+        self._require_names(ranks, set(names))
+        for name in names:
+            parameter = name.split(".", 1)[1]
+            if self._axis(ranks, name, parameter) != self._axes[parameter]:
+                raise CheckpointError(f"{ranks[0].where(name)}: {name} is not split as its parameter is")
+        first = ranks[0].specs
+        order = first if self.contents.format == "native" else names
+        return {name: Spec(first[name].dtype, self._shapes[name.split(".", 1)[1]]) for name in order}
+
+    # Its tensors.
+
+    def _load(self, kind: str, name: str, row: int, rows: Tensor) -> None:
+        """Fill `rows` with the tensor's rows from `row` on, of all ranks."""
+        ranks = self.contents.sources(kind)
+        axis = self._axes[name if kind == MODEL else name.split(".", 1)[1]]
+        if axis is None:
+            ranks[0].read(name, row * _row_elements(rows), rows)
+            for rank, source in enumerate(ranks[1:], start=1):
+                if not _holds(source, name, row, rows):
+                    raise CheckpointError(
+                        f"{source.where(name)}: {name} is not what {ranks[0].where(name)} holds, and ranks 0 and "
+                        f"{rank} must agree on it; these are not the shards of one save"
+                    )
+        elif axis == 0:
+            for source, start, part in _shares(ranks, name, row, rows):
+                source.read(name, start * _row_elements(part), part)
+        else:
+            _read_columns(ranks, name, row, rows)
+        if kind == MODEL:
+            self._require_tied(name, row, rows)
+        require_finite(f"{self.contents.path}: {name}", rows)
+
+    def _require_tied(self, name: str, row: int, rows: Tensor) -> None:
+        for alias, ranks in self.contents.tied.items():
+            if TIED[alias] != name:
+                continue
+            whole = self._axis(ranks, alias, alias) is None
+            parts = [(source, row, rows) for source in ranks] if whole else _shares(ranks, alias, row, rows)
+            for source, start, part in parts:
+                if not _holds(source, alias, start, part):
+                    raise CheckpointError(
+                        f"{source.where(alias)}: {alias} differs from {name}; only models that tie the two can be read"
+                    )
+
+
+def _row_elements(rows: Tensor) -> int:
+    return prod(rows.shape[1:])
+
+
+def _shares(ranks: Sequence[Source], name: str, row: int, rows: Tensor) -> Iterator[tuple[Source, int, Tensor]]:
+    """(rank, first row in it, the part of `rows` that is there), of a tensor that is split by rows."""
+    first = 0
+    for source in ranks:
+        held = source.specs[name].shape[0]
+        start, stop = max(row, first), min(row + len(rows), first + held)
+        if start < stop:
+            yield source, start - first, rows[start - row : stop - row]
+        first += held
+
+
+def _read_columns(ranks: Sequence[Source], name: str, row: int, rows: Tensor) -> None:
+    """Fill `rows` from ranks that hold some columns each."""
+    at = 0
+    for source in ranks:
+        columns = source.specs[name].shape[1]
+        piece = torch.empty((len(rows), columns), dtype=rows.dtype)
+        source.read(name, row * columns, piece)
+        rows[:, at : at + columns] = piece
+        at += columns
+
+
+def _holds(source: Source, name: str, row: int, expected: Tensor) -> bool:
+    """Whether a source's rows from `row` on are, bit for bit, `expected`."""
+    found = torch.empty_like(expected)
+    source.read(name, row * _row_elements(expected), found)
+    return torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+
+
+def require_finite(what: str, tensor: Tensor) -> None:
+    """Raise `CheckpointError` if `tensor` holds a NaN or an infinity."""
+    # What is not finite makes the sum so, and adding up costs a tenth of looking at each; a sum may overflow, too.
+    total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    if not torch.isfinite(total) and not torch.isfinite(tensor).all():
+        raise CheckpointError(f"{what} holds values that are not finite; give an earlier checkpoint")

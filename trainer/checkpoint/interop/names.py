@@ -1,0 +1,127 @@
+"""What parameters are called elsewhere, which are the same tensor twice, and in what order optimizers number them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from trainer.config import ModelConfig
+from trainer.errors import CheckpointError
+from trainer.models.bert import has_weight_decay
+
+#: Other names of a tensor → the one name under which `BertForPreTraining.named_parameters` has it.
+TIED = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+#: In some files, and no parameters: what Hugging Face before 4.31 saved of them.
+_BUFFERS = ("bert.embeddings.position_ids",)
+#: Moments that are kept of each parameter.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def our_name(name: str) -> str:
+    """The parameter's name in Hugging Face's models of today.
+
+    `module.` is what data-parallel wrappers put before it; `dense_act` is NVIDIA's; `gamma`, `beta` TensorFlow's.
+    """
+    name = name.removeprefix("module.").replace("dense_act", "dense")
+    return name.removesuffix(".gamma") + ".weight" if name.endswith(".gamma") else _without_beta(name)
+
+
+def _without_beta(name: str) -> str:
+    return name.removesuffix(".beta") + ".bias" if name.endswith(".beta") else name
+
+
+def by_our_names(names: Iterable[str], where: str) -> dict[str, str]:
+    """Our name → the file's, in the file's order, without buffers. Raises `CheckpointError` for one that is twice."""
+    found: dict[str, str] = {}
+    for name in names:
+        ours = our_name(name)
+        if ours in found:
+            raise CheckpointError(f"{where} holds {ours} twice: as {found[ours]} and as {name}; it cannot be both")
+        if ours not in _BUFFERS:
+            found[ours] = name
+    return found
+
+
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of a model, in the order of `named_parameters`, which is Hugging Face's too.
+
+    Written down, because making the model, on the meta device too, takes longer than reading it.
+    """
+    hidden, intermediate = model.hidden_size, model.intermediate_size
+
+    def dense(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+    def norm(name: str) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.LayerNorm.weight": (hidden,), f"{name}.LayerNorm.bias": (hidden,)}
+
+    shapes: dict[str, tuple[int, ...]] = {
+        "bert.embeddings.word_embeddings.weight": (model.vocab_size, hidden),
+        "bert.embeddings.position_embeddings.weight": (model.max_position_embeddings, hidden),
+        "bert.embeddings.token_type_embeddings.weight": (model.type_vocab_size, hidden),
+        **norm("bert.embeddings"),
+    }
+    for layer in (f"bert.encoder.layer.{number}" for number in range(model.num_hidden_layers)):
+        for part in ("query", "key", "value"):
+            shapes |= dense(f"{layer}.attention.self.{part}", hidden, hidden)
+        shapes |= dense(f"{layer}.attention.output.dense", hidden, hidden) | norm(f"{layer}.attention.output")
+        shapes |= dense(f"{layer}.intermediate.dense", intermediate, hidden)
+        shapes |= dense(f"{layer}.output.dense", hidden, intermediate) | norm(f"{layer}.output")
+    shapes |= dense("bert.pooler.dense", hidden, hidden)
+    shapes |= {"cls.predictions.bias": (model.vocab_size,)}
+    shapes |= dense("cls.predictions.transform.dense", hidden, hidden) | norm("cls.predictions.transform")
+    return shapes | dense("cls.seq_relationship", 2, hidden)
+
+
+def moment_names(parameters: Iterable[str], moments: Iterable[str] = MOMENTS) -> list[str]:
+    """`exp_avg.<name>` … in the order the trainer writes them: decayed parameters first."""
+    ordered = sorted(parameters, key=lambda name: not has_weight_decay(name))
+    return [f"{moment}.{name}" for moment in moments for name in ordered]
+
+
+#: Which names are in an optimizer's groups, as different scripts write it: those with decay, then those without.
+#: The tutorial's script; neuronx-distributed's example, whose list says "norm", which is in no name; all in one.
+_WITHOUT_DECAY: tuple[tuple[str, ...], ...] = (("bias", "LayerNorm"), ("bias",), ())
+
+
+def numbered_parameters(
+    optimizer: Mapping[str, Any], parameters: Mapping[str, tuple[int, ...]], where: str
+) -> dict[int, str]:
+    """Number → parameter, for the state_dict of a torch optimizer: they are numbered by group, then in model order.
+
+    `parameters`: the names, in the order of the model, with the shapes they have in this file. The grouping is found
+    from the groups' lengths and the moments' shapes; `CheckpointError` if none of the known ones fits.
+    """
+    groups = [list(group["params"]) for group in optimizer["param_groups"]]
+    numbers = [number for group in groups for number in group]
+    wrong = f"{len(numbers)} numbered parameters in groups of {', '.join(str(len(group)) for group in groups)}"
+    for without in _WITHOUT_DECAY:
+        decayed = [name for name in parameters if not any(word in name for word in without)]
+        rest = [name for name in parameters if name not in set(decayed)]
+        if [len(group) for group in groups] != [len(part) for part in (decayed, rest) if part]:
+            continue
+        named = dict(zip(numbers, [*decayed, *rest], strict=True))
+        unlike = [
+            name
+            for number, name in named.items()
+            for moment in MOMENTS
+            if moment in optimizer["state"].get(number, {})
+            and tuple(_shape(optimizer["state"][number][moment]) or parameters[name]) != parameters[name]
+        ]
+        if not unlike:
+            return named
+        wrong = f"moments of another shape than {unlike[0]}"
+    raise CheckpointError(
+        f"{where}: which parameter each of the optimizer's numbers means is not known: it has {wrong}, the model "
+        f"{len(parameters)} parameters; leave the optimizer out with --no-optimizer"
+    )
+
+
+def _shape(tensor: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor; None of a reference to one."""
+    return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None

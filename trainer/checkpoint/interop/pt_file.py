@@ -1,0 +1,213 @@
+"""Writes the `ckpt_<step>.pt` that AWS's tutorial script resumes from (see `tutorial`), tensor by tensor.
+
+`torch.save` needs all tensors at once; its file is a zip archive of a pickle and one stored record a tensor, so it is
+written here with placeholders in the pickle and the records one after the other.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import random
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from trainer.checkpoint.interop.ahead import Chunk
+from trainer.checkpoint.interop.contents import MODEL, OPTIMIZER
+from trainer.checkpoint.interop.join import Checkpoint
+from trainer.checkpoint.interop.names import MOMENTS, TIED
+from trainer.checkpoint.tensor_file import Spec, bytes_of
+from trainer.errors import CheckpointError
+from trainer.files import HashingFile, durable_file
+from trainer.models.bert import has_weight_decay
+from trainer.optim.adamw import BETA1, BETA2, EPSILON
+from trainer.optim.schedule import linear_warmup_decay
+
+#: Records begin at multiples of this, so that `torch.load(mmap=True)` finds aligned tensors.
+_ALIGNMENT = 64
+#: Size of a zip record's own header, before its name and its extra field.
+_HEADER_BYTES = 30
+
+Stream = Callable[[Checkpoint, str], Iterator[Chunk]]
+
+
+@dataclass(frozen=True)
+class ScriptSettings:
+    """What the script's optimizer and schedule go on with where the source does not say it; its own defaults."""
+
+    lr: float = 4e-4
+    warmup_steps: int = 2000
+    max_steps: int = 28125
+    weight_decay: float = 0.01
+    #: Where the script finds its shards; None: `files` is then empty, and only a phase 2 can start from the file.
+    data_dir: Path | None = None
+
+
+class _Placeholder:
+    """A tensor that is not there yet: its record's key, and what it will be."""
+
+    def __init__(self, key: str, spec: Spec) -> None:
+        self.key, self.spec = key, spec
+
+
+class _Storage:
+    def __init__(self, placeholder: _Placeholder) -> None:
+        self.placeholder = placeholder
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles placeholders as `torch.save` pickles contiguous CPU tensors."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, _Placeholder):
+            return NotImplemented
+        shape = obj.spec.shape
+        stride = tuple(torch.empty(shape, device="meta").stride())
+        return torch._utils._rebuild_tensor_v2, (_Storage(obj), 0, shape, stride, False, OrderedDict())
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        spec = obj.placeholder.spec
+        return ("storage", _STORAGES[spec.dtype], obj.placeholder.key, "cpu", spec.numel)
+
+
+_STORAGES = {
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+}
+
+
+def write(
+    path: Path, source: Checkpoint, kinds: Sequence[str], stream: Stream, step: int, settings: ScriptSettings
+) -> dict[str, Any]:
+    """Write `path` durably; returns {"path", "bytes", "sha256"}. Raises `CheckpointError`, `DiskError`."""
+    model = {name: _Placeholder(str(at), spec) for at, (name, spec) in enumerate(source.specs(MODEL).items())}
+    moments = {
+        name: _Placeholder(f"{len(model) + at}", spec)
+        for at, (name, spec) in enumerate(source.specs(OPTIMIZER).items())
+    }
+    saved: dict[str, Any] = {"model": _state_dict(model)}
+    if OPTIMIZER in kinds:
+        # Steps of the phase, by which the script corrects the moments' bias.
+        state = source.contents.state
+        steps = step if state is None else state.step
+        groups = _groups(source, settings, steps)
+        saved |= {"optimizer": _optimizer(model, moments, groups, steps), "scheduler": _schedule(source, groups, steps)}
+    saved |= {"files": _files(source, settings), "epoch": source.contents.epoch}
+    pickled = io.BytesIO()
+    _Pickler(pickled, protocol=2).dump(saved)
+    placeholders = {MODEL: model, OPTIMIZER: moments}
+    small = {"data.pkl": pickled.getvalue(), "byteorder": b"little", "version": b"3\n"}
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher,
+        durable_file(path, hasher=hasher) as file,
+        zipfile.ZipFile(_Sink(file), "w", zipfile.ZIP_STORED) as archive,  # type: ignore[call-overload]
+    ):
+        for name, content in small.items():
+            with _record(archive, f"{path.stem}/{name}", len(content)) as record:
+                record.write(content)
+        for kind in kinds:
+            for name, chunks in itertools.groupby(stream(source, kind), key=lambda chunk: chunk.name):
+                placeholder = placeholders[kind][name]
+                with _record(archive, f"{path.stem}/data/{placeholder.key}", placeholder.spec.bytes) as record:
+                    for chunk in chunks:
+                        record.write(bytes_of(chunk.rows))
+    return {"path": path.name, "bytes": file.bytes, "sha256": file.sha256}
+
+
+class _Sink:
+    """What `zipfile` needs of a file that cannot seek."""
+
+    def __init__(self, file: HashingFile) -> None:
+        self._file = file
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._file.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def _record(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
+    """A record of `size` bytes to write, at an aligned place."""
+    info = zipfile.ZipInfo(name)
+    info.file_size = size
+    unpadded = archive.start_dir + _HEADER_BYTES + len(name) + 4
+    padding = -unpadded % _ALIGNMENT
+    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+    return archive.open(info, "w")
+
+
+def _state_dict(model: dict[str, _Placeholder]) -> dict[str, _Placeholder]:
+    """In Hugging Face's order: the tied decoder follows the head's transformation."""
+    ordered: dict[str, _Placeholder] = {}
+    for name, placeholder in model.items():
+        if name.startswith("cls.seq_relationship."):
+            ordered |= {alias: model[ours] for alias, ours in TIED.items()}
+        ordered[name] = placeholder
+    return ordered
+
+
+def _optimizer(
+    model: dict[str, _Placeholder], moments: dict[str, _Placeholder], groups: list[dict[str, Any]], steps: int
+) -> dict[str, Any]:
+    unknown = next((name for name in moments if name.split(".", 1)[0] not in MOMENTS), None)
+    if unknown:
+        raise CheckpointError(f"the script's AdamW has no place for {unknown}; leave the optimizer out: --no-optimizer")
+    parts = [[n for n in model if has_weight_decay(n)], [n for n in model if not has_weight_decay(n)]]
+    numbers = {name: number for number, name in enumerate([*parts[0], *parts[1]])}
+    state = {n: {"step": steps, **{m: moments[f"{m}.{name}"] for m in MOMENTS}} for name, n in numbers.items()}
+    numbered = [{**group, "params": [numbers[n] for n in part]} for group, part in zip(groups, parts, strict=True)]
+    return {"state": state, "param_groups": numbered}
+
+
+def _groups(source: Checkpoint, settings: ScriptSettings, steps: int) -> list[dict[str, Any]]:
+    """Options of the group with decay and of that without; the source's where it has two."""
+    found = source.contents.training.get("param_groups", [])
+    rate = linear_warmup_decay(
+        steps, peak=settings.lr, warmup_steps=settings.warmup_steps, max_steps=settings.max_steps
+    )
+    ours = {"lr": rate, "betas": list((BETA1, BETA2)), "eps": EPSILON, "correct_bias": True, "initial_lr": settings.lr}
+    groups = (
+        found if len(found) == 2 else [{"weight_decay": settings.weight_decay, **ours}, {"weight_decay": 0.0, **ours}]
+    )
+    return [{**ours, **group} for group in groups]
+
+
+def _schedule(source: Checkpoint, groups: list[dict[str, Any]], steps: int) -> dict[str, Any]:
+    """The state of get_linear_schedule_with_warmup; the source's where it has one."""
+    ours = {
+        "base_lrs": [group["initial_lr"] for group in groups],
+        "last_epoch": steps,
+        "_step_count": steps + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": [group["lr"] for group in groups],
+        "lr_lambdas": [{}, {}],
+    }
+    return {**ours, **source.contents.training.get("scheduler", {})}
+
+
+def _files(source: Checkpoint, settings: ScriptSettings) -> list[Any]:
+    """[index of the next shard, *shards in the order in which the script goes through them in this epoch]."""
+    if settings.data_dir is None:
+        return list(source.contents.training.get("files", [0]))
+    found = sorted(str(path) for path in settings.data_dir.glob("*_training_*.hdf5"))
+    if not found:
+        raise CheckpointError(
+            f"{settings.data_dir} holds no *_training_*.hdf5; give the directory of the script's shards"
+        )
+    random.Random(source.contents.epoch).shuffle(found)
+    return [0, *found]

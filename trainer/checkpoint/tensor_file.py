@@ -1,0 +1,194 @@
+"""safetensors files, one tensor at a time: written and read in order, hashed on the way, never mapped into memory.
+
+A mapped file counts as memory of the process, page by page; and reading, hashing and writing here each cost one pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.errors import CheckpointError
+from trainer.files import HashingFile, durable_file
+
+#: Names of the dtypes in safetensors headers.
+DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+#: The library's own limit.
+_MAX_HEADER_BYTES = 100_000_000
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor without its content."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The content of a contiguous CPU tensor."""
+    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+class TensorWriter:
+    """A safetensors file under way: `put` its tensors in the order of its header, whole or row by row."""
+
+    def __init__(self, path: Path, specs: Mapping[str, Spec], file: HashingFile) -> None:
+        self.path = path
+        self._file = file
+        self._specs = specs
+        self._expected = iter(specs)
+        self._name, self._missing_bytes = "", 0
+
+    def put(self, name: str, rows: Tensor) -> None:
+        if name != self._name:
+            assert not self._missing_bytes, f"{self._name} lacks {self._missing_bytes} bytes before {name}"
+            assert name == next(self._expected), name
+            self._name, self._missing_bytes = name, self._specs[name].bytes
+        assert rows.dtype == self._specs[name].dtype, f"{name} is {rows.dtype}"
+        if rows.numel():
+            view = bytes_of(rows.contiguous())
+            self._file.write(view)
+            self._missing_bytes -= len(view)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """{"path", "bytes", "sha256"}, once the file is finished."""
+        return {"path": self.path.name, "bytes": self._file.bytes, "sha256": self._file.sha256}
+
+
+@contextlib.contextmanager
+def tensor_writer(
+    path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str], *, hasher: Executor | None = None
+) -> Iterator[TensorWriter]:
+    """Write a safetensors file durably, tensor by tensor; all of `specs` must be put. Raises `DiskError`.
+
+    `hasher`: an executor with one thread, which hashes while this one writes.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, spec in specs.items():
+        header[name] = {"dtype": DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [at, at + spec.bytes]}
+        at += spec.bytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with durable_file(path, hasher=hasher) as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        writer = TensorWriter(path, specs, file)
+        yield writer
+        assert file.bytes == 8 + len(encoded) + at, f"{path} lacks tensors"
+
+
+class TensorFile:
+    """A safetensors file to read from. Made with its `sha256`, `finish` raises if the content was another.
+
+    Raises `CheckpointError` for what is not a whole safetensors file.
+    """
+
+    def __init__(self, path: Path, sha256: str | None = None) -> None:
+        self.path = path
+        self._sha256 = sha256
+        self._digest = hashlib.sha256()
+        try:
+            self._file = path.open("rb", buffering=0)
+            size = os.fstat(self._file.fileno()).st_size
+            raw = self._file.read(8)
+            length = int.from_bytes(raw, "little")
+            if len(raw) < 8 or length > min(size, _MAX_HEADER_BYTES):
+                raise ValueError("no header")
+            raw += self._file.read(length)
+            header = json.loads(raw[8:])
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            places = {
+                name: (Spec(_TORCH_DTYPES[entry["dtype"]], tuple(entry["shape"])), *entry["data_offsets"])
+                for name, entry in header.items()
+            }
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}; check the path") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read as safetensors ({error}); use another checkpoint, or copy it here again"
+            ) from error
+        self._base = self._hashed = 8 + length
+        self._digest.update(raw)
+        ordered = sorted(places.items(), key=lambda item: item[1][1])
+        for name, (spec, begin, end) in ordered:
+            if end - begin != spec.bytes or begin < 0:
+                raise CheckpointError(f"{path}: the header gives {name} {end - begin} bytes, its shape {spec.bytes}")
+            if self._base + end > size:
+                raise CheckpointError(
+                    f"{path} is cut short: {name} ends at byte {self._base + end}, the file at {size}; copy it again"
+                )
+        self._size = size
+        self._begins = {name: self._base + begin for name, (_, begin, _) in ordered}
+        self.specs = {name: spec for name, (spec, _, _) in ordered}
+
+    def where(self, name: str) -> str:
+        return str(self.path)
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Copy the elements from `start` on, of the tensor laid out flat, into the contiguous `out`."""
+        if not out.numel():
+            return
+        view = bytes_of(out)
+        at = self._begins[name] + start * out.element_size()
+        for offset in range(0, len(view), _CHUNK_BYTES):
+            self._read_chunk(at + offset, view[offset : offset + _CHUNK_BYTES])
+
+    def _read_chunk(self, at: int, view: memoryview) -> None:
+        if os.preadv(self._file.fileno(), [view], at) != len(view):
+            raise CheckpointError(f"{self.path} became shorter while it was read; use another checkpoint")
+        if self._sha256 is not None and at == self._hashed:
+            self._digest.update(view)
+            self._hashed += len(view)
+
+    def finish(self) -> None:
+        """Everything was read: raise `CheckpointError` if the sha256 is not the one given."""
+        if self._sha256 is None:
+            return
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        while self._hashed < self._size:
+            self._read_chunk(self._hashed, buffer[: self._size - self._hashed])
+        if self._digest.hexdigest() != self._sha256:
+            raise CheckpointError(
+                f"{self.path} is damaged: its sha256 is not the manifest's; use another checkpoint, or copy it again"
+            )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_tensor_file(
+    path: Path, tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str, Spec], metadata: Mapping[str, str]
+) -> dict[str, Any]:
+    """Write all of `tensors`, which come in the order of `specs`; returns {"path", "bytes", "sha256"}."""
+    with tensor_writer(path, specs, metadata) as writer:
+        for name, tensor in tensors:
+            writer.put(name, tensor)
+    return writer.entry

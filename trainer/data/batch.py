@@ -1,0 +1,22 @@
+"""A micro-batch: tensors under names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The base of what models take: dataclasses whose fields are all tensors, on one device."""
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> Self:
+        """The batch with `f` applied to each tensor."""
+        return type(self)(**{name: f(value) for name, value in vars(self).items()})
+
+
+#: One kind of batch.
+B = TypeVar("B", bound=Batch)

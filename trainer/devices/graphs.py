@@ -1,0 +1,68 @@
+"""The graphs that torch_xla compiles, by its own report and counters."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.config import TrainConfig
+from trainer.devices.base import Device
+from trainer.files import read_json, write_json
+
+_HASH = re.compile(r"^Compilation Analysis:   Graph Hash: ([0-9a-f]+)$", re.MULTILINE)
+_REPORT, _DUMP = "graphs.txt", "hlo"
+
+
+class GraphReport:
+    """Made before `torch_xla` is imported; it then reports into files of `directory`."""
+
+    def __init__(self, directory: Path | None, *, with_operations: bool) -> None:
+        """`directory` None: no report; `with_operations`: have every graph's text written too, to count them."""
+        self._report: Path | None = None
+        if directory is None:
+            return
+        directory.mkdir(parents=True, exist_ok=True)
+        self._report, self._dump = directory / _REPORT, directory / _DUMP
+        self._report.unlink(missing_ok=True)
+        os.environ["PT_XLA_DEBUG_LEVEL"] = "1"  # compilations, not executions
+        os.environ["PT_XLA_DEBUG_FILE"] = str(self._report)
+        if with_operations:
+            flags = os.environ.get("XLA_FLAGS", "")
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={self._dump} --xla_dump_hlo_as_text".strip()
+
+    def hashes(self) -> list[str]:
+        """Of all graphs so far, in the order in which they were compiled."""
+        return _HASH.findall(self._report.read_text()) if self._report and self._report.exists() else []
+
+    def listed(self, seconds: list[float]) -> list[dict[str, Any]]:
+        """hash, operations and seconds of each graph; `seconds`: torch_xla's own, in order."""
+        texts = sorted(self._dump.glob("module_*.SyncTensorsGraph.*.before_optimizations.txt"))
+        operations = [text.read_text().count(" = ") for text in texts]
+        return [
+            {"hash": name, "operations": count, "seconds": round(s, 3)}
+            for name, count, s in zip(self.hashes(), operations, seconds, strict=True)
+        ]
+
+
+class GraphList:
+    """The list of graphs that Precompile leaves: a trial writes it, training is held to it."""
+
+    def __init__(self, config: TrainConfig, device: Device, say: Callable[[str], None]) -> None:
+        assert config.graphs is not None
+        self._path, self._trial, self._device, self._say = config.graphs, config.trial, device, say
+        record = read_json(config.graphs) or {"graphs": []}
+        self._listed = {graph["hash"] for graph in record["graphs"]}
+
+    def check(self) -> None:
+        """Tell of graphs that were compiled in training although a trial should have met them."""
+        for name in [] if self._trial else self._device.unlisted_graphs(self._listed):
+            self._say(f"warning: graph {name} is not in {self._path}: it was compiled in the middle of training")
+
+    def close(self) -> None:
+        """Check once more; after a trial, write the list. Raises `DiskError`."""
+        self.check()
+        if self._trial:
+            write_json(self._path, {"graphs": self._device.graphs()})

@@ -1,0 +1,55 @@
+"""torch.compile, for devices that otherwise run one operation after the other."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from trainer.errors import UserError
+
+
+class Inductor:
+    """Compiles forward and backward of a model; static shapes."""
+
+    def __init__(self, cache: str | None, *, needs_cxx: bool) -> None:
+        """`cache`: directory that compiled code is kept in and found again; None: torch's own. Raises `UserError`."""
+        if needs_cxx and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+            raise UserError("compile needs a C++ compiler on the CPU; install g++, or leave compile off")
+        if cache is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        #: hash, operations and seconds of each graph, in the order in which they were compiled. The backward pass is
+        #: compiled at its first use and not in the seconds.
+        self.graphs: list[dict[str, Any]] = []
+        self._told = 0
+
+    def compile(self, model: nn.Module) -> Callable[..., Any]:
+        """`model`'s forward pass, compiled at its first call."""
+        return torch.compile(model, backend=self._backend, dynamic=False)
+
+    def untold(self, listed: set[str]) -> list[str]:
+        """Hashes of graphs compiled since the last call that are not in `listed`."""
+        new, self._told = self.graphs[self._told :], len(self.graphs)
+        return [graph["hash"] for graph in new if graph["hash"] not in listed]
+
+    def _backend(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        began = time.monotonic()
+        compiled: Any = compile_fx(graph, inputs)
+        kernel: Callable[..., Any] = compiled
+        shapes = [(tuple(t.shape), str(t.dtype)) if isinstance(t, torch.Tensor) else repr(t) for t in inputs]
+        self.graphs.append(
+            {
+                "hash": hashlib.sha256(f"{graph.code}{shapes}".encode()).hexdigest()[:32],
+                "operations": len(graph.graph.nodes),
+                "seconds": round(time.monotonic() - began, 3),
+            }
+        )
+        return kernel

@@ -1,0 +1,191 @@
+"""XLA through torch_xla: operations are recorded, and each step's graph is compiled once and run many times."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.data.loader import Step
+from trainer.devices.base import REDUCTIONS, Device, DeviceOptions
+from trainer.devices.graphs import GraphReport
+from trainer.errors import UserError
+from trainer.parallel.mesh import Group, Mesh
+
+#: Tensors are fetched for a checkpoint so many bytes at a time: what is in host memory twice.
+_FETCHED_BYTES = 256 << 20
+
+
+class XlaDevice(Device):
+    """On the CPU (`PJRT_DEVICE=CPU`), where workers reduce through gloo on host copies."""
+
+    compiles_steps = True
+    #: Its collectives are not in the graphs: DDP, which reduces while a graph is recorded, has none to call.
+    has_ddp = False
+    backend = "gloo"
+
+    def __init__(self, options: DeviceOptions) -> None:
+        self._options = options
+        self._report = GraphReport(options.reports, with_operations=options.count_operations)
+        self._seen = 0
+        os.environ.setdefault("PJRT_DEVICE", "CPU")
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.debug.metrics
+
+        self._torch_xla, self._xm, self._metrics = torch_xla, xm, torch_xla.debug.metrics
+        self._late: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = []
+
+    def start(self, mesh: Mesh) -> None:
+        import torch_xla.runtime as xr
+
+        self.torch_device = self._torch_xla.device()
+        self.check_worlds(mesh, xr.world_size())
+
+    @staticmethod
+    def check_worlds(mesh: Mesh, world_size: int) -> None:
+        """Raise `UserError` unless `world_size`, of XLA's own collectives, is what this device expects."""
+        if world_size != 1:
+            raise UserError(
+                f"XLA on the CPU reduces through gloo and expects one XLA device a process, but sees {world_size} "
+                f"(CPU_NUM_DEVICES?); start workers with torchrun or --spawn, one device each"
+            )
+
+    def describe(self) -> str:
+        return f"xla on {self._xm.xla_device_hw(self.torch_device)}, {torch.__version__}/{self._torch_xla.__version__}"
+
+    def automatic_precision(self) -> tuple[str, str]:
+        return "fp32", "XLA on a CPU is for checking programs, and bf16 is no faster there"
+
+    def feed(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """Sends micro-batches ahead from threads of torch_xla's own loader, which marks a graph's end before each
+        `batches_per_execution`-th."""
+        from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+        headers: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        failure: list[BaseException] = []
+
+        def flattened() -> Iterator[dict[str, torch.Tensor]]:
+            # Runs in a thread of the loader, which ends at an error and loses it.
+            try:
+                for step in steps:
+                    headers.put(step)
+                    for batch in step.micro_batches:
+                        yield vars(batch)
+            except BaseException as error:
+                failure.append(error)
+            headers.put(None)
+
+        loader = MpDeviceLoader(
+            flattened(), self.torch_device, batches_per_execution=self._options.batches_per_execution
+        )
+        batches = iter(loader)
+        try:
+            while (step := headers.get()) is not None:
+                micro_batches = list(step.micro_batches)
+                kind = type(micro_batches[0])
+                yield Step(**{**vars(step), "micro_batches": (kind(**b) for b in islice(batches, len(micro_batches)))})
+            if failure:
+                raise failure[0]
+        finally:
+            loader._parallel_loader.close()
+
+    def compiled_graphs(self) -> int:
+        return self._metrics.counter_value("UncachedCompile") or 0
+
+    def graphs(self) -> list[dict[str, Any]]:
+        _, _, samples = self._metrics.metric_data("CompileTime")
+        return self._report.listed([nanoseconds / 1e9 for _, nanoseconds in samples])
+
+    def unlisted_graphs(self, listed: set[str]) -> list[str]:
+        if self.compiled_graphs() == self._seen:
+            return []
+        new = self._report.hashes()[self._seen :]
+        self._seen += len(new)
+        return [name for name in new if name not in listed]
+
+    def number(self, value: float, dtype: torch.dtype) -> torch.Tensor:
+        # (1,) rather than (): torch_xla makes the scalars 0 and 1 part of the program.
+        return torch.tensor([value], dtype=dtype).to(self.torch_device)
+
+    def seed(self, seed: int) -> None:
+        self._xm.set_rng_state(seed, str(self.torch_device))
+
+    @contextlib.contextmanager
+    def random_region(self, seed: int) -> Iterator[None]:
+        device = str(self.torch_device)
+        state = self._xm.get_rng_state(device)
+        self._xm.set_rng_state(seed, device)
+        yield
+        self._xm.set_rng_state(state, device)
+
+    def end_micro_steps(self) -> None:
+        self._torch_xla.sync()
+
+    def all_reduce(self, tensors: list[torch.Tensor], group: Group, *, sums: bool = True) -> None:
+        if group.size == 1:
+            return
+        copies = self._fetch(tensors)
+        flat = torch.cat([copy.reshape(-1) for copy in copies])
+        dist.all_reduce(flat, REDUCTIONS[sums], group=group.process_group)
+        reduced = [part.view(c.shape) for part, c in zip(flat.split([c.numel() for c in copies]), copies, strict=True)]
+        for tensor, total in zip(tensors, self._xm.send_cpu_data_to_device(reduced, self.torch_device), strict=True):
+            tensor.copy_(total)
+
+    def step_closure(self, f: Callable[..., Any], *tensors: torch.Tensor) -> None:
+        """Called when the next step is under way: its values have long been computed."""
+        self._xm.add_step_closure(self._run_late)
+        self._xm.add_step_closure(lambda *values: self._late.append((f, values)), args=tensors)
+
+    def _run_late(self) -> None:
+        late, self._late = self._late, []
+        for f, tensors in late:
+            f(*(tensor.tolist() for tensor in tensors))
+
+    def finish_closures(self) -> None:
+        self._torch_xla.sync()
+        self._run_late()
+
+    def copy_to_host(self, tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> None:
+        start = total = 0
+        for end, tensor in enumerate(tensors, 1):
+            total += tensor.numel() * tensor.element_size()
+            if total >= _FETCHED_BYTES or end == len(tensors):
+                for copy, fetched in zip(copies[start:end], self._fetch(tensors[start:end]), strict=True):
+                    copy.copy_(fetched)
+                start, total = end, 0
+
+    def _fetch(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies on the host, all from one transfer."""
+        self._torch_xla.sync()
+        fetched: list[torch.Tensor] = self._torch_xla._XLAC._xla_get_cpu_tensors([t.detach() for t in tensors])
+        return fetched
+
+    def peak_flops_per_s(self, precision: str) -> float | None:
+        return None
+
+
+def spawn_workers(work: Callable[..., None], argument: Any, *, single: bool) -> None:
+    """Call `work(index, argument)` in a process for each device of this machine, or, `single`, in this one."""
+    import torch_xla.distributed.xla_multiprocessing as xmp
+
+    xmp.spawn(work, args=(argument,), nprocs=1 if single else None)
+
+
+def torchrun_variables() -> dict[str, str]:
+    """What torchrun would have set for this worker, which `spawn_workers` has started."""
+    import torch_xla.runtime as xr
+
+    numbers = {
+        "RANK": xr.global_ordinal(),
+        "LOCAL_RANK": xr.local_ordinal(),
+        "WORLD_SIZE": xr.world_size(),
+        "LOCAL_WORLD_SIZE": xr.local_process_count(),
+    }
+    return {name: str(number) for name, number in numbers.items()}

@@ -1,0 +1,67 @@
+"""`python -m trainer --doctor`: which devices this machine has, with which versions, and the next command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from trainer.devices.cpu import cpu_flags
+from trainer.devices.neuron import PACKAGES, REPOSITORY, cores, wrong_packages
+from trainer.errors import UserError
+
+_RUN = "luigi --module pipeline BertPhase2"
+
+
+def examine(say: Callable[[str], None]) -> int:
+    """Say what there is; returns 0, or 1 if something has to be put right first."""
+    say(f"python {platform.python_version()}, {platform.platform()}")
+    for name in ("torch", "torch-xla", *PACKAGES, "transformers", "luigi", "h5py"):
+        say(f"  {name:14} {_version(name)}")
+    say(f"cpu     {len(os.sched_getaffinity(0))} cores, {_cpu_kind()}; {_memory_gb():.0f} GB memory")
+    say(f"disk    {shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here")
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    say(f"cuda    {', '.join(gpus) or 'no GPU that torch sees'}")
+    problems, commands = [], [_RUN]
+    if gpus:
+        commands.insert(0, f"{_RUN} --Cluster-device cuda --Cluster-nproc-per-node {len(gpus)}")
+    if wrong := wrong_packages():
+        problems.append(
+            f"{', '.join(wrong)}: from the public registry, where they hold nothing. Put right with:\n"
+            f"  pip uninstall -y {' '.join(name.split()[0] for name in wrong)}\n"
+            f"  pip install --extra-index-url=https://{REPOSITORY} '.[neuron]'"
+        )
+    try:
+        count = cores()
+    except UserError as error:
+        say(f"neuron  {error}")
+    else:
+        say(f"neuron  {count} NeuronCores")
+        commands.insert(0, f"LUIGI_CONFIG_PATH=configs/trn1-bert-large.cfg {_RUN}")
+        if _version("torch-neuronx") == "-":
+            problems.append(f"torch-neuronx: pip install --extra-index-url=https://{REPOSITORY} '.[neuron]'")
+    for problem in problems:
+        say(f"missing {problem}")
+    say(f"next    {commands[0]}" if not problems else "next    put right what is missing, then ask again")
+    return 1 if problems else 0
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "-"
+
+
+def _cpu_kind() -> str:
+    known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in cpu_flags()]
+    return f"{torch.backends.cpu.get_cpu_capability()}, {' '.join(known) or 'no vector instructions known here'}"
+
+
+def _memory_gb() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

@@ -1,0 +1,44 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trainer.optim.parameters import Parameters
+
+
+class SGD:
+    """torch's, without momentum: it has no state. Decay, as an L2 penalty, on the first group only."""
+
+    def __init__(
+        self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
+    ) -> None:
+        """`number` puts a number that changes from step to step on a device that compiles whole steps."""
+        self._parameters = parameters
+        self._weight_decay = weight_decay
+        self._number = number
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Update the parameters from their gradients."""
+        rate = None if self._number is None else self._number(learning_rate)
+        for group in self._parameters.groups:
+            for tensor in group.tensors:
+                gradient = tensor.grad
+                assert gradient is not None
+                if group.has_weight_decay and self._weight_decay:
+                    gradient = gradient.add(tensor, alpha=self._weight_decay)
+                if rate is None:
+                    tensor.sub_(gradient, alpha=learning_rate)
+                else:
+                    tensor.sub_(rate * gradient)
+
+    def state(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def set_steps_done(self, steps: int) -> None:
+        """No update depends on how many there were."""

@@ -1,0 +1,57 @@
+"""Whole tensors and the shares of them that tensor-parallel ranks hold, as `trainer/parallel/plan.py` cuts them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trainer.parallel.plan import Split, share, split_of
+from trainer.parallel.tensor import TensorParallel
+
+#: What optimizers put before a parameter's name.
+_MOMENTS = ("exp_avg_sq.", "exp_avg.")
+
+
+def split_like(name: str) -> Split | None:
+    """How a parameter, or the moment of one, is split; None: it is whole on every rank."""
+    for prefix in _MOMENTS:
+        name = name.removeprefix(prefix)
+    return split_of(name)
+
+
+def whole_shape(name: str, shape: tuple[int, ...], vocab_size: int, size: int) -> tuple[int, ...]:
+    """The shape of all of a parameter of which a rank of `size` holds `shape`, padding included."""
+    split = split_like(name)
+    if split is None or size == 1:
+        return shape
+    length = vocab_size if split.padded else shape[split.axis] * size
+    return (*shape[: split.axis], length, *shape[split.axis + 1 :])
+
+
+def put_share(target: Tensor, name: str, whole: Tensor, ranks: TensorParallel) -> None:
+    """Fill `target` with this rank's share of `whole`; padding becomes 0."""
+    split = split_like(name)
+    if split is None or ranks.size == 1:
+        target.copy_(whole)
+        return
+    place = share(whole.shape[split.axis], ranks.rank, ranks.size)
+    put_piece(target, name, whole.narrow(split.axis, place.start, place.stop - place.start))
+
+
+def put_piece(target: Tensor, name: str, piece: Tensor) -> None:
+    """Fill `target` with this rank's `piece`, which has no padding; padding becomes 0."""
+    split = split_like(name)
+    if split is None or piece.shape == target.shape:
+        target.copy_(piece)
+        return
+    target.zero_()
+    target.narrow(split.axis, 0, piece.shape[split.axis]).copy_(piece)
+
+
+def without_padding(name: str, tensor: Tensor, vocab_size: int, ranks: TensorParallel) -> Tensor:
+    """A view of this rank's tensor that leaves its padding out: what files hold."""
+    split = split_like(name)
+    if split is None or ranks.size == 1:
+        return tensor
+    length = vocab_size if split.padded else tensor.shape[split.axis] * ranks.size
+    place = share(length, ranks.rank, ranks.size)
+    return tensor.narrow(split.axis, 0, place.stop - place.start)

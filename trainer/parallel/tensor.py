@@ -1,0 +1,158 @@
+"""What ranks that share one model say to each other, and the layers built on it.
+
+The split is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): a dense by columns followed by one
+by rows needs one sum forward and one backward. Every rank computes the same losses.
+
+B: sequences, S: tokens, H: hidden size, M: masked positions, V: this rank's rows of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainer.data.order import hash_of
+from trainer.parallel.plan import padded_length
+
+#: Sums (True) or maxima (False) of tensors over the ranks, in place.
+AllReduce = Callable[[list[Tensor], bool], None]
+
+
+class TensorParallel:
+    """Rank `rank` of `size` that share a model. By default: one alone, for which nothing is done."""
+
+    def __init__(self, rank: int = 0, size: int = 1, all_reduce: AllReduce | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._all_reduce = all_reduce
+        self._keep_randomness: Callable[[int], contextlib.AbstractContextManager[None]] | None = None
+        self._seed = self._regions = 0
+
+    def copy(self, x: Tensor) -> Tensor:
+        """`x`, on its way into what is split: its gradient is the sum of all ranks'."""
+        if self.size == 1:
+            return x
+        copied: Tensor = _Copy.apply(x, self)  # type: ignore[no-untyped-call]
+        return copied
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, on its way out of what is split."""
+        if self.size == 1:
+            return x
+        total: Tensor = _Sum.apply(x, self)  # type: ignore[no-untyped-call]
+        return total
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' `x`, element by element; without a gradient."""
+        x = x.detach().clone()
+        self.reduce_in_place(x, sums=False)
+        return x
+
+    def reduce_in_place(self, x: Tensor, *, sums: bool = True) -> None:
+        if self.size > 1:
+            assert self._all_reduce is not None
+            self._all_reduce([x], sums)
+
+    def share(self, length: int) -> int:
+        """A rank's part of an axis of that length, padding included."""
+        return padded_length(length, self.size) // self.size
+
+    # Randomness: the same on all ranks, but in what is split.
+
+    def draw_with(self, region: Callable[[int], contextlib.AbstractContextManager[None]]) -> None:
+        """`region(seed)`: a context with randomness of its own, after which that outside goes on as if nothing was."""
+        self._keep_randomness = region
+
+    def seed(self, seed: int) -> None:
+        """A micro-step begins whose randomness outside of what is split has this seed."""
+        self._seed, self._regions = seed, 0
+
+    def region(self) -> contextlib.AbstractContextManager[None]:
+        """Random numbers drawn inside are this rank's own."""
+        if self.size == 1:
+            return contextlib.nullcontext()
+        assert self._keep_randomness is not None
+        self._regions += 1
+        return self._keep_randomness(hash_of(self._seed, self._regions, index=self.rank) >> 1)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallel) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        ctx.ranks.reduce_in_place(gradient)
+        return gradient, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: TensorParallel) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        ranks.reduce_in_place(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class RowLinear(nn.Linear):
+    """A dense whose input is split: (…, in / t) → (…, out), the same on all ranks. The bias is whole."""
+
+    def __init__(self, inputs: int, outputs: int, ranks: TensorParallel) -> None:
+        super().__init__(ranks.share(inputs), outputs)
+        self._ranks = ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._ranks.size == 1:
+            return super().forward(x)
+        return self._ranks.sum(F.linear(x, self.weight)) + self.bias
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """Word embeddings whose rows are split: (B, S) ids → (B, S, H), the same on all ranks."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, ranks: TensorParallel) -> None:
+        super().__init__(ranks.share(vocab_size), hidden_size, padding_idx=0 if ranks.rank == 0 else None)
+        self._ranks = ranks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self._ranks.size == 1:
+            return super().forward(ids)
+        mine, here = own_ids(ids, self.num_embeddings, self._ranks)
+        return self._ranks.sum(super().forward(mine) * here[..., None])
+
+
+def own_ids(ids: Tensor, rows: int, ranks: TensorParallel) -> tuple[Tensor, Tensor]:
+    """`ids` as numbers of this rank's rows, the others' 0; and which of them are this rank's, bool."""
+    mine = ids - ranks.rank * rows
+    here = (mine >= 0) & (mine < rows)
+    return torch.where(here, mine, torch.zeros_like(mine)), here
+
+
+def vocabulary_cross_entropy(
+    logits: Tensor, labels: Tensor, ignored: int, vocab_size: int, ranks: TensorParallel
+) -> Tensor:
+    """The sum of cross-entropies, in nats, of logits (M, V) that are split over the ranks, which are never gathered.
+
+    `labels` (M,) of the whole vocabulary, `ignored` where there is none. Rows past `vocab_size` are padding.
+    """
+    rows = logits.shape[1]
+    real = torch.arange(rows, device=logits.device) + ranks.rank * rows < vocab_size
+    logits = logits.masked_fill(~real, torch.finfo(logits.dtype).min)
+    shifted = logits - ranks.largest(logits.amax(1))[:, None]
+    mine, here = own_ids(labels, rows, ranks)
+    of_label = shifted.gather(1, mine[:, None])[:, 0] * here
+    counts = labels != ignored
+    total, of_label = ranks.sum(shifted.exp().sum(1)), ranks.sum(of_label)
+    return ((total.log() - of_label) * counts).sum()
