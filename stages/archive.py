@@ -5,8 +5,8 @@ from __future__ import annotations
 import bz2
 import contextlib
 import gzip
-import importlib
 import lzma
+import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,13 +16,18 @@ from typing import IO, Any, NoReturn
 
 from trainer.errors import UserError
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 #: What an archive may hold: more members, or more bytes for each of its own, are not a data set.
 MEMBERS_MAX = 100_000
 UNPACKED_RATIO_MAX = 200
 _UNPACKED_MIN_BYTES = 1 << 30  # a small archive is never refused for its ratio
 
 _READ_BYTES = 1 << 20
-_READ_ERRORS = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError)
+_READ_ERRORS = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
 
 class DamagedArchive(UserError):
@@ -117,24 +122,12 @@ def _open(archive: Path) -> Iterator[tuple[tarfile.TarFile, IO[bytes]]]:
         yield tar, stream
 
 
-def _zstd(stream: IO[bytes]) -> Any:
-    """Unpack zstd with the library that is there: Python's own (3.14), its backport, or zstandard."""
-    for name in ("compression.zstd", "backports.zstd"):
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(name).ZstdFile(stream)
-    with contextlib.suppress(ImportError):
-        return importlib.import_module("zstandard").ZstdDecompressor().stream_reader(stream, read_across_frames=True)
-    raise UserError(
-        f"{stream.name} is packed with zstd, and no library for that is installed; install backports.zstd or zstandard"
-    )
-
-
 #: First bytes of a packed file → what unpacks it.
 _UNPACKERS: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": lambda stream: gzip.GzipFile(fileobj=stream),
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,
-    b"\x28\xb5\x2f\xfd": _zstd,
+    b"\x28\xb5\x2f\xfd": zstd.ZstdFile,
 }
 
 

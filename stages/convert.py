@@ -1,65 +1,135 @@
-"""`python -m stages.convert IN OUT --to native`: a checkpoint from any device and layout, whole and on the CPU."""
+"""`python -m stages.convert IN OUT --to native|hf|pt`: a checkpoint of any format and layout, as one of another.
+
+IN: a ckpt_<step> directory of this project, a Hugging Face directory, a ckpt_<step>.pt of AWS's tutorial or NVIDIA's
+script, a directory of neuronx-distributed; or s3:// or https:// of one file. `--inspect IN` says what it is.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+from stages.checkpoints import (
+    add_source_options,
+    brought,
+    local_source,
+    model_config,
+    opened,
+    require_space,
+    source_identity,
+    written,
+)
 from stages.command import run
 from stages.manifest import Identity, Output, StageDirectory
-from trainer.checkpoint.format import MANIFEST, read_tensors, tensor_file
-from trainer.checkpoint.manager import Snapshot, require_valid, write_snapshot
-from trainer.files import TEMPORARY_SUFFIX, rename_durably, sha256_of
-from trainer.state import TrainState
+from stages.sources import Transport
+from trainer.errors import UserError
+from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
 
-CHECKPOINT = "checkpoint"
+#: Format → the directory in OUT that it becomes; a .pt is in OUT itself, where the script looks for it.
+RESULT = {"native": "checkpoint", "hf": "model"}
+FORMAT_VERSION = 1
 
 
-def read_snapshot(path: Path) -> Snapshot:
-    """A native checkpoint as one whole state. Raises `CheckpointError` if it is damaged or not there."""
-    require_valid(path)
-    optimizer = path / tensor_file("optimizer", 0, 1)
-    return Snapshot(
-        TrainState.read(path),
-        model=dict(read_tensors(path / tensor_file("model", 0, 1))),
-        optimizer=dict(read_tensors(optimizer)) if optimizer.exists() else {},
+def convert(work: StageDirectory, args: argparse.Namespace) -> dict[str, Any]:
+    """Write the checkpoint `args.source` in the format `args.to`; returns the counts."""
+    from trainer.checkpoint.interop.pt_file import ScriptSettings
+    from trainer.checkpoint.interop.write import WriteOptions, bytes_needed
+    from trainer.parallel.plan import require_divisible
+
+    options = WriteOptions(
+        step=args.step,
+        with_optimizer=not args.no_optimizer,
+        tensor_parallel_size=args.tensor_parallel_size,
+        training=ScriptSettings(args.lr, args.warmup_steps, args.max_steps, args.weight_decay, args.data_dir),
     )
+    transport = Transport(args.connections, args.s3_profile, args.s3_endpoint)
+    with (
+        brought(args.source, work, transport) as path,
+        opened(path, model_config(args.config), optimizer=options.with_optimizer) as source,
+    ):
+        require_divisible(source.config, args.tensor_parallel_size)
+        require_space(work.path, bytes_needed(source, options))
+        if args.to not in RESULT:
+            outputs, counts = written(work, source, work.path, args.to, options)
+        else:
+            target = work.path / RESULT[args.to]
+            temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
+            with disk_errors(temporary):
+                temporary.mkdir()
+            found, counts = written(work, source, temporary, args.to, options)
+            if args.to == "hf":
+                from trainer.checkpoint.interop.write import meets_hugging_face
 
-
-def convert(work: StageDirectory, source: Path) -> dict[str, Any]:
-    """Write the checkpoint `source` to `checkpoint/` of the stage directory; returns the counts."""
-    snapshot = read_snapshot(source)
-    target = work.path / CHECKPOINT
-    temporary = work.path / (CHECKPOINT + TEMPORARY_SUFFIX)
-    temporary.mkdir()
-    write_snapshot(temporary, snapshot)
-    rename_durably(temporary, target)
-    counts = {
-        "phase": snapshot.state.phase,
-        "global_step": snapshot.state.global_step,
-        "parameters": sum(tensor.numel() for tensor in snapshot.model.values()),
-        "with_optimizer": bool(snapshot.optimizer),
-    }
-    work.finish([Output.of(work.path, path) for path in sorted(target.iterdir())], counts)
+                meets_hugging_face(temporary)
+            rename_durably(temporary, target)
+            outputs = [Output(f"{target.name}/{output.path}", output.bytes, output.sha256) for output in found]
+    work.finish(outputs, counts)
     return counts
 
 
+def identity(args: argparse.Namespace) -> Identity:
+    parameters: dict[str, Any] = {
+        "to": args.to,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "with_optimizer": not args.no_optimizer,
+        "step": args.step,
+    }
+    if args.to == "pt":
+        script = ("lr", "warmup_steps", "max_steps", "weight_decay", "data_dir")
+        parameters |= {name: str(getattr(args, name)) for name in script}
+    config = model_config(args.config)
+    parameters["model"] = None if config is None else dataclasses.asdict(config)
+    inputs = {"checkpoint": source_identity(args.source)}
+    return Identity("convert_checkpoint", FORMAT_VERSION, parameters=parameters, inputs=inputs)
+
+
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m stages.convert", description=__doc__)
-    p.add_argument("source", type=Path, metavar="IN", help="a checkpoint directory, ckpt_<step>")
-    p.add_argument("out", type=Path, metavar="OUT", help=f"stage directory to fill; the result is OUT/{CHECKPOINT}")
-    p.add_argument("--to", choices=("native",), default="native", help="format to write")
+    p = argparse.ArgumentParser(
+        prog="python -m stages.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("source", metavar="IN", help="the checkpoint")
+    p.add_argument(
+        "out", type=Path, nargs="?", metavar="OUT",
+        help="stage directory to fill: OUT/checkpoint (native), OUT/model (hf) or OUT/ckpt_<step>.pt (pt)",
+    )  # fmt: skip
+    p.add_argument("--inspect", action="store_true", help="say what IN is, from its headers, and write nothing")
+    p.add_argument("--to", choices=("native", "hf", "pt"), default="native", help="format to write (native)")
+    p.add_argument("--tensor-parallel-size", type=int, default=1, metavar="T", help="native: files for T ranks (1)")
+    p.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
+    add_source_options(p)
+    remote = p.add_argument_group("IN at s3:// or https://")
+    remote.add_argument("--connections", type=int, default=8, help="parallel requests (8)")
+    remote.add_argument("--s3-profile", default="", help="AWS profile that signs requests to S3; left out: unsigned")
+    remote.add_argument("--s3-endpoint", default="", help="another server that speaks S3; left out: AWS")
+    script = p.add_argument_group("--to pt", "what the script goes on with where IN does not say it; its own defaults")
+    script.add_argument("--lr", type=float, default=4e-4, help="peak learning rate (4e-4)")
+    script.add_argument("--warmup-steps", type=int, default=2000, help="(2000)")
+    script.add_argument("--max-steps", type=int, default=28125, help="(28125)")
+    script.add_argument("--weight-decay", type=float, default=0.01, help="(0.01)")
+    script.add_argument("--data-dir", type=Path, help="the script's shards, to resume its phase 1 with")
     return p
 
 
 def main() -> None:
-    args = parser().parse_args()
-    require_valid(args.source)
-    inputs = {"checkpoint": sha256_of(args.source / MANIFEST)}
-    with StageDirectory.begin(args.out, lambda: Identity("convert_checkpoint", 1, inputs=inputs)) as work:
-        counts = convert(work, args.source)
-    print(f"step {counts['global_step']}, {counts['parameters']:,} parameters: {args.out / CHECKPOINT}")
+    p = parser()
+    args = p.parse_args()
+    if args.inspect:
+        from stages.inspection import inspect
+
+        print(inspect(local_source(args.source)))
+        return
+    if args.out is None:
+        p.error("OUT is missing: where to write to")
+    if args.tensor_parallel_size < 1 or (args.tensor_parallel_size > 1 and args.to != "native"):
+        raise UserError(
+            f"--tensor-parallel-size {args.tensor_parallel_size} with --to {args.to} is not allowed; allowed: 1 or "
+            f"more with --to native, 1 with the others"
+        )
+    with StageDirectory.begin(args.out, lambda: identity(args)) as work:
+        counts = convert(work, args)
+    print(f"step {counts['global_step']}, {counts['parameters']:,} parameters: {args.out / RESULT.get(args.to, '')}")
 
 
 if __name__ == "__main__":

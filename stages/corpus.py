@@ -1,7 +1,7 @@
 """Where text comes from: sources, read as documents.
 
-A raw document is a string, one paragraph or sentence a line; `sentences` splits it. Reading is cheap and sequential,
-splitting is left to whoever tokenizes, in any process. A new kind of file is one more class in `FILE_SOURCES`.
+Reading is cheap and sequential. What costs time, making text of markup and splitting it into sentences, is left to
+whoever tokenizes, in any process. A new kind of file is a class and a line in `kind_of`.
 """
 
 from __future__ import annotations
@@ -13,43 +13,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from stages.jsonl import JsonLinesSource
 from stages.manifest import Identity
+from stages.source import Document, FileSource, Source, cannot_read, text_of
+from stages.text import PlainTextSource
+from stages.wikipedia import WikipediaSource
 from trainer.errors import UserError
 from trainer.files import sha256_of
 
 BUILTIN = "builtin"
 STAGE = "tokenize_corpus"
 FORMAT_VERSION = 1
-
-_BLOCK_BYTES = 1 << 20
-#: A document longer than this many characters is cut at a line end, so that memory is bounded by it.
-DOCUMENT_CHARACTERS_MAX = 4 << 20
-# Something to see: not white space, control characters, zero-width marks or the byte-order mark.
-_VISIBLE = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028\u2029\u2060\ufeff]")
-
-
-class Source(Protocol):
-    """One place that documents come from."""
-
-    @property
-    def name(self) -> str:
-        """How messages call it."""
-
-    @property
-    def size(self) -> int:
-        """Its size, about, in bytes."""
-
-    def identity(self) -> str:
-        """What tells its content from any other."""
-
-    def documents(self, dropped: Counter[str]) -> Iterator[str]:
-        """Raw documents, always in the same order; counts what it drops, by reason. Raises `UserError`."""
-
-
-def cannot_read(source: Source, error: OSError) -> UserError:
-    return UserError(f"cannot read {source.name}: {error.strerror}; check the file and its permissions")
+#: What ends a document of plain text.
+BLANK_LINE, FILE = DOCUMENT_ENDS = ("blank_line", "file")
 
 
 class BuiltinSource:
@@ -57,65 +35,38 @@ class BuiltinSource:
 
     name = BUILTIN
     #: About the size of its text in CPython 3.11; only a progress bar and the vocabulary sample need it.
-    size = 1_700_000
+    size = text_bytes = 1_700_000
+
+    def __init__(self) -> None:
+        self.position = 0
 
     def identity(self) -> str:
         return f"{platform.python_implementation()} {platform.python_version()}"
 
-    def documents(self, dropped: Counter[str]) -> Iterator[str]:
+    def documents(self, dropped: Counter[str]) -> Iterator[Document]:
         from stages.builtin import builtin_documents
 
         texts, counts = builtin_documents()
         dropped.update(counts)
-        yield from texts
+        self.position = 0
+        for text in texts:
+            yield text
+            self.position += len(text)
+        self.position = self.size
 
 
-class PlainTextSource:
-    """A UTF-8 text file: one paragraph or sentence a line, a blank line between documents."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def name(self) -> str:
-        return str(self.path)
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size
-
-    def identity(self) -> str:
-        try:
-            return sha256_of(self.path)
-        except OSError as error:
-            raise cannot_read(self, error) from error
-
-    def documents(self, dropped: Counter[str]) -> Iterator[str]:
-        lines: list[str] = []
-        characters = 0
-        for line in _lines(self.path, dropped):
-            if _VISIBLE.search(line):
-                lines.append(line)
-                characters += len(line)
-                if characters < DOCUMENT_CHARACTERS_MAX:
-                    continue
-                dropped["document ends: cut, too long"] += 1
-            elif line and not line.isspace():
-                dropped["lines: control characters only"] += 1
-                continue
-            if lines:
-                yield "\n".join(lines)
-            lines, characters = [], 0
-        if lines:
-            yield "\n".join(lines)
+def kind_of(path: Path) -> type[FileSource]:
+    """How a file is read, by its name: JSON Lines, a MediaWiki dump (….xml, ….xml-p10p303), or text; packed or not."""
+    name = re.sub(r"\.(gz|bz2)$", "", path.name)
+    if name.endswith(".jsonl"):
+        return JsonLinesSource
+    return WikipediaSource if re.search(r"\.xml(-[^.]*)?$", name) else PlainTextSource
 
 
-#: File name ending → class of its source; every other file is plain text.
-FILE_SOURCES: dict[str, type[PlainTextSource]] = {}
-
-
-def open_sources(specs: Iterable[str]) -> list[Source]:
+def open_sources(specs: Iterable[str], *, document: str = BLANK_LINE) -> list[Source]:
     """The sources that `specs` ("builtin", files, globs) name, files of a glob in the order of their names.
+
+    `document`: what ends a document of plain text, one of `DOCUMENT_ENDS`.
 
     Raises `UserError`: no such file, a folder, a glob that matches nothing, a source named twice.
     """
@@ -125,8 +76,7 @@ def open_sources(specs: Iterable[str]) -> list[Source]:
             sources.append(BuiltinSource())
             continue
         for path in _expand(spec):
-            kind = next((kind for ending, kind in FILE_SOURCES.items() if path.name.endswith(ending)), PlainTextSource)
-            sources.append(kind(path))
+            sources.append(kind_of(path)(path, one_document=document == FILE))
     names = Counter(source.name for source in sources)
     for name, count in names.items():
         if count > 1:
@@ -150,7 +100,7 @@ def _expand(spec: str) -> list[Path]:
     return paths
 
 
-def raw_documents(sources: Iterable[Source], dropped: Counter[str]) -> Iterator[str]:
+def raw_documents(sources: Iterable[Source], dropped: Counter[str]) -> Iterator[Document]:
     """The documents of all sources, in order; raises `UserError` for what cannot be read, and where there is none."""
     empty: list[str] = []
     found = False
@@ -161,22 +111,25 @@ def raw_documents(sources: Iterable[Source], dropped: Counter[str]) -> Iterator[
                 anything = found = True
                 yield document
         except OSError as error:
-            raise UserError(
-                f"cannot read {source.name}: {error.strerror}; check the file and its permissions"
-            ) from error
+            raise cannot_read(source, error) from error
         if not anything:
             dropped["files: no text in them"] += 1
             empty.append(source.name)
     if not found:
         others = f" (nor {len(empty) - 1} more)" if len(empty) > 1 else ""
         raise UserError(
-            f"{empty[0]}{others} holds no text: it is empty, or only white space and control characters; "
-            f"give UTF-8 text, a blank line between documents"
+            f"{empty[0]}{others} holds no text: {_what_was_dropped(dropped)}; give UTF-8 text with a blank line "
+            f"between documents, JSON Lines (.jsonl), or a MediaWiki dump (.xml)"
         )
 
 
+def _what_was_dropped(dropped: Counter[str]) -> str:
+    what = [f"{reason} {count:,}" for reason, count in sorted(dropped.items()) if not reason.startswith("files: ")]
+    return f"nothing was left ({', '.join(what)})" if what else "it is empty, or only white space"
+
+
 def sentences(document: str) -> list[str]:
-    """The sentences of a raw document, in order, stripped; none reaches over a line end."""
+    """The sentences of a text, in order, stripped; none reaches over a line end."""
     from sentencex import segment
 
     found: list[str] = []
@@ -194,49 +147,10 @@ def sentences(document: str) -> list[str]:
 
 def documents(spec: str) -> Iterator[list[str]]:
     """The documents of one source, as lists of sentences; raises `UserError` as `open_sources` and `raw_documents`."""
-    return map(sentences, raw_documents(open_sources([spec]), Counter()))
-
-
-def _lines(path: Path, dropped: Counter[str]) -> Iterator[str]:
-    """The lines of a UTF-8 file without their ends; lines over a megabyte come in pieces.
-
-    Raises `UserError` with the byte offset of what is not UTF-8.
-    """
-    offset, rest = 0, b""
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            rest += block
-            cut = rest.rfind(b"\n") + 1
-            if not cut and len(rest) > _BLOCK_BYTES:
-                cut = _end_of_piece(rest)
-                dropped["line ends: cut, too long"] += 1
-            if cut:
-                yield from _decode(path, rest[:cut], offset).removesuffix("\n").split("\n")
-                offset, rest = offset + cut, rest[cut:]
-    if rest:
-        yield from _decode(path, rest, offset).split("\n")
-
-
-def _end_of_piece(data: bytes) -> int:
-    """Where to cut a long line: after its last space, else before its last character (never inside one)."""
-    space = data.rfind(b" ") + 1
-    if space:
-        return space
-    end = len(data) - 1
-    while end > len(data) - 4 and data[end] & 0xC0 == 0x80:
-        end -= 1
-    return end
-
-
-def _decode(path: Path, data: bytes, offset: int) -> str:
-    try:
-        # The mark that Windows programs put first is not text.
-        return data.decode("utf-8").removeprefix("\ufeff") if offset == 0 else data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at offset {offset + error.start}; "
-            f"convert it, for example with iconv -t UTF-8"
-        ) from None
+    dropped: Counter[str] = Counter()
+    for document in raw_documents(open_sources([spec]), dropped):
+        if found := sentences(text_of(document, dropped)):
+            yield found
 
 
 @dataclass(frozen=True)
@@ -250,6 +164,9 @@ class CorpusOptions:
     lower_case: bool = True
     held_out: float = 0.05
     seed: int = 12345
+    document: str = BLANK_LINE
+    #: More of the tokens than this must not be [UNK]. It says only whether, not what comes out.
+    max_unknown_share: float = 0.05
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -259,12 +176,25 @@ class CorpusOptions:
         if self.vocab_size < 1:
             raise UserError(f"--vocab-size is {self.vocab_size}; it counts the pieces of the vocabulary, 8192 for one")
 
+        if not 0 <= self.max_unknown_share <= 1:
+            raise UserError(f"--max-unknown-share is {self.max_unknown_share}; it is a share of the tokens, 0 to 1")
+
+    def open(self) -> tuple[list[Source], list[Source]]:
+        """The sources, and those of held-out text."""
+        return (
+            open_sources(self.sources, document=self.document),
+            open_sources(self.held_out_sources, document=self.document),
+        )
+
     def identity(self) -> Identity:
         """Reads all the sources, for their content is their identity."""
         parameters: dict[str, Any] = {"lower_case": self.lower_case, "seed": self.seed}
-        inputs: dict[str, Any] = {"sources": [source.identity() for source in open_sources(self.sources)]}
-        if self.held_out_sources:
-            inputs["held_out_sources"] = [source.identity() for source in open_sources(self.held_out_sources)]
+        sources, held_out_sources = self.open()
+        inputs: dict[str, Any] = {"sources": [source.identity() for source in sources]}
+        if self.document != BLANK_LINE and any(isinstance(s, PlainTextSource) for s in (*sources, *held_out_sources)):
+            parameters["document"] = self.document
+        if held_out_sources:
+            inputs["held_out_sources"] = [source.identity() for source in held_out_sources]
         else:
             parameters["held_out"] = self.held_out
         if self.vocab_file is None:

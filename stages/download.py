@@ -1,34 +1,45 @@
 """Ready-made shards → a data set of ours: fetched, safely unpacked, checked once. `python -m stages.download --help`.
 
-A file gets its final name after it was checked, so that a rerun goes on with the first that is missing. What a kind
-of URL needs is one function in `FETCHERS`.
+A file gets its final name after it was checked, so that a rerun goes on with the first that is missing. Of an archive
+from the network DIR holds, while it is needed,
+    download.part, download.json   its bytes so far, and which they are; download.json stays
+    archive                        all of it, its length and sha256 checked
+    unpacked.json                  what it held, written before it is removed and kept until the manifest is there
+so that no moment is left at which it would be fetched a second time.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
-import hashlib
-import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
-from stages.archive import DamagedArchive, members
+from stages.archive import DamagedArchive
 from stages.command import run
-from stages.manifest import Identity, Output, StageDirectory
-from trainer.errors import UserError
-from trainer.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durably
+from stages.fetch import fetch, require_sha256
+from stages.intake import PATTERNS, Arrival, Limits, folder_shards, is_shard, linked, take_in, unpacked
+from stages.manifest import MANIFEST, Identity, Output, StageDirectory
+from stages.remote import Remote, Version
+from stages.sources import CONNECTIONS_MAX, Transport, open_source, source_inputs
+from stages.transfer import State
+from stages.workers import processes_asked_for
+from trainer.errors import DiskError, UserError
+from trainer.files import read_json, write_json
 
 STAGE = "download_dataset"
 FORMAT_VERSION = 1
 
-_PATTERNS = {"training": "*_training_*.hdf5", "test": "*_test_*.hdf5"}
-_COPY_BYTES = 4 << 20
-_SAMPLE_BYTES = 64 << 10
+ARCHIVE = "archive"
+UNPACKED = "unpacked.json"
+#: Bytes of contents for each byte of an archive that is packed (.gz and the like), for the check of free space.
+#: Measured: 2.9 to 3.5 for contiguous shards, 1.04 for shards that are packed themselves.
+PACKED_RATIO = 4
 
 
 @dataclass(frozen=True)
@@ -40,194 +51,147 @@ class DownloadOptions:
     #: Predictions of a sequence, at most.
     max_pred_len: int | None = None
     vocab_size: int | None = None
+    #: Of the archive, in hex.
+    sha256: str | None = None
 
     def identity(self, phase: int | None = None) -> Identity:
         parameters = {"seq_len": self.seq_len, "max_pred_len": self.max_pred_len, "vocab_size": self.vocab_size}
         return Identity(
             stage=STAGE, format_version=FORMAT_VERSION, phase=phase, parameters=parameters,
-            inputs={"source": source_identity(self.url)},
+            inputs=source_inputs(self.url, self.sha256),
         )  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Fetcher:
-    """How one kind of URL is handled."""
-
-    #: What tells the content behind the URL from any other, cheaply.
-    identity: Callable[[str], str]
-    #: The archive or folder behind the URL as a local path; it may be put into the stage directory.
-    fetch: Callable[[str, Path], Path]
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.seq_len, self.max_pred_len, self.vocab_size)
 
 
-def _local_path(url: str) -> Path:
-    parts = urlsplit(url)
-    if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
-        raise UserError(f"{url} names the host {parts.netloc}; write file:///absolute/path (three slashes)")
-    path = Path(unquote(parts.path)) if parts.scheme == "file" else Path(url)
-    if not path.exists():
-        raise UserError(f"there is no archive or folder {path}; give a .tar, .tar.gz, .tar.zst or a folder of shards")
-    return path
-
-
-def _local_identity(url: str) -> str:
-    """sha256 over names, sizes and both ends of every file: content decides, and terabytes need not be read."""
-    path = _local_path(url)
-    digest = hashlib.sha256()
-    for file in _folder_shards(path) if path.is_dir() else [path]:
-        size = file.stat().st_size
-        digest.update(f"{file.name if path.is_dir() else ''}\0{size}\0".encode())
-        with file.open("rb") as raw:
-            digest.update(raw.read(_SAMPLE_BYTES))
-            raw.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(raw.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
-
-
-#: URL scheme ("" for a plain path) → fetcher.
-FETCHERS = {scheme: Fetcher(_local_identity, lambda url, _: _local_path(url)) for scheme in ("", "file")}
-_PLANNED = ("s3", "http", "https")
-
-
-def _fetcher(url: str) -> Fetcher:
-    scheme = urlsplit(url).scheme
-    if scheme in FETCHERS:
-        return FETCHERS[scheme]
-    if scheme in _PLANNED:
-        raise UserError(f"cannot fetch {url}: {scheme}:// is not built yet; download it and give file:///path of it")
-    raise UserError(f"cannot fetch {url}: {scheme}:// is unknown; allowed is file:// or a plain path")
-
-
-def source_identity(url: str) -> str:
-    """What tells the content behind `url` from any other, cheaply. Raises `UserError` if it cannot be had."""
-    return _fetcher(url).identity(url)
-
-
-def download_dataset(work: StageDirectory, options: DownloadOptions) -> dict[str, Any]:
+def download_dataset(
+    work: StageDirectory, options: DownloadOptions, transport: Transport | None = None
+) -> dict[str, Any]:
     """Fill `work` with the checked shards behind the URL, and finish it; returns the counts.
 
-    Raises `UserError`: nothing there, an unsafe or damaged archive, no training shard, a file that is no valid shard.
+    Raises `UserError`: nothing there, no access, too little space, an unsafe or damaged archive, no training shard, a
+    file that is no valid shard.
     """
-    source = _fetcher(options.url).fetch(options.url, work.path)
-    check, folder = _Check(options), source.is_dir()
-    total = len(_folder_shards(source)) if folder else source.stat().st_size
-    rows: dict[str, int] = {}
-    origins: dict[str, str] = {}
-    skipped = 0
-    try:
-        with work.progress("check" if folder else "unpack", total, "files" if folder else "B") as bar:
-            for arrival in _linked(source) if folder else _unpacked(source):
-                bar.update(1 if folder else arrival.size)
-                if not _is_shard(arrival.origin):
-                    skipped += 1
-                    continue
-                name = PurePosixPath(arrival.origin).name
-                if name in origins:
-                    both = f"{origins[name]} and {arrival.origin}"
-                    raise UserError(f"{source} has {both}: two files of one name; rename one")
-                origins[name] = arrival.origin
-                rows[name] = check(arrival, work.path / name, f"{source}: {arrival.origin}")
-    except DamagedArchive:
-        for name in rows:
-            (work.path / name).unlink()
-        raise
-    if not any(fnmatch.fnmatch(name, _PATTERNS["training"]) for name in rows):
-        raise UserError(f"{source} has no training shard; their names must match {_PATTERNS['training']}")
-    by_split = {
-        f"{split}_rows": sum(count for name, count in rows.items() if fnmatch.fnmatch(name, pattern))
-        for split, pattern in _PATTERNS.items()
-    }
-    counts = {"rows": dict(sorted(rows.items())), **by_split, "files_skipped": skipped, "seq_len": check.seq_len}
-    work.finish([Output.of(work.path, work.path / name) for name in sorted(rows)], counts)
+    transport = transport or Transport()
+    source = open_source(options.url, transport)
+    if isinstance(source, Path):
+        if options.sha256 is not None:
+            require_sha256(source, str(source), work, options.sha256)
+        outputs, counts = _take_in(work, source, str(source), options, transport)
+    else:
+        outputs, counts = _before(work.path) or _from_network(work, source, options, transport)
+        if not transport.keep_archive:
+            (work.path / ARCHIVE).unlink(missing_ok=True)
+    work.finish(outputs, counts)
+    (work.path / UNPACKED).unlink(missing_ok=True)
     return counts
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """A file on its way: `put` makes it at a temporary path, fsynced."""
+def _from_network(
+    work: StageDirectory, source: Remote, options: DownloadOptions, transport: Transport
+) -> tuple[list[Output], dict[str, Any]]:
+    archive = work.path / ARCHIVE
 
-    origin: str
-    size: int
-    put: Callable[[Path], None]
+    def begin(version: Version, missing: int, is_same: bool) -> None:
+        if not is_same:
+            _forget(work.path)
+        _require_room(work.path, source.url, archive=missing, contents=_contents(source.url, version.length))
 
-
-class _Check:
-    """Puts shards in place when they are valid; all must have the sequence length of the first."""
-
-    def __init__(self, options: DownloadOptions) -> None:
-        self._options = options
-        self.seq_len = options.seq_len
-
-    def __call__(self, arrival: _Arrival, final: Path, origin: str) -> int:
-        """Put, check and rename one file; returns its rows. Raises `UserError` that names `origin`."""
-        from trainer.data.shards import file_shape, validate_file
-
-        limits = {"seq_len": self.seq_len, "max_pred_len": self._options.max_pred_len}
-        if final.exists():  # it got this name after it was checked
-            rows, self.seq_len, _ = file_shape(final, **limits)
-            return rows
-        temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
-        try:
-            with disk_errors(final):
-                arrival.put(temporary)
-            try:
-                rows, self.seq_len, _ = file_shape(temporary, **limits)
-                validate_file(temporary, vocab_size=self._options.vocab_size, **limits)
-            except UserError as error:
-                raise UserError(str(error).replace(str(temporary), origin)) from error
-        except UserError:
-            temporary.unlink(missing_ok=True)
-            raise
-        failpoint(f"write-after:{final.name}")
-        rename_durably(temporary, final)
-        return rows
-
-
-def _is_shard(origin: str) -> bool:
-    name = PurePosixPath(origin).name
-    # macOS adds "._name" beside every file it packs
-    return not name.startswith(".") and any(fnmatch.fnmatch(name, pattern) for pattern in _PATTERNS.values())
-
-
-def _folder_shards(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and _is_shard(path.name))
-
-
-def _linked(folder: Path) -> Iterator[_Arrival]:
-    for path in _folder_shards(folder):
-        yield _Arrival(str(path.relative_to(folder)), path.stat().st_size, _linker(path.resolve()))
-
-
-def _linker(source: Path) -> Callable[[Path], None]:
-    def put(temporary: Path) -> None:
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(source, temporary)  # no copy of what may be a hundred gigabytes
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(source, temporary)
-        _fsync(temporary)
-
-    return put
-
-
-def _unpacked(archive: Path) -> Iterator[_Arrival]:
-    for member in members(archive):
-
-        def put(temporary: Path, read: Callable[[int], bytes] = member.read) -> None:
-            with temporary.open("wb") as file:
-                while data := read(_COPY_BYTES):
-                    file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-
-        yield _Arrival(member.name, member.size, put)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
+    version = fetch(source, work, archive, connections=transport.connections, sha256=options.sha256, begin=begin)
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        outputs, counts = _take_in(work, archive, source.url, options, transport)
+    except DamagedArchive as error:
+        archive.unlink()
+        raise UserError(f"{str(error).replace(str(archive), source.url)} (what was fetched is removed)") from error
+    except DiskError:
+        raise
+    except UserError as error:
+        State(source.url, version, [(0, version.length)], refused=True).write(work.path)
+        raise UserError(str(error).replace(str(archive), source.url)) from error
+    counts["source"] = {"url": source.url, **dataclasses.asdict(version)}
+    record = {"outputs": [dataclasses.asdict(output) for output in outputs], "counts": counts}
+    write_json(work.path / UNPACKED, record)
+    return outputs, counts
+
+
+def _before(directory: Path) -> tuple[list[Output], dict[str, Any]] | None:
+    """What a run that was killed before its manifest had taken in, if all of it is still there."""
+    record = read_json(directory / UNPACKED)
+    if record is None:
+        return None
+    outputs = [Output(**output) for output in record["outputs"]]
+    paths = [directory / output.path for output in outputs]
+    if not all(path.exists() and path.stat().st_size == o.bytes for path, o in zip(paths, outputs, strict=True)):
+        return None
+    return outputs, record["counts"]
+
+
+def _forget(directory: Path) -> None:
+    """Remove what came of another version of the object."""
+    for path in (directory / MANIFEST, directory / UNPACKED, *_placed(directory)):
+        path.unlink(missing_ok=True)
+
+
+def _placed(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if is_shard(path.name)]
+
+
+def _contents(name: str, archive_bytes: int) -> int:
+    """Bytes that an archive unpacks to; of a packed one, about."""
+    is_packed = name.partition("?")[0].endswith((".gz", ".tgz", ".zst", ".xz", ".bz2"))
+    return archive_bytes * (PACKED_RATIO if is_packed else 1)
+
+
+def _require_room(directory: Path, name: str, *, archive: int, contents: int) -> None:
+    """Raise `UserError` unless so many bytes are free, less the contents that are there already."""
+    contents = max(0, contents - sum(path.stat().st_size for path in _placed(directory)))
+    free = shutil.disk_usage(directory).free
+    if archive + contents <= free:
+        return
+    about = f", taken as {PACKED_RATIO} bytes for each of its own" if _contents(name, 1) > 1 else ""
+    raise UserError(
+        f"{name} needs {archive + contents:,} bytes in {directory} ({archive:,} still to fetch, {contents:,} of "
+        f"contents{about}); {free:,} are free there; make space, or use another disk"
+    )
+
+
+def _take_in(
+    work: StageDirectory, source: Path, name: str, options: DownloadOptions, transport: Transport
+) -> tuple[list[Output], dict[str, Any]]:
+    """All shards of an archive or folder, checked and in their places: outputs and counts."""
+    folder = source.is_dir()
+    if not folder:
+        _require_room(work.path, name, archive=0, contents=_contents(name, source.stat().st_size))
+    total = len(folder_shards(source)) if folder else source.stat().st_size
+    skipped = 0
+
+    def arrivals() -> Iterator[Arrival]:
+        nonlocal skipped
+        for arrival in linked(source) if folder else unpacked(source):
+            bar.update(1 if folder else arrival.size)
+            if is_shard(arrival.origin):
+                yield arrival
+            else:
+                skipped += 1
+
+    try:
+        with work.progress("check" if folder else "unpack", total, "files" if folder else "B") as bar:
+            shards = take_in(work.path, name, arrivals(), options.limits, processes=transport.processes)
+    except DamagedArchive:
+        for path in _placed(work.path):
+            path.unlink()
+        raise
+    rows = {name: shards[name].rows for name in sorted(shards)}
+    if not fnmatch.filter(rows, PATTERNS["training"]):
+        raise UserError(f"{name} has no training shard; their names must match {PATTERNS['training']}")
+    by_split = {
+        f"{split}_rows": sum(rows[one] for one in fnmatch.filter(rows, pattern)) for split, pattern in PATTERNS.items()
+    }
+    seq_len = next(iter(shards.values())).seq_len
+    counts = {"rows": rows, **by_split, "files_skipped": skipped, "seq_len": seq_len}
+    return [shards[name].output for name in rows], counts
 
 
 def parser() -> argparse.ArgumentParser:
@@ -235,19 +199,39 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m stages.download", description="Fetch, unpack and check ready HDF5 shards."
     )
     add = options.add_argument
-    add("url", help="file:// URL or path of a .tar, .tar.gz, .tar.zst or a folder of HDF5 shards")
+    add("url", help="s3://bucket/key, https://, http:// or file:// URL or path of a .tar, .tar.gz or .tar.zst; "
+        "or path of a folder of HDF5 shards")  # fmt: skip
     add("--out", type=Path, required=True, metavar="DIR", help="stage directory to make or go on with")
     add("--seq-len", type=int, help="tokens that every row must have (default: as they are)")
     add("--max-pred-len", type=int, help="masked positions that a row may have (default: as they are)")
     add("--vocab-size", type=int, help="every id must be below (default: not checked)")
+    add("--sha256", metavar="HEX", help="that the archive must have (default: not checked)")
+    add("--s3-profile", default="", metavar="NAME", help="AWS profile whose credentials sign requests to S3; "
+        "'default': whatever boto3 finds (default: unsigned)")  # fmt: skip
+    add("--s3-endpoint", default="", metavar="URL", help="another server that speaks S3 (default: AWS)")
+    add("--connections", type=int, default=Transport.connections, help="parallel requests (%(default)s)")
+    add("--keep-archive", action="store_true", help="leave the fetched archive in DIR/archive")
+    add("--processes", type=int, default=0, help="check shards; changes no output (default: one for each core)")
     return options
 
 
 def main() -> None:
     args = parser().parse_args()
-    options = DownloadOptions(args.url, args.seq_len, args.max_pred_len, args.vocab_size)
+    if args.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", args.sha256):
+        raise UserError(f"--sha256 is {args.sha256}; give 64 hexadecimal digits")
+    if not 1 <= args.connections <= CONNECTIONS_MAX:
+        raise UserError(f"--connections is {args.connections}; give 1 to {CONNECTIONS_MAX}")
+    sha256 = args.sha256.lower() if args.sha256 else None
+    options = DownloadOptions(args.url, args.seq_len, args.max_pred_len, args.vocab_size, sha256)
+    transport = Transport(
+        connections=args.connections,
+        s3_profile=args.s3_profile,
+        s3_endpoint=args.s3_endpoint,
+        keep_archive=args.keep_archive,
+        processes=processes_asked_for(args.processes),
+    )
     with StageDirectory.begin(args.out, options.identity) as work:
-        counts = download_dataset(work, options)
+        counts = download_dataset(work, options, transport)
     print(f"{counts['training_rows']:,} training and {counts['test_rows']:,} test rows: {args.out}")
 
 

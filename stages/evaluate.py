@@ -17,11 +17,11 @@ from trainer.config import DEVICES, ModelConfig
 from trainer.data.loader import BatchReader
 from trainer.data.order import Samples, shuffled
 from trainer.data.shards import ShardSet
-from trainer.devices.base import Device
+from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.select import select
 from trainer.errors import CheckpointError, UserError
 from trainer.files import sha256_of, write_json
-from trainer.models.bert import BertForPreTraining, at_least_fp32
+from trainer.models.bert import IGNORED, BertForPreTraining, at_least_fp32
 from trainer.parallel.mesh import Mesh
 
 PATTERN = "*_test_*.hdf5"
@@ -38,17 +38,17 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies shares of 1."""
     samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit takes a fair share of all documents
-    reader = BatchReader(shards, vocab_size=model.config.vocab_size)
+    reader = BatchReader(shards, vocab_size=model.config.vocab_size, static_shapes=device.compiles_steps)
     sums = np.zeros(4)
     masked = 0
     model.to(device.torch_device).eval()
-    with work.progress("evaluate", len(samples), "sequences") as bar, torch.inference_mode():
+    with work.progress("evaluate", len(samples), "sequences") as bar, torch.no_grad():
         for start in range(0, len(samples), batch_size):
-            (batch,), masked_here = reader.micro_batches(samples[np.s_[start : start + batch_size]], batch_size)
+            (batch,), ((masked_here, _),) = reader.micro_batches(samples[np.s_[start : start + batch_size]], batch_size)
             batch = device.put(batch)
             words, pairs = (at_least_fp32(logits) for logits in model.logits(batch))
             losses = (
-                torch.nn.functional.cross_entropy(words, batch.masked_labels, reduction="sum"),
+                torch.nn.functional.cross_entropy(words, batch.masked_labels, ignore_index=IGNORED, reduction="sum"),
                 torch.nn.functional.cross_entropy(pairs, batch.next_sentence_labels, reduction="sum"),
             )
             right = (
@@ -119,7 +119,8 @@ def main() -> None:
     parameters = {"max_pred_len": args.max_pred_len, "max_samples": args.max_samples}
     with StageDirectory.begin(args.out, lambda: Identity("evaluate", 1, parameters=parameters, inputs=inputs)) as work:
         counts: dict[str, Any] = {"samples": 0}
-        device = select(args.device, Mesh())
+        device = select(args.device, Mesh(), DeviceOptions())
+        device.start(Mesh())
         if any(args.data.glob(PATTERN)):
             counts = evaluate(
                 work,

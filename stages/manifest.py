@@ -30,9 +30,11 @@ from typing import Any, Self
 from stages.lock import LOCK, hold
 from trainer.errors import DiskError, UserError
 from trainer.files import (
+    PROGRESS,
     TEMPORARY_SUFFIX,
     disk_errors,
     read_json,
+    replace_json,
     sha256_of,
     sweep_temporaries,
     utc_now,
@@ -41,7 +43,6 @@ from trainer.files import (
 
 MANIFEST = "manifest.json"
 IDENTITY = "stage.json"
-PROGRESS = "progress.json"
 FAILURE = "failure.json"
 
 #: Set by a parent that holds the lock and wrote stage.json for the stage command it starts.
@@ -258,10 +259,12 @@ class Progress:
         self._written = now
         per_s = (self._bar.n - self._first) / max(now - self._began, 1e-9)
         record = {**self._record, "done": self._bar.n, "per_s": round(per_s, 3), "updated": utc_now()}
-        temporary = self._path.with_name(self._path.name + TEMPORARY_SUFFIX)
         with disk_errors(self._path):
-            temporary.write_text(json.dumps(record))
-            temporary.replace(self._path)
+            replace_json(self._path, record)
+
+    def note(self, line: str) -> None:
+        """A line beside the bar."""
+        self._bar.write(f"note: {line}", file=sys.stderr)
 
     def __enter__(self) -> Progress:
         return self

@@ -1,89 +1,110 @@
-"""`python -m stages.merge IN OUT`: a checkpoint, its tensor-parallel shards joined, as a Hugging Face directory."""
+"""`python -m stages.merge IN OUT`: a checkpoint of any format, its tensor-parallel shards joined, as a Hugging Face
+directory: OUT/model with config.json, model.safetensors (or shards and their index) and, where given, a tokenizer.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
-
+from stages.checkpoints import (
+    add_source_options,
+    local_source,
+    model_config,
+    opened,
+    require_space,
+    size_in_bytes,
+    source_identity,
+    written,
+)
 from stages.command import run
-from stages.convert import read_snapshot
 from stages.manifest import Identity, Output, StageDirectory
-from trainer.checkpoint.format import MANIFEST, write_tensors
-from trainer.checkpoint.manager import require_valid
-from trainer.config import ModelConfig
-from trainer.errors import CheckpointError, UserError
-from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably, sha256_of, write_json
-from trainer.models.bert import BertForPreTraining
+from trainer.errors import UserError
+from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably, sha256_of
 
 MODEL = "model"
+FORMAT_VERSION = 2
 TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def merge(work: StageDirectory, source: Path, *, tokenizer: Path | None) -> None:
-    """Write config.json, model.safetensors and, where given, the files of `tokenizer` to `model/`.
+def merge(work: StageDirectory, args: argparse.Namespace) -> None:
+    """Write the model of `args.source` to `model/`, load it once with Hugging Face, and finish.
 
-    Raises `CheckpointError` if a parameter is missing, too much, of another shape, or not finite.
+    Raises `CheckpointError` if a parameter is missing, too much, of another shape, differs between ranks that must
+    agree on it, or is not finite.
     """
-    snapshot = read_snapshot(source)
-    config = ModelConfig(**snapshot.state.model)
-    check(snapshot.model, config, source)
+    import torch
+
+    from trainer.checkpoint.interop.write import WriteOptions, bytes_needed, meets_hugging_face
+
+    options = WriteOptions(
+        step=args.step,
+        with_optimizer=args.with_optimizer,
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype],
+        max_shard_bytes=size_in_bytes(args.max_shard_size) if args.max_shard_size else None,
+    )
+    path = local_source(args.source)
     target, temporary = work.path / MODEL, work.path / (MODEL + TEMPORARY_SUFFIX)
-    with disk_errors(temporary):
-        temporary.mkdir()
-        for name in TOKENIZER_FILES if tokenizer else ():
-            assert tokenizer is not None
-            if (tokenizer / name).exists():
-                shutil.copyfile(tokenizer / name, temporary / name)
-    write_json(temporary / "config.json", config.to_hugging_face())
-    write_tensors(temporary / "model.safetensors", snapshot.model, {"format": "pt"})
+    with opened(path, model_config(args.config), optimizer=args.with_optimizer) as source:
+        if args.with_optimizer and not source.with_optimizer:
+            raise UserError(f"{path} has no optimizer state to keep; leave --with-optimizer out")
+        require_space(work.path, bytes_needed(source, options))
+        with disk_errors(temporary):
+            temporary.mkdir()
+            for name in TOKENIZER_FILES if args.tokenizer else ():
+                if (args.tokenizer / name).exists():
+                    shutil.copyfile(args.tokenizer / name, temporary / name)
+        outputs, counts = written(work, source, temporary, "hf", options)
+    meets_hugging_face(temporary)
     rename_durably(temporary, target)
-    counts = {
-        "global_step": snapshot.state.global_step,
-        "parameters": sum(tensor.numel() for tensor in snapshot.model.values()),
-        "tokenizer": tokenizer is not None,
+    named = {f"{MODEL}/{output.path}": output for output in outputs}
+    outputs = [dataclasses.replace(output, path=path) for path, output in named.items()]
+    copied = (path for path in sorted(target.iterdir()) if f"{MODEL}/{path.name}" not in named)
+    outputs += [Output.of(work.path, path) for path in copied]
+    work.finish(outputs, {**counts, "tokenizer": args.tokenizer is not None})
+
+
+def identity(args: argparse.Namespace) -> Identity:
+    config = model_config(args.config)
+    parameters: dict[str, Any] = {
+        "dtype": args.dtype,
+        "with_optimizer": args.with_optimizer,
+        "max_shard_size": args.max_shard_size,
+        "step": args.step,
+        "model": None if config is None else dataclasses.asdict(config),
     }
-    work.finish([Output.of(work.path, path) for path in sorted(target.iterdir())], counts)
-
-
-def check(tensors: dict[str, Tensor], config: ModelConfig, source: Path) -> None:
-    """Raise `CheckpointError` unless `tensors` are all parameters of the model, in their shapes, and finite."""
-    with torch.device("meta"):
-        expected = {name: p.shape for name, p in BertForPreTraining(config).named_parameters()}
-    for name in sorted({*expected, *tensors}):
-        if name not in tensors:
-            raise CheckpointError(f"{source} lacks {name}; merge another checkpoint")
-        if name not in expected:
-            raise CheckpointError(f"{source} holds {name}, which its model does not have; merge another checkpoint")
-        if tensors[name].shape != expected[name]:
-            raise CheckpointError(
-                f"{source}: {name} has shape {tuple(tensors[name].shape)}, its model {tuple(expected[name])}"
-            )
-        if not torch.isfinite(tensors[name]).all():
-            raise CheckpointError(f"{source}: {name} holds values that are not finite; merge an earlier checkpoint")
+    inputs = {"checkpoint": source_identity(args.source)}
+    if args.tokenizer:
+        inputs["tokenizer"] = sha256_of(args.tokenizer / "tokenizer.json")
+    return Identity("merge_shards", FORMAT_VERSION, parameters=parameters, inputs=inputs)
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m stages.merge", description=__doc__)
-    p.add_argument("source", type=Path, metavar="IN", help="a checkpoint directory, ckpt_<step>")
+    p = argparse.ArgumentParser(
+        prog="python -m stages.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("source", metavar="IN", help="a checkpoint of any format that stages.convert reads")
     p.add_argument("out", type=Path, metavar="OUT", help=f"stage directory to fill; the result is OUT/{MODEL}")
     p.add_argument("--tokenizer", type=Path, help="directory with the tokenizer's files, to lay beside the model")
+    p.add_argument("--dtype", choices=("bf16", "fp32"), help="type of the parameters written (default: as they are)")
+    p.add_argument(
+        "--with-optimizer", action="store_true",
+        help=f"keep the moments too, whole: OUT/{MODEL}/optimizer.safetensors, exp_avg.<name> and exp_avg_sq.<name>",
+    )  # fmt: skip
+    p.add_argument("--max-shard-size", metavar="SIZE", help="largest file, such as 2GB (default: one file)")
+    add_source_options(p)
     return p
 
 
 def main() -> None:
     args = parser().parse_args()
-    require_valid(args.source)
     if args.tokenizer and not (args.tokenizer / "tokenizer.json").exists():
         raise UserError(f"--tokenizer {args.tokenizer} holds no tokenizer.json; give a tokenizer's directory")
-    inputs = {"checkpoint": sha256_of(args.source / MANIFEST)}
-    if args.tokenizer:
-        inputs["tokenizer"] = sha256_of(args.tokenizer / "tokenizer.json")
-    with StageDirectory.begin(args.out, lambda: Identity("merge_shards", 1, inputs=inputs)) as work:
-        merge(work, args.source, tokenizer=args.tokenizer)
+    with StageDirectory.begin(args.out, lambda: identity(args)) as work:
+        merge(work, args)
     print(f"model: {args.out / MODEL}")
 
 

@@ -6,16 +6,19 @@ import math
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from stages.corpus import Source, raw_documents
+from stages.corpus import raw_documents
+from stages.source import Document, Source
 from stages.tokens import TEST, TRAINING
 from trainer.errors import UserError
 
 #: A part holds about this many characters of text. Next sentences are drawn within a part, so it must hold
 #: many documents; a part is planned at once, so it must fit into memory several times.
 _PART_CHARACTERS = 8 << 20
+#: What a process works on at a time.
+_BATCH_CHARACTERS = 1 << 20
 
 
 def share_held_out(sources: list[Source], share: float) -> float:
@@ -27,10 +30,10 @@ def share_held_out(sources: list[Source], share: float) -> float:
     if documents == enough:
         return share
     if documents < 4:
+        way_out = ", or hold none out (--held-out 0)" if documents > 1 else ""
         raise UserError(
             f"the corpus has {documents} document{'s' if documents > 1 else ''}; at least 4 are needed, 2 of them held "
-            f"out (next sentences are drawn from other documents); put a blank line between documents, or give "
-            f"--held-out 0"
+            f"out (next sentences are drawn from other documents); put a blank line between documents{way_out}"
         )
     print(f"note: only {documents} documents; 2 of them are held out, which is more than {share:g}", file=sys.stderr)
     return 2 / documents
@@ -54,7 +57,7 @@ def _held_out_flags(share: float, seed: int) -> Iterator[bool]:
 
 def split_documents(
     sources: list[Source], held_out_sources: list[Source], share: float, seed: int, dropped: Counter[str]
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[str, Document]]:
     """(split, raw document) of the whole corpus, always in the same order."""
     for document, held_out in zip(raw_documents(sources, dropped), _held_out_flags(share, seed), strict=False):
         yield (TEST if held_out else TRAINING), document
@@ -68,21 +71,35 @@ class Parts:
 
     def __init__(self) -> None:
         self.number = 0
-        self._held: list[str] = []
-        self._current: list[str] = []
+        self._held: list[Document] = []
+        self._current: list[Document] = []
         self._characters = 0
 
-    def add(self, document: str) -> list[str]:
+    def add(self, document: Document) -> list[Document]:
         """Take one more document; returns the documents of a part that is full, else []."""
-        full: list[str] = []
+        full: list[Document] = []
         if self._characters >= _PART_CHARACTERS and len(self._current) > 1:
             full, self._held, self._current, self._characters = self._held, self._current, [], 0
         self._current.append(document)
         self._characters += len(document)
         return full
 
-    def rest(self) -> list[list[str]]:
+    def rest(self) -> list[list[Document]]:
         """The parts that are left at the end: a last document alone joins the part before."""
         if len(self._current) > 1:
             return [part for part in (self._held, self._current) if part]
         return [part for part in (self._held + self._current,) if part]
+
+
+def in_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Consecutive documents, so many that they are worth handing to a process."""
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

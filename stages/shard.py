@@ -2,8 +2,9 @@
 
 First every part of the corpus is cut into pairs (a plan: 13 bytes an example, its rows shuffled). Then the rows of
 all plans are dealt out to the shards, so that these are balanced and each draws from the whole corpus, and every
-shard is gathered, shuffled, masked and written by itself. Memory is bounded by a part and a slab of a shard; plans
-and shards are pure functions of the seed and their number, so that neither processes nor interruptions show.
+shard is gathered, shuffled, masked and written by itself. Memory is bounded by a part, a window of the ids and a
+slab of a shard; plans and shards are pure functions of the seed and their number, so that neither processes nor
+interruptions show.
 """
 
 from __future__ import annotations
@@ -15,27 +16,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from stages.command import run
-from stages.examples import PAIR, SPECIAL_POSITIONS, Form, plan_pairs
+from stages.examples import PAIR, SPECIAL_POSITIONS, Form
 from stages.manifest import MANIFEST, Identity, StageDirectory, why_incomplete
+from stages.plans import PLAN, SplitPlan, SplitTokens, make_plans, read_splits, times_used
+from stages.room import require_room
 from stages.slabs import Made, ShardTask, load_vocabulary, make_shard, row_bytes
-from stages.tokens import SPLITS, TEST, TRAINING, part_paths, read_part
+from stages.tokens import SPLITS, TEST, TRAINING
 from stages.tokens import STAGE as TOKENS_STAGE
 from stages.workers import Workers, processes_asked_for
 from trainer.errors import UserError
-from trainer.files import durable_file, read_json
+from trainer.files import read_json
 
 STAGE = "shard_dataset"
 FORMAT_VERSION = 1
 
-#: Where plans wait for the shards to be made; removed when all are.
-_PLAN = "plan"
 #: Left to the stage, shards are about this large, and at least so many that two machines share them evenly.
 _SHARD_BYTES, _SHARDS_MIN = 64 << 20, 8
-# The first word of every random seed: plans and shards draw from different streams.
-_PLAN_STREAM, _SHARD_STREAM = 1, 2
+#: The first word of the random seeds of shards; those of plans begin otherwise.
+_SHARD_STREAM = 2
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,6 @@ class ShardOptions:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _PlanTask:
-    part: Path
-    plan: Path
-    form: Form
-    dupe_factor: int
-    seed: tuple[int, ...]
-
-
 def tokens_fingerprint(directory: Path) -> str:
     """The fingerprint of a finished tokenized corpus; raises `UserError` if there is none in `directory`."""
     manifest = read_json(directory / MANIFEST)
@@ -97,83 +87,62 @@ def tokens_fingerprint(directory: Path) -> str:
 def shard_dataset(work: StageDirectory, tokens: Path, options: ShardOptions, *, processes: int) -> dict[str, Any]:
     """Fill `work` with the shards cut from the tokenized corpus in `tokens`, and finish it; returns the counts.
 
-    Raises `UserError` when the corpus is too small.
+    Raises `UserError` when the corpus is too small, or the space for what will be made.
     """
-    (work.path / _PLAN).mkdir(exist_ok=True)
+    form = options.form
     made = []
     with Workers(processes) as workers:
-        tasks = [task for split in SPLITS for task in _tasks_of(work, tokens, split, options, workers)]
+        splits = read_splits(tokens, form)
+        if TEST not in splits:
+            print("note: no documents were held out, so there are no test shards", file=sys.stderr)
+        vocab_size = load_vocabulary(tokens).size
+        least = {split: times_used(split, form) * found.least_pairs for split, found in splits.items()}
+        _require_room(work.path, splits, least, row_bytes(form, vocab_size), "plan and shards need at least")
+        plans = make_plans(work, splits, form, options.seed, workers)
+        rows = {split: int(plan.rows.sum()) for split, plan in plans.items()}
+        _require_room(work.path, splits, rows, row_bytes(form, vocab_size), "the shards need")
+        tasks = [task for plan in plans.values() for task in _tasks_of(work, tokens, plan, options)]
         with work.progress("shard", len(tasks), "shards") as bar:
             for one in workers.map(make_shard, tasks):
                 made.append(one)
                 bar.update()
-    shutil.rmtree(work.path / _PLAN)
-    counts = _counts(made, options, load_vocabulary(tokens).size)
+    shutil.rmtree(work.path / PLAN)
+    counts = _counts(made, options, vocab_size)
     work.finish([one.output for one in made], counts)
     return counts
 
 
-def _tasks_of(
-    work: StageDirectory, tokens: Path, split: str, options: ShardOptions, workers: Workers
-) -> list[ShardTask]:
-    """Plan one split of the corpus, and share the rows out to its shards."""
-    parts = part_paths(tokens, split)
-    if split == TEST and not parts:
-        print("note: no documents were held out, so there are no test shards", file=sys.stderr)
-        return []
-    documents = sum(len(read_part(part)["document_lengths"]) for part in parts)
-    if documents < 2:
+def _require_room(
+    directory: Path, splits: dict[str, SplitTokens], rows: dict[str, int], bytes_of_row: int, what: str
+) -> None:
+    """Raise `UserError` unless there is room for what is not there yet of plans and shards with so many `rows`."""
+    needed = sum(rows.values()) * (bytes_of_row + PAIR.itemsize)
+    needed += sum(int(tokens.cut[-1]) * tokens.dtype.itemsize for tokens in splits.values())
+    there = [*directory.glob("bert_*.hdf5"), *(directory / PLAN).glob("*.*")]
+    require_room(directory, needed - sum(path.stat().st_size for path in there), what)
+
+
+def _tasks_of(work: StageDirectory, tokens: Path, plan: SplitPlan, options: ShardOptions) -> list[ShardTask]:
+    """Share the rows of one split out to its shards."""
+    split, form, rows = plan.split, options.form, int(plan.rows.sum())
+    shards = options.test_shards if split == TEST else options.shards or _shards_for(rows, form, tokens)
+    if rows < shards:
         raise UserError(
-            f"{tokens} has {documents} {split} document{'' if documents == 1 else 's'}; 2 or more are needed, as half "
-            f"of the second segments come from another document; put a blank line between the documents of the text"
-        )
-    number, form, seed = SPLITS.index(split), options.form, options.seed
-    plans = [work.path / _PLAN / f"{split}_{part:05d}.bin" for part in range(len(parts))]
-    dupe_factor = form.dupe_factor if split == TRAINING else 1
-    rows = []
-    with work.progress(f"plan {split}", len(parts), "parts") as bar:
-        plan_tasks = (
-            _PlanTask(part, plan, form, dupe_factor, (_PLAN_STREAM, number, index, seed))
-            for index, (part, plan) in enumerate(zip(parts, plans, strict=True))
-        )
-        for count in workers.map(_make_plan, plan_tasks):
-            rows.append(count)
-            bar.update()
-    shards = options.test_shards if split == TEST else options.shards or _shards_for(sum(rows), form, tokens)
-    if sum(rows) < shards:
-        raise UserError(
-            f"{tokens} gives {sum(rows)} {split} rows, too few for {shards} shard{'s' if shards > 1 else ''}; "
+            f"{tokens} gives {rows} {split} rows, too few for {shards} shard{'s' if shards > 1 else ''}; "
             f"ask for fewer shards, or give more text"
         )
     return [
         ShardTask(
-            work.path / f"bert_{split}_{shard:05d}.hdf5", tokens, parts, plans, np.array(rows), shard, shards, form,
-            (_SHARD_STREAM, number, shard, seed),
+            work.path / f"bert_{split}_{shard:05d}.hdf5", tokens, plan, shard, shards, form,
+            (_SHARD_STREAM, SPLITS.index(split), shard, options.seed),
         )
         for shard in range(shards)
     ]  # fmt: skip
 
 
 def _shards_for(rows: int, form: Form, tokens: Path) -> int:
-    total = rows * row_bytes(form, len(load_vocabulary(tokens).continues))
+    total = rows * row_bytes(form, load_vocabulary(tokens).size)
     return max(1, min(rows, max(_SHARDS_MIN, -(-total // _SHARD_BYTES))))
-
-
-def _make_plan(task: _PlanTask) -> int:
-    """Cut a part into pairs, unless that is done; returns their number."""
-    if not task.plan.exists():
-        part = read_part(task.part)
-        rng = np.random.default_rng(task.seed)
-        pairs = plan_pairs(
-            part["sentence_lengths"].astype(np.int64),
-            part["document_lengths"].astype(np.int64),
-            task.form,
-            dupe_factor=task.dupe_factor,
-            rng=rng,
-        )
-        with durable_file(task.plan) as file:
-            file.write(pairs.tobytes())
-    return task.plan.stat().st_size // PAIR.itemsize
 
 
 def _counts(made: list[Made], options: ShardOptions, vocab_size: int) -> dict[str, Any]:

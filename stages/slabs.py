@@ -10,7 +10,8 @@ import numpy as np
 
 from stages.examples import PAIR, Form, Vocabulary, complete_rows, gather_rows
 from stages.manifest import Output
-from stages.tokens import TOKENIZER, tokens_of
+from stages.plans import SplitPlan
+from stages.tokens import TOKENIZER
 from stages.wordpiece import CLS, CONTINUATION, MASK, SEP, SPECIAL_TOKENS, read_vocabulary
 from trainer.data.hdf5 import Array, contiguous_file, map_contiguous, open_hdf5
 from trainer.data.shards import KEYS, id_dtype, shard_layout
@@ -24,10 +25,7 @@ _GATHERED_ROWS = 2048
 class ShardTask:
     path: Path
     tokens: Path
-    parts: list[Path]
-    plans: list[Path]
-    #: Rows of each plan, (parts,) int64.
-    rows: Array
+    plan: SplitPlan
     shard: int
     shards: int
     form: Form
@@ -68,7 +66,7 @@ def make_shard(task: ShardTask) -> Made:
     if not task.path.exists():
         vocabulary = load_vocabulary(task.tokens)
         form, rng = task.form, np.random.default_rng(task.seed)
-        starts, ends = deal(task.rows, task.shards, task.shard)
+        starts, ends = deal(task.plan.rows, task.shards, task.shard)
         total = int((ends - starts).sum())
         layout = shard_layout(total, seq_len=form.seq_len, max_pred_len=form.max_pred_len, vocab_size=vocabulary.size)
         slabs = max(1, -(-total * row_bytes(form, vocabulary.size) // _SLAB_BYTES))
@@ -91,19 +89,17 @@ def make_shard(task: ShardTask) -> Made:
 def _make_slab(
     task: ShardTask, starts: Array, ends: Array, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> dict[str, Array]:
-    """Rows `starts` … `ends` of every plan, shuffled, as the six arrays of a shard."""
+    """Rows `starts` … `ends` of every part, shuffled, as the six arrays of a shard."""
     order = rng.permutation(int((ends - starts).sum()))
     pairs = np.empty(len(order), PAIR)
     rows = np.empty((len(order), task.form.seq_len), id_dtype(vocabulary.size))
     done = 0
-    for number in np.flatnonzero(ends > starts):
-        tokens = tokens_of(task.parts[number])
-        plan = np.memmap(task.plans[number], PAIR, "r")[starts[number] : ends[number]]
-        for start in range(0, len(plan), _GATHERED_ROWS):
-            some = np.array(plan[start : start + _GATHERED_ROWS])
+    for ids, found in task.plan.windows(starts, ends):
+        for start in range(0, len(found), _GATHERED_ROWS):
+            some = found[start : start + _GATHERED_ROWS]
             places = order[done : done + len(some)]
             pairs[places] = some
-            rows[places] = gather_rows(tokens, some, vocabulary, task.form.seq_len)
+            rows[places] = gather_rows(ids, some, vocabulary, task.form.seq_len)
             done += len(some)
     return complete_rows(rows, pairs, task.form, vocabulary, rng=rng)
 

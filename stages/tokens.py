@@ -6,13 +6,11 @@ sentences. Every sentence has at least one token, every document at least one se
 
 from __future__ import annotations
 
-import functools
 import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -77,19 +75,6 @@ def read_part(path: Path) -> dict[str, Array]:
     if sentences.sum(dtype=np.int64) != len(arrays["tokens"]) or documents.sum(dtype=np.int64) != len(sentences):
         raise UserError(f"{path} was altered: its lengths contradict each other; run stages.tokenize again")
     return arrays
-
-
-def tokens_of(path: Path) -> Array:
-    """The ids of a part, mapped; cheap to ask for again and again, and holds no file open but while it lives."""
-    dtype, offset, length = _place_of_tokens(path)
-    return np.memmap(path, dtype, "r", offset, (length,))
-
-
-@functools.cache
-def _place_of_tokens(path: Path) -> tuple[Any, int, int]:
-    with open_hdf5(path) as file:
-        tokens = file["tokens"]
-        return tokens.dtype, tokens.id.get_offset(), len(tokens)
 
 
 def total_counts(paths: Iterable[Path]) -> Counter[str]:

@@ -114,6 +114,11 @@ class Encoder:
         ids = np.frombuffer(self._words.pieces, np.uint32)[places]
         return ids, np.diff(ends[numbers == 0], prepend=0)
 
+    def unknown_words(self, sentences: list[str]) -> list[str]:
+        """The words of `sentences` that the vocabulary cannot spell."""
+        words = [word for word in self._splitter.words(sentences) if word != _SEPARATOR]
+        return [word for word in words if self._model.tokenize(word)[0].value == UNK]
+
 
 def _untrained(*, lower_case: bool) -> Tokenizer:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
@@ -166,17 +171,19 @@ def read_vocabulary(path: Path) -> list[str]:
     return pieces
 
 
-def learn_vocabulary(texts: Iterable[list[str]], *, size: int, lower_case: bool) -> list[str]:
-    """A vocabulary of at most `size` pieces from the sentences of `texts`: the same one every time.
+def count_words(texts: Iterable[str], *, lower_case: bool) -> Counter[str]:
+    """How often each word is in `texts`."""
+    counts = Counter(WordSplitter(lower_case=lower_case).words(list(texts)))
+    del counts[_SEPARATOR]
+    return counts
+
+
+def learn_vocabulary(counts: Counter[str], *, size: int) -> list[str]:
+    """A vocabulary of at most `size` pieces for a text with these words: the same one every time.
 
     Special tokens first (ids 0 to 4), then single characters, then pieces in the order of merging.
     Raises `UserError` if `size` does not even hold the characters.
     """
-    splitter = WordSplitter(lower_case=lower_case)
-    counts: Counter[str] = Counter()
-    for sentences in texts:
-        counts.update(splitter.words(sentences))
-    del counts[_SEPARATOR]
     # The library numbers continuing characters in the order of a hash table with a random seed, and breaks ties by
     # these numbers: left alone, every run learns another vocabulary. Naming all characters ahead fixes their order.
     starting: Counter[str] = Counter()

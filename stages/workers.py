@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -29,7 +32,7 @@ def processes_asked_for(count: int) -> int:
 
 
 class Workers:
-    """So many processes (one: this very one), started at the first `map`. A context manager."""
+    """So many processes (one: this very one), from entering the context on. Make it before anything has threads."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
@@ -40,14 +43,9 @@ class Workers:
 
         Raises what `function` raises; `UserError` when a worker process dies.
         """
-        if self._processes == 1:
+        if self._pool is None:
             yield from map(function, tasks)
             return
-        if self._pool is None:
-            # spawn: the parent may have threads (tqdm, the tokenizer's), and a forked copy of those can hang.
-            self._pool = ProcessPoolExecutor(
-                self._processes, mp_context=get_context("spawn"), initializer=_begin_worker, initargs=(os.getpid(),)
-            )
         waiting: deque[Future[Result]] = deque()
         try:
             for task in tasks:
@@ -63,11 +61,26 @@ class Workers:
             ) from None
 
     def __enter__(self) -> Workers:
+        if self._processes > 1:
+            self._pool = ProcessPoolExecutor(
+                self._processes, mp_context=get_context(_how_to_start()), initializer=_begin_worker,
+                initargs=(os.getpid(),),
+            )  # fmt: skip
+            with warnings.catch_warnings():
+                # Python 3.12 counts the threads of numpy's OpenBLAS, which stand a fork.
+                warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+                self._pool.submit(os.getpid)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+
+def _how_to_start() -> str:
+    """A forked worker has all imports: it starts 0.25 s earlier. But a fork of a process with threads can hang."""
+    return "fork" if sys.platform == "linux" and threading.active_count() == 1 else "spawn"
 
 
 def _begin_worker(parent: int) -> None:

@@ -1,0 +1,156 @@
+"""What stages.convert and stages.merge share: the source, its identity, the space, and the writing."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from stages.fetch import fetch
+from stages.manifest import Output, StageDirectory
+from stages.sources import Transport, digest_of_ends, open_source
+from stages.sources import source_identity as url_identity
+from stages.transfer import STATE
+from trainer.config import ModelConfig
+from trainer.errors import CheckpointError, DiskError, UserError, existing_parent
+from trainer.files import disk_errors, read_json, sha256_of
+
+#: Where a remote source is put, in the stage directory, until it is converted.
+DOWNLOAD = "download"
+_REMOTE = ("s3", "http", "https")
+_ENDS_BYTES = 256 << 10
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|M|G|T)?i?B?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def is_remote(source: str) -> bool:
+    return urlsplit(source).scheme in _REMOTE
+
+
+@contextmanager
+def brought(source: str, work: StageDirectory, transport: Transport) -> Iterator[Path]:
+    """The checkpoint at `source` as a local path; what is remote is downloaded first, and removed when the block ends
+    well. Raises `UserError`."""
+    if not is_remote(source):
+        yield local_source(source)
+        return
+    remote = open_source(source, transport)
+    assert not isinstance(remote, Path)
+    # The name says the step.
+    path = work.path / DOWNLOAD / PurePosixPath(urlsplit(source).path).name
+    with disk_errors(path):
+        path.parent.mkdir(exist_ok=True)
+    fetch(
+        remote, work, path, connections=transport.connections, sha256=None,
+        begin=lambda version, missing, is_same: require_space(work.path, missing),
+    )  # fmt: skip
+    yield path
+    with disk_errors(work.path):
+        shutil.rmtree(path.parent)
+        (work.path / STATE).unlink(missing_ok=True)
+
+
+def local_source(source: str) -> Path:
+    """The path of a checkpoint on this machine. Raises `CheckpointError` if there is none."""
+    if is_remote(source):
+        raise CheckpointError(f"{source} is not on this machine; fetch it with stages.convert, or download it first")
+    path = Path(source.removeprefix("file://"))
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint {path}; check the path")
+    return path
+
+
+def source_identity(source: str) -> str:
+    """What tells a checkpoint from any other: our own's manifest; else names, sizes and both ends of its files.
+
+    (The end of a .pt holds checksums of all it holds.) Raises `UserError`.
+    """
+    if is_remote(source):
+        return url_identity(source)
+    from trainer.checkpoint.format import MANIFEST
+
+    path = local_source(source)
+    if (path / MANIFEST).is_file():
+        return sha256_of(path / MANIFEST)
+    return digest_of_ends(((str(file.relative_to(path)), file) for file in checkpoint_files(path)), _ENDS_BYTES)
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The files that make up the checkpoint `path`."""
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def model_config(path: Path | None) -> ModelConfig | None:
+    """The model in a config.json. Raises `UserError`."""
+    if path is None:
+        return None
+    config = read_json(path)
+    if config is None:
+        raise UserError(f"--config {path} is no JSON object in a file; give a config.json as Hugging Face writes it")
+    return ModelConfig.of_hugging_face(config)
+
+
+def size_in_bytes(text: str) -> int:
+    """`2GB`, `500MB`, `1000000` (powers of ten). Raises `UserError`."""
+    found = _SIZE.fullmatch(text.strip())
+    value = int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else 0
+    if value <= 0:
+        raise UserError(f"--max-shard-size {text} is not allowed; allowed: a size such as 2GB or 500MB")
+    return value
+
+
+def require_space(directory: Path, needed: int) -> None:
+    """Raise `DiskError` unless `needed` bytes fit where `directory` is."""
+    free = shutil.disk_usage(existing_parent(directory)).free
+    if free < needed:
+        raise DiskError(
+            f"{directory} needs {needed / 1e6:,.1f} MB and its disk has {free / 1e6:,.1f} MB free; make space or give "
+            f"a directory on another disk; nothing was written"
+        )
+
+
+def add_source_options(p: argparse.ArgumentParser) -> None:
+    """Options of both commands that say what the source does not."""
+    p.add_argument("--config", type=Path, help="config.json of the model, for files that do not say what model it is")
+    p.add_argument("--step", type=int, help="global step, for files that do not say it")
+
+
+@contextmanager
+def opened(path: Path, config: ModelConfig | None, *, optimizer: bool) -> Iterator[Any]:
+    """The checkpoint at `path`, its shards found to fit together: a `join.Checkpoint`. Raises `CheckpointError`."""
+    from trainer.checkpoint.interop import open_checkpoint
+    from trainer.checkpoint.interop.join import Checkpoint
+
+    contents = open_checkpoint(path, optimizer=optimizer)
+    try:
+        yield Checkpoint(contents, config)
+    finally:
+        contents.close()
+
+
+def written(
+    work: StageDirectory, source: Any, directory: Path, to: str, options: Any
+) -> tuple[list[Output], dict[str, Any]]:
+    """Write `source` in the format `to` into `directory`, with a progress bar; the outputs, and the counts."""
+    from trainer.checkpoint.interop.contents import MODEL
+    from trainer.checkpoint.interop.write import WRITERS, state_of
+
+    kinds = options.kinds(source)
+    total = sum(spec.bytes for kind in kinds for spec in source.specs(kind).values())
+    with work.progress("convert", total, "B") as bar:
+        entries = WRITERS[to](directory, source, dataclasses.replace(options, advance=bar.update))
+    state = state_of(source, options)
+    counts = {
+        "phase": state.phase,
+        "global_step": state.global_step,
+        "parameters": sum(spec.numel for spec in source.specs(MODEL).values()),
+        "with_optimizer": len(kinds) > 1,
+        "format": source.contents.form,
+    }
+    return [Output(entry["path"], entry["bytes"], entry["sha256"]) for entry in entries], counts

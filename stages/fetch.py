@@ -1,0 +1,116 @@
+"""One object behind a URL → one whole file, checked; it goes on with what an earlier run has left of it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from stages.manifest import StageDirectory
+from stages.remote import Changed, Remote, Transient, Version
+from stages.transfer import PART, Span, State, Transfer, Tries
+from trainer.errors import UserError
+from trainer.files import rename_durably
+
+#: Versions of an object that may follow each other during one download.
+_VERSIONS_MAX = 3
+_HASHED_BYTES = 4 << 20
+
+
+def fetch(
+    remote: Remote,
+    work: StageDirectory,
+    final: Path,
+    *,
+    connections: int,
+    sha256: str | None,
+    begin: Callable[[Version, int, bool], None],
+) -> Version:
+    """Make `final` the whole object behind `remote`, durably, going on from what an earlier run has left in `work`.
+
+    `begin(version, missing, is_same)` is called before bytes are asked for: with how many of them are missing, and
+    whether the version is that of the run before; it may refuse.
+
+    Raises `UserError`: nothing there, no access, too many failures, another sha256 or a version that never stays.
+    """
+    if final.exists():
+        before = State.read(work.path)
+        if before is not None and (not before.refused or before.version.is_same_as(look(remote))):
+            return before.version
+        _say(f"note: {remote.url} is not what {final.name} was fetched from any more; starting over")
+        final.unlink()
+    for _ in range(_VERSIONS_MAX):
+        state = _resumed(remote, work.path, begin)
+        try:
+            if state.bytes < state.version.length:
+                Transfer(remote, work, state, connections).run()
+        except Changed as error:
+            _say(f"note: {remote.url} was changed while it was fetched ({error}); starting over")
+            (work.path / PART).unlink()
+            continue
+        if sha256 is not None:
+            try:
+                require_sha256(work.path / PART, remote.url, work, sha256)
+            except UserError:
+                (work.path / PART).unlink()  # the next run is to fetch it, not to refuse it again
+                raise
+        rename_durably(work.path / PART, final)
+        return state.version
+    raise UserError(f"{remote.url} was changed {_VERSIONS_MAX} times while it was fetched; try when it is left alone")
+
+
+def look(remote: Remote) -> Version:
+    """What is behind `remote` now, asked for until there is an answer; raises `UserError`."""
+    tries = Tries(remote.url, threading.Event(), lambda line: _say(f"note: {line}"))
+    while True:
+        try:
+            return remote.head()
+        except Transient as error:
+            tries.failed(error)
+
+
+def _resumed(remote: Remote, directory: Path, begin: Callable[[Version, int, bool], None]) -> State:
+    """What there is of the object's present version; of a whole one the network is not asked."""
+    before, part = State.read(directory), directory / PART
+    there = part.exists()
+    if before is not None and there and before.bytes == before.version.length and not before.refused:
+        return before
+    version = look(remote)
+    is_same = before is not None and before.version.is_same_as(version)
+    have: list[Span] = []
+    if before is not None and is_same and there and version.resumable:
+        have = before.have
+    elif before is not None and there and before.have:
+        changed = f"it has changed ({before.version} → {version})"
+        why = changed if version.resumable else "the server cannot send just the rest"
+        _say(f"note: {remote.url}: {why}; starting over")
+    if not version.resumable:
+        what = "sends no parts" if not version.ranges else "names no version (ETag, Last-Modified)"
+        _say(f"note: {remote.url}: the server {what}, so one connection fetches it, and a cut one starts over")
+    state = State(remote.url, version, have)
+    if not have:
+        part.unlink(missing_ok=True)
+    begin(version, version.length - state.bytes, is_same)
+    state.write(directory)
+    return state
+
+
+def require_sha256(path: Path, name: str, work: StageDirectory, sha256: str) -> None:
+    """Raise `UserError` unless the file has this sha256; reads all of it, with a progress bar in `work`."""
+    if path.is_dir():
+        raise UserError(f"{name} is a folder, which has no sha256; leave it out, or give an archive")
+    digest = hashlib.sha256()
+    with path.open("rb") as file, work.progress("check sha256", path.stat().st_size, "B") as bar:
+        while data := file.read(_HASHED_BYTES):
+            digest.update(data)
+            bar.update(len(data))
+    if digest.hexdigest() != sha256:
+        raise UserError(
+            f"{name} has the sha256 {digest.hexdigest()}, expected was {sha256}; check the address and the sha256"
+        )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,58 @@
+"""What a checkpoint is, in a few lines, from its headers: for `python -m stages.convert --inspect IN`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.checkpoint.interop import open_checkpoint
+from trainer.checkpoint.interop.contents import Contents
+from trainer.checkpoint.interop.infer import infer_model
+from trainer.checkpoint.interop.sources import Source
+from trainer.errors import CheckpointError
+
+
+def inspect(path: Path) -> str:
+    """Format, step, model, sizes, dtypes and degrees of what is at `path`; no tensor is loaded.
+
+    Raises `CheckpointError` for what is no checkpoint of a known format, or damaged.
+    """
+    contents = open_checkpoint(path)
+    try:
+        size = sum(contents.files.values())
+        lines = {
+            "format": f"{contents.format}: {contents.form}",
+            "step": "not said" if contents.step is None else f"{contents.step:,}",
+            "model": _model(contents),
+            "parameters": _tensors(contents.model),
+            "optimizer": _tensors(contents.optimizer) if contents.optimizer else "none",
+            "degrees": f"tensor parallel {contents.tensor_parallel_size}, pipeline parallel 1",
+            "files": f"{len(contents.files):,}, {size / 1e6:,.1f} MB",
+        }
+    finally:
+        contents.close()
+    return "\n".join([str(contents.path), *(f"  {name + ':':<12}{value}" for name, value in lines.items())])
+
+
+def _model(contents: Contents) -> str:
+    try:
+        model = contents.config or infer_model(contents)
+    except CheckpointError as error:
+        return f"not said ({str(error).split('; ')[-1]})"
+    return (
+        f"{model.num_hidden_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
+        f"intermediate size {model.intermediate_size}, vocabulary {model.vocab_size:,}"
+        f"{'' if contents.config else ' (by its shapes)'}"
+    )
+
+
+def _tensors(ranks: Sequence[Source]) -> str:
+    """Tensors, values and bytes of a rank, or of all, and their types."""
+    specs = [spec for source in ranks for spec in source.specs.values()]
+    types = Counter(str(spec.dtype).removeprefix("torch.") for spec in specs)
+    each = f" on each of {len(ranks)} ranks" if len(ranks) > 1 else ""
+    return (
+        f"{len(ranks[0].specs)} tensors{each}, {sum(spec.numel for spec in specs):,} values, "
+        f"{sum(spec.bytes for spec in specs) / 1e6:,.1f} MB, {' and '.join(sorted(types))}"
+    )

@@ -1,0 +1,177 @@
+"""Shards on their way into a stage directory: each is put there, checked by a process of its own, then named."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from stages.archive import members
+from stages.manifest import Output
+from stages.workers import Workers
+from trainer.errors import UserError
+from trainer.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durably
+
+PATTERNS = {"training": "*_training_*.hdf5", "test": "*_test_*.hdf5"}
+_COPY_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A file on its way: `put` makes it at a temporary path, fsynced."""
+
+    origin: str
+    size: int
+    put: Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What shards must be; None leaves a limit open."""
+
+    seq_len: int | None = None
+    max_pred_len: int | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file that has been checked."""
+
+    rows: int
+    seq_len: int
+    #: Predictions of a sequence, at most.
+    max_pred_len: int
+    output: Output
+
+
+@dataclass(frozen=True)
+class _Task:
+    final: Path
+    origin: str
+    limits: Limits
+    #: Whether it has its final name already, which it got after it was checked.
+    is_placed: bool
+
+
+def take_in(
+    directory: Path, source: str, arrivals: Iterator[Arrival], limits: Limits, *, processes: int
+) -> dict[str, Shard]:
+    """Put, check and name all of them; those that have their names from an earlier run are not put again.
+
+    Raises `UserError` that names `source` and the file: no valid shard, two of one name, other lengths than the first.
+    """
+    origins: dict[str, str] = {}
+
+    def tasks() -> Iterator[_Task]:
+        for arrival in arrivals:
+            name = PurePosixPath(arrival.origin).name
+            if name in origins:
+                both = f"{origins[name]} and {arrival.origin}"
+                raise UserError(f"{source} has {both}: two files of one name; rename one")
+            origins[name] = arrival.origin
+            final = directory / name
+            is_placed = final.exists()
+            if not is_placed:
+                with disk_errors(final):
+                    arrival.put(_temporary(final))
+            yield _Task(final, f"{source}: {arrival.origin}", limits, is_placed)
+
+    shards: dict[str, Shard] = {}
+    try:
+        with Workers(processes) as workers:
+            for task, shard in workers.map(_check, tasks()):
+                first = next(iter(shards.values()), shard)
+                _refuse_other_form(task, shard, first)
+                if not task.is_placed:
+                    failpoint(f"write-after:{task.final.name}")
+                    rename_durably(_temporary(task.final), task.final)
+                shards[task.final.name] = shard
+    except UserError:
+        for name in origins:
+            _temporary(directory / name).unlink(missing_ok=True)
+        raise
+    return shards
+
+
+def _check(task: _Task) -> tuple[_Task, Shard]:
+    """Read all of one file; of one that has its name, only its form and its hash."""
+    from trainer.data.shards import file_shape, validate_file
+
+    path = task.final if task.is_placed else _temporary(task.final)
+    limits = {"seq_len": task.limits.seq_len, "max_pred_len": task.limits.max_pred_len}
+    try:
+        rows, seq_len, max_pred_len = file_shape(path, **limits)
+        if not task.is_placed:
+            validate_file(path, vocab_size=task.limits.vocab_size, **limits)
+    except UserError as error:
+        raise UserError(str(error).replace(str(path), task.origin)) from error
+    measured = Output.of(task.final.parent, path)
+    return task, Shard(rows, seq_len, max_pred_len, Output(task.final.name, measured.bytes, measured.sha256))
+
+
+def _refuse_other_form(task: _Task, shard: Shard, first: Shard) -> None:
+    if shard.seq_len != first.seq_len:
+        what = f"has sequences of {shard.seq_len} tokens; {first.output.path} has {first.seq_len}"
+    elif shard.max_pred_len != first.max_pred_len:
+        what = f"has {shard.max_pred_len} predictions a sequence; {first.output.path} has {first.max_pred_len}"
+    else:
+        return
+    raise UserError(f"{task.origin} {what}; all shards must have the same; use one data set")
+
+
+def _temporary(final: Path) -> Path:
+    return final.with_name(final.name + TEMPORARY_SUFFIX)
+
+
+def is_shard(origin: str) -> bool:
+    name = PurePosixPath(origin).name
+    # macOS adds "._name" beside every file it packs
+    return not name.startswith(".") and any(fnmatch.fnmatch(name, pattern) for pattern in PATTERNS.values())
+
+
+def folder_shards(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and is_shard(path.name))
+
+
+def linked(folder: Path) -> Iterator[Arrival]:
+    """The shards of a folder, hard links where those can be."""
+    for path in folder_shards(folder):
+        yield Arrival(str(path.relative_to(folder)), path.stat().st_size, _linker(path.resolve()))
+
+
+def _linker(source: Path) -> Callable[[Path], None]:
+    def put(temporary: Path) -> None:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(source, temporary)  # no copy of what may be a hundred gigabytes
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(source, temporary)
+        _fsync(temporary)
+
+    return put
+
+
+def unpacked(archive: Path) -> Iterator[Arrival]:
+    """All regular files of an archive, shards or not, in its order; each is put before the next, or not at all."""
+    for member in members(archive):
+
+        def put(temporary: Path, read: Callable[[int], bytes] = member.read) -> None:
+            with temporary.open("wb") as file:
+                while data := read(_COPY_BYTES):
+                    file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+
+        yield Arrival(member.name, member.size, put)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

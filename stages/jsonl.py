@@ -1,0 +1,81 @@
+"""JSON Lines: an object a line, whose "text" is a document."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from stages.source import FileSource, gathered
+from stages.text import decode
+from trainer.errors import UserError
+
+#: A line is read as a whole; one that is longer than this is refused.
+_LINE_BYTES_MAX = 16 << 20
+#: Longer lines inside of a text are cut, as sentences are split a line at a time.
+_TEXT_LINE_CHARACTERS = 1 << 20
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+
+
+class JsonLinesSource(FileSource):
+    """A UTF-8 file of JSON objects, one a line, each with a string "text"; what else they hold is left alone."""
+
+    kind = "jsonl"
+    text_share = 0.9
+
+    def documents(self, dropped: Counter[str]) -> Iterator[str]:
+        for number, (offset, line) in enumerate(self._lines(), 1):
+            if not line.strip():
+                continue
+            text = self._text(number, decode(self.name, line, offset))
+            if _HALF_CHARACTER.search(text):  # JSON can spell half of a pair of surrogates; no encoding can
+                text, halves = _HALF_CHARACTER.subn("\ufffd", text)
+                dropped["characters: half of one"] += halves
+            documents = list(gathered(_short_lines(text, dropped), dropped, one_document=True))
+            if not documents:
+                dropped["documents: no text"] += 1
+            yield from documents
+
+    def _text(self, number: int, line: str) -> str:
+        try:
+            record = json.loads(line)
+            reason = (
+                "" if isinstance(record, dict) and isinstance(record.get("text"), str) else 'no string "text" in it'
+            )
+        except (ValueError, RecursionError) as error:
+            reason = f"it is not JSON: {error}"
+        if reason:
+            raise UserError(
+                f"{self.name}, line {number}: {reason}; each line must be an object such as "
+                f'{{"text": "A document."}}, and line ends inside of the text must be written \\n'
+            )
+        text: str = record["text"]
+        return text
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """(byte offset, line)."""
+        offset, pieces = 0, [b""]
+        for block in self.blocks():
+            first, *others = block.split(b"\n")
+            pieces.append(first)
+            for other in others:
+                line = b"".join(pieces)
+                yield offset, line
+                offset, pieces = offset + len(line) + 1, [other]
+            if sum(map(len, pieces)) > _LINE_BYTES_MAX:
+                raise UserError(
+                    f"{self.name} has a line of more than {_LINE_BYTES_MAX >> 20} MiB at byte {offset}; "
+                    f"write one document a line, and split those that are as long as that"
+                )
+        yield offset, b"".join(pieces)
+
+
+def _short_lines(text: str, dropped: Counter[str]) -> Iterator[str]:
+    for line in text.splitlines():
+        while len(line) > _TEXT_LINE_CHARACTERS:
+            cut = line.rfind(" ", 1, _TEXT_LINE_CHARACTERS) + 1 or _TEXT_LINE_CHARACTERS
+            dropped["line ends: cut, too long"] += 1
+            yield line[:cut]
+            line = line[cut:]
+        yield line

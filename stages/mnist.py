@@ -1,0 +1,113 @@
+"""MNIST, or anything in its four files → a data set of ours: fetched and checked. `python -m stages.mnist --help`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from stages.command import run
+from stages.fetch import fetch
+from stages.manifest import Identity, Output, StageDirectory
+from stages.sources import CONNECTIONS_MAX, Transport, open_source, source_identity
+from trainer.errors import UserError
+from trainer.files import durable_file
+
+STAGE = "download_mnist"
+FORMAT_VERSION = 1
+
+#: The files and the sha256 of the original ones. (Their md5, which torchvision checks, agree.)
+FILES = {
+    "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+}
+#: mnist: the files must have those; none: any file of the form will do.
+CHECKSUMS = ("mnist", "none")
+
+
+def source_inputs(url: str) -> dict[str, str]:
+    """The identity of each file below `url`. Raises `UserError` if one of them is not there on this machine."""
+    try:
+        return {name: source_identity(_file(url, name)) for name in FILES}
+    except UserError as error:
+        seen = str(error).partition(";")[0]
+        raise UserError(f"{seen}; give the folder or address that has MNIST's files {', '.join(FILES)}") from None
+
+
+def _file(url: str, name: str) -> str:
+    if not url:
+        raise UserError("the address of MNIST is empty")
+    return f"{url.rstrip('/')}/{name}"
+
+
+def download_mnist(work: StageDirectory, url: str, *, checksums: str, transport: Transport) -> dict[str, Any]:
+    """Fill `work` with the four files, and finish it; returns the counts.
+
+    Raises `UserError`: a file is not there, not the original one, or not of the form.
+    """
+    from trainer.workloads.mnist import HELD_OUT, TRAINING, Images
+
+    for name, original in FILES.items():
+        if not (work.path / name).exists():
+            _bring(work, _file(url, name), work.path / name, original if checksums == "mnist" else None, transport)
+    try:
+        training, held_out = Images(work.path, TRAINING), Images(work.path, HELD_OUT)
+    except UserError:
+        for name in FILES:
+            (work.path / name).unlink(missing_ok=True)  # the next run is to fetch them again
+        raise
+    counts = {"training_images": len(training), "held_out_images": len(held_out)}
+    work.finish([Output.of(work.path, work.path / name) for name in FILES], counts)
+    return counts
+
+
+def _bring(work: StageDirectory, url: str, final: Path, sha256: str | None, transport: Transport) -> None:
+    """Make `final` the file behind `url`, which has that sha256 (None: any)."""
+    source = open_source(url, transport)
+    if not isinstance(source, Path):
+        fetch(
+            source, work, final, connections=transport.connections, sha256=sha256,
+            begin=lambda version, missing, is_same: None,
+        )  # fmt: skip
+        return
+    with durable_file(final) as file:
+        file.write(source.read_bytes())
+        if sha256 is not None and file.sha256 != sha256:
+            raise UserError(
+                f"{source} has the sha256 {file.sha256}, MNIST's has {sha256}; fetch it again, or take files that are "
+                f"not the original ones with checksums = none"
+            )
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m stages.mnist", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    p.add_argument("url", metavar="URL", help=f"https://, s3://, file:// or path of the folder with {', '.join(FILES)}")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="stage directory to make or go on with")
+    p.add_argument("--checksums", choices=CHECKSUMS, default="mnist", help="mnist: only the original files; none: any")
+    p.add_argument("--connections", type=int, default=8, help=f"parallel requests, 1 to {CONNECTIONS_MAX}")
+    p.add_argument("--s3-profile", default="", help="AWS profile that signs requests to S3; empty: unsigned")
+    p.add_argument("--s3-endpoint", default="", help="another server that speaks S3; empty: AWS")
+    return p
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if not 1 <= args.connections <= CONNECTIONS_MAX:
+        raise UserError(f"--connections is {args.connections}; allowed are 1 to {CONNECTIONS_MAX}")
+    transport = Transport(connections=args.connections, s3_profile=args.s3_profile, s3_endpoint=args.s3_endpoint)
+
+    def identity() -> Identity:
+        parameters = {"checksums": args.checksums}
+        return Identity(STAGE, FORMAT_VERSION, parameters=parameters, inputs=source_inputs(args.url))
+
+    with StageDirectory.begin(args.out, identity) as work:
+        counts = download_mnist(work, args.url, checksums=args.checksums, transport=transport)
+    print(f"{counts['training_images']:,} training and {counts['held_out_images']:,} held-out images: {args.out}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,178 @@
+"""The plan of a phase: every part of the corpus cut into pairs of segments, before any row of a shard is made.
+
+A plan is files that are gone when the shards are there: for each part its pairs, 13 bytes each, and for each split
+the ids of all its parts, one after the other, so that rows of many parts are gathered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stages.examples import PAIR, Form, plan_pairs
+from stages.manifest import StageDirectory
+from stages.tokens import SPLITS, TRAINING, part_paths, read_part
+from stages.workers import Workers
+from trainer.data.hdf5 import Array
+from trainer.errors import UserError
+from trainer.files import durable_file
+
+#: Where plans lie in the stage's directory.
+PLAN = "plan"
+#: The first word of the random seeds of plans.
+_PLAN_STREAM = 1
+#: Ids that are mapped at a time, unless a part has more: they count as memory of the process.
+_WINDOW_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class SplitTokens:
+    """The ids of one split, before it is planned."""
+
+    parts: list[Path]
+    #: Where the ids of each part begin among all, and where the last end, (parts + 1,) int64.
+    cut: Array
+    dtype: np.dtype[np.uint16] | np.dtype[np.uint32]
+    documents: int
+    #: Pairs of one repetition, at least: none takes `seq_len` tokens and one more sentence, cut to `seq_len`.
+    least_pairs: int
+
+    @classmethod
+    def read(cls, tokens: Path, split: str, seq_len: int) -> SplitTokens:
+        """Raises `UserError` if a part is not what it was."""
+        parts = part_paths(tokens, split)
+        lengths, documents, capped, dtype = [0], 0, 0, np.dtype(np.uint16)
+        for path in parts:
+            part = read_part(path)
+            lengths.append(len(part["tokens"]))
+            dtype = part["tokens"].dtype
+            documents += len(part["document_lengths"])
+            capped += int(np.minimum(part["sentence_lengths"], seq_len).sum(dtype=np.int64))
+        return cls(parts, np.cumsum(lengths), dtype, documents, -(-capped // (2 * seq_len)))
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """One split, planned; what shards are made from."""
+
+    directory: Path
+    split: str
+    #: As in `SplitTokens`.
+    cut: Array
+    dtype: np.dtype[np.uint16] | np.dtype[np.uint32]
+    #: Pairs of each part, (parts,) int64.
+    rows: Array
+
+    def windows(self, starts: Array, ends: Array) -> Iterator[tuple[Array, Array]]:
+        """(ids, pairs of them) for rows `starts` … `ends` of each part, in order, of several parts at a time."""
+        first = 0
+        while first < len(self.rows):
+            limit = self.cut[first] + _WINDOW_BYTES // self.dtype.itemsize
+            last = max(first + 1, int(np.searchsorted(self.cut, limit, "right")) - 1)
+            yield self._window(first, last, starts, ends)
+            first = last
+
+    def _window(self, first: int, last: int, starts: Array, ends: Array) -> tuple[Array, Array]:
+        begin, length = int(self.cut[first]), int(self.cut[last] - self.cut[first])
+        path = ids_path(self.directory, self.split)
+        ids = np.memmap(path, self.dtype, "r", begin * self.dtype.itemsize, (length,))
+        found = []
+        for part in range(first, last):
+            count, offset = int(ends[part] - starts[part]), int(starts[part]) * PAIR.itemsize
+            pairs = np.fromfile(pairs_path(self.directory, self.split, part), PAIR, count, offset=offset)
+            pairs["a_start"] += np.uint32(self.cut[part] - begin)
+            pairs["b_start"] += np.uint32(self.cut[part] - begin)
+            found.append(pairs)
+        return ids, np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class _Task:
+    part: Path
+    pairs: Path
+    form: Form
+    dupe_factor: int
+    seed: tuple[int, ...]
+
+
+def ids_path(directory: Path, split: str) -> Path:
+    return directory / f"{split}.ids"
+
+
+def pairs_path(directory: Path, split: str, part: int) -> Path:
+    return directory / f"{split}_{part:05d}.bin"
+
+
+def times_used(split: str, form: Form) -> int:
+    """Held-out documents are used once."""
+    return form.dupe_factor if split == TRAINING else 1
+
+
+def make_plans(
+    work: StageDirectory, splits: dict[str, SplitTokens], form: Form, seed: int, workers: Workers
+) -> dict[str, SplitPlan]:
+    """Plan the splits, but for what is planned already. Raises `DiskError`."""
+    directory = work.path / PLAN
+    directory.mkdir(exist_ok=True)
+    tasks = [
+        _Task(
+            part, pairs_path(directory, split, index), form, times_used(split, form),
+            (_PLAN_STREAM, SPLITS.index(split), index, seed),
+        )
+        for split, tokens in splits.items()
+        for index, part in enumerate(tokens.parts)
+    ]  # fmt: skip
+    rows = []
+    with work.progress("plan", len(tasks), "parts") as bar:
+        for count in workers.map(_make_pairs, tasks):
+            rows.append(count)
+            bar.update()
+    plans, left = {}, iter(rows)
+    for split, tokens in splits.items():
+        _join(tokens.parts, ids_path(directory, split))
+        of_parts = np.array([next(left) for _ in tokens.parts], np.int64)
+        plans[split] = SplitPlan(directory, split, tokens.cut, tokens.dtype, of_parts)
+    return plans
+
+
+def _make_pairs(task: _Task) -> int:
+    """Cut a part into pairs, unless that is done; returns their number."""
+    if not task.pairs.exists():
+        part = read_part(task.part)
+        pairs = plan_pairs(
+            part["sentence_lengths"].astype(np.int64),
+            part["document_lengths"].astype(np.int64),
+            task.form,
+            dupe_factor=task.dupe_factor,
+            rng=np.random.default_rng(task.seed),
+        )
+        with durable_file(task.pairs) as file:
+            file.write(pairs.tobytes())
+    return task.pairs.stat().st_size // PAIR.itemsize
+
+
+def _join(parts: list[Path], path: Path) -> None:
+    if not path.exists():
+        with durable_file(path) as file:
+            for part in parts:
+                file.write(read_part(part)["tokens"].view(np.uint8).data)
+
+
+def read_splits(tokens: Path, form: Form) -> dict[str, SplitTokens]:
+    """The splits that have documents; raises `UserError` where one has a single document."""
+    splits = {}
+    for split in SPLITS:
+        found = SplitTokens.read(tokens, split, form.seq_len)
+        if split != TRAINING and not found.parts:
+            continue
+        if found.documents < 2:
+            raise UserError(
+                f"{tokens} has {found.documents} {split} document{'' if found.documents == 1 else 's'}; 2 or more are "
+                f"needed, as half of the second segments come from another document; put a blank line between the "
+                f"documents of the text"
+            )
+        splits[split] = found
+    return splits

@@ -1,0 +1,148 @@
+"""What a download sees of an object behind a URL: a version, and parts of its bytes. Kinds: http.py, s3.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Protocol
+
+from trainer.errors import UserError
+
+#: Seconds to wait for a connection, and for the next byte of an answer.
+CONNECT_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 30.0
+#: Bytes handed on at a time.
+CHUNK_BYTES = 256 << 10
+
+_WAIT_AND_TRY_AGAIN = frozenset({408, 425, 429})
+
+
+@dataclass(frozen=True)
+class Version:
+    """Which bytes are behind a URL."""
+
+    #: Bytes of the whole object.
+    length: int
+    #: A strong ETag, in its quotes; None where the server gives none.
+    etag: str | None
+    #: Last-Modified, in the server's own form; None where it gives none.
+    modified: str | None
+    #: Whether the server sends any part that is asked for.
+    ranges: bool
+
+    @property
+    def resumable(self) -> bool:
+        """Whether parts can be asked for and be known to belong together."""
+        return self.ranges and bool(self.etag or self.modified)
+
+    def is_same_as(self, other: Version) -> bool:
+        """Whether both are surely the same bytes."""
+        if self.length != other.length:
+            return False
+        if self.etag or other.etag:
+            return self.etag == other.etag
+        return self.modified is not None and self.modified == other.modified
+
+    def __str__(self) -> str:
+        return f"{self.length:,} bytes, {self.etag or self.modified or 'neither ETag nor date'}"
+
+
+class Transient(Exception):
+    """An answer, or the lack of one, that another try may better."""
+
+    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class Changed(Exception):
+    """The object is no longer the version that parts were asked of."""
+
+
+class Remote(Protocol):
+    """An object behind a URL. Its methods may be called from several threads.
+
+    Both raise `Transient`; `UserError` for what no other try betters, saying what to check.
+    """
+
+    #: The address, without secrets.
+    url: str
+
+    def head(self) -> Version:
+        """What is there now."""
+        ...
+
+    def read(self, version: Version, start: int, stop: int) -> Generator[bytes, None, None]:
+        """The bytes from `start` up to `stop` of that version; of one without ranges, all of them.
+
+        Raises also `Changed`.
+        """
+        ...
+
+
+def version_of(url: str, status: int, headers: Mapping[str, str]) -> Version:
+    """The version that the answer to a request for the first byte tells of (`headers` by names in any case)."""
+    if status == 206:
+        total = _content_range(headers)[2]
+    else:
+        length = _content_length(headers)
+        if length is None:
+            raise UserError(f"{url} does not say how long it is; fetch it by other means and give the file's path")
+        total = length
+    if not total:
+        raise UserError(f"{url} is empty; check the address")
+    return Version(total, _strong_etag(headers), headers.get("last-modified"), ranges=status == 206)
+
+
+def check_part(status: int, headers: Mapping[str, str], version: Version, start: int, stop: int) -> None:
+    """Raise `Changed` or `Transient` unless an answer brings bytes `start` up to `stop` of `version`."""
+    if version.ranges and status == 200:
+        raise Transient("the server sent the whole object instead of a part")
+    expected = (start, stop - 1, version.length)
+    got = _content_range(headers) if version.ranges else (start, stop - 1, _content_length(headers) or 0)
+    now = Version(got[2], _strong_etag(headers), headers.get("last-modified"), version.ranges)
+    if got[2] != version.length or (version.resumable and not version.is_same_as(now)):
+        raise Changed(f"{version} → {now}")
+    if got != expected:
+        raise Transient(f"the server sent bytes {got[0]}-{got[1]} instead of {start}-{stop - 1}")
+
+
+def refuse_status(status: int, headers: Mapping[str, str], reason: str = "") -> None:
+    """Raise `Transient` or `Changed` for a status that is an error but not final; return otherwise."""
+    if status in _WAIT_AND_TRY_AGAIN or status >= 500:
+        raise Transient(f"HTTP {status}{reason and f' ({reason})'}", _retry_after_s(headers.get("retry-after")))
+    if status in (412, 416):
+        raise Changed(f"HTTP {status}")
+
+
+def _strong_etag(headers: Mapping[str, str]) -> str | None:
+    """The ETag, unless it is a weak one, which stands for the same meaning and not for the same bytes."""
+    etag = headers.get("etag")
+    return etag if etag and not etag.startswith("W/") else None
+
+
+def _content_length(headers: Mapping[str, str]) -> int | None:
+    length = headers.get("content-length", "")
+    return int(length) if length.isdigit() else None
+
+
+def _content_range(headers: Mapping[str, str]) -> tuple[int, int, int]:
+    found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", headers.get("content-range", ""))
+    if found is None:
+        raise Transient(f"the server sent a part with Content-Range {headers.get('content-range')!r}")
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+def _retry_after_s(value: str | None) -> float | None:
+    """Seconds that a Retry-After header asks for: a number of them, or a date."""
+    if not value:
+        return None
+    if value.strip().isdigit():
+        return float(value)
+    try:
+        return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
+    except (TypeError, ValueError):  # neither: as if it were not there
+        return None

@@ -1,0 +1,59 @@
+"""Plain text: one paragraph or sentence a line, a blank line between documents, or each file a document."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from stages.source import FileSource, gathered
+from trainer.errors import UserError
+
+_LINE_BYTES = 1 << 20
+
+
+class PlainTextSource(FileSource):
+    """A UTF-8 text file."""
+
+    def documents(self, dropped: Counter[str]) -> Iterator[str]:
+        yield from gathered(self._lines(dropped), dropped, one_document=self.one_document)
+
+    def _lines(self, dropped: Counter[str]) -> Iterator[str]:
+        """Lines without their ends; those over a megabyte come in pieces.
+
+        Raises `UserError` with the byte offset of what is not UTF-8.
+        """
+        offset, rest = 0, b""
+        for block in self.blocks():
+            rest += block
+            cut = rest.rfind(b"\n") + 1
+            if not cut and len(rest) > _LINE_BYTES:
+                cut = _end_of_piece(rest)
+                dropped["line ends: cut, too long"] += 1
+            if cut:
+                yield from decode(self.name, rest[:cut], offset).removesuffix("\n").split("\n")
+                offset, rest = offset + cut, rest[cut:]
+        if rest:
+            yield from decode(self.name, rest, offset).split("\n")
+
+
+def _end_of_piece(data: bytes) -> int:
+    """Where to cut a long line: after its last space, else before its last character (never inside one)."""
+    space = data.rfind(b" ") + 1
+    if space:
+        return space
+    end = len(data) - 1
+    while end > len(data) - 4 and data[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
+
+
+def decode(name: str, data: bytes, offset: int) -> str:
+    """UTF-8 `data`, which stands at byte `offset` of the file called `name`, as text; raises `UserError`."""
+    try:
+        # The mark that Windows programs put first is not text.
+        return data.decode("utf-8").removeprefix("\ufeff") if offset == 0 else data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {offset + error.start}; "
+            f"convert it, for example with iconv -t UTF-8"
+        ) from None

@@ -1,0 +1,59 @@
+"""The tokenizer of a corpus: from the vocabulary that is given, or from one that is learned from its training text."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections import Counter
+from itertools import islice
+
+from stages.corpus import CorpusOptions
+from stages.manifest import StageDirectory
+from stages.parts import in_batches, split_documents
+from stages.source import Document, text_of
+from stages.tokens import TOKENIZER, TRAINING
+from stages.wordpiece import count_words, learn_vocabulary, read_vocabulary, save_tokenizer
+from stages.workers import Workers
+
+#: A vocabulary is learned from about this much text at most (of packed files, as much as it unpacks to), spread evenly.
+_SAMPLE_BYTES = 100 << 20
+
+
+def make_tokenizer(work: StageDirectory, options: CorpusOptions, share: float, workers: Workers) -> list[str]:
+    """Make the tokenizer's files if they are not there yet; returns the vocabulary."""
+    directory = work.path / TOKENIZER
+    if options.vocab_file is not None:
+        vocabulary = read_vocabulary(options.vocab_file)
+    elif (directory / "vocab.txt").exists():
+        vocabulary = read_vocabulary(directory / "vocab.txt")
+    else:
+        vocabulary = learn_vocabulary(_words(work, options, share, workers), size=options.vocab_size)
+        if len(vocabulary) < options.vocab_size:
+            print(f"note: this text gives a vocabulary of only {len(vocabulary)} pieces", file=sys.stderr)
+    directory.mkdir(exist_ok=True)
+    save_tokenizer(directory, vocabulary, lower_case=options.lower_case)
+    return vocabulary
+
+
+def _words(work: StageDirectory, options: CorpusOptions, share: float, workers: Workers) -> Counter[str]:
+    """How often each word is in the training documents, or in a sample of them where they are many."""
+    sources, _ = options.open()
+    size = sum(source.size for source in sources)
+    stride = max(1, math.ceil(size / _SAMPLE_BYTES))
+    split = split_documents(sources, [], share, options.seed, Counter())
+    training = (document for which, document in split if which == TRAINING)
+    counts: Counter[str] = Counter()
+    shown = 0
+    with work.progress("vocabulary", size, "B") as bar:
+        count = functools.partial(_count_words, lower_case=options.lower_case)
+        for found in workers.map(count, in_batches(islice(training, 0, None, stride))):
+            counts.update(found)
+            now = sum(source.position for source in sources)
+            bar.update(now - shown)
+            shown = now
+    return counts
+
+
+def _count_words(documents: list[Document], *, lower_case: bool) -> Counter[str]:
+    return count_words([text_of(document, Counter()) for document in documents], lower_case=lower_case)

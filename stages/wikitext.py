@@ -1,0 +1,240 @@
+"""MediaWiki's markup → prose: paragraphs, one a line, without headings, lists, tables, notes and most templates.
+
+The markup of a section is parsed by wikitextparser. What is simple goes before that, which makes it faster, and a
+paragraph that holds anything like markup afterwards is dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from wikitextparser import ParserFunction, Table, Template, WikiText
+
+from stages.templates import ASIDE, HOLE, has_words, words_of_template
+
+#: Characters of text that make a page worth keeping, of a line likewise, and the longest line that is looked at.
+PAGE_MIN, _LINE_MIN, _LINE_MAX = 200, 30, 20_000
+#: The parser takes time with the square of what is opened and never closed: openings × characters is refused above.
+_TANGLE_MAX = 10_000_000
+
+#: Sections that end an article and hold no prose.
+_BACK_MATTER = frozenset(
+    (
+        *("references", "notes", "footnotes", "citations", "sources", "bibliography", "works cited", "further reading"),
+        *("see also", "external links", "notes and references", "references and notes", "primary sources"),
+        *("secondary sources", "literature", "general references", "references and further reading", "discography"),
+        *("filmography", "gallery", "selected bibliography", "select bibliography", "publications", "selected works"),
+    )
+)
+_HEADING = re.compile(r"^=[^\n]{1,300}=[ \t]*$", re.MULTILINE)
+#: What goes with all that is in it: notes, pictures, code; and formulas, which leave a hole in their sentence.
+_WITHOUT_TEXT = re.compile(
+    r"<(ref|references|gallery|source|syntaxhighlight|pre|timeline|score|graph|imagemap|inputbox|categorytree|templatedata"
+    r"|section|style|script|math|chem|ce|hiero)\b[^<>]*?(?:/>|>.*?</\1\s*>)",
+    re.DOTALL | re.IGNORECASE,
+)
+_FORMULAS = frozenset(("math", "chem", "ce", "hiero"))
+#: A link to the same page in another language; it is shown in the margin.
+_LANGUAGE_LINK = r"(?:[a-z]{2,3}|simple)(?:-[a-z]+)*:[^\[\]|\n]*"
+_LIST = ("*", "#", ":", ";")
+_REPLACED = [
+    (re.compile(r"</?ref\b", re.IGNORECASE), "|"),  # a note that never ends, or has never begun: markup left
+    (re.compile(r"<br\b[^<>]{0,50}>", re.IGNORECASE), " "),
+    (re.compile(r"</?(?:blockquote|p|div|center|poem)\b[^<>]{0,200}>", re.IGNORECASE), "\n\n"),
+    (re.compile(r"^-{4,}", re.MULTILINE), "\n\n"),
+    (re.compile(r"<li\b[^<>]{0,50}>", re.IGNORECASE), "\n*"),
+]
+
+_QUOTES, _POSSESSIVE = re.compile("'{2,}"), re.compile(r"(?<=\w)'''(?!')")
+_LOOSE = re.compile(
+    r"__(?-i:[A-Z]+)__|https?://[^\s<>\[\]|]+|</?(?:[a-z]{1,3}|blockquote|center|div|span|small|big|font)\b[^<>]{0,99}>",
+    re.IGNORECASE,
+)
+_RESIDUE = re.compile(
+    r"\[\[|\]\]|\{\{|\}\}|\||</?[a-zA-Z]+[^<>]{0,200}>|<ref|</|&[a-zA-Z]+;|&#|https?:|\b(?:style|align|colspan|class)\s*="
+)
+_SENTENCE_END = re.compile(r"[.!?…。！？؟।۔][\"'”’»)\]]*$")
+#: The end of a paragraph that leads to what is not there: "… are as follows:".
+_LEAD_IN = re.compile(r"(?:^|(?<=[.!?…][\"'”’) ]))[^.!?…]*:$")
+_BRACKETED = re.compile(r"\([^()]*\)")
+#: What dropped templates leave in brackets and between commas: "( ; 1809-1882)", "born , in", "word .".
+_REPAIRS = [
+    (re.compile(r"([(\[])[\s,;:–-]+(?=\w|\")"), r"\1"),
+    (re.compile(r"[\s,;:]+([)\]])"), r"\1"),
+    (re.compile(r"\(\s*(?:or|and|also)?\s*\)|\[\s*\]|\"\s*\"|“\s*”"), ""),
+    (re.compile(r"\s+([,.;:!?])(?=\s|$)"), r"\1"),
+    (re.compile(r"([,;:])(?:\s*[,;:])+"), r"\1"),
+    (re.compile(r"[,;:]\."), "."),
+    (re.compile(r"\s{2,}"), " "),
+]
+_BRACKETS = re.compile(
+    r"\{\{|\}\}|\[\[|\]\]|^[ \t:]*\{\||^[ \t]*\|\}(?!\})|<(?!/|br|hr|li|p\b|d[dt]|t[dhr])(?=[a-z])|</|/>|\[(?=\w+:)",
+    re.MULTILINE | re.IGNORECASE,
+)
+_OPENED_BY = {"}}": "{{", "]]": "[[", "|}": "{|"}
+
+
+def prose(text: str, media: tuple[str, ...], dropped: Counter[str]) -> str:
+    """The paragraphs of a page in wikitext, one a line; '' if next to nothing is left.
+
+    `media`: names of the namespaces whose links show no text, such as File and Category. Counts what it drops.
+    """
+    first, *others = text.split("<!--")
+    # As in MediaWiki, comments go before all else, and one that never ends takes the rest with it.
+    text = first + "".join(other.partition("-->")[2] for other in others)
+    no_text = _links_without_text(media)
+    lines = [line for section in _sections(text, dropped) for line in _lines(section, no_text, dropped)]
+    if sum(map(len, lines)) < PAGE_MIN:
+        dropped["pages: too short"] += 1
+        return ""
+    return "\n".join(lines)
+
+
+@functools.cache
+def _links_without_text(media: tuple[str, ...]) -> re.Pattern[str]:
+    """Links to categories and languages, and to pictures whose captions hold no links (the parser knows the others)."""
+    names = "|".join(map(re.escape, media))
+    return re.compile(rf"\[\[\s*(?i:{names})\s*:[^\[\]]*\]\]|\[\[{_LANGUAGE_LINK}\]\]")
+
+
+def _sections(text: str, dropped: Counter[str]) -> list[str]:
+    """The texts between headings, without those of the back matter."""
+    found, start, skipped = [], 0, 7
+    for match in [*_HEADING.finditer(text), None]:
+        if skipped == 7:
+            found.append(text[start : match.start() if match else len(text)])
+        if match is None:
+            break
+        heading, start = match[0].strip(), match.end()
+        level = min(len(heading) - len(heading.lstrip("=")), len(heading) - len(heading.rstrip("=")), 6)
+        if level <= skipped:
+            skipped = 7
+            if heading.strip("=' \t").lower() in _BACK_MATTER:
+                dropped["sections: references, links and the like"] += 1
+                skipped = level
+    return found
+
+
+def _lines(section: str, no_text: re.Pattern[str], dropped: Counter[str]) -> Iterator[str]:
+    if _is_tangled(section):
+        dropped["sections: brackets that never close"] += 1
+        return
+    section = _WITHOUT_TEXT.sub(lambda match: HOLE if match[1].lower() in _FORMULAS else "", section)
+    section = no_text.sub("", section).replace("[[:", "[[")
+    for tag, text in _REPLACED:
+        section = tag.sub(text, section)
+    text = WikiText(section).plain_text(
+        replace_templates=_words,
+        replace_parser_functions=_number,
+        replace_tables=_nothing,
+        replace_bolds_and_italics=False,
+    )
+    for paragraph in _paragraphs(text):
+        reason, line = _clean(paragraph)
+        if reason:
+            dropped[reason] += 1
+        elif line:
+            yield line
+
+
+def _is_tangled(text: str) -> bool:
+    opened: list[str] = []
+    loose = tags = 0
+    most = _TANGLE_MAX // max(len(text), 1)
+    for match in _BRACKETS.finditer(text):
+        mark = match[0].strip(" \t:")
+        if mark == "<":
+            tags += 1
+        elif mark in ("</", "/>"):
+            tags = max(tags - 1, 0)
+        elif mark not in _OPENED_BY:
+            opened.append(mark)
+        elif _OPENED_BY[mark] in opened:
+            while opened.pop() != _OPENED_BY[mark]:
+                loose += 1
+        if len(opened) + loose + tags > most:
+            return True
+    return False
+
+
+def _words(template: Template) -> str:
+    name = " ".join(template.name.lower().split())
+    if not has_words(name):
+        return ""
+    values = [WikiText(argument.value).plain_text().strip() for argument in template.arguments if argument.positional]
+    return words_of_template(name, values)
+
+
+def _number(function: ParserFunction) -> str:
+    return function.arguments[0].value.strip() if function.name.strip().lower() == "formatnum" else ""
+
+
+def _nothing(_: Table) -> str:
+    return "\n"
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    """As MediaWiki has them: lines that follow each other are one; list items and indented lines stand alone."""
+    gathered: list[str] = []
+    for line in text.split("\n"):
+        alone = line.startswith((" ", "\t", *_LIST))
+        if gathered and (alone or not line or line.isspace()):
+            yield " ".join(gathered)
+            gathered = []
+        if alone:
+            yield line
+        elif line:
+            gathered.append(line)
+    yield " ".join(gathered)
+
+
+def _clean(line: str) -> tuple[str, str]:
+    """(why a paragraph is dropped or '', the paragraph)."""
+    if line.startswith(_LIST):
+        return "paragraphs: list items", ""
+    if len(line) > _LINE_MAX:
+        return "paragraphs: too long", ""
+    line = _LOOSE.sub("", line)
+    if "''" in line:
+        line = _without_quotes(line)
+    line = " ".join(line.split())
+    if not line:
+        return "", ""
+    if HOLE in line or ASIDE in line:
+        line = _without_holes(line)
+        if not line:
+            return "paragraphs: nothing but formulas", ""
+    for pattern, repaired in _REPAIRS:
+        line = pattern.sub(repaired, line)
+    line = line.strip(" ,;")
+    if _RESIDUE.search(line):
+        return "paragraphs: markup left", ""
+    line = _LEAD_IN.sub("", line).rstrip()
+    if len(line) < _LINE_MIN or not _SENTENCE_END.search(line):
+        return "paragraphs: no sentence", ""
+    return "", line
+
+
+def _without_quotes(line: str) -> str:
+    """Without the apostrophes that mean bold and italic.
+
+    Where neither are even in number, as in "the ''Eagle'''s pilot", one run of three ends an italic and leaves an
+    apostrophe, as in MediaWiki's doQuotes.
+    """
+    runs = [len(run) for run in _QUOTES.findall(line)]
+    if runs.count(3) % 2 and runs.count(2) % 2:
+        line = _POSSESSIVE.sub("'", line, count=1)
+    return _QUOTES.sub("", line)
+
+
+def _without_holes(line: str) -> str:
+    """Without the sentences that lack a formula, and without asides in brackets."""
+    from sentencex import segment
+
+    line = _BRACKETED.sub(lambda match: match[0].replace(ASIDE, ""), line).replace(ASIDE, HOLE)
+    if HOLE not in line:
+        return line
+    return "".join(sentence for sentence in segment("en", line) if HOLE not in sentence).strip()
