@@ -1,4 +1,4 @@
-"""What runs after what: `luigi --module pipeline BertPhase2`.
+"""What runs after what: `luigi --module pipeline BertPhase2`, or `MnistMlp`.
 
 Imports neither torch nor transformers nor h5py: a finished pipeline answers in under a second.
 """
@@ -17,16 +17,21 @@ from pipeline.bert import (  # noqa: E402 (the tasks read settings when they are
     Pretrain,
 )
 from pipeline.dataset import DownloadDataset, ShardDataset, TokenizeCorpus  # noqa: E402
+from pipeline.mnist import DownloadMnist, EvaluateMlp, MnistMlp, TrainMlp  # noqa: E402
 
 __all__ = [
     "BertPhase1",
     "BertPhase2",
     "ConvertCheckpoint",
     "DownloadDataset",
+    "DownloadMnist",
     "Evaluate",
+    "EvaluateMlp",
     "MergeShards",
+    "MnistMlp",
     "Precompile",
     "Pretrain",
     "ShardDataset",
     "TokenizeCorpus",
+    "TrainMlp",
 ]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import luigi
 
-from pipeline import launch, summary
+from pipeline import summary
 from pipeline.dataset import DownloadDataset, dataset_of
-from pipeline.stage import Stage, say
-from stages import manifest
+from pipeline.goal import Goal
+from pipeline.stage import Stage, file_identity, say
+from pipeline.training import Training
+from stages.checkpoints import checkpoint_files, is_remote, local_source, source_identity
 from trainer.config import ModelConfig
-from trainer.errors import EXIT_USER_ERROR, UserError
-from trainer.files import read_json
-
-#: Restarts in a row without one more checkpoint before training is given up.
-MAX_RESTARTS = 3
+from trainer.files import write_json
 
 
 class ModelStage(Stage):
@@ -53,7 +52,7 @@ class Precompile(ModelStage):
         return self.vocabulary(self.phase)
 
     def parameters(self) -> dict[str, Any]:
-        """What changes graphs, and nothing else."""
+        """What changes graphs."""
         phase, cluster = self.settings.phase(self.phase), self.settings.cluster
         return {
             "model": self.model_parameters(),
@@ -61,23 +60,43 @@ class Precompile(ModelStage):
             "max_pred_len": phase.max_pred_len,
             "micro_batch_size": phase.micro_batch_size,
             "accumulates": self.settings.grad_accum_usteps(self.phase) > 1,
+            "batches_per_execution": cluster.batches_per_execution,
             "optimizer": phase.optimizer,
+            "decays": phase.weight_decay > 0,
+            "clips": phase.max_grad_norm > 0,
             "precision": self.settings.precision.mode,
             "device": cluster.device,
             "nproc_per_node": cluster.nproc_per_node,
             "tensor_parallel_size": cluster.tensor_parallel_size,
+            "data_parallel": cluster.data_parallel,
+            "compile": cluster.compile,
+            "versions": _compilers(),
         }
 
     def command(self) -> list[str]:
-        return ["-m", "stages.precompile", "--out", str(self.directory), "--device", self.settings.cluster.device]
+        trial = Pretrain(phase=self.phase).trial_command(self.directory)
+        compiles = ["--compile"] if self.settings.cluster.compile else []
+        return ["-m", "stages.precompile", "--out", str(self.directory), "--device", self.settings.cluster.device,
+                *compiles, "--", *trial]  # fmt: skip
 
 
-class Pretrain(ModelStage):
+def _compilers() -> dict[str, str]:
+    """Versions of what makes graphs."""
+    versions = {}
+    for package in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
+class Pretrain(ModelStage, Training):
     """Trains one phase, in processes of its own; an interrupted phase goes on from its last checkpoint."""
 
     phase = luigi.IntParameter(description="1 or 2")
-    #: The step that was reached when it crashed last, and how often it has crashed there.
-    _crashes = (-1, 0)
+
+    @property
+    def max_steps(self) -> int:
+        return self.settings.phase(self.phase).max_steps
 
     def requires(self) -> dict[str, Stage]:
         return {**self.ingredients(), "precompile": Precompile(phase=self.phase)}
@@ -98,12 +117,30 @@ class Pretrain(ModelStage):
         }
 
     def command(self) -> list[str]:
-        phase, cluster = self.settings.phase(self.phase), self.settings.cluster
-        model = self.directory / "config.json"
-        model.write_text(json.dumps(self.model(self.phase).to_hugging_face(), indent=2))
+        compiled = self.requires()["precompile"].directory
         options = {
-            "data_dir": self.requires()["dataset"].directory,
+            **self._options(self.directory),
             "output_dir": self.directory,
+            "graphs": compiled / "graphs.json",
+            "compile_cache": compiled / "cache",
+        }
+        if self.phase == 2:
+            start = self.requires()["start"]
+            options["phase1_end_step"] = start.counts()["global_step"]
+            options["resume_ckpt_path"] = start.directory / "checkpoint"
+        return self.launched(options, ["--resume_ckpt", *(["--phase2"] if self.phase == 2 else [])])
+
+    def trial_command(self, directory: Path) -> list[str]:
+        """The same from initial weights, which has the same graphs, for a trial in `directory`."""
+        return self.launched(self._options(directory), [])
+
+    def _options(self, directory: Path) -> dict[str, Any]:
+        """The trainer's options; writes the model's config into `directory`."""
+        phase, cluster = self.settings.phase(self.phase), self.settings.cluster
+        model = directory / "config.json"
+        write_json(model, self.model(self.phase).to_hugging_face())
+        return {
+            "data_dir": dataset_of(self.phase).directory,
             "model_config": model,
             "seq_len": phase.seq_len,
             "max_pred_len": phase.max_pred_len,
@@ -117,71 +154,59 @@ class Pretrain(ModelStage):
             "max_grad_norm": phase.max_grad_norm,
             "seed": self.settings.run.seed,
             "precision": self.settings.precision.mode,
-            "device": cluster.device,
             "tensor_parallel_size": cluster.tensor_parallel_size,
-            "collective_timeout": cluster.collective_timeout_s,
+            **self.machine_options(),
             "ckpt_interval_steps": phase.ckpt_interval_steps,
             "ckpt_interval_minutes": phase.ckpt_interval_minutes,
             "num_ckpts_to_keep": phase.num_ckpts_to_keep,
             "log_interval": self.settings.run.log_interval,
         }
-        if self.phase == 2:
-            start = self.requires()["start"]
-            options["phase1_end_step"] = start.counts()["global_step"]
-            options["resume_ckpt_path"] = start.directory / "checkpoint"
-        arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        trainer = ["-m", "trainer", *arguments, "--resume_ckpt", *(["--phase2"] if self.phase == 2 else [])]
-        if cluster.nproc_per_node == 1:
-            return trainer
-        # Standalone: a port of its own, so that two runs on one machine do not meet.
-        torchrun = ["-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0"]
-        return [*torchrun, f"--nproc_per_node={cluster.nproc_per_node}", *trainer]
-
-    def hang_timeout_s(self) -> float:
-        return self.settings.cluster.hang_timeout_s
-
-    def may_restart(self, ending: launch.Ending) -> bool:
-        """After a crash or a hang, yes, until `MAX_RESTARTS` of them in a row have not brought one more checkpoint.
-        What a person has to put right first (exit status 1 or 2) is not tried again."""
-        if ending.status in (EXIT_USER_ERROR, 2):
-            return False
-        step = max((int(path.name.removeprefix("ckpt_")) for path in self._checkpoints()), default=0)
-        last_step, restarts = self._crashes
-        restarts = restarts + 1 if step == last_step else 1
-        self._crashes = (step, restarts)
-        return restarts <= MAX_RESTARTS
-
-    def _checkpoints(self) -> list[Path]:
-        return [path for path in (self.directory / "checkpoints").glob("ckpt_*") if path.name[5:].isdigit()]
-
-    def finish(self) -> None:
-        """The trainer ended well: its last checkpoint is the output, its summary the counts."""
-        results = read_json(self.directory / "results.json")
-        if results is None:
-            raise UserError(f"{self.directory / 'results.json'} is missing although training ended; run the same again")
-        name = f"checkpoints/ckpt_{results['global_step']}"
-        entries = read_json(self.directory / name / "manifest.json")
-        if entries is None:
-            raise UserError(f"{self.directory / name} is missing although training ended; run the same again")
-        outputs = [manifest.Output(f"{name}/{e['path']}", e["bytes"], e["sha256"]) for e in entries["files"]]
-        counts = {**results, "checkpoint": name}
-        manifest.finish(self.directory, self.identity, outputs, counts, started=self.started, clock=self.clock)
 
 
-class ConvertCheckpoint(Stage):
-    """Phase 1's checkpoint, from whatever devices and layout, as one whole checkpoint on the CPU."""
+class ConvertCheckpoint(ModelStage):
+    """What phase 2 starts from, as one whole checkpoint on the CPU: phase 1's, from whatever devices and layout; or
+    the one that [phase2] start_from names, of whatever format, in place of phase 1."""
+
+    @property
+    def given(self) -> str:
+        """The checkpoint to start from instead of phase 1's; empty: phase 1's."""
+        return self.settings.phase2.start_from
 
     def requires(self) -> dict[str, Stage]:
-        return {"pretrain": Pretrain(phase=1)}
+        return self.vocabulary(2) if self.given else {"pretrain": Pretrain(phase=1)}
+
+    def parameters(self) -> dict[str, Any]:
+        return {"model": self.model_parameters()} if self.given else {}
+
+    def inputs(self) -> dict[str, Any]:
+        if not self.given:
+            return {}
+        if is_remote(self.given):
+            return {"start_from": source_identity(self.given)}
+        path = local_source(self.given)
+        files = {
+            str(file.relative_to(path)): file_identity(self.settings.work_dir, file) for file in checkpoint_files(path)
+        }
+        # The name of a single file says its step.
+        return {"start_from": files if path.is_dir() else {path.name: files["."]}}
 
     def command(self) -> list[str]:
+        convert = ["-m", "stages.convert", "--to", "native"]
+        if self.given:
+            model = self.directory / "config.json"
+            write_json(model, self.model(2).to_hugging_face())
+            dataset = self.settings.dataset
+            transport = [f"--connections={dataset.connections}", f"--s3-profile={dataset.s3_profile}",
+                         f"--s3-endpoint={dataset.s3_endpoint}"]  # fmt: skip
+            return [*convert, "--no-optimizer", "--config", str(model), *transport, self.given, str(self.directory)]
         pretrain = self.requires()["pretrain"]
-        source = pretrain.directory / pretrain.counts()["checkpoint"]
-        return ["-m", "stages.convert", str(source), str(self.directory), "--to", "native"]
+        return [*convert, str(pretrain.directory / pretrain.counts()["checkpoint"]), str(self.directory)]
 
 
 class MergeShards(ModelStage):
     """Phase 2's checkpoint, its tensor-parallel shards joined, as one Hugging Face directory with its tokenizer."""
+
+    format_version = 2  # 2: the step is in the weights' file
 
     def requires(self) -> dict[str, Stage]:
         return {"pretrain": Pretrain(phase=2), **self.vocabulary(2)}
@@ -220,21 +245,9 @@ class Evaluate(Stage):
         ]
 
 
-class Goal(luigi.Task):
-    """Everything up to some stages, and a few lines at the end."""
-
-    def complete(self) -> bool:
-        return all(task.complete() for task in self.requires().values())
-
-    def requires(self) -> dict[str, Stage]:
-        raise NotImplementedError
-
-    def run(self) -> None:
-        self.tell()
-
-    def tell(self) -> None:
-        """Say what there is."""
-        raise NotImplementedError
+def trained_phases() -> list[Pretrain]:
+    """The phases that the chain trains: both, or the second from a checkpoint that was given."""
+    return [Pretrain(phase=phase) for phase in ((2,) if ConvertCheckpoint().given else (1, 2))]
 
 
 class BertPhase1(Goal):
@@ -244,7 +257,7 @@ class BertPhase1(Goal):
         return {"convert_checkpoint": ConvertCheckpoint()}
 
     def tell(self) -> None:
-        summary.tell_phase1(ConvertCheckpoint(), Pretrain(phase=1), say)
+        summary.tell_phase1(ConvertCheckpoint(), trained_phases()[0], say)
 
 
 class BertPhase2(Goal):
@@ -255,11 +268,4 @@ class BertPhase2(Goal):
         return {"merge_shards": MergeShards(), "evaluate": Evaluate()}
 
     def tell(self) -> None:
-        summary.tell_phase2(MergeShards(), [Pretrain(phase=1), Pretrain(phase=2)], Evaluate(), say)
-
-
-@luigi.Task.event_handler(luigi.Event.DEPENDENCY_PRESENT)  # type: ignore[untyped-decorator]
-def tell_again(task: luigi.Task) -> None:
-    """A goal that was reached before is not run: say what there is all the same."""
-    if isinstance(task, Goal):
-        task.tell()
+        summary.tell_phase2(MergeShards(), trained_phases(), Evaluate(), say)

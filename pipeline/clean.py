@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.bert import Goal
+from pipeline.goal import Goal
 from pipeline.inspect import Place, Shelf, chain, everything, first_difference, holder
 from pipeline.stage import Stage
 from stages.lock import LOCK

@@ -10,10 +10,10 @@ from typing import Any
 import luigi
 
 from pipeline.stage import Stage, file_identity
-from stages.download import source_identity
+from stages.corpus import BLANK_LINE, BUILTIN, kind_of
+from stages.sources import source_inputs
+from stages.text import PlainTextSource
 from trainer.errors import UserError
-
-BUILTIN = "builtin"
 
 
 def dataset_of(phase: int) -> Stage:
@@ -29,7 +29,16 @@ class TokenizeCorpus(Stage):
         corpus = self.settings.corpus
         vocabulary = {} if corpus.vocab_file else {"vocab_size": corpus.vocab_size}
         held_out = {} if corpus.held_out_source else {"held_out": corpus.held_out}
-        return {"lower_case": corpus.lower_case, "seed": self.settings.run.seed, **vocabulary, **held_out}
+        files = [*self._files(corpus.source), *self._files(corpus.held_out_source)]
+        has_plain_text = any(kind_of(path) is PlainTextSource for path in files)
+        document = {"document": corpus.document} if corpus.document != BLANK_LINE and has_plain_text else {}
+        return {
+            "lower_case": corpus.lower_case,
+            "seed": self.settings.run.seed,
+            **vocabulary,
+            **held_out,
+            **document,
+        }
 
     def inputs(self) -> dict[str, Any]:
         corpus = self.settings.corpus
@@ -44,15 +53,20 @@ class TokenizeCorpus(Stage):
         """The identity of a source: of the built-in text, CPython's version; of files, their contents in order."""
         if source == BUILTIN:
             return f"CPython {platform.python_version()}"
-        identities = []
-        for pattern in source.split():
+        files = self._files(source)
+        if not files:
+            raise UserError("[corpus] source is empty; allowed: builtin, or files of text")
+        return [kind_of(path).identity_of(file_identity(self.settings.work_dir, path)) for path in files]
+
+    def _files(self, source: str) -> list[Path]:
+        """The files of a source, in order; none are the built-in text's."""
+        files: list[Path] = []
+        for pattern in source.split() if source != BUILTIN else []:
             paths = sorted(glob.glob(pattern, recursive=True))
             if not paths:
                 raise UserError(f"[corpus] {pattern} matches no file; check the path, or use 'builtin'")
-            identities += [file_identity(self.settings.work_dir, Path(path)) for path in paths]
-        if not identities:
-            raise UserError("[corpus] source is empty; allowed: builtin, or files of plain text")
-        return identities
+            files += map(Path, paths)
+        return files
 
     def command(self) -> list[str]:
         corpus, run = self.settings.corpus, self.settings.run
@@ -67,7 +81,8 @@ class TokenizeCorpus(Stage):
             command += ["--vocab-file", corpus.vocab_file]
         else:
             command += ["--vocab-size", str(corpus.vocab_size)]
-        command += ["--lower-case" if corpus.lower_case else "--no-lower-case"]
+        command += ["--lower-case" if corpus.lower_case else "--no-lower-case", "--document", corpus.document]
+        command += ["--max-unknown-share", str(corpus.max_unknown_share)]
         return [*command, "--processes", str(run.processes)]
 
 
@@ -115,7 +130,7 @@ class DownloadDataset(Stage):
     def inputs(self) -> dict[str, Any]:
         if not self.url:
             raise UserError(f"[dataset] phase{self.phase}_url is empty; give an archive or a folder to download from")
-        return {"source": source_identity(self.url)}
+        return source_inputs(self.url, self.settings.dataset.sha256(self.phase))
 
     def parameters(self) -> dict[str, Any]:
         phase = self.settings.phase(self.phase)
@@ -126,5 +141,15 @@ class DownloadDataset(Stage):
         }
 
     def command(self) -> list[str]:
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in self.parameters().items()]
-        return ["-m", "stages.download", self.url, "--out", str(self.directory), *options]
+        dataset = self.settings.dataset
+        options = {
+            **self.parameters(),
+            "sha256": dataset.sha256(self.phase),
+            "s3_profile": dataset.s3_profile,
+            "s3_endpoint": dataset.s3_endpoint,
+            "connections": dataset.connections,
+            "processes": self.settings.run.processes,
+        }
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value != ""]
+        keep = ["--keep-archive"] if dataset.keep_archive else []
+        return ["-m", "stages.download", self.url, "--out", str(self.directory), *words, *keep]

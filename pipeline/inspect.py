@@ -11,14 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.bert import BertPhase2, Goal, Pretrain
+from pipeline.bert import BertPhase2
+from pipeline.goal import Goal
+from pipeline.mnist import MnistMlp
+from pipeline.settings import load
 from pipeline.stage import LATEST, Stage
+from pipeline.training import Training
 from stages.lock import LOCK
 from stages.manifest import IDENTITY, MANIFEST, difference, why_incomplete
 from trainer.errors import UserError
 from trainer.files import read_json
 
 _NAME = re.compile(r"(?P<label>[a-z][a-z0-9_]*(?:-phase[0-9]+)?)-(?P<short>[0-9a-f]{10})")
+_MLP_LABELS = ("download_mnist", "train_mlp", "evaluate_mlp")
 _CHECKPOINT = re.compile(r"ckpt_([0-9]+)")
 _HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{54}\b")
 
@@ -26,9 +31,19 @@ _HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{54}\b")
 # The chain.
 
 
+class Everything(Goal):
+    """All goals that somebody has had: BERT, and the MLP where something of it is there."""
+
+    def requires(self) -> dict[str, Stage]:
+        goals: list[Goal] = [BertPhase2()]  # type: ignore[no-untyped-call]
+        if any(list(load().work_dir.glob(f"{label}-*")) for label in _MLP_LABELS):
+            goals.append(MnistMlp())  # type: ignore[no-untyped-call]
+        return {name: task for goal in goals for name, task in goal.requires().items()}
+
+
 def everything() -> Goal:
-    """What the whole chain is for."""
-    return BertPhase2()  # type: ignore[no-untyped-call]
+    """What all chains are for."""
+    return Everything()  # type: ignore[no-untyped-call]
 
 
 def chain(goal: Goal | Stage) -> list[Stage]:
@@ -168,8 +183,8 @@ def last_checkpoint_step(directory: Path) -> int | None:
 
 
 def steps_of(task: Stage) -> int | None:
-    """The optimizer steps of a training; None for any other stage."""
-    return task.settings.phase(task.phase).max_steps if isinstance(task, Pretrain) else None
+    """The optimizer steps of a training; None for any other stage, or where only the data tells."""
+    return task.max_steps if isinstance(task, Training) else None
 
 
 # What differs.

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from stages.manifest import HELD_FINGERPRINT_VARIABLE, PROGRESS
-from trainer.files import disk_errors
+from stages.manifest import HELD_FINGERPRINT_VARIABLE
+from trainer.files import PROGRESS, disk_errors
 from trainer.process import PARENT_VARIABLE
 
 #: Seconds between two live lines (progress bars) where the console is not a terminal.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 from typing import Any, TypeVar
 
 import luigi
@@ -38,6 +39,15 @@ class Text(Setting[str]):
                 raise self.refuse(f"{x}, which is not built yet ({NOT_BUILT[x]}),", ", ".join(self._choices))
             raise self.refuse(x, ", ".join(self._choices))
         return x
+
+
+class Sha256OrEmpty(Setting[str]):
+    """A sha256 in hex, or nothing."""
+
+    def parse(self, x: str) -> str:
+        if x.strip() and not re.fullmatch("[0-9a-fA-F]{64}", x.strip()):
+            raise self.refuse(x, "empty or 64 hexadecimal digits")
+        return x.strip().lower()
 
 
 class Switch(Setting[bool]):

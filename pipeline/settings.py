@@ -18,9 +18,13 @@ import luigi
 from luigi.configuration import get_config
 from luigi.task_register import Register
 
-from pipeline.parameters import Number, Switch, Text, Whole, WholeOrEmpty
-from trainer.config import DEVICES, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
+from pipeline.parameters import Number, Sha256OrEmpty, Switch, Text, Whole, WholeOrEmpty
+from stages.corpus import DOCUMENT_ENDS
+from stages.mnist import CHECKSUMS
+from stages.sources import CONNECTIONS_MAX
+from trainer.config import DATA_PARALLEL, DEVICES, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
 from trainer.errors import UserError
+from trainer.parallel.plan import require_divisible
 
 #: Sections that belong to luigi itself; everything else must be ours or a task's.
 _LUIGI_SECTIONS = frozenset(
@@ -42,14 +46,22 @@ class Corpus(luigi.Config):
     source = Text()
     held_out_source = Text()
     held_out = Number(0, 0.5)
+    document = Text(DOCUMENT_ENDS)
     vocab_file = Text()
     vocab_size = Whole(64, 1 << 20)
     lower_case = Switch()
+    max_unknown_share = Number(0, 1)
 
 
 class Dataset(luigi.Config):
     phase1_url = Text()
     phase2_url = Text()
+    phase1_sha256 = Sha256OrEmpty()
+    phase2_sha256 = Sha256OrEmpty()
+    s3_profile = Text()
+    s3_endpoint = Text()
+    connections = Whole(1, CONNECTIONS_MAX)
+    keep_archive = Switch()
     dupe_factor = Whole(1, 1000)
     masked_lm_prob = Number(0.001, 1)
     short_seq_prob = Number(0, 1)
@@ -58,6 +70,9 @@ class Dataset(luigi.Config):
 
     def url(self, phase: int) -> str:
         return self.phase1_url if phase == 1 else self.phase2_url
+
+    def sha256(self, phase: int) -> str:
+        return self.phase1_sha256 if phase == 1 else self.phase2_sha256
 
 
 class Model(luigi.Config):
@@ -83,7 +98,7 @@ class Model(luigi.Config):
 
 
 class Phase(luigi.Config):
-    """What [phase1] and [phase2] have in common: all keys."""
+    """What [phase1] and [phase2] have in common: all keys of the first."""
 
     seq_len = Whole(8, 1 << 16)
     max_pred_len = Whole(1)
@@ -105,7 +120,7 @@ class Phase1(Phase):
 
 
 class Phase2(Phase):
-    pass
+    start_from = Text()
 
 
 class Precision(luigi.Config):
@@ -116,7 +131,10 @@ class Cluster(luigi.Config):
     device = Text(DEVICES)
     launcher = Text(("local",))
     nproc_per_node = Whole(1, 1024)
-    tensor_parallel_size = Whole(1, 1)
+    tensor_parallel_size = Whole(1, 1024)
+    data_parallel = Text(DATA_PARALLEL)
+    batches_per_execution = Whole(1)
+    compile = Switch()
     collective_timeout_s = Number(1)
     hang_timeout_s = Number(1)
 
@@ -129,9 +147,20 @@ class Evaluation(luigi.Config):
     max_samples = Whole(1)
 
 
+class Mnist(luigi.Config):
+    url = Text()
+    checksums = Text(CHECKSUMS)
+    epochs = Whole(1)
+    batch_size = Whole(1)
+    lr = Number(0)
+    precision = Text(PRECISIONS)
+    ckpt_interval_steps = Whole(0)
+    log_interval = Whole(1)
+
+
 SECTIONS: tuple[type[luigi.Config], ...] = (
     *(Run, Corpus, Dataset, Model, Phase1, Phase2),
-    *(Precision, Cluster, Evaluation),
+    *(Precision, Cluster, Evaluation, Mnist),
 )
 
 
@@ -148,6 +177,7 @@ class Settings:
     precision: Precision
     cluster: Cluster
     evaluation: Evaluation
+    mnist: Mnist
 
     def phase(self, phase: int) -> Phase:
         return self.phase1 if phase == 1 else self.phase2
@@ -228,9 +258,20 @@ def _nearest(name: str, known: Any) -> str:
 
 def _check_together(settings: Settings) -> None:
     """What no single setting can know. Raises `UserError`."""
+    workers, size = settings.cluster.nproc_per_node, settings.cluster.tensor_parallel_size
+    if workers % size:
+        raise UserError(
+            f"[cluster] tensor_parallel_size = {size} does not divide nproc_per_node: data-parallel size = "
+            f"{workers} / {size} = {workers / size:g}; change one of them"
+        )
     for phase in (1, 2):
         at = settings.phase(phase)
-        settings.grad_accum_usteps(phase)
+        usteps, per_execution = settings.grad_accum_usteps(phase), settings.cluster.batches_per_execution
+        if usteps % per_execution:
+            raise UserError(
+                f"[phase{phase}] has {usteps} micro-steps in a step, which [cluster] batches_per_execution = "
+                f"{per_execution} does not divide; change one of them"
+            )
         if at.seq_len > settings.model.max_position_embeddings:
             raise UserError(
                 f"[phase{phase}] seq_len = {at.seq_len} is longer than [model] max_position_embeddings = "
@@ -244,4 +285,4 @@ def _check_together(settings: Settings) -> None:
             raise UserError(
                 f"[phase{phase}] max_pred_len = {at.max_pred_len} is more than seq_len = {at.seq_len}; lower it"
             )
-    settings.model.config(settings.model.downloaded_vocab_size)
+    require_divisible(settings.model.config(settings.model.downloaded_vocab_size), size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import re
@@ -29,7 +28,7 @@ from stages.manifest import (
     why_incomplete,
 )
 from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
-from trainer.files import failpoint, read_json, sha256_of, utc_now
+from trainer.files import failpoint, read_json, replace_json, sha256_of, utc_now
 
 LATEST = "latest"
 
@@ -240,11 +239,9 @@ def file_identity(work_dir: Path, path: Path) -> str:
 
 def _remember(path: Path, memory: dict[str, Any]) -> None:
     """Only a memory: several processes may write it, and where it cannot be written files are hashed again."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(memory, indent=1))
-        temporary.replace(path)
+        replace_json(path, memory)
 
 
 class _OneLine(logging.Filter):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pipeline.bert import Goal
+from pipeline.goal import Goal
 from pipeline.inspect import (
     Shelf,
     cause,
@@ -26,9 +26,9 @@ from pipeline.inspect import (
     would_run,
 )
 from pipeline.stage import Stage
-from stages.manifest import FAILURE, IDENTITY, MANIFEST, PROGRESS, why_incomplete
+from stages.manifest import FAILURE, IDENTITY, MANIFEST, why_incomplete
 from trainer.errors import UserError
-from trainer.files import read_json
+from trainer.files import PROGRESS, read_json
 
 SUMMARY = "one table: each stage, its state, when, how long, where"
 #: What each means is in docs/recovery.md.

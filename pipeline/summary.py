@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.bert import ConvertCheckpoint, MergeShards, Pretrain
@@ -20,14 +21,22 @@ def _loss(pretrain: Pretrain) -> str:
     )
 
 
+def _start(convert: ConvertCheckpoint) -> str:
+    counts = convert.counts()
+    return f"phase 1: left out; step {counts['global_step']:,} of {convert.given} ({counts['format']}) in its place"
+
+
 def tell_phase1(convert: ConvertCheckpoint, pretrain: Pretrain, say: Callable[[str], None]) -> None:
-    say(f"Phase 1 is complete.\n  {_loss(pretrain)}")
+    say(f"Phase 1 is complete.\n  {_start(convert) if convert.given else _loss(pretrain)}")
     say(f"  checkpoint: {convert.directory / 'checkpoint'}")
     say("  next: luigi --module pipeline BertPhase2")
 
 
 def tell_phase2(merged: MergeShards, phases: list[Pretrain], evaluate: Stage, say: Callable[[str], None]) -> None:
     say("BERT is pretrained.")
+    convert = phases[-1].requires()["start"]
+    if len(phases) == 1 and convert.complete():
+        say(f"  {_start(convert)}")  # type: ignore[arg-type]
     for pretrain in phases:
         say(f"  {_loss(pretrain)}")
     counts = evaluate.counts()
@@ -41,3 +50,15 @@ def tell_phase2(merged: MergeShards, phases: list[Pretrain], evaluate: Stage, sa
     say(f"  model: {merged.model_directory}")
     say(f"  curves: tensorboard --logdir {phases[0].settings.work_dir / 'latest'}")
     say(f'  next: BertForPreTraining.from_pretrained("{merged.model_directory}")')
+
+
+def tell_mlp(trained: dict[str, Any], evaluated: dict[str, Any], checkpoint: Path, say: Callable[[str], None]) -> None:
+    say("The MLP is trained.")
+    say(
+        f"  {trained['steps']} steps with {trained['num_workers']} worker(s), loss {trained['first_loss']:.3f} → "
+        f"{trained['loss']:.4f} (mean of the last 50: {trained['mean_loss_last_50']:.4f})"
+    )
+    say(
+        f"  held out ({evaluated['images']} images): accuracy {evaluated['accuracy']:.2%}, loss {evaluated['loss']:.4f}"
+    )
+    say(f"  checkpoint: {checkpoint}")

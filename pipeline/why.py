@@ -6,7 +6,7 @@ import argparse
 import inspect as python_inspect
 
 import pipeline
-from pipeline.bert import Goal
+from pipeline.goal import Goal
 from pipeline.inspect import Shelf, cause, chain, holder, is_complete, last_checkpoint_step, steps_of, would_run
 from pipeline.stage import Stage
 from stages.manifest import FAILURE, IDENTITY, MANIFEST, why_incomplete

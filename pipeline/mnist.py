@@ -1,0 +1,104 @@
+"""The MLP chain of the Neuron tutorial: fetch MNIST, train, evaluate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline import summary
+from pipeline.goal import Goal
+from pipeline.stage import Stage, say
+from pipeline.training import Training
+from stages.mnist import source_inputs
+
+
+class DownloadMnist(Stage):
+    """The four files of MNIST, checked."""
+
+    def inputs(self) -> dict[str, Any]:
+        return source_inputs(self.settings.mnist.url)
+
+    def parameters(self) -> dict[str, Any]:
+        return {"checksums": self.settings.mnist.checksums}
+
+    def command(self) -> list[str]:
+        mnist, dataset = self.settings.mnist, self.settings.dataset
+        options = {
+            "checksums": mnist.checksums,
+            "s3_profile": dataset.s3_profile,
+            "s3_endpoint": dataset.s3_endpoint,
+            "connections": dataset.connections,
+        }
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value != ""]
+        return ["-m", "stages.mnist", mnist.url, "--out", str(self.directory), *words]
+
+
+class TrainMlp(Training):
+    """Trains the tutorial's MLP."""
+
+    def requires(self) -> dict[str, Stage]:
+        return {"download_mnist": DownloadMnist()}
+
+    def parameters(self) -> dict[str, Any]:
+        """Every worker has a batch of its own, and the learning rate grows with them: their number decides, too."""
+        mnist, workers = self.settings.mnist, self.settings.cluster.nproc_per_node
+        return {
+            "epochs": mnist.epochs,
+            "global_batch_size": mnist.batch_size * workers,
+            "lr": mnist.lr * workers,
+            "precision": mnist.precision,
+            "seed": self.settings.run.seed,
+        }
+
+    @property
+    def max_steps(self) -> int | None:
+        download = self.requires()["download_mnist"]
+        if not download.complete():
+            return None
+        images = int(download.counts()["training_images"])
+        steps: int = self.settings.mnist.epochs * (images // self.parameters()["global_batch_size"])
+        return steps
+
+    def command(self) -> list[str]:
+        mnist = self.settings.mnist
+        options = {
+            "workload": "mnist",
+            "data_dir": self.requires()["download_mnist"].directory,
+            "output_dir": self.directory,
+            "epochs": mnist.epochs,
+            "batch_size": mnist.batch_size,
+            "lr": mnist.lr,
+            "precision": mnist.precision,
+            "seed": self.settings.run.seed,
+            **self.machine_options(),
+            "ckpt_interval_steps": mnist.ckpt_interval_steps,
+            "log_interval": mnist.log_interval,
+        }
+        return self.launched(options, ["--resume_ckpt"])
+
+
+class EvaluateMlp(Stage):
+    """The accuracy of the saved model on the images that were kept apart."""
+
+    def requires(self) -> dict[str, Stage]:
+        return {"train_mlp": TrainMlp(), "download_mnist": DownloadMnist()}
+
+    def command(self) -> list[str]:
+        training, data = self.requires()["train_mlp"], self.requires()["download_mnist"]
+        checkpoint = training.directory / training.counts()["checkpoint"]
+        return [
+            *("-m", "stages.evaluate_mlp", str(checkpoint), str(data.directory), "--out", str(self.directory)),
+            *("--device", self.settings.cluster.device, "--batch-size", str(self.settings.mnist.batch_size)),
+        ]
+
+
+class MnistMlp(Goal):
+    """The whole MLP tutorial."""
+
+    def requires(self) -> dict[str, Stage]:
+        return {"train_mlp": TrainMlp(), "evaluate_mlp": EvaluateMlp()}
+
+    def tell(self) -> None:
+        training = TrainMlp()
+        checkpoint: Path = training.directory / training.counts()["checkpoint"]
+        summary.tell_mlp(training.counts(), EvaluateMlp().counts(), checkpoint, say)
