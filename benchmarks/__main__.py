@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.work import ROOT
 
-ALL = ("train_cpu", "checkpoint")
+ALL = ("train_cpu", "compile", "checkpoint", "data", "merge", "mlp")
 
 
 def main() -> None:

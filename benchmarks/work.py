@@ -110,14 +110,16 @@ def python(*words: str) -> str:
     return done.stdout
 
 
-def our_step_times(work: Work, data: Path, model: Path, out: Path, *, steps: int, precision: str) -> list[float]:
-    """Seconds of each step of `python -m trainer` on this work."""
+def our_step_times(
+    work: Work, data: Path, model: Path, out: Path, *more: str, steps: int, precision: str, device: str = "cpu"
+) -> list[float]:
+    """Seconds of each step of `python -m trainer` on this work; `more`: further options."""
     options = {
-        "data_dir": data, "output_dir": out, "model_config": model, "precision": precision, "device": "cpu",
+        "data_dir": data, "output_dir": out, "model_config": model, "precision": precision, "device": device,
         "batch_size": work.micro_batch_size, "grad_accum_usteps": work.grad_accum_usteps, "max_steps": steps,
         "warmup_steps": 2, "max_pred_len": work.max_pred_len, "ckpt_interval_steps": 0,
     }  # fmt: skip
-    python("-m", "trainer", *(word for key, value in options.items() for word in (f"--{key}", str(value))))
+    python("-m", "trainer", *(word for key, value in options.items() for word in (f"--{key}", str(value))), *more)
     return [json.loads(line)["step_time_s"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 

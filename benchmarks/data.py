@@ -1,0 +1,199 @@
+"""Text → token ids → shards of both phases, on one core and on two, beside the tokenizers library alone.
+
+Whole commands are timed, from the start of Python to the manifest on disk. The text is WikiText-2 over and over, with
+BERT's vocabulary, or what ships with Python where the folder of shared data (BERT_SHARED_DIR) is not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.work import ROOT
+from stages.corpus import BUILTIN, open_sources, raw_documents
+from stages.source import text_of
+
+_MB = 1e6
+#: --seq-len and --max-pred-len of the phases.
+_PHASES = {1: (128, 20), 2: (512, 80)}
+
+
+@dataclass(frozen=True)
+class Ran:
+    wall_s: float
+    #: User and system seconds of the command and its processes.
+    cpu_s: float
+    #: Seconds a second that other programs had of the machine's cores.
+    others: float
+    #: Of the largest process.
+    peak_mb: float
+
+    def __add__(self, other: Ran) -> Ran:
+        wall_s = self.wall_s + other.wall_s
+        others = (self.others * self.wall_s + other.others * other.wall_s) / wall_s
+        return Ran(wall_s, self.cpu_s + other.cpu_s, others, max(self.peak_mb, other.peak_mb))
+
+
+class Text:
+    """A text repeated to a size, and how it is turned into shards."""
+
+    def __init__(self, directory: Path, *, megabytes: float) -> None:
+        shared = Path(os.environ.get("BERT_SHARED_DIR", ROOT.parent / "shared")) / "data"
+        found = (shared / "wikitext-2/train.txt").is_file()
+        self.name = "WikiText-2" if found else "the documentation inside Python"
+        self.vocabulary = ("--vocab-file", shared / "vocab/bert-uncased.txt") if found else ("--vocab-size", 8192)
+        self._directory = directory
+        source = str(shared / "wikitext-2/train.txt") if found else BUILTIN
+        documents = [text_of(document, Counter()) for document in raw_documents(open_sources([source]), Counter())]
+        self.lines = [line for document in documents for line in document.split("\n")]
+        once = ("\n\n".join(documents) + "\n\n").encode()
+        self.path = directory / f"{megabytes:g}.txt"
+        with self.path.open("wb") as file:
+            for _ in range(max(1, round(megabytes * _MB / len(once)))):
+                file.write(once)
+        self.mb = self.path.stat().st_size / _MB
+
+    def tokens(self, processes: int) -> Path:
+        return self._directory / f"{self.path.stem}-tokens-{processes}"
+
+    def tokenize(self, processes: int) -> Ran:
+        return timed(
+            "tokenize", "--source", self.path, *self.vocabulary, processes=processes, out=self.tokens(processes)
+        )
+
+    def shard(self, phase: int, processes: int) -> Ran:
+        seq_len, max_pred_len = _PHASES[phase]
+        words = ("--tokens", self.tokens(processes), "--seq-len", seq_len, "--max-pred-len", max_pred_len)
+        return timed("shard", *words, processes=processes, out=self._directory / "shards")
+
+
+def timed(stage: str, *words: object, processes: int, out: Path) -> Ran:
+    shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "-m", f"stages.{stage}", *map(str, words), "--processes", str(processes)]
+    with tempfile.TemporaryFile() as errors:
+        busy, began, peak_mb = _busy_s(), time.monotonic(), 0.0
+        process = subprocess.Popen([*command, "--out", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
+        while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
+            peak_mb = max(peak_mb, _peak_mb(process.pid))
+            time.sleep(0.05)
+        wall_s, (_, status, usage) = time.monotonic() - began, ended
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            errors.seek(0)
+            sys.exit(f"{' '.join(command)} failed:\n{errors.read().decode()}")
+    cpu_s = usage.ru_utime + usage.ru_stime
+    return Ran(wall_s, cpu_s, max(0.0, (_busy_s() - busy - cpu_s) / wall_s), peak_mb)
+
+
+def _peak_mb(pid: int) -> float:
+    """Most memory that a process or one of its children has had so far (wait4's counts ours, from before exec)."""
+    peak = 0.0
+    with contextlib.suppress(OSError, ProcessLookupError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for one in (pid, *children):
+            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{one}/status").read_text())
+            peak = max(peak, int(found[1]) * 1024 / _MB if found else 0.0)
+    return peak
+
+
+def _busy_s() -> float:
+    """Seconds that all cores together have been at work since the machine started; 0 where nothing tells."""
+    try:
+        user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    except OSError:
+        return 0.0
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def tokenizers_alone(text: Text, tokenizer: Path) -> tuple[float, float]:
+    """MB/s of the library on one thread, by paragraphs and by sentences."""
+    from tokenizers import Tokenizer
+
+    from stages.corpus import sentences
+
+    library = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    rates = []
+    for lines in (text.lines, [sentence for line in text.lines for sentence in sentences(line)]):
+        began = time.monotonic()
+        for start in range(0, len(lines), 1000):
+            library.encode_batch(lines[start : start + 1000], add_special_tokens=False)
+        rates.append(sum(len(line.encode()) + 1 for line in lines) / _MB / (time.monotonic() - began))
+    return rates[0], rates[1]
+
+
+def whole(text: Text, processes: int) -> tuple[Ran, Ran, Ran]:
+    """Tokens, phase 1, phase 2."""
+    ran = (text.tokenize(processes), text.shard(1, processes), text.shard(2, processes))
+    total = ran[0] + ran[1] + ran[2]
+    seconds = " + ".join(f"{stage.wall_s:.1f}" for stage in ran)
+    print(
+        f"  --processes {processes}: {seconds} = {total.wall_s:.1f} s, {total.cpu_s:.1f} s of processor time; "
+        f"other programs had {total.others:.2f} of {os.cpu_count()} cores",
+        flush=True,
+    )
+    return ran
+
+
+def report(what: str, measured: str, target: str) -> None:
+    print(f"{what:<28}{measured:<28}{target}", flush=True)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--pairs", type=int, default=3, help="times one process and two are run, in turn")
+    p.add_argument("--megabytes", type=float, default=100, help="text the speeds are measured on")
+    p.add_argument("--memory-megabytes", type=float, default=20, help="text memory is measured on, and ten times it")
+    args = p.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with tempfile.TemporaryDirectory(prefix="benchmark-", dir=ROOT) as name:
+        text = Text(Path(name), megabytes=args.megabytes)
+        print(f"{text.name}, repeated to {text.mb:.0f} MB; seconds of tokens + phase 1 + phase 2:")
+        one, two = [], []
+        for _ in range(args.pairs):
+            one.append(whole(text, 1))
+            two.append(whole(text, 2))
+        paragraphs, sentences = tokenizers_alone(text, text.tokens(1) / "tokenizer")
+
+        def rate(*stages: int) -> str:
+            return f"{statistics.median(text.mb / sum(run[n].wall_s for n in stages) for run in one):.1f} MB/s"
+
+        ratios = [
+            [sum(a[n].wall_s for n in stages) / sum(b[n].wall_s for n in stages) for a, b in zip(one, two, strict=True)]
+            for stages in ((0, 1, 2), (0,), (1,), (2,))
+        ]
+        both, *each = (f"{statistics.median(values):.2f}" for values in ratios)
+        report("on one core:", "", "")
+        report("tokenizers alone", f"{paragraphs:.1f} MB/s, {sentences:.1f}", "by paragraphs, by sentences; one thread")
+        report("text → token ids", rate(0), "")
+        report("text → phase-1 shards", rate(0, 1), "2.4 MB/s; NVIDIA's script 0.36")
+        report("tokens → phase-1 shards", rate(1), "")
+        report("tokens → phase-2 shards", rate(2), "8 MB/s; NVIDIA's script 0.36, from text")
+        report("text → both phases", rate(0, 1, 2), "2.0 MB/s; NVIDIA's script 0.18")
+        report(
+            "two processes / one",
+            both,
+            f"1.8; of {min(ratios[0]):.2f} … {max(ratios[0]):.2f}; each stage {', '.join(each)}",
+        )
+        text.path.unlink()
+        peaks = []
+        for megabytes in (args.memory_megabytes, 10 * args.memory_megabytes):
+            sized = Text(Path(name), megabytes=megabytes)
+            peaks.append([stage.peak_mb for stage in whole(sized, 1)])
+        for megabytes, of_stages in zip((1, 10), peaks, strict=True):
+            size = f"memory at {megabytes * args.memory_megabytes:g} MB"
+            report(size, " ".join(f"{peak:.0f} MB" for peak in of_stages), "700 MB; tokens, phase 1, phase 2")
+
+
+if __name__ == "__main__":
+    main()
