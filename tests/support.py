@@ -109,7 +109,7 @@ class Workers:
     def __init__(self, count: int, module: str, words: list[str], env: dict[str, str]) -> None:
         self._log = tempfile.NamedTemporaryFile(prefix="workers-", suffix=".log")  # noqa: SIM115 (closed in `wait`)
         self.processes = []
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
         for rank in range(count):
             variables = {**env, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
             process = FORKS.Process(target=_work, args=(module, words, variables, self._log.name), daemon=True)
@@ -155,7 +155,7 @@ def _work(module: str, words: list[str], variables: dict[str, str], log: str) ->
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])

@@ -174,3 +174,22 @@ def test_a_work_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None
     done = command(*LUIGI, "TokenizeCorpus", env={"LUIGI_CONFIG_PATH": str(chain.config)})
     assert done.returncode == 30
     assert_one_line_errors_agree(done.stdout + done.stderr, str(tmp_path / "work"), count=1)
+
+
+def test_a_model_shared_by_two_workers_is_the_same_model(chain: Chain, tmp_path: Path) -> None:
+    """Same settings, but the model is split: merged, it is that of one worker but for rounding."""
+    shared = Chain(tmp_path)
+    (tmp_path / "corpus.txt").write_bytes((chain.directory / "corpus.txt").read_bytes())
+    no_dropout = ("--Model-hidden-dropout-prob", "0", "--Model-attention-probs-dropout-prob", "0")
+    given = (*no_dropout, "--Precision-mode", "fp64")
+    shared.run("BertPhase2", "--Cluster-nproc-per-node", "2", "--Cluster-tensor-parallel-size", "2", *given)
+    (tmp_path / "alone").mkdir()
+    alone = Chain(tmp_path / "alone")
+    (alone.directory / "corpus.txt").write_bytes((chain.directory / "corpus.txt").read_bytes())
+    alone.run("BertPhase2", *given)
+    ours, theirs = (tensors(c.latest("merge_shards") / "model") for c in (shared, alone))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_allclose(ours[name], tensor, rtol=1e-6, atol=1e-10, err_msg=name)
+    names = {path.name for path in (shared.latest("pretrain-phase2") / "checkpoints" / "ckpt_12").iterdir()}
+    assert {"model-00-of-02.safetensors", "optimizer-01-of-02.safetensors"} <= names

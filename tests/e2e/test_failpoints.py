@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chain import LUIGI, Chain, write_corpus
+from tests.stages.web import serving
 from tests.support import command, forked, tensors, train, write_dataset, write_model_config
 
 Run = Callable[..., object]
@@ -68,12 +69,18 @@ def test_shard(tokens: Path, tmp_path: Path) -> None:
     kill_everywhere("stages.shard", words, tmp_path, least=20)
 
 
-def test_download(tokens: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("over", ["file", "http"])
+def test_download(tokens: Path, tmp_path: Path, over: str) -> None:
     made = tmp_path / "made"
     words = ("--tokens", tokens, "--seq-len", 32, "--max-pred-len", 5, "--shards", 2, "--processes", 1)
     assert forked("stages.shard", *words, "--out", made).returncode == 0
     shutil.make_archive(str(tmp_path / "archive"), "tar", made)
-    kill_everywhere("stages.download", [tmp_path / "archive.tar"], tmp_path, least=15)
+    words = ["--processes", 1]
+    if over == "file":
+        kill_everywhere("stages.download", [tmp_path / "archive.tar", *words], tmp_path, least=15)
+        return
+    with serving((tmp_path / "archive.tar").read_bytes()) as web:
+        kill_everywhere("stages.download", [web.url, *words], tmp_path, least=25)
 
 
 def test_precompile(tmp_path: Path) -> None:
@@ -92,17 +99,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return directory / "out" / "checkpoints" / "ckpt_2", data
 
 
-@pytest.mark.parametrize("module", ["stages.convert", "stages.merge"])
-def test_convert_and_merge(trained: tuple[Path, Path], tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "words", "least"),
+    [
+        ("stages.convert", ("--tensor-parallel-size", 2), 24),
+        ("stages.convert", ("--to", "pt"), 10),
+        ("stages.merge", ("--with-optimizer",), 15),
+    ],
+)
+def test_convert_and_merge(
+    trained: tuple[Path, Path], tmp_path: Path, module: str, words: tuple[object, ...], least: int
+) -> None:
     checkpoint, _ = trained
     log, straight = tmp_path / "points", tmp_path / "straight"
-    assert forked(module, checkpoint, straight, FAILPOINT="none", FAILPOINT_LOG=str(log)).returncode == 0
+    assert forked(module, checkpoint, straight, *words, FAILPOINT="none", FAILPOINT_LOG=str(log)).returncode == 0
     names = points(log)
-    assert len(names) >= 15
+    assert len(names) >= least
     for name in names:
         out = tmp_path / "killed"
-        assert forked(module, checkpoint, out, FAILPOINT=name).returncode == -signal.SIGKILL, name
-        done = forked(module, checkpoint, out)
+        assert forked(module, checkpoint, out, *words, FAILPOINT=name).returncode == -signal.SIGKILL, name
+        done = forked(module, checkpoint, out, *words)
         assert done.returncode == 0, (name, done.stdout)
         assert outputs(out) == outputs(straight), name
         shutil.rmtree(out)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.chain import write_corpus
 from tests.e2e.test_failpoints import TRAINING, outputs
+from tests.stages.web import serving
 from tests.support import (
     ROOT,
     assert_one_line_error,
@@ -70,6 +71,27 @@ def test_shard_at_every_write(tmp_path: Path) -> None:
         assert forked("stages.shard", *words, "--out", out).returncode == 0
         assert outputs(out) == outputs(straight), n
     assert n > 15
+
+
+def test_download_at_every_write(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", [9, 5])
+    archive = Path(shutil.make_archive(str(tmp_path / "archive"), "tar", data))
+    straight = tmp_path / "straight"
+    with serving(archive.read_bytes()) as web:
+        words = (web.url, "--processes", 1, "--connections", 1)
+        assert forked("stages.download", *words, "--out", straight).returncode == 0
+        n = 0
+        while True:
+            n += 1
+            out = tmp_path / f"out-{n}"
+            done = forked("stages.download", *words, "--out", out, **faulty(out, n))
+            if done.returncode == 0:
+                break
+            assert_one_line_error(done, "cannot write", str(out), "Input/output error")
+            assert forked("stages.download", *words, "--out", out).returncode == 0
+            assert outputs(out) == outputs(straight), n
+            assert not (out / "archive").exists()
+    assert n > 25
 
 
 def test_training_at_every_write(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ MADE_FROM = {
     "pretrain-phase2": ("shard_dataset-phase2", "download_dataset-phase2", "convert_checkpoint"),
     "merge_shards": ("pretrain-phase2",),
     "evaluate": ("merge_shards", "shard_dataset-phase2", "download_dataset-phase2"),
+    "download_mnist": (),
+    "train_mlp": ("download_mnist",),
+    "evaluate_mlp": ("train_mlp", "download_mnist"),
 }
 
 NOTHING: tuple[str, ...] = ()
@@ -43,13 +46,14 @@ TOKENS = ("tokenize_corpus",)
 SHARDS = ("shard_dataset-phase1", "shard_dataset-phase2")
 COMPILED = ("precompile-phase1", "precompile-phase2")
 TRAINED = ("pretrain-phase1", "pretrain-phase2")
+MLP = ("train_mlp",)
 MODEL = (*COMPILED, *TRAINED)
 
 #: Section, key, another value than the default, and the stages that the setting itself decides about;
 #: what is made from those changes too. `{tmp}` is a directory with two texts, a vocabulary and a folder of shards.
 CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("run", "work_dir", "{tmp}/elsewhere", NOTHING),
-    ("run", "seed", "7", (*TOKENS, *SHARDS, *TRAINED)),
+    ("run", "seed", "7", (*TOKENS, *SHARDS, *TRAINED, *MLP)),
     ("run", "log_interval", "3", NOTHING),
     ("run", "processes", "5", NOTHING),
     ("corpus", "source", "{tmp}/a.txt", TOKENS),
@@ -58,9 +62,19 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("corpus", "vocab_file", "{tmp}/vocab.txt", TOKENS),
     ("corpus", "vocab_size", "4096", TOKENS),
     ("corpus", "lower_case", "false", TOKENS),
+    # The built-in text has its own documents.
+    ("corpus", "document", "file", NOTHING),
+    ("corpus", "max_unknown_share", "0.5", NOTHING),
     # Ready shards come without a vocabulary: graphs and training no longer take its size from the corpus.
     ("dataset", "phase1_url", "{tmp}/shards", ("download_dataset-phase1", "precompile-phase1")),
     ("dataset", "phase2_url", "{tmp}/shards", ("download_dataset-phase2", "precompile-phase2")),
+    # Of an archive, and by default there is none (see below).
+    ("dataset", "phase1_sha256", "0" * 64, NOTHING),
+    ("dataset", "phase2_sha256", "0" * 64, NOTHING),
+    ("dataset", "s3_profile", "reader", NOTHING),
+    ("dataset", "s3_endpoint", "http://localhost:9000", NOTHING),
+    ("dataset", "connections", "3", NOTHING),
+    ("dataset", "keep_archive", "true", NOTHING),
     ("dataset", "dupe_factor", "4", SHARDS),
     ("dataset", "masked_lm_prob", "0.2", SHARDS),
     ("dataset", "short_seq_prob", "0.2", SHARDS),
@@ -86,10 +100,13 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase1", "warmup_steps", "60", ("pretrain-phase1",)),
     ("phase1", "max_steps", "600", ("pretrain-phase1",)),
     ("phase1", "weight_decay", "0.1", ("pretrain-phase1",)),
-    ("phase1", "max_grad_norm", "0", ("pretrain-phase1",)),
+    ("phase1", "max_grad_norm", "2", ("pretrain-phase1",)),
+    ("phase1", "max_grad_norm", "0", ("precompile-phase1", "pretrain-phase1")),
     ("phase1", "ckpt_interval_steps", "7", NOTHING),
     ("phase1", "ckpt_interval_minutes", "7", NOTHING),
     ("phase1", "num_ckpts_to_keep", "7", NOTHING),
+    # Phase 1 is then left out, and the model is the settings'.
+    ("phase2", "start_from", "{tmp}/ckpt_5.pt", ("convert_checkpoint",)),
     ("phase2", "seq_len", "256", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2")),
     ("phase2", "max_pred_len", "40", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2", "evaluate")),
     ("phase2", "global_batch_size", "64", ("pretrain-phase2",)),
@@ -99,17 +116,30 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "warmup_steps", "20", ("pretrain-phase2",)),
     ("phase2", "max_steps", "200", ("pretrain-phase2",)),
     ("phase2", "weight_decay", "0.1", ("pretrain-phase2",)),
-    ("phase2", "max_grad_norm", "0", ("pretrain-phase2",)),
+    ("phase2", "max_grad_norm", "2", ("pretrain-phase2",)),
+    ("phase2", "max_grad_norm", "0", ("precompile-phase2", "pretrain-phase2")),
     ("phase2", "ckpt_interval_steps", "7", NOTHING),
     ("phase2", "ckpt_interval_minutes", "7", NOTHING),
     ("phase2", "num_ckpts_to_keep", "7", NOTHING),
     ("precision", "mode", "fp32", MODEL),
     # Graphs are of a device and of a layout; what is trained is not.
     ("cluster", "device", "cuda", COMPILED),
-    ("cluster", "nproc_per_node", "2", COMPILED),
+    # Of the MLP every worker has a batch of its own, and the learning rate grows with them.
+    ("cluster", "nproc_per_node", "2", (*COMPILED, *MLP)),
+    ("cluster", "data_parallel", "ddp", COMPILED),
+    ("cluster", "batches_per_execution", "2", COMPILED),
+    ("cluster", "compile", "true", COMPILED),
     ("cluster", "collective_timeout_s", "60", NOTHING),
     ("cluster", "hang_timeout_s", "60", NOTHING),
     ("evaluation", "max_samples", "100", ("evaluate",)),
+    ("mnist", "url", "s3://no-bucket/mnist", ("download_mnist",)),
+    ("mnist", "checksums", "none", ("download_mnist",)),
+    ("mnist", "epochs", "5", MLP),
+    ("mnist", "batch_size", "64", MLP),
+    ("mnist", "lr", "0.01", MLP),
+    ("mnist", "precision", "autocast", MLP),
+    ("mnist", "ckpt_interval_steps", "7", NOTHING),
+    ("mnist", "log_interval", "7", NOTHING),
 ]
 
 #: Settings with one allowed value, and another that is refused: once it is allowed, the setting needs a case above.
@@ -138,6 +168,7 @@ def fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fi
     monkeypatch.delenv("LUIGI_CONFIG_PATH", raising=False)
     for name, text in (("a.txt", "A text."), ("b.txt", "Another text."), ("vocab.txt", "[PAD]\n[UNK]\n")):
         (tmp_path / name).write_text(text)
+    (tmp_path / "ckpt_5.pt").write_bytes(b"a checkpoint")
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "x_training_0.hdf5").write_bytes(b"a shard")
     config = get_config()
@@ -156,6 +187,7 @@ def fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fi
                 visit(upstream)
 
         visit(pipeline.BertPhase2())
+        visit(pipeline.MnistMlp())
         return found
 
     yield compute
@@ -193,6 +225,12 @@ def test_exactly_what_depends_on_a_setting_changes(
     assert fingerprints() == before
 
 
+def test_how_the_model_is_shared_changes_graphs_alone(fingerprints: Fingerprints) -> None:
+    workers = ("cluster", "nproc_per_node", "2")
+    changed = difference(fingerprints(workers), fingerprints(workers, ("cluster", "tensor_parallel_size", "2")))
+    assert changed == changed_by(COMPILED)
+
+
 @pytest.mark.parametrize(("section", "key", "value"), ONE_VALUE)
 def test_a_setting_with_one_value_cannot_be_changed(
     fingerprints: Fingerprints, section: str, key: str, value: str, capfd: pytest.CaptureFixture[str]
@@ -213,6 +251,22 @@ def test_a_setting_that_another_one_replaces_changes_nothing(
     assert fingerprints(replaced) == fingerprints(replaced, ("corpus", key, value))
 
 
+def test_what_ends_a_document_counts_for_plain_text_alone(fingerprints: Fingerprints, tmp_path: Path) -> None:
+    document = ("corpus", "document", "file")
+    text = ("corpus", "source", "{tmp}/a.txt")
+    assert difference(fingerprints(text), fingerprints(text, document)) == changed_by(TOKENS)
+    (tmp_path / "a.jsonl").write_text('{"text": "A text."}')
+    json_lines = ("corpus", "source", "{tmp}/a.jsonl")
+    assert fingerprints(json_lines) == fingerprints(json_lines, document)
+
+
+def test_how_a_file_is_read_counts(fingerprints: Fingerprints, tmp_path: Path) -> None:
+    """The same bytes are other documents when the name says that they are JSON Lines."""
+    (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.txt").read_bytes())
+    before = fingerprints(("corpus", "source", "{tmp}/a.txt"))
+    assert difference(before, fingerprints(("corpus", "source", "{tmp}/a.jsonl"))) == changed_by(TOKENS)
+
+
 DOWNLOADED = (("dataset", "phase1_url", "{tmp}/shards"), ("dataset", "phase2_url", "{tmp}/shards"))
 
 
@@ -223,6 +277,33 @@ def test_settings_of_text_change_nothing_for_downloaded_shards(
     fingerprints: Fingerprints, section: str, key: str, value: str
 ) -> None:
     assert fingerprints(*DOWNLOADED) == fingerprints(*DOWNLOADED, (section, key, value))
+
+
+FROM_THE_NETWORK = (
+    ("dataset", "phase1_url", "s3://no-bucket/1.tar"),
+    ("dataset", "phase2_url", "https://no-host.invalid/2.tar"),
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "direct"),
+    [
+        ("phase1_url", "s3://no-bucket/3.tar", ("download_dataset-phase1",)),
+        ("phase2_url", "https://no-host.invalid/3.tar", ("download_dataset-phase2",)),
+        ("phase1_sha256", "0" * 64, ("download_dataset-phase1",)),
+        ("phase2_sha256", "0" * 64, ("download_dataset-phase2",)),
+        ("s3_profile", "reader", NOTHING),
+        ("s3_endpoint", "http://localhost:9000", NOTHING),
+        ("connections", "3", NOTHING),
+        ("keep_archive", "true", NOTHING),
+    ],
+)
+def test_what_comes_from_the_network_is_known_by_its_address(
+    fingerprints: Fingerprints, key: str, value: str, direct: tuple[str, ...]
+) -> None:
+    """None of these hosts is there: the network is not asked."""
+    before = fingerprints(*FROM_THE_NETWORK)
+    assert difference(before, fingerprints(*FROM_THE_NETWORK, ("dataset", key, value))) == changed_by(direct)
 
 
 def test_the_vocabulary_of_downloaded_shards_is_checked_anew(fingerprints: Fingerprints) -> None:
@@ -242,3 +323,24 @@ def test_the_content_of_a_text_counts_and_its_name_does_not(fingerprints: Finger
 def test_a_text_that_is_not_there_is_one_line(fingerprints: Fingerprints) -> None:
     with pytest.raises(UserError, match=r"no\.txt matches no file"):
         fingerprints(("corpus", "source", "{tmp}/no.txt"))
+
+
+STARTED = ("phase2", "start_from", "{tmp}/ckpt_5.pt")
+
+
+def test_a_checkpoint_to_start_from_takes_the_place_of_phase_1(fingerprints: Fingerprints, tmp_path: Path) -> None:
+    started = fingerprints(STARTED)
+    assert not {"pretrain-phase1", "precompile-phase1", "shard_dataset-phase1"} & set(started)
+    after = {"convert_checkpoint", "pretrain-phase2", "merge_shards", "evaluate"}
+    (tmp_path / "ckpt_5.pt").write_bytes(b"another checkpoint")
+    assert difference(started, fingerprints(STARTED)) == after
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "ckpt_5.pt").rename(tmp_path / "elsewhere" / "ckpt_5.pt")
+    moved = ("phase2", "start_from", "{tmp}/elsewhere/ckpt_5.pt")
+    assert fingerprints(moved) == fingerprints(moved, ("phase1", "lr", "5e-4"), ("phase1", "max_steps", "600"))
+    assert set(difference(fingerprints(moved), fingerprints(moved, ("model", "hidden_size", "256")))) >= after
+
+
+def test_a_checkpoint_to_start_from_that_is_not_there_is_one_line(fingerprints: Fingerprints) -> None:
+    with pytest.raises(UserError, match=r"no checkpoint .*ckpt_6\.pt"):
+        fingerprints(("phase2", "start_from", "{tmp}/ckpt_6.pt"))

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import json
 import tracemalloc
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from stages.corpus import BUILTIN, documents, open_sources, raw_documents, sentences
+from stages.corpus import BUILTIN, CorpusOptions, documents, open_sources, raw_documents, sentences
+from stages.source import Document
 from trainer.errors import UserError
 
 
-def read(*specs: object) -> tuple[list[str], Counter[str]]:
+def read(*specs: object, document: str = "blank_line") -> tuple[list[str], Counter[str]]:
     dropped: Counter[str] = Counter()
-    return list(raw_documents(open_sources(map(str, specs)), dropped)), dropped
+    found: list[Document] = list(raw_documents(open_sources(map(str, specs), document=document), dropped))
+    assert all(isinstance(text, str) for text in found)
+    return [str(text) for text in found], dropped
+
+
+def refused(*specs: object) -> str:
+    with pytest.raises(UserError) as error:
+        read(*specs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_blank_lines_part_documents_and_lines_part_sentences(tmp_path: Path) -> None:
@@ -86,12 +99,6 @@ def test_a_cut_never_falls_inside_a_character(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
-    def refused(*specs: object) -> str:
-        with pytest.raises(UserError) as error:
-            read(*specs)
-        assert "\n" not in str(error.value)
-        return str(error.value)
-
     assert "there is no source file" in refused(tmp_path / "none.txt")
     assert "no file matches the source" in refused(tmp_path / "*.txt")
     assert "is a folder" in refused(tmp_path)
@@ -121,3 +128,105 @@ def test_sentences_never_reach_over_lines() -> None:
     assert sentences("He came at 5 p.m. yesterday and\nleft. So it was") == [
         "He came at 5 p.m. yesterday and", "left.", "So it was",
     ]  # fmt: skip
+
+
+def test_a_file_may_be_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One.\n\nTwo.\n\x00\n\nThree.\n")
+    (tmp_path / "b.txt").write_text("Four.")
+    assert read(tmp_path / "*.txt", document="file")[0] == ["One.\nTwo.\nThree.", "Four."]
+    assert read(tmp_path / "*.txt")[0] == ["One.", "Two.", "Three.", "Four."]
+
+
+def test_a_document_of_one_sentence_is_one(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Only this.")
+    assert list(documents(str(tmp_path / "a.txt"))) == [["Only this."]]
+
+
+def test_packed_text_is_the_same_text(tmp_path: Path) -> None:
+    text = "".join(f"Document {n}, a line of it.\nAnother line.\n\n" for n in range(60_000)).encode()  # 2.6 MB
+    (tmp_path / "a.txt").write_bytes(text)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text, 1))
+    (tmp_path / "a.txt.bz2").write_bytes(bz2.compress(text))
+    plain = read(tmp_path / "a.txt")
+    assert len(plain[0]) == 60_000
+    assert read(tmp_path / "a.txt.gz") == read(tmp_path / "a.txt.bz2") == plain
+    for name, size in (("a.txt.gz", 0.5), ("a.txt.bz2", 0.5)):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[: int(len(whole) * size)])
+        assert f"{tmp_path / name} is damaged or cut: it cannot be unpacked beyond" in refused(tmp_path / name)
+        (tmp_path / name).write_bytes(b"not packed at all")
+        assert f"{tmp_path / name} is damaged or cut" in refused(tmp_path / name)
+
+
+def test_a_source_knows_how_far_it_is(tmp_path: Path) -> None:
+    text = "".join(f"Document {n}, a line of it.\n\n" for n in range(200_000)).encode()  # 6 MB
+    for name, content in (("a.txt", text), ("a.txt.gz", gzip.compress(text, 1)), ("a.txt.bz2", bz2.compress(text))):
+        (tmp_path / name).write_bytes(content)
+        (source,) = open_sources([str(tmp_path / name)])
+        positions = [source.position for _ in source.documents(Counter())]
+        assert positions == sorted(positions)
+        assert positions[0] == 0
+        assert positions[-1] < source.position == source.size
+        # never ahead of the documents given; behind by two blocks at most, which are a third of this file
+        shares = [(n / len(positions), position / source.size) for n, position in enumerate(positions)]
+        assert all(-0.02 < real - said < 0.5 for real, said in shares)
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = [
+        json.dumps({"text": "One. Two!\n\nThree\r\nFour", "id": 1}),
+        json.dumps({"id": 2, "text": " caf\xe9 \u4e2d"}, ensure_ascii=False),
+        "",
+        json.dumps({"text": " \n\x00"}),
+        '{"text": "half a character: \\ud83d, a whole one: \\ud83d\\ude00"}',
+    ]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    found, dropped = read(path)
+    assert found == ["One. Two!\nThree\nFour", " caf\xe9 \u4e2d", "half a character: \ufffd, a whole one: \U0001f600"]
+    assert dropped == {"documents: no text": 1, "characters: half of one": 1, "lines: control characters only": 1}
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert read(tmp_path / "b.jsonl.gz") == (found, dropped)
+
+
+def test_bad_json_lines_are_refused_with_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    good = b'{"text": "Good."}\n'
+    for line, fragment in (
+        (b"Plain text.", "line 3: it is not JSON: Expecting value"),
+        (b'{"text": "cut', "line 3: it is not JSON: Unterminated string"),
+        (b'{"txt": "x"}', 'line 3: no string "text" in it'),
+        (b'{"text": ["x"]}', 'line 3: no string "text" in it'),
+        (b'["text"]', 'line 3: no string "text" in it'),
+        (b"[" * 200_000, "line 3: it is not JSON: "),
+        (b'{"text": "caf\xe9"}', f"is not UTF-8: byte 0xe9 at offset {2 * len(good) + 13}"),
+        (b'{"text": "' + b"x" * (17 << 20), f"has a line of more than 16 MiB at byte {2 * len(good)}"),
+    ):
+        path.write_bytes(good * 2 + line + b"\n" + good)
+        message = refused(path)
+        assert message.startswith(str(path))
+        assert fragment in message
+
+
+def test_long_texts_of_json_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "word " * 2_000_000}))
+    found, dropped = read(path)
+    assert "".join(found).replace("\n", "") == "word " * 2_000_000
+    assert max(len(line) for document in found for line in document.split("\n")) <= 1 << 20
+    assert max(map(len, found)) < 6_000_000
+    assert dropped["document ends: cut, too long"] > 0
+
+
+def test_the_identity_says_how_a_file_is_read(tmp_path: Path) -> None:
+    line = '{"text": "One."}'
+    for name in ("a.txt", "b.text", "a.jsonl", "a.xml", "a.xml-p1p9", "a.xml.txt"):
+        (tmp_path / name).write_text(line)
+
+    def identity(name: str, document: str = "blank_line") -> str:
+        return CorpusOptions(sources=(str(tmp_path / name),), document=document).identity().fingerprint
+
+    assert identity("a.txt") == identity("b.text") == identity("a.xml.txt")
+    assert len({identity("a.txt"), identity("a.jsonl"), identity("a.xml"), identity("a.txt", "file")}) == 4
+    assert identity("a.xml") == identity("a.xml-p1p9")
+    assert identity("a.jsonl") == identity("a.jsonl", "file")  # it makes no difference there

@@ -1,17 +1,14 @@
-"""Making examples: the distribution of Google's script, checked against a plain port of it and NVIDIA's own shards."""
+"""Making examples: the distribution of Google's script, checked against a plain port of it."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from stages.examples import PAIR, Form, Vocabulary, complete_rows, gather_rows, plan_pairs
-from stages.wordpiece import Encoder, read_vocabulary
-from trainer.data.shards import ShardSet
 
 Array = np.ndarray[Any, Any]
 VOCAB = Vocabulary(1000, 2, 3, 4, np.arange(5, 1000), np.arange(1000) % 3 == 2)
@@ -192,27 +189,3 @@ def test_whole_words_are_masked_whole() -> None:
             assert (place in chosen) == (place - 1 in chosen)
             checked += 1
     assert checked > 1000
-
-
-def test_the_statistics_are_those_of_nvidias_shards(shared: Path) -> None:
-    fixture = shared / "fixtures/nvidia_hdf5"
-    lines = (fixture / "text/stdlib_training_0.txt").read_text().split("\n\n")
-    documents = [[line for line in text.split("\n") if line.strip()] for text in lines]
-    documents = [document for document in documents if document]
-    encoder = Encoder(read_vocabulary(fixture / "vocab.txt"), lower_case=True)
-    _, lengths = encoder.encode([line for document in documents for line in document])
-    shards = ShardSet.open(fixture / "seq128")
-    theirs = shards.read(0, np.arange(shards.rows))
-    runs = []
-    for seed in range(40):
-        pairs = plan_pairs(
-            lengths, np.array(list(map(len, documents))), Form(128, 20), dupe_factor=5, rng=np.random.default_rng(seed)
-        )
-        total = pairs["a_length"].astype(int) + pairs["b_length"] + 3
-        runs.append([len(pairs), total.mean(), (total == 128).mean(), pairs["random"].mean(), pairs["b_length"].mean()])
-    total = theirs["input_mask"].sum(axis=1, dtype=int)
-    b_length = theirs["segment_ids"].sum(axis=1, dtype=int) - 1
-    seen = [shards.rows, total.mean(), (total == 128).mean(), theirs["next_sentence_labels"].mean(), b_length.mean()]
-    # One run of theirs (few documents, so the number of short targets varies) among forty of ours.
-    deviation = (np.array(seen) - np.mean(runs, axis=0)) / np.std(runs, axis=0)
-    assert np.all(np.abs(deviation) < 3), deviation.tolist()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 
-from stages import parts, slabs, tokenize
+from stages import parts, plans, shard, slabs, tokenize
 from stages.corpus import CorpusOptions
 from stages.examples import Form
 from stages.manifest import StageDirectory
@@ -21,7 +23,9 @@ from stages.shard import ShardOptions, shard_dataset, tokens_fingerprint
 from stages.slabs import deal
 from stages.tokens import TRAINING, part_paths, read_part
 from tests.conftest import Stage
+from tests.support import assert_one_line_error
 from trainer.data.shards import KEYS, ShardSet, validate_file
+from trainer.errors import UserError
 
 FORM = ("--seq-len", 32, "--max-pred-len", 5)
 
@@ -133,6 +137,7 @@ def test_every_shard_draws_from_the_whole_corpus_and_nothing_is_lost(tmp_path: P
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(slabs, "_SLAB_BYTES", 20_000)  # several slabs a shard
+        patch.setattr(plans, "_WINDOW_BYTES", 9_000)  # and several windows a slab, of one part or more
         shard_dataset(work, tokens, options, processes=1)
     part_of_sentence = {}
     for number, path in enumerate(part_paths(tokens, TRAINING)):
@@ -141,8 +146,8 @@ def test_every_shard_draws_from_the_whole_corpus_and_nothing_is_lost(tmp_path: P
             part_of_sentence[sentence.tobytes()] = number
     shards = ShardSet.open(tmp_path)
     seen: set[bytes] = set()
-    for shard, rows in enumerate(shards.rows_per_shard):
-        arrays = shards.read(shard, np.arange(rows))
+    for number, rows in enumerate(shards.rows_per_shard):
+        arrays = shards.read(number, np.arange(rows))
         ids = arrays["input_ids"].copy()
         for row, (positions, labels) in enumerate(
             zip(arrays["masked_lm_positions"], arrays["masked_lm_ids"], strict=True)
@@ -227,3 +232,50 @@ def test_an_altered_corpus_is_not_used(tmp_path: Path, stage: Stage) -> None:
     ran = stage("shard", "--tokens", corpus, "--out", tmp_path / "o", *FORM)
     assert ran.returncode == 1
     assert "its manifest says 7" in ran.stderr
+
+
+def test_too_little_space_is_said_before_anything_is_written(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ShardOptions(Form(32, 5), shards=4)
+
+    def run(free: int) -> dict[str, Any]:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        with StageDirectory.begin(tmp_path, lambda: options.identity(tokens_fingerprint(tokens))) as work:
+            return shard_dataset(work, tokens, options, processes=1)
+
+    with pytest.raises(UserError, match=r"plan and shards need at least [\d,]+ bytes in .*; 1,000 are free there"):
+        run(1_000)
+    assert not list(tmp_path.rglob("*.bin")) + list(tmp_path.glob("*.hdf5"))
+    # The least that is certain is less than what it takes; after planning that is known.
+    monkeypatch.setattr(shard, "_require_room", lambda *_: None)
+    run(0)
+    rows = counts(tmp_path)["training_rows"] + counts(tmp_path)["test_rows"]
+    monkeypatch.undo()
+    for path in (tmp_path / "manifest.json", *tmp_path.glob("*.hdf5")):
+        path.unlink()
+    needed = rows * (4 * 32 + 4 * 5 + 1)  # ids 2 bytes, mask and segments 1; positions and labels 2; next sentence 1
+    with pytest.raises(UserError, match=r"the shards need [\d,]+ bytes"):
+        run(needed - 1)
+    assert not list(tmp_path.glob("*.hdf5"))
+    assert run(needed)["training_rows"] > 0
+    # What is there needs no room again.
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "bert_training_00002.hdf5").unlink()
+    assert run(needed // 3)["training_rows"] > 0
+
+
+def test_a_full_disk_is_seen_before_planning(tmp_path: Path, stage: Stage, tokens: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        ran = stage("shard", "--tokens", tokens, *FORM, "--out", disk / "out", "--processes", 1)
+        assert_one_line_error(ran, "plan and shards need at least", "are free there; make space, or use another disk")
+        assert {path.name for path in (disk / "out").iterdir()} == {"lock", "stage.json"}
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)

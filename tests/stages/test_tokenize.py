@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -17,11 +19,21 @@ import numpy as np
 import pytest
 
 from stages import parts, tokenize
-from stages.corpus import CorpusOptions
+from stages.corpus import CorpusOptions, documents
 from stages.manifest import Identity, StageDirectory
 from stages.tokens import TEST, TRAINING, part_paths, read_part
-from stages.wordpiece import SPECIAL_TOKENS, Encoder, build_tokenizer, learn_vocabulary, read_vocabulary
+from stages.wordpiece import (
+    SPECIAL_TOKENS,
+    Encoder,
+    build_tokenizer,
+    count_words,
+    learn_vocabulary,
+    read_vocabulary,
+    save_tokenizer,
+)
 from tests.conftest import ROOT, Stage
+from tests.support import assert_one_line_error
+from trainer.errors import UserError
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmn" for b in ("a", "ei", "o", "u") for c in ("rt", "ll", "nd", "s")]
 
@@ -74,6 +86,30 @@ def test_ids_are_berttokenizerfasts_read_from_the_directory(
     assert [pair["input_ids"][0], pair["input_ids"][-1]] == [tokenizer.cls_token_id, tokenizer.sep_token_id]
 
 
+@pytest.mark.parametrize(
+    ("name", "lower_case"),
+    [
+        ("wikitext-2/train.txt", True),
+        ("wikitext-2/valid.txt", False),
+        ("wikipedia/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2", True),
+        ("wikipedia/enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2", False),
+    ],
+)
+def test_ids_of_all_real_text_are_berttokenizerfasts(tmp_path: Path, shared: Path, name: str, lower_case: bool) -> None:
+    from transformers import BertTokenizerFast  # type: ignore[attr-defined, unused-ignore]
+
+    copy = tmp_path / ("dump.xml.bz2" if name.endswith(".bz2") else "text.txt")
+    copy.symlink_to(shared / "data" / name)
+    vocabulary = read_vocabulary(shared / "data/vocab/bert-uncased.txt")
+    save_tokenizer(tmp_path, vocabulary, lower_case=lower_case)
+    lines = [sentence for document in documents(str(copy)) for sentence in document]
+    assert sum(map(len, lines)) > 1_000_000
+    expected = BertTokenizerFast.from_pretrained(tmp_path)(lines, add_special_tokens=False)["input_ids"]
+    ids, lengths = Encoder(vocabulary, lower_case=lower_case).encode(lines)
+    assert lengths.tolist() == [len(one) for one in expected]
+    np.testing.assert_array_equal(ids, np.concatenate([np.array(one, np.uint32) for one in expected]))
+
+
 def test_a_vocabulary_of_our_own_survives_transformers_with_its_special_ids(tmp_path: Path, stage: Stage) -> None:
     from transformers import AutoTokenizer
 
@@ -118,8 +154,9 @@ def test_the_learned_vocabulary_is_the_same_every_time_and_the_librarys_in_all_b
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     lines = (shared / "data/wikitext-2/valid.txt").read_text().split("\n")
-    learned = learn_vocabulary(([line] for line in lines), size=2000, lower_case=True)
-    assert learned == learn_vocabulary(([line] for line in lines), size=2000, lower_case=True)
+    words = count_words(lines, lower_case=True)
+    learned = learn_vocabulary(words, size=2000)
+    assert learned == learn_vocabulary(words, size=2000)
     assert tuple(learned[:5]) == SPECIAL_TOKENS
     assert len(set(learned)) == 2000
     reference = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -136,7 +173,7 @@ def test_the_learned_vocabulary_is_the_same_every_time_and_the_librarys_in_all_b
 def test_processes_do_not_show_in_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = write_corpus(tmp_path / "text", documents=400)
     monkeypatch.setattr(parts, "_PART_CHARACTERS", 40_000)
-    monkeypatch.setattr(tokenize, "_BATCH_CHARACTERS", 5_000)
+    monkeypatch.setattr(parts, "_BATCH_CHARACTERS", 5_000)
     options = CorpusOptions(sources=(str(text),), vocab_size=300, held_out=0.1)
     for processes in (1, 2):
         with StageDirectory.begin(tmp_path / str(processes), options.identity) as work:
@@ -198,6 +235,8 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, stage: Stage) -> None:
     (tmp_path / "vocab").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nword")
     (tmp_path / "one").write_text("One document only.")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "controls").write_bytes(b"\x00\x01\n\x07\n")
     cases: list[tuple[list[object], str]] = [
         (["--source", tmp_path / "none"], "there is no source file"),
         (["--source", tmp_path / "latin"], "is not UTF-8: byte 0xe9 at offset 3"),
@@ -206,12 +245,63 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, stage: Stage) -> None:
         (["--source", text, "--vocab-size", 12], "a vocabulary of 12 pieces cannot hold"),
         (["--source", text, "--held-out", 1], "--held-out is 1"),
         (["--source", tmp_path / "one"], "the corpus has 1 document; at least 4 are needed"),
+        (["--source", tmp_path / "none*.txt"], "no file matches the source"),
+        (["--source", tmp_path / "empty"], "holds no text: it is empty"),
+        (["--source", tmp_path / "controls"], "holds no text: nothing was left (lines: control characters only 2)"),
     ]
     for number, (arguments, message) in enumerate(cases):
         ran = stage("tokenize", *arguments, "--out", tmp_path / str(number), "--processes", 1)
-        assert ran.returncode == 1
-        assert message in ran.stderr
-        assert ran.stderr.count("\n") == 1, ran.stderr
+        assert_one_line_error(ran, message)
+
+
+def vocabulary_of(path: Path, *pieces: str) -> Path:
+    path.write_text("\n".join([*SPECIAL_TOKENS, *pieces]))
+    return path
+
+
+def test_a_vocabulary_that_cannot_spell_the_text_is_refused_unless_allowed(tmp_path: Path, stage: Stage) -> None:
+    text = tmp_path / "text"
+    # in each document 19 known tokens and 1 that is not: 5 %, which is not more than 5 %
+    text.write_text("\n\n".join(["known " * 19 + "Жизнь"] * 40))
+    vocabulary = vocabulary_of(tmp_path / "vocab", "known")
+    arguments = ("--source", text, "--vocab-file", vocabulary, "--processes", 1, "--out")
+    assert stage("tokenize", *arguments, tmp_path / "o").returncode == 0
+    assert counts(tmp_path / "o")["unknown_share"] == 0.05
+    text.write_text("\n\n".join(["known " * 18 + "Жизнь strange"] * 40))
+    ran = stage("tokenize", *arguments, tmp_path / "p")
+    assert_one_line_error(
+        ran, "10.0% of", "tokens are [UNK]", "жизнь strange", "allowed are 5.0%", "--max-unknown-share"
+    )
+    assert not (tmp_path / "p/manifest.json").exists()
+    # raising it goes on with what is there
+    again = stage("tokenize", *arguments, tmp_path / "p", "--max-unknown-share", 0.1)
+    assert again.returncode == 0, again.stderr
+    assert counts(tmp_path / "p")["unknown_share"] == 0.1
+    assert "--max-unknown-share is 2" in stage("tokenize", *arguments, tmp_path / "q", "--max-unknown-share", 2).stderr
+
+
+def test_too_many_unknown_words_are_refused_early_and_never_wrongly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_PART_CHARACTERS", 100_000)
+    monkeypatch.setattr(parts, "_BATCH_CHARACTERS", 20_000)
+    strange, known = "Жизнь strange words here.\n\n", "known known known known known.\n\n"
+    vocabulary = vocabulary_of(tmp_path / "vocab", "known", ".")
+
+    def run(name: str, text: str) -> int:
+        """Parts that were written before the end, or before it was refused."""
+        (tmp_path / name).write_text(text)
+        options = CorpusOptions(sources=(str(tmp_path / name),), vocab_file=vocabulary)
+        with StageDirectory.begin(tmp_path / f"{name}-tokens", options.identity) as work:
+            tokenize.tokenize_corpus(work, options, processes=1)
+        return len(part_paths(tmp_path / f"{name}-tokens", TRAINING))
+
+    many = 150_000  # 4 MB: several blocks
+    with pytest.raises(UserError, match=r"tokens are \[UNK\]"):
+        run("all strange", strange * many)
+    early = len(part_paths(tmp_path / "all strange-tokens", TRAINING))
+    # a twentieth of it in the beginning: in the first part nearly all tokens are unknown
+    assert run("strange first", strange * (many // 30) + known * many) > 10 > early
 
 
 def test_other_settings_never_touch_a_finished_corpus(tmp_path: Path, stage: Stage) -> None:
@@ -270,3 +360,21 @@ def processes_of_session(session: int) -> list[int]:
             if int(of) == session and state != "Z":
                 found.append(int(process.name))
     return found
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = write_corpus(tmp_path / "text", documents=200)
+    options = CorpusOptions(sources=(str(text),), vocab_size=300)
+    about = int(0.4 * text.stat().st_size)
+
+    def run(free: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        with StageDirectory.begin(tmp_path / "o", options.identity) as work:
+            tokenize.tokenize_corpus(work, options, processes=1)
+
+    with pytest.raises(UserError, match=f"the ids of this text need about {about:,} bytes in .*; {about - 1:,} are"):
+        run(about - 1)
+    assert {path.name for path in (tmp_path / "o").iterdir()} == {"lock", "stage.json"}
+    run(about)
+    # Words of this text are two or three pieces each; it is an estimate from below.
+    assert sum(path.stat().st_size for path in (tmp_path / "o").glob("*.hdf5")) > about

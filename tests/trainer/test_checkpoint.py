@@ -15,7 +15,8 @@ import torch
 
 from tests.support import FORKS
 from trainer.checkpoint.format import read_tensors, why_invalid, write_tensors
-from trainer.checkpoint.manager import CheckpointManager, Snapshot
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.snapshot import Snapshot
 from trainer.errors import CheckpointError, DiskError
 from trainer.state import TrainState
 

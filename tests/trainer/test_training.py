@@ -140,11 +140,32 @@ def test_phase_2_begins_with_the_loss_of_phase_1s_weights(data: Path, model: Pat
     network.load_state_dict({name: torch.from_numpy(tensors(first)[name]) for name, _ in network.named_parameters()})
     shards = ShardSet.open(data)
     order = SampleOrder(shards.rows_per_shard, seed=12349, global_batch_size=16)
-    step = Loader(BatchReader(shards, vocab_size=200), order, micro_batch_size=16).load(0)
+    (step,) = Loader(BatchReader(shards, vocab_size=200), order, micro_batch_size=16).load(0, 1)
     masked_lm, next_sentence = network.eval()(step.micro_batches[0])
-    expected = (masked_lm / step.masked_tokens + next_sentence / 16).item()
+    expected = (masked_lm / step.counts[0] + next_sentence / 16).item()
     assert losses(second)[0] == pytest.approx(expected, rel=1e-5)  # fp32 sums in another order
     assert expected < losses(tmp_path / "phase1")[0] - 0.05
+
+
+def test_a_minimal_checkpoint_starts_phase_2_and_resumes_nothing(data: Path, model: Path, tmp_path: Path) -> None:
+    out, given = tmp_path / "out", {**COMMON, "data_dir": data, "model_config": model, "grad_accum_usteps": 4}
+    given["precision"] = "fp32"
+    done = train(output_dir=out, max_steps=10, steps_this_run=5, minimal_ckpt=True, **given)
+    assert "checkpoints hold the weights only" in done.stdout, done.stdout
+    whole = run(data, model, tmp_path / "whole", max_steps=10, steps_this_run=5)
+    files = {path.name for path in (out / "checkpoints" / "ckpt_5").iterdir()}
+    assert files == {path.name for path in (whole / "checkpoints" / "ckpt_5").iterdir()} - {
+        "optimizer-00-of-01.safetensors"
+    }
+    refused = train(output_dir=out, max_steps=10, resume_ckpt=True, **given)
+    assert_one_line_error(refused, "ckpt_5", "minimal_ckpt", "cannot be resumed", "another --output_dir")
+
+    phase2 = {"phase2": True, "phase1_end_step": 5, "resume_ckpt": True, "max_steps": 6}
+    for directory in (out, whole):
+        run(data, model, directory, **phase2)
+    ours, theirs = (tensors(directory / "checkpoints" / "ckpt_11") for directory in (out, whole))
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
 
 
 def test_old_checkpoints_go_and_the_newest_stay(data: Path, model: Path, tmp_path: Path) -> None:
