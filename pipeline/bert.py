@@ -1,4 +1,4 @@
-"""The BERT chain: compile, train phase 1, convert, train phase 2, merge, evaluate."""
+"""The BERT chain: compile, train phase 1, convert, train phase 2, merge, evaluate, report."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ from typing import Any
 
 import luigi
 
-from pipeline import summary
+from pipeline import report, summary
 from pipeline.dataset import DownloadDataset, dataset_of
 from pipeline.goal import Goal
 from pipeline.stage import Stage, file_identity, say
 from pipeline.training import Training
 from stages.checkpoints import checkpoint_files, is_remote, local_source, source_identity
+from stages.report import PAGE
 from trainer.config import ModelConfig
 from trainer.files import write_json
 
 
-class ModelStage(Stage):
+class Reported(Stage):
+    """A stage that keeps WORK/report.html fresh while it runs."""
+
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        return report.kept_fresh()
+
+
+class ModelStage(Reported):
     """A stage that has to know the model."""
 
     def vocabulary(self, phase: int) -> dict[str, Stage]:
@@ -225,7 +233,7 @@ class MergeShards(ModelStage):
         return self.directory / "model"
 
 
-class Evaluate(Stage):
+class Evaluate(Reported):
     """Masked-LM loss and accuracy and next-sentence accuracy of the merged model on held-out examples."""
 
     def requires(self) -> dict[str, Stage]:
@@ -245,6 +253,23 @@ class Evaluate(Stage):
         ]
 
 
+class Report(Reported):
+    """All of it on one page, and the model card beside the model."""
+
+    def requires(self) -> dict[str, Stage]:
+        return {"merge_shards": MergeShards(), "evaluate": Evaluate()}
+
+    def command(self) -> list[str]:
+        settings = self.directory / "settings.json"
+        write_json(settings, report.shown(self.settings))
+        made = map(str, report.stage_directories(self))
+        return ["-m", "stages.report", *made, "--settings", str(settings), "--out", str(self.directory)]
+
+    @property
+    def page(self) -> Path:
+        return self.directory / PAGE
+
+
 def trained_phases() -> list[Pretrain]:
     """The phases that the chain trains: both, or the second from a checkpoint that was given."""
     return [Pretrain(phase=phase) for phase in ((2,) if ConvertCheckpoint().given else (1, 2))]
@@ -261,11 +286,11 @@ class BertPhase1(Goal):
 
 
 class BertPhase2(Goal):
-    """The whole chain, up to the evaluated Hugging Face model."""
+    """The whole chain, up to the evaluated Hugging Face model and the report."""
 
     def requires(self) -> dict[str, Stage]:
         # The model by name: if it was deleted, an evaluation that is still there does not make up for it.
-        return {"merge_shards": MergeShards(), "evaluate": Evaluate()}
+        return {"merge_shards": MergeShards(), "evaluate": Evaluate(), "report": Report()}
 
     def tell(self) -> None:
-        summary.tell_phase2(MergeShards(), trained_phases(), Evaluate(), say)
+        summary.tell_phase2(MergeShards(), trained_phases(), Evaluate(), Report(), say)

@@ -40,6 +40,7 @@ class Run(luigi.Config):
     seed = Whole(0, 2**31 - 1)
     log_interval = Whole(1)
     processes = Whole(0)
+    report_interval_s = Number(0)
 
 
 class Corpus(luigi.Config):

@@ -17,6 +17,7 @@ import luigi
 from luigi.retcodes import retcode
 
 from pipeline import launch, settings
+from stages import attempts
 from stages.lock import hold
 from stages.manifest import (
     FAILURE,
@@ -142,8 +143,17 @@ class Stage(luigi.Task):
         counts: dict[str, Any] = self.manifest()["counts"]
         return counts
 
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """What goes on while the stage runs."""
+        return contextlib.nullcontext()
+
     def run(self) -> None:
         """Fill the directory. Raises `UserError` (the task fails), or `Leave` when somebody else is at it."""
+        with self.beside():
+            self._fill()
+        say(f"{self.label}: complete")
+
+    def _fill(self) -> None:
         try:
             with hold(self.directory) as lock:
                 with contextlib.suppress(AlreadyComplete):
@@ -160,7 +170,6 @@ class Stage(luigi.Task):
             if not (self.directory / FAILURE).exists():
                 record_failure(self.directory, str(error))
             raise
-        say(f"{self.label}: complete")
 
     def hang_timeout_s(self) -> float | None:
         """Seconds of silence after which the command is killed; None: never."""
@@ -172,14 +181,16 @@ class Stage(luigi.Task):
 
     def _run_command(self, lock: int) -> None:
         while True:
-            ending = launch.run(
-                self.command(),
-                directory=self.directory,
-                fingerprint=self.identity.fingerprint,
-                keep_open=(lock,),
-                hang_timeout_s=self.hang_timeout_s(),
-            )
-            if ending.interrupted or ending.status == EXIT_INTERRUPTED:
+            with attempts.recording(self.directory) as record:
+                ending = launch.run(
+                    self.command(),
+                    directory=self.directory,
+                    fingerprint=self.identity.fingerprint,
+                    keep_open=(lock,),
+                    hang_timeout_s=self.hang_timeout_s(),
+                )
+                record(_how(ending), ending.status, ending.error)
+            if _how(ending) == "interrupted":
                 say(f"{self.label}: interrupted; the same command goes on from here")
                 raise Leave(EXIT_INTERRUPTED)
             if ending.status == 0:
@@ -211,6 +222,14 @@ class Stage(luigi.Task):
             failpoint(f"link-after:{self.label}")
         except OSError as error:
             raise DiskError.of(error, link) from error
+
+
+def _how(ending: launch.Ending) -> attempts.How:
+    if ending.interrupted or ending.status == EXIT_INTERRUPTED:
+        return "interrupted"
+    if ending.status == 0:
+        return "complete"
+    return "hung" if ending.hung else "failed"
 
 
 def say(line: str) -> None:
