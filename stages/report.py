@@ -1,11 +1,12 @@
 """`python -m stages.report DIR… --out OUT`: what stages have left, on one page: OUT/report.html; and the model card,
-OUT/README.md, which is laid beside the model too.
+OUT/model-card.md, which is laid beside the model as README.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trainer.errors import UserError
 from trainer.files import TEMPORARY_SUFFIX, disk_errors, durable_file, read_json
 
 PAGE = "report.html"
+MODEL_CARD = "model-card.md"
 
 
 def report(work: StageDirectory, view: Run) -> None:
@@ -28,17 +30,17 @@ def report(work: StageDirectory, view: Run) -> None:
     """
     _write(work.path / PAGE, page(view))
     text = card(view)
-    _write(work.path / CARD, text)
+    _write(work.path / MODEL_CARD, text)
     present = []
     if view.model is not None:
         beside = view.model / CARD
         beside.with_name(CARD + TEMPORARY_SUFFIX).unlink(missing_ok=True)  # of a run that was killed
         if beside.exists() and is_edited(beside.read_text(errors="replace")):
-            print(f"note: {beside} was edited, so it stays as it is; the new one is {work.path / CARD}")
+            print(f"note: {beside} was edited, so it stays as it is; the new one is {work.path / MODEL_CARD}")
         else:
             _write(beside, text)
         present.append(os.path.relpath(beside, work.path))
-    outputs = [Output.of(work.path, work.path / name) for name in (PAGE, CARD)]
+    outputs = [Output.of(work.path, work.path / name) for name in (PAGE, MODEL_CARD)]
     work.finish(outputs, {"stages": len(view.stages)}, present=present)
 
 
@@ -50,14 +52,20 @@ def _write(path: Path, text: str) -> None:
 def refresh(path: Path, view: Run) -> None:
     """Put the page at `path`, whole or not at all; not durable, since it is written anew soon. Raises `DiskError`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page(view))
-        temporary.replace(path)
+    text = page(view)
+    try:
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(text)
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def view_of(directories: list[Path], settings: Settings | None) -> Run:
     """The run that left `directories`, in that order. Without `settings`, those that decided each stage are shown.
+
+    It is looked at as of when the last of them ended, so the same directories make the same page.
 
     Raises `UserError` for a directory that no stage has made.
     """
@@ -70,7 +78,8 @@ def view_of(directories: list[Path], settings: Settings | None) -> Run:
             stage.label: {key: str(value) for key, value in _flat(stage.record.get("parameters", {})).items()}
             for stage in stages
         }
-    return Run(stages, settings)
+    ended = [attempt.ended for stage in stages for attempt in stage.attempts]
+    return Run(stages, settings, written=max(ended, default=time.time()))
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any]:

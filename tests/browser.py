@@ -89,8 +89,8 @@ def browser() -> Iterator[Browser]:
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as profile:
         words = [program, "--headless", "--remote-debugging-pipe", f"--user-data-dir={profile}", "--no-first-run",
                  "--disable-gpu", *(["--no-sandbox"] if os.getuid() == 0 else [])]  # fmt: skip
-        # The shell gives the pipes the numbers that the browser expects.
-        shell = ["sh", "-c", f'exec "$@" 3<&{their_read} 4>&{their_write}', "sh", *words]
+        # bash gives the pipes the numbers that the browser expects; a plain sh knows only those below 10.
+        shell = ["bash", "-c", f'exec "$@" 3<&{their_read} 4>&{their_write}', "bash", *words]
         process = subprocess.Popen(shell, pass_fds=(their_read, their_write), stderr=subprocess.DEVNULL)
         os.close(their_read)
         os.close(their_write)

@@ -8,15 +8,13 @@ from datetime import datetime
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, without an exponent where that is readable: 6.512, 28,125, 0.0004, 2.8e-05."""
+    """Four significant digits, none behind the point from 1000 on: 6.512, 28,125, 0.0004, 2.8e-05."""
     if value is None or math.isnan(value):
         return "–"
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
-    if abs(value) < 1e-4:
-        return f"{value:.3g}"
     return f"{value:.4g}"
 
 
@@ -26,7 +24,7 @@ def percent(share: float) -> str:
 
 def duration(seconds: float) -> str:
     """`0.3 s`, `12 s`, `4 min 05 s`, `45 h 02 min`, `3 d 4 h`."""
-    if seconds < 60:
+    if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
