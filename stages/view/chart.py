@@ -52,7 +52,7 @@ def line_chart(
     """An `<svg>` of `width` × `height` units; `from_zero`: the vertical axis begins at 0."""
     spans = _spans(series, width)
     low, high = _limits(series, from_zero)
-    ticks = _ticks(low, high, max(3, height // 55))
+    ticks = _ticks(low, high, max(4, height // 50))
     low, high = min(low, ticks[0]), max(high, ticks[-1])
     bottom = height - _BOTTOM
 
@@ -109,23 +109,28 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def _steps_axis(spans: Sequence[Span], bottom: float, width: int) -> list[str]:
-    parts = [f'<path class="axis" d="M{_LEFT} {bottom}H{width - _RIGHT}"/>']
-    taken, final = 0.0, spans[-1].series.last
-    edge = width - _RIGHT - 7.2 * len(number(final))  # the last step has its label in any case
+    """The axis with round steps, and the last step of each phase in any case."""
+    right = width - _RIGHT
+    parts = [f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>']
+    taken: list[tuple[float, float]] = []
+
+    def label(step: float, x: float) -> None:
+        text = number(step)
+        wide = 7.2 * len(text)
+        left = min(x - wide / 2, right - wide)
+        if not any(left < end + 8 and begin < left + wide + 8 for begin, end in taken):
+            taken.append((left, left + wide))
+            parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v4"/>')
+            parts.append(f'<text class="tick mid" x="{left + wide / 2:.1f}" y="{bottom + 16}">{text}</text>')
+
+    for span in reversed(spans):
+        label(span.series.last, span.right)
     for span in spans:
         first, last = span.series.first, span.series.last
-        about = max(1, int((span.right - span.left) / 75))
-        for value in _ticks(first, max(last, first + 1), about):
-            x = span.x(value)
-            half = 3.6 * len(number(value))
-            if value != int(value) or not first - 1 <= value <= last or x - half < taken + 8 or x + half > edge - 8:
-                continue
-            taken = x + half
-            parts.append(f'<path class="axis" d="M{x:.1f} {bottom}v4"/>')
-            parts.append(f'<text class="tick mid" x="{x:.1f}" y="{bottom + 16}">{number(value)}</text>')
-    parts.append(f'<path class="axis" d="M{width - _RIGHT} {bottom}v4"/>')
-    parts.append(f'<text class="tick end" x="{width - _RIGHT}" y="{bottom + 16}">{number(final)}</text>')
-    parts.append(f'<text class="tick end" x="{width - _RIGHT}" y="{bottom + 31}">optimizer step</text>')
+        for value in _ticks(first, max(last, first + 1), max(1, int((span.right - span.left) / 75))):
+            if value == int(value) and first - 1 <= value <= last:
+                label(value, span.x(value))
+    parts.append(f'<text class="tick end" x="{right}" y="{bottom + 31}">optimizer step</text>')
     return parts
 
 

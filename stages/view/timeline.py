@@ -11,10 +11,12 @@ from stages.attempts import Attempt, How
 from stages.view.run import StageRecord
 from stages.view.text import duration, moment
 
-_ROW, _TOP, _BOTTOM, _LEFT, _RIGHT = 22, 26, 8, 128, 58
+_TOP, _BOTTOM = 26, 8
 #: Rest that is longer than this share of the time at work is cut out, and this wide instead.
 _REST_SHARE = 0.15
 _CUT_WIDTH = 30
+#: Units of width below which there is little room.
+_BELOW = 600
 #: What each ending is called in the legend.
 ENDINGS: dict[How, str] = {
     "complete": "complete",
@@ -25,6 +27,26 @@ ENDINGS: dict[How, str] = {
     "hung": "hung",
 }
 _TICK_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows and their bars are: beside their names, or below them where there is little room."""
+
+    width: int
+    #: Of a row.
+    height: int
+    #: The bars are between these.
+    left: int
+    right: int
+    #: Of a bar, below the top of its row.
+    bar: int
+
+    @classmethod
+    def of(cls, width: int) -> Layout:
+        if width < _BELOW:
+            return cls(width, height=38, left=4, right=width - 4, bar=19)
+        return cls(width, height=22, left=128, right=width - 76, bar=4)
 
 
 @dataclass(frozen=True)
@@ -43,7 +65,7 @@ class Stretch:
 def has_cuts(stages: Sequence[StageRecord]) -> bool:
     """Whether rest is cut out of their time line."""
     attempts = [attempt for stage in stages for attempt in stage.attempts]
-    return len(_stretches(attempts, 1000)) > 1 if attempts else False
+    return len(_stretches(attempts, Layout.of(1000))) > 1 if attempts else False
 
 
 def timeline(stages: Sequence[StageRecord], *, width: int) -> str:
@@ -51,20 +73,21 @@ def timeline(stages: Sequence[StageRecord], *, width: int) -> str:
     rows = [stage for stage in stages if stage.attempts]
     if not rows:
         return ""
-    stretches = _stretches([attempt for stage in rows for attempt in stage.attempts], width)
-    height = _TOP + _ROW * len(rows) + _BOTTOM
+    layout = Layout.of(width)
+    stretches = _stretches([attempt for stage in rows for attempt in stage.attempts], layout)
+    height = _TOP + layout.height * len(rows) + _BOTTOM
     words = ", ".join(f"{stage.label} {duration(stage.seconds)} ({stage.state})" for stage in rows)
     parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="Time line: {escape(words)}">']
-    parts += _axis(stretches, height)
+    parts += _axis(stretches, layout, height)
     for row, stage in enumerate(rows):
-        top = _TOP + _ROW * row
+        top = _TOP + layout.height * row
         parts.append(f'<text class="tick" x="0" y="{top + 14}">{escape(stage.label)}</text>')
         parts.append(f'<text class="tick end" x="{width}" y="{top + 14}">{duration(stage.seconds)}</text>')
-        parts += [_bar(attempt, stretches, top) for attempt in stage.attempts]
+        parts += [_bar(attempt, stretches, top + layout.bar) for attempt in stage.attempts]
     return "".join([*parts, "</svg>"])
 
 
-def _stretches(attempts: Sequence[Attempt], width: int) -> list[Stretch]:
+def _stretches(attempts: Sequence[Attempt], layout: Layout) -> list[Stretch]:
     busy: list[list[float]] = []
     for attempt in sorted(attempts, key=lambda attempt: attempt.started):
         if busy and attempt.started <= busy[-1][1]:
@@ -79,10 +102,11 @@ def _stretches(attempts: Sequence[Attempt], width: int) -> list[Stretch]:
         else:
             merged[-1][1] = ended
     # Cuts take at most half of the width, however many there are.
-    cut = min(_CUT_WIDTH, (width - _LEFT - _RIGHT) / 2 / max(1, len(merged) - 1))
-    room = width - _LEFT - _RIGHT - cut * (len(merged) - 1)
+    wide = layout.right - layout.left
+    cut = min(_CUT_WIDTH, wide / 2 / max(1, len(merged) - 1))
+    room = wide - cut * (len(merged) - 1)
     total = max(sum(ended - began for began, ended in merged), 1e-9)
-    stretches, left = [], float(_LEFT)
+    stretches, left = [], float(layout.left)
     for began, ended in merged:
         right = left + room * (ended - began) / total
         stretches.append(Stretch(began, ended, left, right))
@@ -101,16 +125,16 @@ def _bar(attempt: Attempt, stretches: Sequence[Stretch], top: float) -> str:
         said += f": {attempt.error}"
     mark = ""
     if attempt.how in ("failed", "hung"):
-        mark = f'<path class="mark {attempt.how}" d="M{right - 4:.1f} {top + 6}l8 8m0 -8l-8 8"/>'
+        mark = f'<path class="mark {attempt.how}" d="M{right - 4:.1f} {top + 2}l8 8m0 -8l-8 8"/>'
     elif attempt.how in ("interrupted", "killed"):
-        mark = f'<path class="mark {attempt.how}" d="M{right:.1f} {top + 2}v16"/>'
+        mark = f'<path class="mark {attempt.how}" d="M{right:.1f} {top - 2}v16"/>'
     return (
-        f'<g class="attempt"><title>{escape(said)}</title><rect class="{attempt.how}" x="{x:.1f}" y="{top + 4}" '
+        f'<g class="attempt"><title>{escape(said)}</title><rect class="{attempt.how}" x="{x:.1f}" y="{top}" '
         f'width="{right - x:.1f}" height="12" rx="1.5"/>{mark}</g>'
     )
 
 
-def _axis(stretches: Sequence[Stretch], height: float) -> list[str]:
+def _axis(stretches: Sequence[Stretch], layout: Layout, height: float) -> list[str]:
     parts, taken = [], 0.0
     for before, after in zip(stretches, stretches[1:], strict=False):
         middle = (before.right + after.left) / 2
@@ -124,9 +148,10 @@ def _axis(stretches: Sequence[Stretch], height: float) -> list[str]:
         for time, label in _ticks(stretch):
             x, half = stretch.x(time), 3.4 * len(label)
             parts.append(f'<path class="grid" d="M{x:.1f} {_TOP - 6}V{height - _BOTTOM}"/>')
-            if x - half >= max(taken + 6, _LEFT - 20):
-                taken = x + half
-                parts.append(f'<text class="tick mid" x="{x:.1f}" y="{_TOP - 12}">{label}</text>')
+            x_label = min(max(x, half), layout.width - half)
+            if x_label - half >= taken + 6 or not taken:
+                taken = x_label + half
+                parts.append(f'<text class="tick mid" x="{x_label:.1f}" y="{_TOP - 12}">{label}</text>')
     return parts
 
 
