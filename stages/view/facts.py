@@ -36,7 +36,7 @@ def at_a_glance(run: Run) -> list[tuple[str, str, str]]:
         done, planned = curves.steps[-1] - first + 1, last - first + 1
         steps = f"{done:,} steps" if done == planned else f"step {done:,} of {planned:,}"
         began = number(curves.values["loss"][0])
-        found.append((f"loss, phase {phase}", number(curves.recent("loss")), f"{steps}, from {began}"))
+        found.append((f"loss, phase {phase}", number(curves.recent("loss")), f"mean of 50, from {began}; {steps}"))
     counts = run.counts("evaluate")
     if counts.get("samples"):
         held_out = f"held out, {counts['samples']:,} sequences"
