@@ -10,7 +10,7 @@ from typing import Any
 import luigi
 
 from pipeline import summary
-from pipeline.dataset import DownloadDataset, dataset_of
+from pipeline.dataset import DownloadDataset, ShardDataset, dataset_of
 from pipeline.goal import Goal
 from pipeline.stage import Stage, file_identity, option_words, say
 from pipeline.training import Training
@@ -58,6 +58,7 @@ class Precompile(ModelStage):
             "model": self.model_parameters(),
             "seq_len": phase.seq_len,
             "max_pred_len": phase.max_pred_len,
+            "pack": phase.pack and isinstance(dataset_of(self.phase), ShardDataset),
             "micro_batch_size": phase.micro_batch_size,
             "accumulates": self.settings.grad_accum_usteps(self.phase) > 1,
             "batches_per_execution": cluster.batches_per_execution,

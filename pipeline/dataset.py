@@ -103,6 +103,7 @@ class ShardDataset(Stage):
             "masked_lm_prob": dataset.masked_lm_prob,
             "short_seq_prob": dataset.short_seq_prob,
             "whole_word_mask": dataset.whole_word_mask,
+            "pack": phase.pack,
             "shards": dataset.shards,
             "seed": self.settings.run.seed,
         }
@@ -111,8 +112,7 @@ class ShardDataset(Stage):
         decides = self.parameters()
         command = ["-m", "stages.shard", "--tokens", str(self.requires()["tokenize_corpus"].directory)]
         command += ["--out", str(self.directory), "--processes", str(self.settings.run.processes)]
-        if decides.pop("whole_word_mask"):
-            command.append("--whole-word-mask")
+        command += [f"--{flag.replace('_', '-')}" for flag in ("whole_word_mask", "pack") if decides.pop(flag)]
         return [*command, *option_words(decides)]
 
 

@@ -107,6 +107,7 @@ class Phase(luigi.Config):
 
     seq_len = Whole(8, 1 << 16)
     max_pred_len = Whole(1)
+    pack = Switch()
     global_batch_size = Whole(1)
     micro_batch_size = Whole(1)
     optimizer = Text(OPTIMIZERS)

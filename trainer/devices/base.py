@@ -133,4 +133,4 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def peak_flops_per_s(self, precision: str) -> float | None:
-        """The hardware's published peak for that precision, or None where there is no such figure."""
+        """The hardware's peak for that precision, as published or as measured here; None where neither is known."""
