@@ -10,9 +10,9 @@ from typing import Any
 import luigi
 
 from pipeline import report, summary
-from pipeline.dataset import DownloadDataset, dataset_of
+from pipeline.dataset import DownloadDataset, ShardDataset, dataset_of
 from pipeline.goal import Goal
-from pipeline.stage import Stage, file_identity, say
+from pipeline.stage import Stage, file_identity, option_words, say
 from pipeline.training import Training
 from stages.checkpoints import checkpoint_files, is_remote, local_source, source_identity
 from stages.report import PAGE
@@ -66,6 +66,7 @@ class Precompile(ModelStage):
             "model": self.model_parameters(),
             "seq_len": phase.seq_len,
             "max_pred_len": phase.max_pred_len,
+            "pack": phase.pack and isinstance(dataset_of(self.phase), ShardDataset),
             "micro_batch_size": phase.micro_batch_size,
             "accumulates": self.settings.grad_accum_usteps(self.phase) > 1,
             "batches_per_execution": cluster.batches_per_execution,
@@ -203,9 +204,7 @@ class ConvertCheckpoint(ModelStage):
         if self.given:
             model = self.directory / "config.json"
             write_json(model, self.model(2).to_hugging_face())
-            dataset = self.settings.dataset
-            transport = [f"--connections={dataset.connections}", f"--s3-profile={dataset.s3_profile}",
-                         f"--s3-endpoint={dataset.s3_endpoint}"]  # fmt: skip
+            transport = option_words(self.settings.dataset.transport)
             return [*convert, "--no-optimizer", "--config", str(model), *transport, self.given, str(self.directory)]
         pretrain = self.requires()["pretrain"]
         return [*convert, str(pretrain.directory / pretrain.counts()["checkpoint"]), str(self.directory)]
@@ -249,7 +248,7 @@ class Evaluate(Reported):
             *("-m", "stages.evaluate", str(merged.model_directory), str(self.requires()["dataset"].directory)),
             *("--out", str(self.directory), "--device", self.settings.cluster.device),
             *("--batch-size", str(self.settings.phase2.micro_batch_size)),
-            *(f"--{name.replace('_', '-')}={value}" for name, value in self.parameters().items()),
+            *option_words(self.parameters()),
         ]
 
 

@@ -93,6 +93,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("model", "attention_probs_dropout_prob", "0.2", MODEL),
     ("phase1", "seq_len", "64", ("shard_dataset-phase1", "precompile-phase1", "pretrain-phase1")),
     ("phase1", "max_pred_len", "10", ("shard_dataset-phase1", "precompile-phase1", "pretrain-phase1")),
+    ("phase1", "pack", "true", ("shard_dataset-phase1", "precompile-phase1")),
     ("phase1", "global_batch_size", "128", ("pretrain-phase1",)),
     # Without micro-steps to add up there is another graph.
     ("phase1", "global_batch_size", "32", ("precompile-phase1", "pretrain-phase1")),
@@ -111,6 +112,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "start_from", "{tmp}/ckpt_5.pt", ("convert_checkpoint",)),
     ("phase2", "seq_len", "256", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2")),
     ("phase2", "max_pred_len", "40", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2", "evaluate")),
+    ("phase2", "pack", "false", ("shard_dataset-phase2", "precompile-phase2")),
     ("phase2", "global_batch_size", "64", ("pretrain-phase2",)),
     ("phase2", "micro_batch_size", "16", ("precompile-phase2",)),
     ("phase2", "optimizer", "AdamW_FP32OptimParams", ("precompile-phase2", "pretrain-phase2")),
