@@ -165,7 +165,10 @@ def _stages(run: Run) -> Iterator[str]:
         ends = sum(stage.stops for stage in run.stages)
         stopped = f", {ends} of them stopped early" if ends else ""
         head = ("stage", "started", "at work", "ended", "with", "host")
-        yield details(f"{len(attempts)} attempts{stopped}", table(head, attempts, numbers=(1, 2)))
+        yield details(
+            f"{len(attempts)} {'attempt' if len(attempts) == 1 else 'attempts'}{stopped}",
+            table(head, attempts, numbers=(1, 2)),
+        )
 
 
 def _stage_row(stage: StageRecord) -> list[str]:
