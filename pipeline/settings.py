@@ -137,6 +137,7 @@ class Cluster(luigi.Config):
     compile = Switch()
     collective_timeout_s = Number(1)
     hang_timeout_s = Number(1)
+    spot_watch = Switch()
 
     @property
     def data_parallel_size(self) -> int:

@@ -40,7 +40,8 @@ class Training(Stage):
         """The trainer with those options, on as many workers as the settings say."""
         cluster = self.settings.cluster
         arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        trainer = ["-m", "trainer", *arguments, *flags, *(["--compile"] if cluster.compile else [])]
+        switches = {"--compile": cluster.compile, "--spot_watch": cluster.spot_watch}
+        trainer = ["-m", "trainer", *arguments, *flags, *(name for name, on in switches.items() if on)]
         if cluster.nproc_per_node == 1:
             return trainer
         # Standalone: a port of its own, so that two runs on one machine do not meet.
