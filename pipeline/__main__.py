@@ -1,4 +1,5 @@
-"""`python -m pipeline status | why | clean`: what is done, what would run and why, what can go.
+"""`python -m pipeline status | why | clean`: what is done, what would run and why, what can go; `tensorboard` and
+`luigid` serve it to a browser.
 
 Every setting may be given as luigi takes it: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
 Exit status: 0 done (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed), 2 unknown option,
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
-from pipeline import clean, settings, status, why
+from pipeline import board, central, clean, settings, status, why
 from trainer.errors import UserError
 
 
@@ -33,6 +34,8 @@ COMMANDS = {
     "status": Command(status.SUMMARY, status.add_options, status.run),
     "why": Command(why.SUMMARY, why.add_options, why.run),
     "clean": Command(clean.SUMMARY, clean.add_options, clean.run),
+    "tensorboard": Command(board.SUMMARY, board.add_options, board.run),
+    "luigid": Command(central.SUMMARY, central.add_options, central.run),
 }
 
 

@@ -159,9 +159,14 @@ class Mnist(luigi.Config):
     log_interval = Whole(1)
 
 
+class Nights(luigi.Config):
+    keep = Whole(1)
+    webhook = Text()
+
+
 SECTIONS: tuple[type[luigi.Config], ...] = (
     *(Run, Corpus, Dataset, Model, Phase1, Phase2),
-    *(Precision, Cluster, Evaluation, Mnist),
+    *(Precision, Cluster, Evaluation, Mnist, Nights),
 )
 
 
@@ -179,6 +184,7 @@ class Settings:
     cluster: Cluster
     evaluation: Evaluation
     mnist: Mnist
+    nights: Nights
 
     def phase(self, phase: int) -> Phase:
         return self.phase1 if phase == 1 else self.phase2

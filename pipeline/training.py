@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import launch
+from pipeline.plain_sight import has_audience
 from pipeline.stage import Stage
 from stages import manifest
 from trainer.errors import EXIT_USER_ERROR, UserError
@@ -20,6 +21,11 @@ class Training(Stage):
 
     #: The step that was reached when it crashed last, and how often it has crashed there.
     _crashes = (-1, 0)
+
+    @property
+    def accepts_messages(self) -> bool:
+        """Luigi's question; what it takes is in `plain_sight`."""
+        return has_audience()
 
     @property
     def max_steps(self) -> int | None:
