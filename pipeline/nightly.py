@@ -8,6 +8,7 @@ from typing import Any
 import luigi
 from luigi import worker
 from luigi.retcodes import retcode
+from luigi.task import MixinNaiveBulkComplete
 
 from pipeline import launch, nights, notify, settings
 from pipeline.stage import Leave, refusals, say
@@ -19,7 +20,7 @@ from trainer.files import utc_now
 _LAST_LINES = 30
 
 
-class Nightly(luigi.Task):
+class Nightly(MixinNaiveBulkComplete, luigi.Task):
     """The chain up to the evaluated model, once for each date; one at a time, and the last [nights] keep stay."""
 
     date: luigi.DateParameter = luigi.DateParameter(description="the night, as 2026-11-21")

@@ -47,8 +47,12 @@ def reports(stage: Stage) -> Iterator[None]:
     reporter.start()
     try:
         yield
-    finally:
+    except KeyboardInterrupt:  # the process is to end: it waits for no scheduler that may be gone
+        raise
+    except BaseException:
         reporter.finish()
+        raise
+    reporter.finish()
 
 
 class _Reporter(threading.Thread):
