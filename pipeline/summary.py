@@ -48,7 +48,7 @@ def tell_phase2(merged: MergeShards, phases: list[Pretrain], evaluate: Stage, sa
     else:
         say("  held out: the data set has no *_test_* shards, so nothing was measured")
     say(f"  model: {merged.model_directory}")
-    say(f"  curves: tensorboard --logdir {phases[0].settings.work_dir / 'latest'}")
+    say("  curves: python -m pipeline tensorboard")
     say(f'  next: BertForPreTraining.from_pretrained("{merged.model_directory}")')
 
 
