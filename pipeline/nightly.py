@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -24,8 +25,8 @@ class Nightly(MixinNaiveBulkComplete, luigi.Task):
     """The chain up to the evaluated model, once for each date; one at a time, and the last [nights] keep stay."""
 
     date: luigi.DateParameter = luigi.DateParameter(description="the night, as 2026-11-21")
-    #: For a luigi with several workers; between processes there is a lock.
-    resources = {"nightly": 1}
+    #: For a luigi with several workers; between processes, which no scheduler may know all of, there is a lock.
+    resources = {f"nightly-{os.getpid()}": 1}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -77,6 +78,8 @@ class Nightly(MixinNaiveBulkComplete, luigi.Task):
             raise Leave(ending.status)
         if ending.status:
             said, log = ending.error.splitlines()[-1], directory / "stage.log"
+            if ending.status == retcode().not_run:
+                said = "the scheduler let a stage wait; if it has failed too often, for [scheduler] disable_persist seconds"
             raise UserError(f"night {self.date} failed: {said} (exit status {ending.status}; log: {log})")
         results = nights.results(directory)
         facts = {"date": str(self.date), "started": started, "seconds": round(time.monotonic() - clock, 1), **results}
