@@ -12,7 +12,7 @@ import luigi
 from pipeline import summary
 from pipeline.dataset import DownloadDataset, dataset_of
 from pipeline.goal import Goal
-from pipeline.stage import Stage, file_identity, say
+from pipeline.stage import Stage, file_identity, option_words, say
 from pipeline.training import Training
 from stages.checkpoints import checkpoint_files, is_remote, local_source, source_identity
 from trainer.config import ModelConfig
@@ -195,9 +195,7 @@ class ConvertCheckpoint(ModelStage):
         if self.given:
             model = self.directory / "config.json"
             write_json(model, self.model(2).to_hugging_face())
-            dataset = self.settings.dataset
-            transport = [f"--connections={dataset.connections}", f"--s3-profile={dataset.s3_profile}",
-                         f"--s3-endpoint={dataset.s3_endpoint}"]  # fmt: skip
+            transport = option_words(self.settings.dataset.transport)
             return [*convert, "--no-optimizer", "--config", str(model), *transport, self.given, str(self.directory)]
         pretrain = self.requires()["pretrain"]
         return [*convert, str(pretrain.directory / pretrain.counts()["checkpoint"]), str(self.directory)]
@@ -241,7 +239,7 @@ class Evaluate(Stage):
             *("-m", "stages.evaluate", str(merged.model_directory), str(self.requires()["dataset"].directory)),
             *("--out", str(self.directory), "--device", self.settings.cluster.device),
             *("--batch-size", str(self.settings.phase2.micro_batch_size)),
-            *(f"--{name.replace('_', '-')}={value}" for name, value in self.parameters().items()),
+            *option_words(self.parameters()),
         ]
 
 

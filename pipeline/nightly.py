@@ -79,7 +79,7 @@ class Nightly(MixinNaiveBulkComplete, luigi.Task):
         if ending.status:
             said, log = ending.error.splitlines()[-1], directory / "stage.log"
             if ending.status == retcode().not_run:
-                said = "the scheduler let a stage wait; if it has failed too often, for [scheduler] disable_persist seconds"
+                said = "a stage was made to wait: one that failed too often waits [scheduler] disable_persist seconds"
             raise UserError(f"night {self.date} failed: {said} (exit status {ending.status}; log: {log})")
         results = nights.results(directory)
         facts = {"date": str(self.date), "started": started, "seconds": round(time.monotonic() - clock, 1), **results}

@@ -74,6 +74,11 @@ class Dataset(luigi.Config):
     def sha256(self, phase: int) -> str:
         return self.phase1_sha256 if phase == 1 else self.phase2_sha256
 
+    @property
+    def transport(self) -> dict[str, Any]:
+        """How stages fetch things, as their options."""
+        return {"connections": self.connections, "s3_profile": self.s3_profile, "s3_endpoint": self.s3_endpoint}
+
 
 class Model(luigi.Config):
     preset = Text(tuple(PRESETS))

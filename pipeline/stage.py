@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +32,11 @@ from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
 from trainer.files import failpoint, read_json, replace_json, sha256_of, utc_now
 
 LATEST = "latest"
+
+
+def option_words(options: Mapping[str, Any]) -> list[str]:
+    """`--name=value` for each, as the stages' commands take them; what is empty is left out."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value != ""]
 
 
 class Leave(KeyboardInterrupt, SystemExit):

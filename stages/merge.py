@@ -15,13 +15,13 @@ from stages.checkpoints import (
     local_source,
     model_config,
     opened,
-    require_space,
     size_in_bytes,
     source_identity,
     written,
 )
 from stages.command import run
 from stages.manifest import Identity, Output, StageDirectory
+from stages.room import require_room
 from trainer.errors import UserError
 from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably, sha256_of
 
@@ -51,7 +51,7 @@ def merge(work: StageDirectory, args: argparse.Namespace) -> None:
     with opened(path, model_config(args.config), optimizer=args.with_optimizer) as source:
         if args.with_optimizer and not source.with_optimizer:
             raise UserError(f"{path} has no optimizer state to keep; leave --with-optimizer out")
-        require_space(work.path, bytes_needed(source, options))
+        require_room(work.path, bytes_needed(source, options), "the model needs")
         with disk_errors(temporary):
             temporary.mkdir()
             for name in TOKENIZER_FILES if args.tokenizer else ():

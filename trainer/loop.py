@@ -53,8 +53,8 @@ class Trainer:
             mesh.tensor_parallel_rank,
             mesh.tensor_parallel_size,
             lambda tensors, sums: device.all_reduce(tensors, mesh.tensor_parallel_group, sums=sums),
+            device.random_region,
         )
-        self.ranks.draw_with(device.random_region)
         start = None
         if mesh.is_root:
             if not config.trial:

@@ -43,7 +43,7 @@ def test_a_finished_chain_is_complete_in_running_order(chain: Chain) -> None:
 
 
 def test_the_table_has_a_line_for_each_stage(chain: Chain) -> None:
-    header, *lines = chain.ask("status").stdout.splitlines()
+    header, *lines = chain.ask("status", COLUMNS="400").stdout.splitlines()
     assert header.split() == ["stage", "state", "when", "how", "long", "where"]
     assert [line.split()[0] for line in lines] == list(chain.status())
     for line in lines:
