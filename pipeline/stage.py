@@ -17,6 +17,7 @@ import luigi
 from luigi.retcodes import retcode
 
 from pipeline import launch, settings
+from pipeline.plain_sight import reports
 from stages import attempts
 from stages.lock import hold
 from stages.manifest import (
@@ -165,7 +166,8 @@ class Stage(luigi.Task):
                     claim(self.directory, self.identity)
                     say(f"{self.label}: started in {self.directory}")
                     self.started, self.clock = utc_now(), time.monotonic()
-                    self._run_command(lock)
+                    with reports(self):
+                        self._run_command(lock)
                     self.finish()
                 self._link_latest()
         except LockHeld as error:
@@ -269,12 +271,13 @@ def _remember(path: Path, memory: dict[str, Any]) -> None:
 
 
 class _OneLine(logging.Filter):
-    """Makes one line of luigi's traceback when what failed is a `UserError`."""
+    """Makes one line of luigi's traceback, beside a message or in it, when what failed is a `UserError`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, UserError):
+        error = (record.exc_info or sys.exc_info())[1]
+        if isinstance(error, UserError) and (record.exc_info or "Traceback" in record.getMessage()):
             record.msg, record.args, record.exc_info, record.exc_text = str(error), (), None, None
+            record.levelno, record.levelname = logging.ERROR, "ERROR"
         return True
 
 
