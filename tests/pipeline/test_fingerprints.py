@@ -127,6 +127,9 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "num_ckpts_to_keep", "7", NOTHING),
     ("precision", "mode", "fp32", MODEL),
     # Graphs are of a device and of a layout; what is trained is not.
+    ("cluster", "spot_watch", "true", NOTHING),
+    ("nights", "keep", "3", NOTHING),
+    ("nights", "webhook", "http://localhost:9000", NOTHING),
     ("cluster", "device", "cuda", COMPILED),
     # Of the MLP every worker has a batch of its own, and the learning rate grows with them.
     ("cluster", "nproc_per_node", "2", (*COMPILED, *MLP)),
