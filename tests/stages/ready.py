@@ -47,6 +47,13 @@ def write_random(path: Path, *, rows: int, seed: int) -> Path:
     return path
 
 
+def write_random_shards(folder: Path, count: int) -> Path:
+    """`count` training shards of 1.9 MB in `folder`."""
+    for number in range(count):
+        write_random(folder / f"x_training_{number}.hdf5", rows=800, seed=number)
+    return folder
+
+
 def pack(folder: Path, mode: str) -> Path:
     path = folder.parent / f"shards.tar.{mode}" if mode else folder.parent / "shards.tar"
     if mode == "zst":

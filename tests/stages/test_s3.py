@@ -19,7 +19,7 @@ import stages.transfer
 from stages.remote import Version
 from stages.sources import Transport
 from tests.chain import Chain
-from tests.stages.ready import bytes_of, download, pack, refused, write_random
+from tests.stages.ready import bytes_of, download, pack, refused, write_random_shards
 from tests.stages.web import Fault, cut, serving, stall, status, then
 from tests.support import assert_one_line_error, forked, write_dataset
 
@@ -39,10 +39,7 @@ def endpoint() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards") / "in"
-    for number in range(2):
-        write_random(folder / f"x_training_{number}.hdf5", rows=800, seed=number)
-    return folder
+    return write_random_shards(tmp_path_factory.mktemp("shards") / "in", 2)
 
 
 @pytest.fixture(scope="module")

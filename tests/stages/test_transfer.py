@@ -21,7 +21,7 @@ import stages.remote
 import stages.transfer
 from stages.sources import Transport
 from tests.chain import wait_until
-from tests.stages.ready import bytes_of, download, pack, refused, write_random
+from tests.stages.ready import bytes_of, download, pack, refused, write_random, write_random_shards
 from tests.stages.web import Fault, Web, cut, serving, stall, status, then
 from tests.support import ROOT, assert_one_line_error, forked
 from trainer.files import read_json
@@ -31,10 +31,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards") / "in"
-    for number in range(3):
-        write_random(folder / f"x_training_{number}.hdf5", rows=800, seed=number)
-    return folder
+    return write_random_shards(tmp_path_factory.mktemp("shards") / "in", 3)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from tests.support import (
     metrics,
     tensors,
     train,
-    write_dataset,
     write_model_config,
 )
 from trainer.config import ModelConfig
@@ -30,11 +29,6 @@ LAYOUTS = ((1, 1), (2, 2), (4, 4), (4, 2))
 COMMON = {
     "batch_size": 4, "lr": 3e-3, "warmup_steps": 5, "max_pred_len": 5, "ckpt_interval_steps": 0, "device": "cpu",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data"), [37, 40, 23, 31])
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support import assert_one_line_error, losses, metrics, tensors, train, write_dataset, write_model_config
+from tests.support import assert_one_line_error, losses, metrics, tensors, train
 from trainer.devices.xla import XlaDevice
 from trainer.errors import UserError
 from trainer.parallel.mesh import Mesh
@@ -15,16 +15,6 @@ from trainer.parallel.mesh import Mesh
 pytest.importorskip("torch_xla")
 
 COMMON = {"batch_size": 4, "lr": 3e-3, "warmup_steps": 5, "max_pred_len": 5, "ckpt_interval_steps": 0}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data"), [37, 40, 23, 31])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_config(tmp_path_factory.mktemp("model"))
 
 
 def run(data: Path, model: Path, out: Path, *, workers: int = 1, **values: object) -> Path:
