@@ -1,5 +1,7 @@
-"""`make bench`: every benchmark in turn, or `python -m benchmarks NAME …` those named (further options go to each); each prints its claims
-and what was measured. All of it becomes one table, benchmarks/results/<machine>.md, in which the others' rows stay.
+"""`make bench`: every benchmark in turn; or `python -m benchmarks NAME …`: those named, to which further options go.
+
+Each prints its claims and what was measured; all of it becomes one table, benchmarks/results/<machine>.md, in which the
+others' rows stay.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
@@ -10,18 +9,16 @@ import time
 from pathlib import Path
 
 from benchmarks.results import Result, say
-from benchmarks.work import ROOT, A, metrics, on_cores, pairs_parser, python, scratch, trainer_options
+from benchmarks.work import ROOT, A, Work, metrics, on_cores, pairs_parser, python, scratch, trainer_options
 
 MOST = 6.0
 
 
-def first_step_s(data: Path, model: Path, out: Path, *, environment: dict[str, str] | None = None) -> float:
+def first_step_s(data: Path, model: Path, out: Path, *, work: Work = A) -> float:
     """From the start of the command until the first step begins: until its line is there, less what it took."""
-    command = [sys.executable, "-m", "trainer", *trainer_options(A, data, model, out, steps=1, warmup_steps=0)]
+    command = [sys.executable, "-m", "trainer", *trainer_options(work, data, model, out, steps=1, warmup_steps=0)]
     began = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **(environment or {})}, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
