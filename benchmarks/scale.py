@@ -95,17 +95,19 @@ class Machine:
 
     name: str
     workers: int
-    #: Sequences/s of phase 1 of all of them together, without any all-reduce between machines.
-    sequences_per_s: float
-    #: Bytes/s that it sends to others, as published, and bytes/s between its own workers.
+    #: Sequences/s of all of them together, by phase, without any all-reduce between machines.
+    sequences_per_s: dict[int, float]
+    #: Bytes/s that it sends to others, as published.
     network: float
-    inside: float
+    #: Bytes/s of each of its workers to the others in it; None: their all-reduce is in `sequences_per_s`.
+    inside: float | None = None
 
 
-#: Network: 800 and 3,200 Gbit/s. Rates: AWS's best for phase 1 (ANCHORS: SDK 2.20), and what benchmarks/gpu.py claims.
+#: Network: EFA's 800 and 3,200 Gbit/s; NVLink: 450 GB/s in each direction. Rates: AWS's best published (SDK 2.20), and,
+#: for want of any, what benchmarks/gpu.py claims.
 MACHINES = (
-    Machine("trn1.32xlarge", 32, 4_380, 100e9, 192e9),
-    Machine("8 × H100", 8, 8 * 1_800, 400e9, 450e9),
+    Machine("trn1.32xlarge", 32, {1: 4_380, 2: 525}, 100e9),
+    Machine("8 × H100", 8, {1: 8 * 1_800, 2: 8 * 870}, 400e9, 450e9),
 )
 NODES = (1, 2, 4, 8, 16, 32, 64)
 PARAMETERS, GRADIENT_BYTES = 335_174_458, 4
@@ -113,28 +115,31 @@ PARAMETERS, GRADIENT_BYTES = 335_174_458, 4
 REACHED = 0.7
 
 
-def step(machine: Machine, nodes: int, global_batch_size: int) -> tuple[float, float]:
-    """Seconds of computing and of all-reduce of one step. Hierarchical: within a machine, between machines, and back;
-    a ring of n sends 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009)."""
+def step(machine: Machine, nodes: int, phase: int, global_batch_size: int) -> tuple[float, float]:
+    """Seconds of computing and of all-reduce of one step; a ring of n sends 2 (n - 1) / n of the bytes (Patarasuk and
+    Yuan 2009), and the workers of a machine share its network. Nothing overlaps: it is one call after the last
+    micro-step."""
 
     def ring(n: int, rate: float) -> float:
         return 2 * (n - 1) / n * PARAMETERS * GRADIENT_BYTES / (REACHED * rate)
 
-    reduce_s = ring(machine.workers, machine.inside) + ring(nodes, machine.network)
-    return global_batch_size / (nodes * machine.sequences_per_s), reduce_s
+    reduce_s = ring(nodes, machine.network)
+    if machine.inside is not None:
+        reduce_s += ring(machine.workers, machine.inside)
+    return global_batch_size / (nodes * machine.sequences_per_s[phase]), reduce_s
 
 
 def arithmetic() -> None:
-    for global_batch_size in (16_384, 65_536):
-        print(f"\nphase 1, global batch {global_batch_size:,}: step, of which all-reduce")
+    for phase, global_batch_size in ((1, 16_384), (1, 65_536), (2, 32_768)):
+        print(f"\nPhase {phase}, {global_batch_size:,} sequences a step: its time, the all-reduce's share\n")
         print("| machines | " + " | ".join(machine.name for machine in MACHINES) + " |")
         print("| --- |" + " --- |" * len(MACHINES))
         for nodes in NODES:
             cells = []
             for machine in MACHINES:
-                compute, reduce = step(machine, nodes, global_batch_size)
+                compute, reduce = step(machine, nodes, phase, global_batch_size)
                 rows = global_batch_size / (nodes * machine.workers)
-                cells.append(f"{compute + reduce:.3f} s, {reduce / (compute + reduce):.1%}, {rows:g} rows a worker")
+                cells.append(f"{compute + reduce:.2f} s, {reduce / (compute + reduce):.1%}, {rows:g} a worker")
             print(f"| {nodes} | " + " | ".join(cells) + " |")
 
 

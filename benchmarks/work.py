@@ -79,7 +79,7 @@ def half_padding_lengths(work: Work, rows: int) -> Any:
     """A quarter of the rows full, the others from a truncated exponential, so that half of the tokens of S=512 are
     padding, as in Wikipedia's (Krell et al. 2021, arXiv:2107.02027, section 2)."""
     rng = np.random.default_rng(0)
-    shorter = rng.exponential(0.47 * work.seq_len, 4 * rows)
+    shorter = rng.exponential(0.455 * work.seq_len, 4 * rows)
     shorter = shorter[(shorter >= 8) & (shorter < work.seq_len)][:rows].astype(int)
     return np.where(rng.random(rows) < 0.25, work.seq_len, shorter)
 
