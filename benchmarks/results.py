@@ -129,7 +129,7 @@ def write_table(path: Path, said: str, benchmark: str, results: list[Result], *,
     for r in results:
         cells = (benchmark, r.what, r.ours, r.beside, r.measured, r.claimed, r.met, when, f"{others:.1f}")
         kept.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-    titles = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
+    titles = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([f"# {said}", "", head, "", *titles, *sorted(kept, key=_benchmark_of), ""]))
 

@@ -66,7 +66,7 @@ class Work:
 A = Work("A", 4, 256, 4, 1024, 8192, 128, 20, 16, 4)
 #: The same model in phase 2.
 A2 = A.but(name="A, phase 2", seq_len=512, max_pred_len=80, micro_batch_size=8)
-BASE = Work("BERT-Base", 12, 768, 12, 3072, 30522, 128, 20, 8, 4)
+BASE = Work("BERT-Base", 12, 768, 12, 3072, 30522, 128, 20, 8, 2)
 
 
 def phase1_lengths(work: Work, rows: int) -> Any:
