@@ -1,7 +1,8 @@
 """`python -m trainer` with its parts timed: `-m benchmarks.timed DIRECTORY …`, then the trainer's own options.
 
 Each worker writes DIRECTORY/<rank>.json: for each step the seconds from the end of the one before to its own, and how
-many of them were in which part. `save` waits until the checkpoint is durable, so that its seconds are all that a
+many of them were in which part; last, what came after the steps, and the process's matrix rate before and after
+training. `save` waits until the checkpoint is durable, so that its seconds are all that a
 checkpoint can cost. Nothing is profiled; on the CPU an operation has ended when its call returns.
 """
 
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer.__main__ import main as train
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.devices.cpu import CpuDevice
@@ -28,6 +31,23 @@ from trainer.parallel.gradients import PlainModel
 
 #: What is not time outside forward pass, backward pass and optimizer.
 INSIDE = ("forward", "backward", "reduce", "optimizer")
+
+
+#: Set in the environment, if the matrix rate is wanted.
+MATRIX_RATE = "BENCHMARK_MATRIX_RATE"
+#: Side of the square matrices whose product tells what this machine can do, and how often it is taken: 17 GFLOP each.
+MATRIX, TIMES = 2048, 12
+
+
+def matrix_flops_per_s() -> float:
+    """fp32, with the threads that training has; the best of several."""
+    a, b = torch.rand(MATRIX, MATRIX), torch.rand(MATRIX, MATRIX)
+    seconds = []
+    for _ in range(TIMES):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        seconds.append(time.perf_counter() - began)
+    return 2 * MATRIX**3 / min(seconds)
 
 
 class Clock:
@@ -91,10 +111,13 @@ def install(clock: Clock) -> None:
 
 def main() -> int:
     directory = Path(sys.argv.pop(1))
+    matrix = matrix_flops_per_s() if MATRIX_RATE in os.environ else 0.0
     clock = Clock()
     install(clock)
     status = train()
-    last = {"wall": 0.0, **clock.parts}  # after the last step: the checkpoint at the end
+    if MATRIX_RATE in os.environ:
+        matrix = max(matrix, matrix_flops_per_s())
+    last = {**clock.parts, "matrix_flops_per_s": matrix}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps([*clock.steps, last]))
     return status
