@@ -11,55 +11,19 @@ whole micro-batch, V: vocabulary. A row is one sequence, or, packed, several tha
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.config import ModelConfig
-from trainer.data.batch import Batch
+from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.models.base import Model
 from trainer.models.operations import AttentionMask, Operations
 from trainer.parallel.shares import put_share, whole_shape
 from trainer.parallel.tensor import RowLinear, TensorParallel, VocabularyEmbedding, vocabulary_cross_entropy
 
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
-#: Label of a masked position that only fills up a static shape (torch's and Hugging Face's ignore_index).
-IGNORED = -100
-
-
-@dataclass(frozen=True)
-class BertBatch(Batch):
-    """One micro-batch. All int64."""
-
-    #: Whether rows hold several sequences.
-    is_packed: ClassVar[bool] = False
-
-    #: (B, S) token ids.
-    input_ids: Tensor
-    #: (B, S) 0 for the first sentence and padding, 1 for the second sentence.
-    segment_ids: Tensor
-    #: (B, S) the number of a token's sequence in its row, from 1; 0 in padding.
-    sequence_ids: Tensor
-    #: (B, S) places in the sequences, from 0; (1, S) where they are the same in all rows.
-    position_ids: Tensor
-    #: (M,) places of the masked tokens in the flattened (B·S,) micro-batch.
-    masked_index: Tensor
-    #: (M,) ids that were there, `IGNORED` where the place is only a filler.
-    masked_labels: Tensor
-    #: (Q,) places of the sequences' [CLS] in the flattened micro-batch.
-    first_index: Tensor
-    #: (Q,) 1 if the second sentence is a random one, `IGNORED` where the place is only a filler.
-    next_sentence_labels: Tensor
-
-
-@dataclass(frozen=True)
-class PackedBertBatch(BertBatch):
-    """A micro-batch of packed rows."""
-
-    is_packed = True
 
 
 class Dropout(nn.Module):
@@ -238,7 +202,7 @@ class BertForPreTraining(Model):
 
     def logits(self, batch: BertBatch) -> tuple[Tensor, Tensor]:
         """Masked-LM logits (M, V / t) at the masked positions, and next-sentence logits (Q, 2)."""
-        mask = self._ops.attention_mask(batch.sequence_ids, is_packed=batch.is_packed)
+        mask = self._ops.attention_mask(batch.sequence_ids, batch.packed_bounds)
         x = self.bert.encoder(self.bert.embeddings(batch), mask).flatten(0, 1)
         masked, first = x.index_select(0, batch.masked_index), x.index_select(0, batch.first_index)
         word_embeddings = self.bert.embeddings.word_embeddings.weight
