@@ -36,9 +36,10 @@ def main() -> None:
     seconds = time.monotonic() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     tokens = int(lengths.sum(dtype=np.int64))
+    share, apart = tokens / (512 * rows), tokens / (512 * args.sequences)
     print(
-        f"{args.sequences:,} sequences in {rows:,} rows, {args.sequences / rows:.2f} a row: {tokens / (512 * rows):.4f} "
-        f"real tokens (claimed: {CLAIMED_SHARE} or more), one a row {tokens / (512 * args.sequences):.3f}"
+        f"{args.sequences:,} sequences in {rows:,} rows, {args.sequences / rows:.2f} a row: {share:.4f} real tokens "
+        f"(claimed: {CLAIMED_SHARE} or more), one a row {apart:.3f}"
     )
     print(f"{seconds:.1f} s (claimed: {CLAIMED_S} or less), {peak - before:.0f} MB of memory more than before")
 
