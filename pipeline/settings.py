@@ -22,7 +22,7 @@ from pipeline.parameters import Number, Sha256OrEmpty, Switch, Text, Whole, Whol
 from stages.corpus import DOCUMENT_ENDS
 from stages.mnist import CHECKSUMS
 from stages.sources import CONNECTIONS_MAX
-from trainer.config import DATA_PARALLEL, DEVICES, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
+from trainer.config import DATA_PARALLEL, DEVICES, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig, require_agreement
 from trainer.errors import UserError
 from trainer.parallel.plan import require_divisible
 
@@ -266,6 +266,7 @@ def _check_together(settings: Settings) -> None:
         )
     for phase in (1, 2):
         at = settings.phase(phase)
+        require_agreement(at.optimizer, settings.precision.mode)
         usteps, per_execution = settings.grad_accum_usteps(phase), settings.cluster.batches_per_execution
         if usteps % per_execution:
             raise UserError(

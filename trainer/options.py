@@ -192,7 +192,7 @@ def to_config(args: argparse.Namespace, mesh: Mesh) -> tuple[TrainConfig, Worklo
 def device_options(config: TrainConfig, mesh: Mesh) -> DeviceOptions:
     """What the device of this worker is told; the root's reports what it compiles."""
     return DeviceOptions(
-        precision=config.precision,
+        precision=config.wanted_precision,
         batches_per_execution=config.batches_per_execution,
         compile_cache=config.compile_cache,
         reports=config.output_dir if mesh.is_root and config.graphs is not None else None,

@@ -16,6 +16,7 @@ from trainer.optim.adamw import BETA1, BETA2, EPSILON, AdamW
 from trainer.optim.parameters import FlatParameters, SeparateParameters
 from trainer.optim.schedule import learning_rate, linear_warmup_decay
 from trainer.optim.sgd import SGD
+from trainer.precision import Precision
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,7 +44,7 @@ layouts = pytest.mark.parametrize("layout", [FlatParameters, SeparateParameters]
 @pytest.mark.parametrize("number", [None, lambda value: torch.tensor(value, dtype=torch.float64)])
 def test_updates_equal_torchs_adamw_with_clipping(layout: Layout, number: Callable[[float], torch.Tensor]) -> None:
     ours, theirs = small_model(), copy.deepcopy(small_model())
-    parameters = layout(ours, has_weight_decay, 2)
+    parameters = layout(ours, has_weight_decay, 2, Precision("fp64"))
     optimizer = AdamW(parameters, weight_decay=0.01, number=number)
     named = list(theirs.named_parameters())
     reference = torch.optim.AdamW(
@@ -77,7 +78,7 @@ def test_updates_equal_torchs_adamw_with_clipping(layout: Layout, number: Callab
 @layouts
 def test_a_replaced_gradient_is_noticed(layout: Layout) -> None:
     model = small_model()
-    parameters = layout(model, has_weight_decay, 2)
+    parameters = layout(model, has_weight_decay, 2, Precision("fp64"))
     weight = model.cls.seq_relationship.weight
     weight.grad = torch.zeros_like(weight)
     with pytest.raises(AssertionError, match="seq_relationship"):
@@ -101,7 +102,7 @@ def test_the_schedule_is_hugging_faces(warmup: int, total: int) -> None:
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_updates_equal_torchs_sgd(layout: Layout, number: Callable[[float], torch.Tensor], weight_decay: float) -> None:
     ours, theirs = small_model(), copy.deepcopy(small_model())
-    parameters = layout(ours, has_weight_decay, 2)
+    parameters = layout(ours, has_weight_decay, 2, Precision("fp64"))
     optimizer = SGD(parameters, weight_decay=weight_decay, number=number)
     named = list(theirs.named_parameters())
     reference = torch.optim.SGD(

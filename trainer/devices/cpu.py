@@ -66,8 +66,9 @@ class CpuDevice(Device):
         return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
     def automatic_precision(self) -> tuple[str, str]:
-        if {"avx512_bf16", "amx_bf16"} & cpu_flags():
-            return "autocast", "this CPU has bf16 instructions"
+        found = sorted({"avx512_bf16", "amx_bf16"} & cpu_flags())
+        if found:
+            return "autocast", f"this CPU has bf16 instructions ({', '.join(found)})"
         return "fp32", "this CPU has no bf16 instructions"
 
     def seed(self, seed: int) -> None:
