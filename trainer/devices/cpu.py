@@ -27,7 +27,8 @@ class CpuOperations(Operations):
         if dropout_p == 0:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-        bias = torch.zeros(mask.shape, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        # Half of the least number: added to a score, even the least itself would overflow.
+        bias = torch.zeros(mask.shape, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min / 2)
         # dtype: autocast would make it fp32 and back; within the kernel it is fp32 in any case.
         weights = torch.softmax(scores.add_(bias), dim=-1, dtype=scores.dtype)
         return self.dropout(weights, dropout_p) @ value
