@@ -1,12 +1,11 @@
 """In which number types a model computes and is updated. The default does nothing.
 
-| name          | weights | gradients, moments, update | between steps                                         |
-|---------------|---------|----------------------------|-------------------------------------------------------|
-| `fp32`        | fp32    | fp32                       |                                                       |
-| `fp64`        | fp64    | fp64                       | to check algorithms                                   |
-| `autocast`    | fp32    | fp32                       | products in bf16 where torch deems it safe            |
-| `bf16-sr`     | bf16    | fp32                       | weights are rounded up or down by chance (arXiv:2010.06192) |
-| `bf16-master` | bf16    | fp32                       | weights are rounded from an fp32 copy (arXiv:1710.03740) |
+name         weights  sums of gradients, moments, update
+fp32         fp32     fp32
+fp64         fp64     fp64: to check algorithms
+autocast     fp32     fp32; products in bf16 where torch deems it safe
+bf16-sr      bf16     fp32, then rounded up or down by chance (arXiv:2010.06192)
+bf16-master  bf16     fp32, of an fp32 copy of the weights (arXiv:1710.03740)
 """
 
 from __future__ import annotations
