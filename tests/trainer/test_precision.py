@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import (
+    MODEL,
     Workers,
     assert_one_line_error,
     forked,
@@ -329,6 +331,35 @@ def test_masks_never_overflow_in_bf16(operations: Operations, dropout_p: float, 
             q, k, v = query[row].double(), key[row, :, :length].double(), value[row, :, :length].double()
             expected = (q @ k.transpose(1, 2) * 8**-0.5).softmax(-1) @ v
             torch.testing.assert_close(out[row].double(), expected, rtol=0, atol=0.03)  # bf16 has 8 bits
+
+
+def test_gradients_of_bf16_weights_are_those_of_fp32_arithmetic() -> None:
+    """Each parameter's, against the same weights in fp32: bf16 activations cost 1.2 %. torch's own kernels, which sum
+    over the 4,096 tokens in bf16, were off by 3.6 % for LayerNorms and segment embeddings."""
+    config = ModelConfig(**{**MODEL, "hidden_size": 64, "num_hidden_layers": 4}).without_dropout()
+    narrow = BertForPreTraining(config, CpuOperations())
+    narrow.initialise(seed=1)
+    narrow.bfloat16()
+    wide = copy.deepcopy(narrow).float()
+    arrays = synthetic_rows(128, seq_len=32, max_pred_len=5, seed=0)
+    places = np.flatnonzero(arrays["input_ids"] == 4)
+    rows, columns = np.nonzero(arrays["masked_lm_ids"])
+    batch = BertBatch(
+        *(torch.from_numpy(arrays[key].astype(np.int64)) for key in ("input_ids", "segment_ids", "input_mask")),
+        torch.from_numpy(places),
+        torch.from_numpy(arrays["masked_lm_ids"][rows, columns].astype(np.int64)),
+        torch.from_numpy(arrays["next_sentence_labels"].astype(np.int64)),
+    )
+    for network in (narrow, wide):
+        masked_lm, next_sentence = network(batch)
+        (masked_lm / len(places) + next_sentence / 128).backward()
+    off = {}
+    for (name, mine), (_, exact) in zip(narrow.named_parameters(), wide.named_parameters(), strict=True):
+        assert mine.grad is not None
+        assert exact.grad is not None
+        if not name.endswith("key.bias"):  # softmax takes no notice of it: its gradient is rounding alone
+            off[name] = float((mine.grad.float() - exact.grad).norm() / exact.grad.norm())
+    assert max(off.values()) < 0.02, sorted(off.items(), key=lambda item: -item[1])[:3]
 
 
 def test_the_loss_of_bf16_weights_is_fp32() -> None:
