@@ -15,9 +15,11 @@ from pipeline.bert import (  # noqa: E402 (the tasks read settings when they are
     MergeShards,
     Precompile,
     Pretrain,
+    Report,
 )
 from pipeline.dataset import DownloadDataset, ShardDataset, TokenizeCorpus  # noqa: E402
 from pipeline.mnist import DownloadMnist, EvaluateMlp, MnistMlp, TrainMlp  # noqa: E402
+from pipeline.nightly import Nightly  # noqa: E402
 
 __all__ = [
     "BertPhase1",
@@ -29,8 +31,10 @@ __all__ = [
     "EvaluateMlp",
     "MergeShards",
     "MnistMlp",
+    "Nightly",
     "Precompile",
     "Pretrain",
+    "Report",
     "ShardDataset",
     "TokenizeCorpus",
     "TrainMlp",

@@ -43,10 +43,13 @@ class Ending:
 class Command:
     """A running `python …`, with a process group of its own; it dies if this process does."""
 
-    def __init__(self, words: list[str], *, fingerprint: str, keep_open: tuple[int, ...]) -> None:
-        """`keep_open`: descriptors it keeps, the stage's lock among them."""
+    def __init__(
+        self, words: list[str], *, fingerprint: str, keep_open: tuple[int, ...], variables: dict[str, str]
+    ) -> None:
+        """`keep_open`: descriptors it keeps, the stage's lock among them; `variables`: more of its environment."""
         environment = {
             **os.environ,
+            **variables,
             HELD_FINGERPRINT_VARIABLE: fingerprint,
             PARENT_VARIABLE: str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
@@ -80,6 +83,7 @@ def run(
     fingerprint: str,
     keep_open: tuple[int, ...],
     hang_timeout_s: float | None = None,
+    variables: dict[str, str] | None = None,
 ) -> Ending:
     """Run `python words…` to its end, its output on the console and appended to DIRECTORY/stage.log.
 
@@ -88,7 +92,7 @@ def run(
     """
     log = directory / "stage.log"
     began = log.stat().st_size if log.exists() else 0
-    command = Command(words, fingerprint=fingerprint, keep_open=keep_open)
+    command = Command(words, fingerprint=fingerprint, keep_open=keep_open, variables=variables or {})
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         handlers = {signum: signal.signal(signum, command.stop) for signum in _FORWARDED}

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline import summary
 from pipeline.goal import Goal
-from pipeline.stage import Stage, say
+from pipeline.stage import Stage, option_words, say
 from pipeline.training import Training
 from stages.mnist import source_inputs
 
@@ -23,13 +23,7 @@ class DownloadMnist(Stage):
 
     def command(self) -> list[str]:
         mnist, dataset = self.settings.mnist, self.settings.dataset
-        options = {
-            "checksums": mnist.checksums,
-            "s3_profile": dataset.s3_profile,
-            "s3_endpoint": dataset.s3_endpoint,
-            "connections": dataset.connections,
-        }
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value != ""]
+        words = option_words({"checksums": mnist.checksums, **dataset.transport})
         return ["-m", "stages.mnist", mnist.url, "--out", str(self.directory), *words]
 
 

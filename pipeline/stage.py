@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +17,8 @@ import luigi
 from luigi.retcodes import retcode
 
 from pipeline import launch, settings
+from pipeline.plain_sight import reports
+from stages import attempts
 from stages.lock import hold
 from stages.manifest import (
     FAILURE,
@@ -31,6 +33,11 @@ from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
 from trainer.files import failpoint, read_json, replace_json, sha256_of, utc_now
 
 LATEST = "latest"
+
+
+def option_words(options: Mapping[str, Any]) -> list[str]:
+    """`--name=value` for each, as the stages' commands take them; what is empty is left out."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value != ""]
 
 
 class Leave(KeyboardInterrupt, SystemExit):
@@ -142,15 +149,25 @@ class Stage(luigi.Task):
         counts: dict[str, Any] = self.manifest()["counts"]
         return counts
 
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """What goes on while the stage runs."""
+        return contextlib.nullcontext()
+
     def run(self) -> None:
         """Fill the directory. Raises `UserError` (the task fails), or `Leave` when somebody else is at it."""
+        with self.beside():
+            self._fill()
+        say(f"{self.label}: complete")
+
+    def _fill(self) -> None:
         try:
             with hold(self.directory) as lock:
                 with contextlib.suppress(AlreadyComplete):
                     claim(self.directory, self.identity)
                     say(f"{self.label}: started in {self.directory}")
                     self.started, self.clock = utc_now(), time.monotonic()
-                    self._run_command(lock)
+                    with reports(self):
+                        self._run_command(lock)
                     self.finish()
                 self._link_latest()
         except LockHeld as error:
@@ -160,7 +177,6 @@ class Stage(luigi.Task):
             if not (self.directory / FAILURE).exists():
                 record_failure(self.directory, str(error))
             raise
-        say(f"{self.label}: complete")
 
     def hang_timeout_s(self) -> float | None:
         """Seconds of silence after which the command is killed; None: never."""
@@ -172,14 +188,16 @@ class Stage(luigi.Task):
 
     def _run_command(self, lock: int) -> None:
         while True:
-            ending = launch.run(
-                self.command(),
-                directory=self.directory,
-                fingerprint=self.identity.fingerprint,
-                keep_open=(lock,),
-                hang_timeout_s=self.hang_timeout_s(),
-            )
-            if ending.interrupted or ending.status == EXIT_INTERRUPTED:
+            with attempts.recording(self.directory) as record:
+                ending = launch.run(
+                    self.command(),
+                    directory=self.directory,
+                    fingerprint=self.identity.fingerprint,
+                    keep_open=(lock,),
+                    hang_timeout_s=self.hang_timeout_s(),
+                )
+                record(_how(ending), ending.status, ending.error)
+            if _how(ending) == "interrupted":
                 say(f"{self.label}: interrupted; the same command goes on from here")
                 raise Leave(EXIT_INTERRUPTED)
             if ending.status == 0:
@@ -211,6 +229,14 @@ class Stage(luigi.Task):
             failpoint(f"link-after:{self.label}")
         except OSError as error:
             raise DiskError.of(error, link) from error
+
+
+def _how(ending: launch.Ending) -> attempts.How:
+    if ending.interrupted or ending.status == EXIT_INTERRUPTED:
+        return "interrupted"
+    if ending.status == 0:
+        return "complete"
+    return "hung" if ending.hung else "failed"
 
 
 def say(line: str) -> None:
@@ -245,12 +271,13 @@ def _remember(path: Path, memory: dict[str, Any]) -> None:
 
 
 class _OneLine(logging.Filter):
-    """Makes one line of luigi's traceback when what failed is a `UserError`."""
+    """Makes one line of luigi's traceback, beside a message or in it, when what failed is a `UserError`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, UserError):
+        error = (record.exc_info or sys.exc_info())[1]
+        if isinstance(error, UserError) and (record.exc_info or "Traceback" in record.getMessage()):
             record.msg, record.args, record.exc_info, record.exc_text = str(error), (), None, None
+            record.levelno, record.levelname = logging.ERROR, "ERROR"
         return True
 
 

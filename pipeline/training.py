@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import launch
+from pipeline.plain_sight import has_audience
 from pipeline.stage import Stage
 from stages import manifest
 from trainer.errors import EXIT_USER_ERROR, UserError
@@ -20,6 +21,11 @@ class Training(Stage):
 
     #: The step that was reached when it crashed last, and how often it has crashed there.
     _crashes = (-1, 0)
+
+    @property
+    def accepts_messages(self) -> bool:
+        """Luigi's question; what it takes is in `plain_sight`."""
+        return has_audience()
 
     @property
     def max_steps(self) -> int | None:
@@ -40,7 +46,8 @@ class Training(Stage):
         """The trainer with those options, on as many workers as the settings say."""
         cluster = self.settings.cluster
         arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        trainer = ["-m", "trainer", *arguments, *flags, *(["--compile"] if cluster.compile else [])]
+        switches = {"--compile": cluster.compile, "--spot_watch": cluster.spot_watch}
+        trainer = ["-m", "trainer", *arguments, *flags, *(name for name, on in switches.items() if on)]
         if cluster.nproc_per_node == 1:
             return trainer
         # Standalone: a port of its own, so that two runs on one machine do not meet.

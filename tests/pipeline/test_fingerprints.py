@@ -14,7 +14,7 @@ import pytest
 from luigi.configuration import get_config
 
 import pipeline
-from pipeline import settings
+from pipeline import sections, settings
 from pipeline.stage import Stage
 from tests.support import ROOT
 from trainer.errors import UserError
@@ -36,6 +36,7 @@ MADE_FROM = {
     "pretrain-phase2": ("shard_dataset-phase2", "download_dataset-phase2", "convert_checkpoint"),
     "merge_shards": ("pretrain-phase2",),
     "evaluate": ("merge_shards", "shard_dataset-phase2", "download_dataset-phase2"),
+    "report": ("merge_shards", "evaluate"),
     "download_mnist": (),
     "train_mlp": ("download_mnist",),
     "evaluate_mlp": ("train_mlp", "download_mnist"),
@@ -56,6 +57,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("run", "seed", "7", (*TOKENS, *SHARDS, *TRAINED, *MLP)),
     ("run", "log_interval", "3", NOTHING),
     ("run", "processes", "5", NOTHING),
+    ("run", "report_interval_s", "5", NOTHING),
     ("corpus", "source", "{tmp}/a.txt", TOKENS),
     ("corpus", "held_out_source", "{tmp}/b.txt", TOKENS),
     ("corpus", "held_out", "0.25", TOKENS),
@@ -91,6 +93,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("model", "attention_probs_dropout_prob", "0.2", MODEL),
     ("phase1", "seq_len", "64", ("shard_dataset-phase1", "precompile-phase1", "pretrain-phase1")),
     ("phase1", "max_pred_len", "10", ("shard_dataset-phase1", "precompile-phase1", "pretrain-phase1")),
+    ("phase1", "pack", "true", ("shard_dataset-phase1", "precompile-phase1")),
     ("phase1", "global_batch_size", "128", ("pretrain-phase1",)),
     # Without micro-steps to add up there is another graph.
     ("phase1", "global_batch_size", "32", ("precompile-phase1", "pretrain-phase1")),
@@ -109,6 +112,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "start_from", "{tmp}/ckpt_5.pt", ("convert_checkpoint",)),
     ("phase2", "seq_len", "256", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2")),
     ("phase2", "max_pred_len", "40", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2", "evaluate")),
+    ("phase2", "pack", "false", ("shard_dataset-phase2", "precompile-phase2")),
     ("phase2", "global_batch_size", "64", ("pretrain-phase2",)),
     ("phase2", "micro_batch_size", "16", ("precompile-phase2",)),
     ("phase2", "optimizer", "AdamW_FP32OptimParams", ("precompile-phase2", "pretrain-phase2")),
@@ -123,6 +127,9 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "num_ckpts_to_keep", "7", NOTHING),
     ("precision", "mode", "fp32", MODEL),
     # Graphs are of a device and of a layout; what is trained is not.
+    ("cluster", "spot_watch", "true", NOTHING),
+    ("nights", "keep", "3", NOTHING),
+    ("nights", "webhook", "http://localhost:9000", NOTHING),
     ("cluster", "device", "cuda", COMPILED),
     # Of the MLP every worker has a batch of its own, and the learning rate grows with them.
     ("cluster", "nproc_per_node", "2", (*COMPILED, *MLP)),
@@ -158,7 +165,7 @@ def changed_by(direct: tuple[str, ...]) -> set[str]:
 def defaults() -> list[tuple[str, str, str]]:
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(ROOT / "luigi.cfg")
-    ours = [settings.section_name(section) for section in settings.SECTIONS]
+    ours = [sections.section_name(section) for section in sections.SECTIONS]
     return [(section, key, value) for section in ours for key, value in parser.items(section)]
 
 
@@ -210,7 +217,7 @@ def difference(before: dict[str, str], after: dict[str, str]) -> set[str]:
 def test_every_setting_has_its_line() -> None:
     """A new setting has to say here what depends on it."""
     known = {(section, key) for section, key, *_ in [*CASES, *ONE_VALUE]}
-    assert known == {(settings.section_name(s), name) for s in settings.SECTIONS for name, _ in s.get_params()}
+    assert known == {(sections.section_name(s), name) for s in sections.SECTIONS for name, _ in s.get_params()}
 
 
 @pytest.mark.parametrize(("section", "key", "value", "direct"), CASES, ids=lambda v: v if isinstance(v, str) else None)
@@ -331,7 +338,7 @@ STARTED = ("phase2", "start_from", "{tmp}/ckpt_5.pt")
 def test_a_checkpoint_to_start_from_takes_the_place_of_phase_1(fingerprints: Fingerprints, tmp_path: Path) -> None:
     started = fingerprints(STARTED)
     assert not {"pretrain-phase1", "precompile-phase1", "shard_dataset-phase1"} & set(started)
-    after = {"convert_checkpoint", "pretrain-phase2", "merge_shards", "evaluate"}
+    after = {"convert_checkpoint", "pretrain-phase2", "merge_shards", "evaluate", "report"}
     (tmp_path / "ckpt_5.pt").write_bytes(b"another checkpoint")
     assert difference(started, fingerprints(STARTED)) == after
     (tmp_path / "elsewhere").mkdir()

@@ -346,9 +346,11 @@ def test_gradients_of_bf16_weights_are_those_of_fp32_arithmetic() -> None:
     rows, columns = np.nonzero(arrays["masked_lm_ids"])
     batch = BertBatch(
         *(torch.from_numpy(arrays[key].astype(np.int64)) for key in ("input_ids", "segment_ids", "input_mask")),
-        torch.from_numpy(places),
-        torch.from_numpy(arrays["masked_lm_ids"][rows, columns].astype(np.int64)),
-        torch.from_numpy(arrays["next_sentence_labels"].astype(np.int64)),
+        position_ids=torch.arange(32)[None],
+        masked_index=torch.from_numpy(places),
+        masked_labels=torch.from_numpy(arrays["masked_lm_ids"][rows, columns].astype(np.int64)),
+        first_index=torch.arange(128) * 32,
+        next_sentence_labels=torch.from_numpy(arrays["next_sentence_labels"].astype(np.int64)),
     )
     for network in (narrow, wide):
         masked_lm, next_sentence = network(batch)
@@ -368,7 +370,10 @@ def test_the_loss_of_bf16_weights_is_fp32() -> None:
     network.initialise(seed=0)
     ids = torch.randint(5, 1000, (2, 8))
     ones, labels = torch.ones_like(ids), torch.tensor([7, 9])
-    batch = BertBatch(ids, ones * 0, ones, torch.tensor([1, 9]), labels, torch.tensor([0, 1]))
+    batch = BertBatch(
+        ids, ones * 0, ones, torch.arange(8)[None], torch.tensor([1, 9]), labels, torch.tensor([0, 8]),
+        torch.tensor([0, 1]),
+    )  # fmt: skip
     found = network.eval()(batch)
     assert [loss.dtype for loss in found] == [torch.float32, torch.float32]
     words, pairs = (logits.double() for logits in network.logits(batch))
