@@ -17,7 +17,7 @@ MAX_TRUST_RATIO = 1.0
 class Lamb:
     """You et al. 2019, arXiv:1904.00962, algorithm 2, with φ(z) = z and the trust ratio clipped to `MAX_TRUST_RATIO`.
 
-    As in its authors' own code, what has no weight decay (biases, LayerNorms) has no trust ratio either: 1.
+    What has no weight decay (biases, LayerNorms) has no trust ratio either: 1. So it is by default in timm's, too.
     """
 
     def __init__(
