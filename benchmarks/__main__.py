@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.work import ROOT
 
-ALL = ("train_cpu", "compile", "checkpoint", "data", "merge", "mlp")
+ALL = ("train_cpu", "precision", "compile", "checkpoint", "data", "merge", "mlp")
 
 
 def main() -> None:

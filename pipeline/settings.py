@@ -17,6 +17,7 @@ from luigi.configuration import get_config
 from luigi.task_register import Register
 
 from pipeline.sections import SECTIONS, Settings, section_name
+from trainer.config import require_agreement
 from trainer.errors import UserError
 from trainer.parallel.plan import require_divisible
 
@@ -91,6 +92,7 @@ def _check_together(settings: Settings) -> None:
         )
     for phase in (1, 2):
         at = settings.phase(phase)
+        require_agreement(at.optimizer, settings.precision.mode)
         usteps, per_execution = settings.grad_accum_usteps(phase), settings.cluster.batches_per_execution
         if usteps % per_execution:
             raise UserError(

@@ -22,7 +22,8 @@ from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.select import select
 from trainer.errors import CheckpointError, UserError
 from trainer.files import sha256_of, write_json
-from trainer.models.bert import BertForPreTraining, at_least_fp32
+from trainer.models.bert import BertForPreTraining
+from trainer.models.sums import at_least_fp32
 from trainer.parallel.mesh import Mesh
 
 PATTERN = "*_test_*.hdf5"

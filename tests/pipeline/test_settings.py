@@ -41,7 +41,11 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         ("[model]\nnum_attention_heads = 3", ["hidden_size 128 / num_attention_heads 3"]),
         ("[cluster]\ndevice = tpu", ["tpu", "cpu, cuda"]),
         ("[cluster]\nbatches_per_execution = 3", ["2 micro-steps", "batches_per_execution = 3", "change one"]),
-        ("[phase1]\noptimizer = LAMB", ["LAMB", "not built yet"]),
+        ("[phase1]\noptimizer = Adam", ["optimizer = Adam is not allowed", "AdamW_FP32ParamsCopy, LAMB"]),
+        (
+            "[phase2]\noptimizer = AdamW_FP32ParamsCopy\n[precision]\nmode = autocast",
+            ["AdamW_FP32ParamsCopy", "which is not precision autocast", "auto, bf16-master"],
+        ),
         ("[phase1]\nglobal_batch_size = 65", ["65 = 32 × ? × 1"]),
         ("[phase2]\nseq_len = 1024", ["seq_len = 1024", "max_position_embeddings = 512"]),
         ("[phase1]\nwarmup_steps = 501", ["warmup_steps = 501", "max_steps = 500"]),

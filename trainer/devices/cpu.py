@@ -41,7 +41,8 @@ class CpuOperations(Operations):
         if dropout_p == 0:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-        bias = torch.zeros(mask.shape, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        # Half of the least number: added to a score, even the least itself would overflow.
+        bias = torch.zeros(mask.shape, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min / 2)
         # dtype: autocast would make it fp32 and back; within the kernel it is fp32 in any case.
         weights = torch.softmax(scores.add_(bias), dim=-1, dtype=scores.dtype)
         return self.dropout(weights, dropout_p) @ value
@@ -101,8 +102,9 @@ class CpuDevice(Device):
         return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
     def automatic_precision(self) -> tuple[str, str]:
-        if {"avx512_bf16", "amx_bf16"} & cpu_flags():
-            return "autocast", "this CPU has bf16 instructions"
+        found = sorted({"avx512_bf16", "amx_bf16"} & cpu_flags())
+        if found:
+            return "autocast", f"this CPU has bf16 instructions ({', '.join(found)})"
         return "fp32", "this CPU has no bf16 instructions"
 
     def seed(self, seed: int) -> None:

@@ -116,6 +116,6 @@ class CudaDevice(Device):
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         name = torch.cuda.get_device_name(self.torch_device)
-        if precision != "autocast":
+        if precision in ("fp32", "fp64"):
             return None
         return next((peak for part, peak in _BF16_PEAKS.items() if part in name), None)

@@ -20,6 +20,7 @@ from trainer.config import ModelConfig
 from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.models.base import Model
 from trainer.models.operations import AttentionMask, Operations
+from trainer.models.sums import Embedding, LayerNorm, at_least_fp32
 from trainer.parallel.shares import put_share, whole_shape
 from trainer.parallel.tensor import RowLinear, TensorParallel, VocabularyEmbedding, vocabulary_cross_entropy
 
@@ -40,9 +41,9 @@ class Embeddings(nn.Module):
     def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
         self.word_embeddings = VocabularyEmbedding(config.vocab_size, config.hidden_size, ranks)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.position_embeddings = Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob, ops)
 
     def forward(self, batch: BertBatch) -> Tensor:
@@ -85,7 +86,7 @@ class DenseAndNorm(nn.Module):
     def __init__(self, inputs: int, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
         self.dense = RowLinear(inputs, config.hidden_size, ranks)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob, ops)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ class Transform(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.LayerNorm(F.gelu(self.dense(x)))
@@ -248,10 +249,6 @@ class BertForPreTraining(Model):
                 if name == WORD_EMBEDDINGS:
                     values[0].zero_()  # [PAD]
                 put_share(parameter, name, values, self._ranks)
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def has_weight_decay(name: str) -> bool:
