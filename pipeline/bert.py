@@ -12,7 +12,8 @@ import luigi
 from pipeline import summary
 from pipeline.dataset import DownloadDataset, dataset_of
 from pipeline.goal import Goal
-from pipeline.stage import Stage, file_identity, say
+from pipeline.outside import file_identity
+from pipeline.stage import Stage, say
 from pipeline.training import Training
 from stages.checkpoints import checkpoint_files, is_remote, local_source, source_identity
 from trainer.config import ModelConfig
@@ -43,6 +44,11 @@ class Precompile(ModelStage):
     """Builds and compiles every graph the phase needs, before a device waits for it."""
 
     phase = luigi.IntParameter(description="1 or 2")
+    on_cluster = True
+
+    @property
+    def nodes(self) -> int:
+        return self.settings.cluster.nnodes
 
     def requires(self) -> dict[str, Stage]:
         return {"dataset": dataset_of(self.phase), **self.vocabulary(self.phase)}
@@ -66,6 +72,7 @@ class Precompile(ModelStage):
             "clips": phase.max_grad_norm > 0,
             "precision": self.settings.precision.mode,
             "device": cluster.device,
+            "nnodes": cluster.nnodes,
             "nproc_per_node": cluster.nproc_per_node,
             "tensor_parallel_size": cluster.tensor_parallel_size,
             "data_parallel": cluster.data_parallel,
@@ -97,6 +104,10 @@ class Pretrain(ModelStage, Training):
     @property
     def max_steps(self) -> int:
         return self.settings.phase(self.phase).max_steps
+
+    @property
+    def port_offset(self) -> int:  # type: ignore[override]
+        return self.phase - 1
 
     def requires(self) -> dict[str, Stage]:
         return {**self.ingredients(), "precompile": Precompile(phase=self.phase)}
@@ -138,7 +149,8 @@ class Pretrain(ModelStage, Training):
         """The trainer's options; writes the model's config into `directory`."""
         phase, cluster = self.settings.phase(self.phase), self.settings.cluster
         model = directory / "config.json"
-        write_json(model, self.model(self.phase).to_hugging_face())
+        if not cluster.follows:  # the first machine writes it
+            write_json(model, self.model(self.phase).to_hugging_face())
         return {
             "data_dir": dataset_of(self.phase).directory,
             "model_config": model,
@@ -227,6 +239,8 @@ class MergeShards(ModelStage):
 
 class Evaluate(Stage):
     """Masked-LM loss and accuracy and next-sentence accuracy of the merged model on held-out examples."""
+
+    on_cluster = True
 
     def requires(self) -> dict[str, Stage]:
         return {"merge_shards": MergeShards(), "dataset": dataset_of(2)}

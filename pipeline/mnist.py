@@ -36,12 +36,14 @@ class DownloadMnist(Stage):
 class TrainMlp(Training):
     """Trains the tutorial's MLP."""
 
+    port_offset = 2
+
     def requires(self) -> dict[str, Stage]:
         return {"download_mnist": DownloadMnist()}
 
     def parameters(self) -> dict[str, Any]:
         """Every worker has a batch of its own, and the learning rate grows with them: their number decides, too."""
-        mnist, workers = self.settings.mnist, self.settings.cluster.nproc_per_node
+        mnist, workers = self.settings.mnist, self.settings.cluster.workers
         return {
             "epochs": mnist.epochs,
             "global_batch_size": mnist.batch_size * workers,
@@ -79,6 +81,8 @@ class TrainMlp(Training):
 
 class EvaluateMlp(Stage):
     """The accuracy of the saved model on the images that were kept apart."""
+
+    on_cluster = True
 
     def requires(self) -> dict[str, Stage]:
         return {"train_mlp": TrainMlp(), "download_mnist": DownloadMnist()}

@@ -18,11 +18,12 @@ import luigi
 from luigi.configuration import get_config
 from luigi.task_register import Register
 
+from pipeline.cluster import Cluster, Kubernetes, Slurm
 from pipeline.parameters import Number, Sha256OrEmpty, Switch, Text, Whole, WholeOrEmpty
 from stages.corpus import DOCUMENT_ENDS
 from stages.mnist import CHECKSUMS
 from stages.sources import CONNECTIONS_MAX
-from trainer.config import DATA_PARALLEL, DEVICES, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
+from trainer.config import OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
 from trainer.errors import UserError
 from trainer.parallel.plan import require_divisible
 
@@ -127,22 +128,6 @@ class Precision(luigi.Config):
     mode = Text(PRECISIONS)
 
 
-class Cluster(luigi.Config):
-    device = Text(DEVICES)
-    launcher = Text(("local",))
-    nproc_per_node = Whole(1, 1024)
-    tensor_parallel_size = Whole(1, 1024)
-    data_parallel = Text(DATA_PARALLEL)
-    batches_per_execution = Whole(1)
-    compile = Switch()
-    collective_timeout_s = Number(1)
-    hang_timeout_s = Number(1)
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.nproc_per_node // self.tensor_parallel_size
-
-
 class Evaluation(luigi.Config):
     max_samples = Whole(1)
 
@@ -160,7 +145,7 @@ class Mnist(luigi.Config):
 
 SECTIONS: tuple[type[luigi.Config], ...] = (
     *(Run, Corpus, Dataset, Model, Phase1, Phase2),
-    *(Precision, Cluster, Evaluation, Mnist),
+    *(Precision, Cluster, Slurm, Kubernetes, Evaluation, Mnist),
 )
 
 
@@ -176,6 +161,8 @@ class Settings:
     phase2: Phase2
     precision: Precision
     cluster: Cluster
+    slurm: Slurm
+    kubernetes: Kubernetes
     evaluation: Evaluation
     mnist: Mnist
 
@@ -188,13 +175,18 @@ class Settings:
 
     def grad_accum_usteps(self, phase: int) -> int:
         """Micro-steps in an optimizer step. Raises `UserError` with the equation if the batch does not divide."""
-        settings, workers = self.phase(phase), self.cluster.data_parallel_size
+        settings, cluster = self.phase(phase), self.cluster
+        workers = cluster.data_parallel_size
         usteps, rest = divmod(settings.global_batch_size, settings.micro_batch_size * workers)
         if rest or not usteps:
+            nodes = ""
+            if cluster.nnodes > 1:
+                nodes = f" ({cluster.nnodes} nodes × {cluster.nproc_per_node} / {cluster.tensor_parallel_size})"
             raise UserError(
                 f"[phase{phase}] global_batch_size = micro_batch_size × grad_accum_usteps × data-parallel size does "
                 f"not hold for any whole grad_accum_usteps: {settings.global_batch_size} = "
-                f"{settings.micro_batch_size} × ? × {workers}; change one of the three"
+                f"{settings.micro_batch_size} × ? × {workers}{nodes}; "
+                f"change one of the three"
             )
         return usteps
 
@@ -258,15 +250,15 @@ def _nearest(name: str, known: Any) -> str:
 
 def _check_together(settings: Settings) -> None:
     """What no single setting can know. Raises `UserError`."""
-    workers, size = settings.cluster.nproc_per_node, settings.cluster.tensor_parallel_size
-    if workers % size:
-        raise UserError(
-            f"[cluster] tensor_parallel_size = {size} does not divide nproc_per_node: data-parallel size = "
-            f"{workers} / {size} = {workers / size:g}; change one of them"
-        )
+    cluster = settings.cluster
+    cluster.check()
+    if cluster.launcher == "slurm":
+        settings.slurm.check()
+    if cluster.launcher == "kubernetes":
+        settings.kubernetes.check()
     for phase in (1, 2):
         at = settings.phase(phase)
-        usteps, per_execution = settings.grad_accum_usteps(phase), settings.cluster.batches_per_execution
+        usteps, per_execution = settings.grad_accum_usteps(phase), cluster.batches_per_execution
         if usteps % per_execution:
             raise UserError(
                 f"[phase{phase}] has {usteps} micro-steps in a step, which [cluster] batches_per_execution = "
@@ -285,4 +277,4 @@ def _check_together(settings: Settings) -> None:
             raise UserError(
                 f"[phase{phase}] max_pred_len = {at.max_pred_len} is more than seq_len = {at.seq_len}; lower it"
             )
-    require_divisible(settings.model.config(settings.model.downloaded_vocab_size), size)
+    require_divisible(settings.model.config(settings.model.downloaded_vocab_size), cluster.tensor_parallel_size)

@@ -16,8 +16,12 @@ from typing import Any, ClassVar
 import luigi
 from luigi.retcodes import retcode
 
-from pipeline import launch, settings
-from stages.lock import hold
+from pipeline import launchers, settings
+from pipeline.launch import Ending
+from pipeline.launchers.base import Detached, Work
+from pipeline.launchers.jobs import Job
+from pipeline.launchers.local import await_node_0
+from stages.lock import LOCK, hold
 from stages.manifest import (
     FAILURE,
     MANIFEST,
@@ -28,7 +32,7 @@ from stages.manifest import (
     why_incomplete,
 )
 from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
-from trainer.files import failpoint, read_json, replace_json, sha256_of, utc_now
+from trainer.files import failpoint, read_json, utc_now
 
 LATEST = "latest"
 
@@ -61,6 +65,10 @@ class Stage(luigi.Task):
 
     #: Raised when the same settings would make something else.
     format_version: ClassVar[int] = 1
+    #: Whether it runs where [cluster] launcher says; all else is made on this machine.
+    on_cluster: ClassVar[bool] = False
+    #: Whether its command, started again, goes on from where it was.
+    resumes: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -80,6 +88,11 @@ class Stage(luigi.Task):
     def command(self) -> list[str]:
         """What fills the directory: arguments after the Python interpreter. Upstream stages are complete."""
         raise NotImplementedError
+
+    @property
+    def nodes(self) -> int:
+        """Machines that run its command together."""
+        return 1
 
     def finish(self) -> None:
         """Called when the command has ended well; commands of `stages` have written their manifest by then."""
@@ -144,14 +157,17 @@ class Stage(luigi.Task):
 
     def run(self) -> None:
         """Fill the directory. Raises `UserError` (the task fails), or `Leave` when somebody else is at it."""
+        if self.settings.cluster.follows:
+            self._follow()
+            return
         try:
-            with hold(self.directory) as lock:
+            with hold(self.directory, knows_jobs=True) as lock:
                 with contextlib.suppress(AlreadyComplete):
-                    claim(self.directory, self.identity)
-                    say(f"{self.label}: started in {self.directory}")
-                    self.started, self.clock = utc_now(), time.monotonic()
-                    self._run_command(lock)
-                    self.finish()
+                    job = launchers.find_job(self.directory)
+                    self._begin(job)
+                    if job is None or not self._was_ended_by(job):
+                        self._run_command(lock, job)
+                        self.finish()
                 self._link_latest()
         except LockHeld as error:
             say(f"error: {error}")
@@ -162,34 +178,88 @@ class Stage(luigi.Task):
             raise
         say(f"{self.label}: complete")
 
+    def _begin(self, job: Job | None) -> None:
+        """Claim the directory, unless a job that an earlier run has submitted is at work in it."""
+        if job is None:
+            claim(self.directory, self.identity)
+            say(f"{self.label}: started in {self.directory}")
+            self.started, self.clock = utc_now(), time.monotonic()
+        else:
+            self.started, self.clock = job.submitted, time.monotonic() - job.seconds
+
+    def _follow(self) -> None:
+        """This machine is not the first: do its share, and wait until the first has finished."""
+        if self.nodes > 1:
+            say(f"{self.label}: node {self.settings.cluster.node_rank} of {self.nodes}, in {self.directory}")
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with (self.directory / LOCK).open("a") as nothing:
+                self._run_command(nothing.fileno(), None)
+        await_node_0(
+            self.label,
+            self.directory,
+            lambda: why_incomplete(self.directory, self.identity.fingerprint),
+            self.settings.cluster.join_timeout_s,
+            say,
+        )
+
     def hang_timeout_s(self) -> float | None:
         """Seconds of silence after which the command is killed; None: never."""
         return None
 
-    def may_restart(self, ending: launch.Ending) -> bool:
+    def may_restart(self, ending: Ending) -> bool:
         """Whether a command that ended so is to be started again."""
         return False
 
-    def _run_command(self, lock: int) -> None:
+    def _was_ended_by(self, job: Job) -> bool:
+        """Whether a job that nobody waited for has completed this stage; if not, and it is over, it is forgotten."""
+        if job.is_alive():
+            return False
+        ending = job.ending()
+        if ending is not None and ending.status == 0:
+            with contextlib.suppress(UserError):
+                self.finish()
+        job.forget()
+        return why_incomplete(self.directory, self.identity.fingerprint) is None
+
+    def _run_command(self, lock: int, job: Job | None) -> None:
+        """Run the command, again and again as long as that may help; or wait for the job that runs it already."""
         while True:
-            ending = launch.run(
-                self.command(),
-                directory=self.directory,
-                fingerprint=self.identity.fingerprint,
-                keep_open=(lock,),
-                hang_timeout_s=self.hang_timeout_s(),
-            )
+            try:
+                ending = self._attach(job) if job is not None else self._launch(lock)
+            except Detached as detached:
+                say(f"{self.label}: {detached} goes on; the same command waits for it again, and "
+                    f"`python -m pipeline cancel {self.label}` ends it")  # fmt: skip
+                raise Leave(EXIT_INTERRUPTED) from None
+            job = None
             if ending.interrupted or ending.status == EXIT_INTERRUPTED:
                 say(f"{self.label}: interrupted; the same command goes on from here")
                 raise Leave(EXIT_INTERRUPTED)
             if ending.status == 0:
                 return
             error = f"it did nothing for {self.hang_timeout_s()} s" if ending.hung else ending.error
-            if not self.may_restart(ending):
-                record_failure(self.directory, error)
+            if ending.is_final or not self.may_restart(ending):
+                if not self.settings.cluster.follows:
+                    record_failure(self.directory, error)
                 log = self.directory / "stage.log"
                 raise UserError(f"{self.label} failed: {error} (exit status {ending.status}; log: {log})")
             say(f"{self.label}: exit status {ending.status} ({error.splitlines()[-1]}); starting again")
+
+    def _launch(self, lock: int) -> Ending:
+        work = Work(
+            self.label,
+            self.directory,
+            lock,
+            self.identity.fingerprint,
+            self.command(),
+            self.nodes,
+            self.resumes,
+            self.hang_timeout_s(),
+        )
+        return launchers.launcher(self.settings, on_cluster=self.on_cluster).run(work)
+
+    def _attach(self, job: Job) -> Ending:
+        say(f"{self.label}: {job} is at work already; waiting for it")
+        return job.wait(from_start=False)
 
     def _is_newer_than_link(self) -> bool:
         try:
@@ -216,32 +286,6 @@ class Stage(luigi.Task):
 def say(line: str) -> None:
     """A line for the person at the console."""
     print(line, file=sys.stderr, flush=True)
-
-
-def file_identity(work_dir: Path, path: Path) -> str:
-    """The sha256 of an outside file, remembered in WORK/inputs.json for as long as its size and times stay.
-
-    Raises `UserError` if there is no such file.
-    """
-    try:
-        stat = path.stat()
-        key, seen = str(path.absolute()), [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-        memory_path = work_dir / "inputs.json"
-        memory = read_json(memory_path) or {}
-        if memory.get(key, {}).get("seen") != seen:
-            memory[key] = {"seen": seen, "sha256": sha256_of(path)}
-            _remember(memory_path, memory)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path in luigi.cfg") from error
-    digest: str = memory[key]["sha256"]
-    return digest
-
-
-def _remember(path: Path, memory: dict[str, Any]) -> None:
-    """Only a memory: several processes may write it, and where it cannot be written files are hashed again."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(path, memory)
 
 
 class _OneLine(logging.Filter):

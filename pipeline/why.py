@@ -24,7 +24,7 @@ def explain(task: Stage, shelf: Shelf, *, verify: bool) -> str | None:
         return None
     who = holder(directory)
     if who is not None:
-        return f"{task.label} is running: process {who.pid or '?'} on {who.host}, since {who.started or '?'}"
+        return f"{task.label} is running: {who}, since {who.started or '?'}"
     if verify and why_incomplete(directory, fingerprint) is None:
         return (
             f"{task.label} is damaged: {reason}; a run looks at sizes only, "

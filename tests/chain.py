@@ -95,12 +95,12 @@ class Chain:
         assert done.returncode == status, done.stdout + done.stderr
         return done
 
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start luigi; what it says goes to luigi.log."""
-        with (self.directory / "luigi.log").open("wb") as log:
+    def start(self, *words: str, log: str = "luigi.log", **env: str) -> subprocess.Popen[bytes]:
+        """Start luigi; what it says goes to a file of the chain's directory."""
+        with (self.directory / log).open("wb") as file:
             return subprocess.Popen(
-                [sys.executable, *LUIGI, *words], cwd=ROOT, stdout=log, stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "LUIGI_CONFIG_PATH": str(self.config)},
+                [sys.executable, *LUIGI, *words], cwd=ROOT, stdout=file, stderr=file,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "LUIGI_CONFIG_PATH": str(self.config), **env},
             )  # fmt: skip
 
     def ask(self, *words: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
