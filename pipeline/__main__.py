@@ -1,4 +1,4 @@
-"""`python -m pipeline status | why | clean`: what is done, what would run and why, what can go.
+"""`python -m pipeline status | why | clean | cancel`: what is done, what would run and why, what can go.
 
 Every setting may be given as luigi takes it: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
 Exit status: 0 done (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed), 2 unknown option,
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
-from pipeline import clean, settings, status, why
+from pipeline import cancel, clean, settings, status, why
 from trainer.errors import UserError
 
 
@@ -33,6 +33,7 @@ COMMANDS = {
     "status": Command(status.SUMMARY, status.add_options, status.run),
     "why": Command(why.SUMMARY, why.add_options, why.run),
     "clean": Command(clean.SUMMARY, clean.add_options, clean.run),
+    "cancel": Command(cancel.SUMMARY, cancel.add_options, cancel.run),
 }
 
 

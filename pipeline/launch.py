@@ -56,6 +56,8 @@ class Start:
     environment: Mapping[str, str] = field(default_factory=dict)
     #: The file in the stage's directory that gets what it says.
     log: str = "stage.log"
+    #: Whether it is shown on the console, too.
+    is_shown: bool = True
     #: Signals to this process that ask the command to stop, and what it is sent then.
     signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
     stop_signal: signal.Signals = signal.SIGTERM
@@ -120,7 +122,7 @@ def run(
     watch = _Watch(directory / PROGRESS, hang_timeout_s)
     try:
         with disk_errors(log):
-            _show(command, log, watch)
+            _show(command, log, watch, silent=not start.is_shown)
         status = command.process.wait()
     finally:
         command.send(signal.SIGKILL)  # nothing of it stays, whatever went wrong here
@@ -167,8 +169,9 @@ def _last_error(log: Path, began: int) -> str:
     return said[-1] if said else "it said nothing"
 
 
-def _show(command: Command, log: Path, watch: _Watch) -> None:
-    """Pass lines on to the log and the console; of what a progress bar rewrites in place, only now and then one."""
+def _show(command: Command, log: Path, watch: _Watch, *, silent: bool) -> None:
+    """Pass lines on to the log and, unless `silent`, to the console; of what a progress bar rewrites in place, only now
+    and then one."""
     terminal = sys.stderr.isatty()
     shown = time.monotonic()
     with log.open("a") as file:
@@ -176,6 +179,9 @@ def _show(command: Command, log: Path, watch: _Watch) -> None:
             if not is_live:
                 file.write(line + "\n")
                 file.flush()
+            if silent:
+                continue
+            if not is_live:
                 print(f"\r\x1b[K{line}" if terminal else line, file=sys.stderr, flush=True)
             elif terminal:
                 print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

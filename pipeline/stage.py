@@ -21,6 +21,7 @@ from pipeline.launch import Ending
 from pipeline.launchers.base import Detached, Work
 from pipeline.launchers.jobs import Job
 from pipeline.launchers.local import await_node_0
+from pipeline.one_line import OneLine
 from stages.lock import LOCK, hold
 from stages.manifest import (
     FAILURE,
@@ -288,14 +289,4 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-class _OneLine(logging.Filter):
-    """Makes one line of luigi's traceback when what failed is a `UserError`."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, UserError):
-            record.msg, record.args, record.exc_info, record.exc_text = str(error), (), None, None
-        return True
-
-
-logging.getLogger("luigi-interface").addFilter(_OneLine())
+logging.getLogger("luigi-interface").addFilter(OneLine())

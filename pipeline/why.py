@@ -77,9 +77,14 @@ def _has_phase(cls: type[Goal] | type[Stage]) -> bool:
     return hasattr(cls, "phase")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_task(parser: argparse.ArgumentParser) -> None:
+    """The options that `find` needs."""
     parser.add_argument("task", metavar="TASK", help="a task (Pretrain, BertPhase2), or a stage of `status`")
     parser.add_argument("--phase", type=int, help="of a task that has one: 1 or 2")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_task(parser)
     parser.add_argument("--verify", action="store_true", help="read every output and compare its sha256, too")
 
 

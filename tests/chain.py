@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,9 @@ class Chain:
         assert "Traceback" not in done.stderr
         return done
 
-    def status(self, *words: str) -> dict[str, dict[str, Any]]:
+    def status(self, *words: str, **env: str) -> dict[str, dict[str, Any]]:
         """The rows of `python -m pipeline status --json` by stage."""
-        return {row["stage"]: row for row in json.loads(self.ask("status", "--json", *words).stdout)}
+        return {row["stage"]: row for row in json.loads(self.ask("status", "--json", *words, **env).stdout)}
 
     def latest(self, stage: str) -> Path:
         return (self.work / "latest" / stage).resolve()
@@ -138,6 +139,18 @@ def _finished(base: Path) -> Chain:
     chain = Chain(directory)
     chain.run("BertPhase2")
     return chain
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Processes started in the block have one core. Workers share a machine's cores, and the number of threads is in
+    the last bits of sums: so it is the same for workers of one machine and of several."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def wait_until(holds: Callable[[], bool], *, timeout_s: float = 120, every_s: float = 0.2) -> None:

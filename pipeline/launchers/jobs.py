@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from pipeline.launch import Ending
 from pipeline.launchers.base import Detached, Work
 from stages.lock import JOB
-from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
+from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
 from trainer.files import read_json, utc_now, write_json
 
 STATE = "job-state.json"
@@ -50,6 +50,8 @@ class State:
     is_alive: bool
     #: Whether somebody ended it on purpose.
     is_cancelled: bool = False
+    #: Whether it waits for what can never be.
+    is_stuck: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({self.detail})" if self.detail else self.name
@@ -171,6 +173,8 @@ class Job:
         with _noted_signals() as signals:
             state = self._watch(tail, signals)
         ending = self.ending() or self._ended_without_a_word(state)
+        if state is not None and state.is_stuck:
+            self.cancel()
         tail.show()
         self.forget()
         return ending
@@ -191,7 +195,7 @@ class Job:
                     text, over_since = f"does not answer, asking again ({error})", None
                 else:
                     text = "unknown" if state is None else str(state)
-                    over = state is None or not state.is_alive
+                    over = state is None or not state.is_alive or state.is_stuck
                     over_since = (over_since or now) if over else None
                     # A node that failed: the scheduler may put the job back into the queue in its next breath.
                     if over_since and (self.ending() or now - over_since >= _SURE_S):
@@ -203,6 +207,9 @@ class Job:
 
     def _ended_without_a_word(self, state: State | None) -> Ending:
         """Cancelled, or its supervisor was killed, or the scheduler has forgotten it."""
+        if state is not None and state.is_stuck:
+            return Ending(EXIT_USER_ERROR, None, False, f"{self} can never start as it is: {state.detail}; check "
+                          f"nnodes and the section [{self._scheduler.name}] of luigi.cfg")  # fmt: skip
         if state is not None and state.is_cancelled:
             return Ending(EXIT_INTERRUPTED, signal.SIGTERM, False, f"{self} was cancelled")
         said = f"is gone as {state}" if state is not None else "is not known any more"

@@ -26,8 +26,18 @@ _OVER = frozenset(
         *("PREEMPTED", "REVOKED", "SPECIAL_EXIT", "LAUNCH_FAILED", "RECONFIG_FAIL"),
     )
 )
+#: Reasons for which a job would be pending for ever (squeue(1), "JOB REASON CODES").
+_STUCK = frozenset(
+    (
+        *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "InvalidAccount"),
+        *("InvalidQOS", "AccountNotAllowed", "QOSNotAllowed", "PartitionInactive"),
+    )
+)
 #: Gives each task its node's number, as torchrun wants it.
 _ON_EACH_NODE = f'export {NODE_RANK_VARIABLE}=$SLURM_NODEID; exec "$@"'
+#: Seconds after the end of the first task in which the others must end too. Without it srun waits for ever for one whose
+#: slurmstepd was killed.
+_WAIT_S = 60
 #: Seconds for one command of Slurm's.
 _COMMAND_S = 60
 
@@ -64,7 +74,8 @@ class SlurmScheduler:
         name, detail = fields["JobState"], fields.get("Reason", "None")
         if detail == "None":
             detail = "" if fields.get("NodeList") in (None, "", "(null)") else f"on {fields['NodeList']}"
-        return State(name, detail, name not in _OVER, name == "CANCELLED")
+        stuck = name == "PENDING" and detail in _STUCK
+        return State(name, detail, name not in _OVER, name == "CANCELLED", stuck)
 
     def cancel(self, job_id: str) -> None:
         done = _slurm("scancel", job_id)
@@ -102,12 +113,16 @@ class InJob:
         self.rank = 0
         self.is_restarted = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
 
-    def start(self, nodes: int) -> Start:
+    def start(self, nodes: int, *, end_together: bool) -> Start:
         """One task on each node; if one fails, `-K1` ends all. srun hands SIGUSR1 on, and kills on SIGTERM."""
-        srun = ["srun", "-K1", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
+        srun = ["srun", "-K1", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+        if end_together:
+            srun.append(f"--wait={_WAIT_S}")
         return Start(
             prefix=(*srun, "bash", "-c", _ON_EACH_NODE, "task"),
-            environment={MASTER_ADDR_VARIABLE: _address_of_first_node()},
+            # Workers share the cores of a node among themselves.
+            environment={MASTER_ADDR_VARIABLE: _address_of_first_node(), "SLURM_CPU_BIND": "none"},
+            is_shown=False,
             signals=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
             stop_signal=signal.SIGUSR1,
         )

@@ -33,8 +33,8 @@ class Surroundings(Protocol):
     #: Whether the job was started before.
     is_restarted: bool
 
-    def start(self, nodes: int) -> Start:
-        """How the command is started."""
+    def start(self, nodes: int, *, end_together: bool) -> Start:
+        """How the command is started; `end_together`: those of all nodes end at about the same time."""
         ...
 
     def requeue(self) -> str:
@@ -93,7 +93,7 @@ class Supervisor:
                 fingerprint=self._job["fingerprint"],
                 keep_open=(),
                 hang_timeout_s=self._job["hang_timeout_s"],
-                start=self._surroundings.start(self._job["nodes"]),
+                start=self._surroundings.start(self._job["nodes"], end_together=self._job["resumes"]),
             )
         except UserError as error:
             return Ending(EXIT_SOFTWARE, None, False, str(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,17 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chain import Chain
+from tests.chain import Chain, one_core
 from tests.support import command, free_port, tensors
-
-
-@pytest.fixture(scope="module")
-def one_core() -> Iterator[None]:
-    """A machine shares its cores among its workers; here each gets one, as if there were two machines."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    yield
-    os.sched_setaffinity(0, before)
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +45,10 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(prepared: Chain, one_core: None) -> Iterator[Nodes]:
+def nodes(prepared: Chain) -> Iterator[Nodes]:
     nodes = Nodes(prepared)
-    yield nodes
+    with one_core():
+        yield nodes
     nodes.kill()
 
 
