@@ -1,4 +1,4 @@
-"""`python -m pipeline status | why | clean | cancel`: what is done, what would run and why, what can go.
+"""`python -m pipeline status | why | clean | cancel | manifest`: what is done, what would run and why, what can go.
 
 Every setting may be given as luigi takes it: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
 Exit status: 0 done (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed), 2 unknown option,
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
-from pipeline import cancel, clean, settings, status, why
+from pipeline import cancel, clean, manifest, settings, status, why
 from trainer.errors import UserError
 
 
@@ -27,6 +27,8 @@ class Command:
     add_options: Callable[[argparse.ArgumentParser], None]
     #: Returns the exit status; raises `UserError`.
     run: Callable[[argparse.Namespace], int]
+    #: The task that is meant if none is named; None: one has to be, or there is none to name.
+    default_task: str | None = None
 
 
 COMMANDS = {
@@ -34,6 +36,7 @@ COMMANDS = {
     "why": Command(why.SUMMARY, why.add_options, why.run),
     "clean": Command(clean.SUMMARY, clean.add_options, clean.run),
     "cancel": Command(cancel.SUMMARY, cancel.add_options, cancel.run),
+    "manifest": Command(manifest.SUMMARY, manifest.add_options, manifest.run, manifest.DEFAULT_TASK),
 }
 
 
@@ -54,6 +57,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if words is None else words)
+    default = COMMANDS[words[0]].default_task if words and words[0] in COMMANDS else None
+    if default is not None and (len(words) == 1 or words[1].startswith("-")):
+        words.insert(1, default)  # an optional argument would be taken for the value of a setting, or the reverse
     args, given = parser().parse_known_args(words)
     try:
         # luigi's own parser, so that settings are named and checked as on its command line.

@@ -78,7 +78,7 @@ def _has_phase(cls: type[Goal] | type[Stage]) -> bool:
 
 
 def add_task(parser: argparse.ArgumentParser) -> None:
-    """The options that `find` needs."""
+    """What `find` needs."""
     parser.add_argument("task", metavar="TASK", help="a task (Pretrain, BertPhase2), or a stage of `status`")
     parser.add_argument("--phase", type=int, help="of a task that has one: 1 or 2")
 

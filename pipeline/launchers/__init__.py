@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeline.launchers.base import Launcher
 from pipeline.launchers.jobs import Job, JobLauncher, Scheduler
+from pipeline.launchers.kubernetes import KubernetesScheduler
 from pipeline.launchers.local import Local
 from pipeline.launchers.slurm import SlurmScheduler
 from pipeline.settings import Settings
@@ -21,6 +22,8 @@ def launcher(settings: Settings, *, on_cluster: bool) -> Launcher:
     """What starts a stage's command, with these settings. Raises `UserError`."""
     if settings.cluster.launcher == "slurm" and on_cluster:
         return JobLauncher(SlurmScheduler(settings.slurm))
+    if settings.cluster.launcher == "kubernetes" and on_cluster:
+        return JobLauncher(KubernetesScheduler(settings.kubernetes, settings.cluster.master_port))
     return Local(settings.cluster)
 
 
@@ -29,5 +32,8 @@ def find_job(directory: Path) -> Job | None:
     record = read_json(directory / JOB)
     if record is None:
         return None
-    schedulers: dict[str, type[Scheduler]] = {"slurm": SlurmScheduler}
+    schedulers: dict[str, type[Scheduler]] = {
+        "slurm": SlurmScheduler,
+        "kubernetes": KubernetesScheduler,
+    }
     return Job(directory, record, schedulers[record["launcher"]]())

@@ -61,13 +61,15 @@ class Scheduler(Protocol):
     """What runs jobs. All methods raise `UserError` where its commands are not there."""
 
     name: str
+    #: What has to be known beside a job's name to find it.
+    place: dict[str, str]
 
     def submit(self, work: Work, job: Job) -> str:
         """Hand the job in; returns its id. Raises `UserError` with the scheduler's words if it is refused."""
         ...
 
-    def find(self, job_name: str) -> str | None:
-        """The id of the job of that name, or None. Raises `Unreachable`."""
+    def find(self, record: dict[str, Any]) -> str | None:
+        """The id of the job of that name and place, or None. Raises `Unreachable`."""
         ...
 
     def ask(self, job_id: str) -> State | None:
@@ -76,6 +78,10 @@ class Scheduler(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """End a job for good; one that is gone already is fine. Raises `Unreachable`."""
+        ...
+
+    def tidy(self, job_id: str) -> None:
+        """Remove what a job that is over has left with the scheduler, as far as that is possible."""
         ...
 
 
@@ -92,6 +98,7 @@ class Job:
         log = work.directory / LOG
         record = {
             "launcher": scheduler.name,
+            **scheduler.place,
             "token": token,
             "name": f"{work.label}-{work.fingerprint[:10]}-{token}".replace("_", "-"),
             "words": work.words,
@@ -135,7 +142,7 @@ class Job:
     def state(self) -> State | None:
         """What the scheduler says; None if it knows nothing of it (any more). Raises `Unreachable`, `UserError`."""
         if self.id is None:  # whoever submitted it died before it had the answer
-            self.record["id"] = self._scheduler.find(self.record["name"])
+            self.record["id"] = self._scheduler.find(self.record)
         return None if self.id is None else self._scheduler.ask(self.id)
 
     def is_alive(self) -> bool:
@@ -147,9 +154,11 @@ class Job:
         return state is not None and state.is_alive
 
     def cancel(self) -> None:
-        """Raises `Unreachable`, `UserError`."""
+        """End it, on purpose: whoever waits for it does not hand it in again. Raises `Unreachable`, `UserError`."""
         self.state()
         if self.id is not None:
+            if (self.directory / JOB).exists():
+                write_json(self.directory / JOB, {**self.record, "is_cancelled": True})
             self._scheduler.cancel(self.id)
 
     def ending(self) -> Ending | None:
@@ -162,6 +171,8 @@ class Job:
     def forget(self) -> None:
         """Its end has been seen."""
         (self.directory / JOB).unlink(missing_ok=True)
+        if self.id is not None:
+            self._scheduler.tidy(self.id)
 
     def wait(self, *, from_start: bool) -> Ending:
         """Show its log (all that it has said, or only what is new) and its states until it is over; then forget it.
@@ -210,7 +221,8 @@ class Job:
         if state is not None and state.is_stuck:
             return Ending(EXIT_USER_ERROR, None, False, f"{self} can never start as it is: {state.detail}; check "
                           f"nnodes and the section [{self._scheduler.name}] of luigi.cfg")  # fmt: skip
-        if state is not None and state.is_cancelled:
+        noted = read_json(self.directory / JOB) or {}
+        if (state is not None and state.is_cancelled) or noted.get("is_cancelled"):
             return Ending(EXIT_INTERRUPTED, signal.SIGTERM, False, f"{self} was cancelled")
         said = f"is gone as {state}" if state is not None else "is not known any more"
         logs = sorted(self.directory.glob("job-*.log"), key=lambda path: path.stat().st_mtime)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from pipeline import cluster
 from pipeline.launch import Start
@@ -35,8 +36,8 @@ _STUCK = frozenset(
 )
 #: Gives each task its node's number, as torchrun wants it.
 _ON_EACH_NODE = f'export {NODE_RANK_VARIABLE}=$SLURM_NODEID; exec "$@"'
-#: Seconds after the end of the first task in which the others must end too. Without it srun waits for ever for one whose
-#: slurmstepd was killed.
+#: Seconds after the end of the first task in which the others must end too. Without it srun waits for ever for one
+#: whose slurmstepd was killed.
 _WAIT_S = 60
 #: Seconds for one command of Slurm's.
 _COMMAND_S = 60
@@ -48,6 +49,7 @@ class SlurmScheduler:
     def __init__(self, settings: cluster.Slurm | None = None) -> None:
         """`settings` are needed to submit only."""
         self._settings = settings
+        self.place: dict[str, str] = {}
 
     def submit(self, work: Work, job: Job) -> str:
         assert self._settings is not None
@@ -58,8 +60,8 @@ class SlurmScheduler:
             raise UserError(f"sbatch refused {script}: {_last_line(done)}; see [slurm] in luigi.cfg")
         return done.stdout.strip().partition(";")[0]  # id;cluster in a federation
 
-    def find(self, job_name: str) -> str | None:
-        done = _slurm("squeue", "--noheader", "--states=all", f"--name={job_name}", "--format=%i")
+    def find(self, record: dict[str, Any]) -> str | None:
+        done = _slurm("squeue", "--noheader", "--states=all", f"--name={record['name']}", "--format=%i")
         if done.returncode:
             raise Unreachable(_last_line(done))
         return next(iter(done.stdout.split()), None)
@@ -76,6 +78,9 @@ class SlurmScheduler:
             detail = "" if fields.get("NodeList") in (None, "", "(null)") else f"on {fields['NodeList']}"
         stuck = name == "PENDING" and detail in _STUCK
         return State(name, detail, name not in _OVER, name == "CANCELLED", stuck)
+
+    def tidy(self, job_id: str) -> None:
+        """Slurm forgets by itself."""
 
     def cancel(self, job_id: str) -> None:
         done = _slurm("scancel", job_id)
@@ -127,7 +132,7 @@ class InJob:
             stop_signal=signal.SIGUSR1,
         )
 
-    def requeue(self) -> str:
+    def requeue(self) -> str | None:
         """Put this job back into the queue, which ends this process; returns Slurm's words if it does not want to."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         done = _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])

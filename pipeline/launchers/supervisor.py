@@ -1,7 +1,7 @@
 """`python -m pipeline.launchers.supervisor DIR TOKEN`: what a scheduler's job runs, on its first node or on each.
 
 Runs the command that DIR/job.json names, as `luigi` would here: its log, and its end if it hangs. Says in
-DIR/job-state.json how it ended; or has the job started again, as long as it gets further.
+DIR/job-state.json how it ended; or has it started again, as long as it gets further.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 from pipeline import launch
 from pipeline.launch import Ending, Start
+from pipeline.launchers import kubernetes, slurm
 from pipeline.launchers.jobs import STATE
-from pipeline.launchers.restarts import FINAL_STATUSES, Restarts, newest_checkpoint
+from pipeline.launchers.restarts import FINAL_STATUSES, MAX_RESTARTS, Restarts, newest_checkpoint
 from stages.lock import JOB
 from stages.manifest import MANIFEST
 from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
@@ -37,9 +38,9 @@ class Surroundings(Protocol):
         """How the command is started; `end_together`: those of all nodes end at about the same time."""
         ...
 
-    def requeue(self) -> str:
+    def requeue(self) -> str | None:
         """Have the job started again, and end this process; returns why that is not possible, in the scheduler's
-        words."""
+        words, or None if the command is to be started again here."""
         ...
 
 
@@ -61,27 +62,30 @@ class Supervisor:
             return 0
         for signum in filter(None, (self._surroundings.limit_signal, signal.SIGTERM)):
             signal.signal(signum, self._note_early)
-        first = self._surroundings.rank == 0
-        if first:
-            restarts = Restarts(**self._state.get("restarts", {}))
-            if self._surroundings.is_restarted or self._state.get("starts"):
-                restarts = restarts.at(self._step())
-            if restarts.are_too_many:
-                return self._end(self._enough(self._state.get("error", "it was put back into the queue")))
-            self._state.update(restarts=restarts.record(), starts=self._state.get("starts", 0) + 1, ending=None)
+        restarts = Restarts(**self._state.get("restarts", {}))
+        if self._surroundings.is_restarted or self._state.get("starts"):
+            restarts = restarts.at(self._step())
+        error = self._state.get("error", "it was started again by its scheduler")
+        while not restarts.are_too_many:
+            self._note(restarts=restarts.record(), starts=self._state.get("starts", 0) + 1, ending=None)
+            ending = self._run_command()
+            if ending.status == 0 or not self._may_restart(ending):
+                return self._end(ending)
+            error = ending.error
+            self._note(error=error)
+            restarts = restarts.at(self._step())
+            if not restarts.are_too_many:
+                refusal = self._surroundings.requeue()
+                if refusal is not None:  # whoever waits for it may hand it in again
+                    return self._end(Ending(EXIT_SOFTWARE, None, ending.hung, f"{error} (not requeued: {refusal})"))
+        text = f"{error} (after {MAX_RESTARTS} restarts without a new checkpoint)"
+        return self._end(Ending(EXIT_SOFTWARE, None, False, text, is_final=True))
+
+    def _note(self, **values: Any) -> None:
+        """Keep that for the next start; what one machine sees is enough."""
+        self._state.update(values)
+        if self._surroundings.rank == 0:
             write_json(self._directory / STATE, self._state)
-        ending = self._run_command()
-        if not first:
-            return _exit_status(ending)
-        if ending.status == 0 or not self._may_restart(ending):
-            return self._end(ending)
-        if Restarts(**self._state["restarts"]).at(self._step()).are_too_many:
-            return self._end(self._enough(ending.error))
-        self._state["error"] = ending.error
-        write_json(self._directory / STATE, self._state)
-        refusal = self._surroundings.requeue()
-        # Whoever waits for it may hand it in again.
-        return self._end(Ending(EXIT_SOFTWARE, None, ending.hung, f"{ending.error} (not requeued: {refusal})"))
 
     def _run_command(self) -> Ending:
         if self._early_signal is not None:
@@ -106,15 +110,10 @@ class Supervisor:
     def _step(self) -> int:
         return newest_checkpoint(self._directory) if self._job["resumes"] else 0
 
-    def _enough(self, error: str) -> Ending:
-        count = Restarts(**self._state["restarts"]).count
-        text = f"{error} (after {count} restarts without a new checkpoint)"
-        return Ending(EXIT_SOFTWARE, None, False, text, is_final=True)
-
     def _end(self, ending: Ending) -> int:
         """It is over: say how."""
-        write_json(self._directory / STATE, {**self._state, "ending": dataclasses.asdict(ending)})
-        if ending.status == 0 and (self._directory / MANIFEST).exists():
+        self._note(ending=dataclasses.asdict(ending))
+        if ending.status == 0 and self._surroundings.rank == 0 and (self._directory / MANIFEST).exists():
             (self._directory / JOB).unlink(missing_ok=True)  # nobody has to see to it any more
         return _exit_status(ending)
 
@@ -127,10 +126,10 @@ def _exit_status(ending: Ending) -> int:
 
 
 def main() -> int:
-    directory, token = sys.argv[1:]
-    from pipeline.launchers.slurm import InJob
-
-    return Supervisor(Path(directory), token, InJob()).run()
+    directory, token = Path(sys.argv[1]), sys.argv[2]
+    surroundings: dict[str, type[Surroundings]] = {"slurm": slurm.InJob, "kubernetes": kubernetes.InPod}
+    launcher = (read_json(directory / JOB) or {}).get("launcher", "slurm")
+    return Supervisor(directory, token, surroundings[launcher]()).run()
 
 
 if __name__ == "__main__":

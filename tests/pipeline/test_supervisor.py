@@ -1,5 +1,5 @@
-"""What runs in a scheduler's job: how often it has itself started again, and what it leaves. The scheduler is a stand-in
-that only notes what it is asked."""
+"""What runs in a scheduler's job: how often it has itself started again, and what it leaves. The scheduler is a
+stand-in that only notes what it is asked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StandIn:
     def start(self, nodes: int, *, end_together: bool) -> Start:
         return Start(is_shown=False)
 
-    def requeue(self) -> str:
+    def requeue(self) -> str | None:
         self.requeued += 1
         raise Requeued
 
