@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-import yaml
-
 from pipeline.launchers import kubernetes
 from pipeline.launchers.base import Work
 from pipeline.stage import Stage
@@ -35,5 +33,5 @@ def run(args: argparse.Namespace) -> int:
         task.label, task.directory, -1, task.identity.fingerprint, [], task.nodes, isinstance(task, Training), None
     )
     documents = kubernetes.manifest(work, record, settings, task.settings.cluster.master_port)
-    print(yaml.safe_dump_all(documents, sort_keys=False), end="")
+    print(kubernetes.as_yaml(documents), end="")
     return 0

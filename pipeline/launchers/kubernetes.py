@@ -23,7 +23,8 @@ from pipeline.launchers.local import start_on_node
 from trainer.errors import EXIT_NODE_MISSING, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
 from trainer.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 
-#: Labels that the Job controller gives to pods, and the annotation with their index (Kubernetes 1.28 and newer; a podFailurePolicy is stable from 1.31 on).
+#: The label that the Job controller gives to pods, and the annotation with their index (Kubernetes 1.28 and newer;
+#: podFailurePolicy is stable from 1.31 on).
 _JOB_LABEL, _INDEX = "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index"
 #: Exit statuses with which a supervisor gives up: the Job fails, and all its pods end. Any other (killed, evicted): the
 #: pod is replaced.
@@ -46,7 +47,7 @@ class KubernetesScheduler:
 
     def submit(self, work: Work, job: Job) -> str:
         assert self._settings is not None
-        text = yaml.safe_dump_all(manifest(work, job.record, self._settings, self._master_port), sort_keys=False)
+        text = as_yaml(manifest(work, job.record, self._settings, self._master_port))
         (work.directory / "job.yaml").write_text(text)
         done = _kubectl("apply", "-f", "-", given=text)
         if done.returncode:
@@ -190,6 +191,17 @@ def _pod(name: str, directory: Path, token: str, cwd: Path, settings: cluster.Ku
     if settings.service_account:
         pod["serviceAccountName"] = settings.service_account
     return pod
+
+
+class _Plain(yaml.SafeDumper):
+    """Without `&id001` and `*id001` where two places hold the same."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def as_yaml(documents: list[dict[str, Any]]) -> str:
+    return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False)
 
 
 class InPod:
