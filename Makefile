@@ -14,7 +14,7 @@ run: $(INSTALLED)
 	$(BIN)/luigi --module pipeline BertPhase2
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadscope $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

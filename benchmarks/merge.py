@@ -34,7 +34,7 @@ def make(directory: Path, *, small: bool) -> None:
     """Write a checkpoint of random parameters, split, into `directory`."""
     import torch
 
-    from trainer.checkpoint.manager import write_snapshot
+    from trainer.checkpoint.manager import CheckpointManager
     from trainer.checkpoint.snapshot import Snapshot
     from trainer.config import ModelConfig
     from trainer.models.bert import BertForPreTraining
@@ -50,8 +50,11 @@ def make(directory: Path, *, small: bool) -> None:
     )  # fmt: skip
     whole = directory / "whole"
     whole.mkdir(parents=True)
-    write_snapshot(whole, Snapshot(state, {name: p.detach() for name, p in model.named_parameters()}, {}))
-    python("-m", "stages.convert", str(whole), str(directory / "split"), "--tensor-parallel-size", str(SPLIT))
+    manager = CheckpointManager(whole, keep=-1)
+    manager.save(Snapshot(state, {name: p.detach() for name, p in model.named_parameters()}, {}))
+    manager.finish()
+    size = ("--tensor-parallel-size", str(SPLIT))
+    python("-m", "stages.convert", str(whole / "ckpt_1"), str(directory / "split"), *size)
     shutil.rmtree(whole)
 
 

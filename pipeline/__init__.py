@@ -15,6 +15,7 @@ from pipeline.bert import (  # noqa: E402 (the tasks read settings when they are
     MergeShards,
     Precompile,
     Pretrain,
+    Report,
 )
 from pipeline.dataset import DownloadDataset, ShardDataset, TokenizeCorpus  # noqa: E402
 from pipeline.mnist import DownloadMnist, EvaluateMlp, MnistMlp, TrainMlp  # noqa: E402
@@ -31,6 +32,7 @@ __all__ = [
     "MnistMlp",
     "Precompile",
     "Pretrain",
+    "Report",
     "ShardDataset",
     "TokenizeCorpus",
     "TrainMlp",

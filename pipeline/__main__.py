@@ -1,4 +1,5 @@
-"""`python -m pipeline status | why | clean | cancel | manifest`: what is done, what would run and why, what can go.
+"""`python -m pipeline status | why | report | try | clean | cancel | manifest`: what is done, what would run and why,
+how it went, what the model says, what can go, what runs on a cluster.
 
 Every setting may be given as luigi takes it: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
 Exit status: 0 done (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed), 2 unknown option,
@@ -8,6 +9,8 @@ Exit status: 0 done (`why`: complete), 1 (`why`: would run; `clean`: something c
 from __future__ import annotations
 
 import argparse
+import itertools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from dataclasses import dataclass
 from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
-from pipeline import cancel, clean, manifest, settings, status, why
+from pipeline import cancel, clean, manifest, report, settings, status, try_model, why
 from trainer.errors import UserError
 
 
@@ -27,16 +30,16 @@ class Command:
     add_options: Callable[[argparse.ArgumentParser], None]
     #: Returns the exit status; raises `UserError`.
     run: Callable[[argparse.Namespace], int]
-    #: The task that is meant if none is named; None: one has to be, or there is none to name.
-    default_task: str | None = None
 
 
 COMMANDS = {
     "status": Command(status.SUMMARY, status.add_options, status.run),
     "why": Command(why.SUMMARY, why.add_options, why.run),
+    "report": Command(report.SUMMARY, report.add_options, report.run),
+    "try": Command(try_model.SUMMARY, try_model.add_options, try_model.run),
     "clean": Command(clean.SUMMARY, clean.add_options, clean.run),
     "cancel": Command(cancel.SUMMARY, cancel.add_options, cancel.run),
-    "manifest": Command(manifest.SUMMARY, manifest.add_options, manifest.run, manifest.DEFAULT_TASK),
+    "manifest": Command(manifest.SUMMARY, manifest.add_options, manifest.run),
 }
 
 
@@ -56,15 +59,24 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def _apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words without the settings among them (`--Phase1-lr 5e-4`, `--Phase1-lr=5e-4`), and the settings."""
+    ours, given = list[str](), list[str]()
+    rest = iter(words)
+    for word in rest:
+        if re.match("--[A-Z]", word):
+            given += [word] if "=" in word else [word, *itertools.islice(rest, 1)]
+        else:
+            ours.append(word)
+    return ours, given
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if words is None else words)
-    default = COMMANDS[words[0]].default_task if words and words[0] in COMMANDS else None
-    if default is not None and (len(words) == 1 or words[1].startswith("-")):
-        words.insert(1, default)  # an optional argument would be taken for the value of a setting, or the reverse
-    args, given = parser().parse_known_args(words)
+    ours, given = _apart(sys.argv[1:] if words is None else words)
+    args, unknown = parser().parse_known_args(ours)
     try:
         # luigi's own parser, so that settings are named and checked as on its command line.
-        with CmdlineParser.global_instance(["BertPhase2", *given]):
+        with CmdlineParser.global_instance(["BertPhase2", *given, *unknown]):
             settings.load()
             return COMMANDS[args.command].run(args)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The BERT chain: compile, train phase 1, convert, train phase 2, merge, evaluate."""
+"""The BERT chain: compile, train phase 1, convert, train phase 2, merge, evaluate, report."""
 
 from __future__ import annotations
 
@@ -9,18 +9,26 @@ from typing import Any
 
 import luigi
 
-from pipeline import summary
-from pipeline.dataset import DownloadDataset, dataset_of
+from pipeline import report, summary
+from pipeline.dataset import DownloadDataset, ShardDataset, dataset_of
 from pipeline.goal import Goal
 from pipeline.outside import file_identity
-from pipeline.stage import Stage, say
+from pipeline.stage import Stage, option_words, say
 from pipeline.training import Training
 from stages.checkpoints import checkpoint_files, is_remote, local_source, source_identity
+from stages.report import PAGE
 from trainer.config import ModelConfig
 from trainer.files import write_json
 
 
-class ModelStage(Stage):
+class Reported(Stage):
+    """A stage that keeps WORK/report.html fresh while it runs."""
+
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        return report.kept_fresh()
+
+
+class ModelStage(Reported):
     """A stage that has to know the model."""
 
     def vocabulary(self, phase: int) -> dict[str, Stage]:
@@ -44,11 +52,7 @@ class Precompile(ModelStage):
     """Builds and compiles every graph the phase needs, before a device waits for it."""
 
     phase = luigi.IntParameter(description="1 or 2")
-    on_cluster = True
-
-    @property
-    def nodes(self) -> int:
-        return self.settings.cluster.nnodes
+    on_cluster = on_all_nodes = True
 
     def requires(self) -> dict[str, Stage]:
         return {"dataset": dataset_of(self.phase), **self.vocabulary(self.phase)}
@@ -64,6 +68,7 @@ class Precompile(ModelStage):
             "model": self.model_parameters(),
             "seq_len": phase.seq_len,
             "max_pred_len": phase.max_pred_len,
+            "pack": phase.pack and isinstance(dataset_of(self.phase), ShardDataset),
             "micro_batch_size": phase.micro_batch_size,
             "accumulates": self.settings.grad_accum_usteps(self.phase) > 1,
             "batches_per_execution": cluster.batches_per_execution,
@@ -72,10 +77,7 @@ class Precompile(ModelStage):
             "clips": phase.max_grad_norm > 0,
             "precision": self.settings.precision.mode,
             "device": cluster.device,
-            "nnodes": cluster.nnodes,
-            "nproc_per_node": cluster.nproc_per_node,
-            "tensor_parallel_size": cluster.tensor_parallel_size,
-            "data_parallel": cluster.data_parallel,
+            **cluster.layout,
             "compile": cluster.compile,
             "versions": _compilers(),
         }
@@ -104,10 +106,6 @@ class Pretrain(ModelStage, Training):
     @property
     def max_steps(self) -> int:
         return self.settings.phase(self.phase).max_steps
-
-    @property
-    def port_offset(self) -> int:  # type: ignore[override]
-        return self.phase - 1
 
     def requires(self) -> dict[str, Stage]:
         return {**self.ingredients(), "precompile": Precompile(phase=self.phase)}
@@ -207,9 +205,7 @@ class ConvertCheckpoint(ModelStage):
         if self.given:
             model = self.directory / "config.json"
             write_json(model, self.model(2).to_hugging_face())
-            dataset = self.settings.dataset
-            transport = [f"--connections={dataset.connections}", f"--s3-profile={dataset.s3_profile}",
-                         f"--s3-endpoint={dataset.s3_endpoint}"]  # fmt: skip
+            transport = option_words(self.settings.dataset.transport)
             return [*convert, "--no-optimizer", "--config", str(model), *transport, self.given, str(self.directory)]
         pretrain = self.requires()["pretrain"]
         return [*convert, str(pretrain.directory / pretrain.counts()["checkpoint"]), str(self.directory)]
@@ -237,7 +233,7 @@ class MergeShards(ModelStage):
         return self.directory / "model"
 
 
-class Evaluate(Stage):
+class Evaluate(Reported):
     """Masked-LM loss and accuracy and next-sentence accuracy of the merged model on held-out examples."""
 
     on_cluster = True
@@ -255,8 +251,25 @@ class Evaluate(Stage):
             *("-m", "stages.evaluate", str(merged.model_directory), str(self.requires()["dataset"].directory)),
             *("--out", str(self.directory), "--device", self.settings.cluster.device),
             *("--batch-size", str(self.settings.phase2.micro_batch_size)),
-            *(f"--{name.replace('_', '-')}={value}" for name, value in self.parameters().items()),
+            *option_words(self.parameters()),
         ]
+
+
+class Report(Reported):
+    """All of it on one page, and the model card beside the model."""
+
+    def requires(self) -> dict[str, Stage]:
+        return {"merge_shards": MergeShards(), "evaluate": Evaluate()}
+
+    def command(self) -> list[str]:
+        settings = self.directory / "settings.json"
+        write_json(settings, report.shown(self.settings))
+        made = map(str, report.stage_directories(self))
+        return ["-m", "stages.report", *made, "--settings", str(settings), "--out", str(self.directory)]
+
+    @property
+    def page(self) -> Path:
+        return self.directory / PAGE
 
 
 def trained_phases() -> list[Pretrain]:
@@ -275,11 +288,11 @@ class BertPhase1(Goal):
 
 
 class BertPhase2(Goal):
-    """The whole chain, up to the evaluated Hugging Face model."""
+    """The whole chain, up to the evaluated Hugging Face model and the report."""
 
     def requires(self) -> dict[str, Stage]:
         # The model by name: if it was deleted, an evaluation that is still there does not make up for it.
-        return {"merge_shards": MergeShards(), "evaluate": Evaluate()}
+        return {"merge_shards": MergeShards(), "evaluate": Evaluate(), "report": Report()}
 
     def tell(self) -> None:
-        summary.tell_phase2(MergeShards(), trained_phases(), Evaluate(), say)
+        summary.tell_phase2(MergeShards(), trained_phases(), Evaluate(), Report(), say)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from typing import Any
 
 import luigi
 
@@ -42,6 +43,12 @@ class Cluster(luigi.Config):
     def workers(self) -> int:
         """Of all machines."""
         return self.nnodes * self.nproc_per_node
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How workers share the work, which is in compiled graphs."""
+        names = ("nnodes", "nproc_per_node", "tensor_parallel_size", "data_parallel")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def data_parallel_size(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import luigi
 
 from pipeline.outside import file_identity
-from pipeline.stage import Stage
+from pipeline.stage import Stage, option_words
 from stages.corpus import BLANK_LINE, BUILTIN, kind_of
 from stages.sources import source_inputs
 from stages.text import PlainTextSource
@@ -104,6 +104,7 @@ class ShardDataset(Stage):
             "masked_lm_prob": dataset.masked_lm_prob,
             "short_seq_prob": dataset.short_seq_prob,
             "whole_word_mask": dataset.whole_word_mask,
+            "pack": phase.pack,
             "shards": dataset.shards,
             "seed": self.settings.run.seed,
         }
@@ -112,11 +113,8 @@ class ShardDataset(Stage):
         decides = self.parameters()
         command = ["-m", "stages.shard", "--tokens", str(self.requires()["tokenize_corpus"].directory)]
         command += ["--out", str(self.directory), "--processes", str(self.settings.run.processes)]
-        if decides.pop("whole_word_mask"):
-            command.append("--whole-word-mask")
-        for name, value in decides.items():
-            command += [f"--{name.replace('_', '-')}", str(value)]
-        return command
+        command += [f"--{flag.replace('_', '-')}" for flag in ("whole_word_mask", "pack") if decides.pop(flag)]
+        return [*command, *option_words(decides)]
 
 
 class DownloadDataset(Stage):
@@ -146,11 +144,9 @@ class DownloadDataset(Stage):
         options = {
             **self.parameters(),
             "sha256": dataset.sha256(self.phase),
-            "s3_profile": dataset.s3_profile,
-            "s3_endpoint": dataset.s3_endpoint,
-            "connections": dataset.connections,
+            **dataset.transport,
             "processes": self.settings.run.processes,
         }
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value != ""]
+        words = option_words(options)
         keep = ["--keep-archive"] if dataset.keep_archive else []
         return ["-m", "stages.download", self.url, "--out", str(self.directory), *words, *keep]

@@ -11,11 +11,12 @@ from typing import Any
 
 from pipeline.bert import BertPhase2
 from pipeline.goal import Goal
+from pipeline.latest import LATEST
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Job, Unreachable
 from pipeline.mnist import MnistMlp
 from pipeline.settings import load
-from pipeline.stage import LATEST, Stage
+from pipeline.stage import Stage
 from pipeline.training import Training
 from stages.lock import LOCK, is_held
 from stages.manifest import IDENTITY, MANIFEST, difference, why_incomplete

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from stages.attempts import How
 from stages.manifest import HELD_FINGERPRINT_VARIABLE
+from trainer.errors import EXIT_INTERRUPTED
 from trainer.files import PROGRESS, disk_errors
 from trainer.process import PARENT_VARIABLE
 
@@ -44,6 +46,14 @@ class Ending:
     def interrupted(self) -> bool:
         """Whether it ended because this process was asked to stop."""
         return self.stopped_by is not None and self.status != 0
+
+    @property
+    def how(self) -> How:
+        if self.interrupted or self.status == EXIT_INTERRUPTED:
+            return "interrupted"
+        if self.status == 0:
+            return "complete"
+        return "hung" if self.hung else "failed"
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,10 @@ from pipeline.why import add_task, find
 from trainer.errors import UserError
 
 SUMMARY = "print the Kubernetes manifest of a stage, a Service and a Job; applies nothing"
-#: If no stage is named.
-DEFAULT_TASK = "pretrain-phase1"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_task(parser)
+    add_task(parser, default="pretrain-phase1")
 
 
 def run(args: argparse.Namespace) -> int:

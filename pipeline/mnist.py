@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline import summary
 from pipeline.goal import Goal
-from pipeline.stage import Stage, say
+from pipeline.stage import Stage, option_words, say
 from pipeline.training import Training
 from stages.mnist import source_inputs
 
@@ -23,20 +23,12 @@ class DownloadMnist(Stage):
 
     def command(self) -> list[str]:
         mnist, dataset = self.settings.mnist, self.settings.dataset
-        options = {
-            "checksums": mnist.checksums,
-            "s3_profile": dataset.s3_profile,
-            "s3_endpoint": dataset.s3_endpoint,
-            "connections": dataset.connections,
-        }
-        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value != ""]
+        words = option_words({"checksums": mnist.checksums, **dataset.transport})
         return ["-m", "stages.mnist", mnist.url, "--out", str(self.directory), *words]
 
 
 class TrainMlp(Training):
     """Trains the tutorial's MLP."""
-
-    port_offset = 2
 
     def requires(self) -> dict[str, Stage]:
         return {"download_mnist": DownloadMnist()}

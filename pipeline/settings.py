@@ -41,6 +41,7 @@ class Run(luigi.Config):
     seed = Whole(0, 2**31 - 1)
     log_interval = Whole(1)
     processes = Whole(0)
+    report_interval_s = Number(0)
 
 
 class Corpus(luigi.Config):
@@ -75,6 +76,11 @@ class Dataset(luigi.Config):
     def sha256(self, phase: int) -> str:
         return self.phase1_sha256 if phase == 1 else self.phase2_sha256
 
+    @property
+    def transport(self) -> dict[str, Any]:
+        """How stages fetch things, as their options."""
+        return {"connections": self.connections, "s3_profile": self.s3_profile, "s3_endpoint": self.s3_endpoint}
+
 
 class Model(luigi.Config):
     preset = Text(tuple(PRESETS))
@@ -103,6 +109,7 @@ class Phase(luigi.Config):
 
     seq_len = Whole(8, 1 << 16)
     max_pred_len = Whole(1)
+    pack = Switch()
     global_batch_size = Whole(1)
     micro_batch_size = Whole(1)
     optimizer = Text(OPTIMIZERS)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import luigi
 from luigi.retcodes import retcode
 
-from pipeline import launchers, settings
+from pipeline import latest, launchers, settings
 from pipeline.launch import Ending
 from pipeline.launchers.base import Detached, Work
 from pipeline.launchers.jobs import Job
@@ -32,10 +31,13 @@ from stages.manifest import (
     record_failure,
     why_incomplete,
 )
-from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
-from trainer.files import failpoint, read_json, utc_now
+from trainer.errors import EXIT_INTERRUPTED, LockHeld, UserError
+from trainer.files import read_json, utc_now
 
-LATEST = "latest"
+
+def option_words(options: Mapping[str, Any]) -> list[str]:
+    """`--name=value` for each, as the stages' commands take them; what is empty is left out."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value != ""]
 
 
 class Leave(KeyboardInterrupt, SystemExit):
@@ -68,6 +70,8 @@ class Stage(luigi.Task):
     format_version: ClassVar[int] = 1
     #: Whether it runs where [cluster] launcher says; all else is made on this machine.
     on_cluster: ClassVar[bool] = False
+    #: Whether all [cluster] nnodes machines run its command together.
+    on_all_nodes: ClassVar[bool] = False
     #: Whether its command, started again, goes on from where it was.
     resumes: ClassVar[bool] = False
 
@@ -93,7 +97,7 @@ class Stage(luigi.Task):
     @property
     def nodes(self) -> int:
         """Machines that run its command together."""
-        return 1
+        return self.settings.cluster.nnodes if self.on_all_nodes else 1
 
     def finish(self) -> None:
         """Called when the command has ended well; commands of `stages` have written their manifest by then."""
@@ -141,8 +145,10 @@ class Stage(luigi.Task):
     def complete(self) -> bool:
         with refusals():
             complete = why_incomplete(self.directory, self.identity.fingerprint) is None
-            if complete and self._is_newer_than_link():
-                self._link_latest()  # a run was killed between its manifest and the link
+            if complete and latest.is_older(self.settings.work_dir, self.label, self.directory):
+                latest.link(
+                    self.settings.work_dir, self.label, self.directory
+                )  # a run was killed between its manifest and the link
             return complete
 
     def manifest(self) -> dict[str, Any]:
@@ -156,20 +162,32 @@ class Stage(luigi.Task):
         counts: dict[str, Any] = self.manifest()["counts"]
         return counts
 
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """What goes on while the stage runs."""
+        return contextlib.nullcontext()
+
     def run(self) -> None:
         """Fill the directory. Raises `UserError` (the task fails), or `Leave` when somebody else is at it."""
-        if self.settings.cluster.follows:
-            self._follow()
-            return
+        follows = self.settings.cluster.follows
+        with contextlib.nullcontext() if follows else self.beside():
+            if follows:
+                self._follow()
+            else:
+                self._fill()
+        say(f"{self.label}: complete")
+
+    def _fill(self) -> None:
         try:
             with hold(self.directory, knows_jobs=True) as lock:
                 with contextlib.suppress(AlreadyComplete):
-                    job = launchers.find_job(self.directory)
-                    self._begin(job)
-                    if job is None or not self._was_ended_by(job):
-                        self._run_command(lock, job)
-                        self.finish()
-                self._link_latest()
+                    job = self._job_at_work()
+                    if job is None:
+                        claim(self.directory, self.identity)
+                        say(f"{self.label}: started in {self.directory}")
+                        self.started, self.clock = utc_now(), time.monotonic()
+                    self._run_command(lock, job)
+                    self.finish()
+                latest.link(self.settings.work_dir, self.label, self.directory)
         except LockHeld as error:
             say(f"error: {error}")
             raise Leave(retcode().already_running) from None
@@ -177,16 +195,24 @@ class Stage(luigi.Task):
             if not (self.directory / FAILURE).exists():
                 record_failure(self.directory, str(error))
             raise
-        say(f"{self.label}: complete")
 
-    def _begin(self, job: Job | None) -> None:
-        """Claim the directory, unless a job that an earlier run has submitted is at work in it."""
+    def _job_at_work(self) -> Job | None:
+        """The job that an earlier run has submitted, if it is not over. Raises `AlreadyComplete` if it is, and has
+        completed this stage."""
+        job = launchers.find_job(self.directory)
         if job is None:
-            claim(self.directory, self.identity)
-            say(f"{self.label}: started in {self.directory}")
-            self.started, self.clock = utc_now(), time.monotonic()
-        else:
-            self.started, self.clock = job.submitted, time.monotonic() - job.seconds
+            return None
+        self.started, self.clock = job.submitted, time.monotonic() - job.seconds
+        if job.is_alive():
+            return job
+        ending = job.ending()
+        if ending is not None and ending.status == 0:
+            with contextlib.suppress(UserError):
+                self.finish()
+        job.forget()
+        if why_incomplete(self.directory, self.identity.fingerprint) is None:
+            raise AlreadyComplete
+        return None
 
     def _follow(self) -> None:
         """This machine is not the first: do its share, and wait until the first has finished."""
@@ -211,17 +237,6 @@ class Stage(luigi.Task):
         """Whether a command that ended so is to be started again."""
         return False
 
-    def _was_ended_by(self, job: Job) -> bool:
-        """Whether a job that nobody waited for has completed this stage; if not, and it is over, it is forgotten."""
-        if job.is_alive():
-            return False
-        ending = job.ending()
-        if ending is not None and ending.status == 0:
-            with contextlib.suppress(UserError):
-                self.finish()
-        job.forget()
-        return why_incomplete(self.directory, self.identity.fingerprint) is None
-
     def _run_command(self, lock: int, job: Job | None) -> None:
         """Run the command, again and again as long as that may help; or wait for the job that runs it already."""
         while True:
@@ -232,7 +247,7 @@ class Stage(luigi.Task):
                     f"`python -m pipeline cancel {self.label}` ends it")  # fmt: skip
                 raise Leave(EXIT_INTERRUPTED) from None
             job = None
-            if ending.interrupted or ending.status == EXIT_INTERRUPTED:
+            if ending.how == "interrupted":
                 say(f"{self.label}: interrupted; the same command goes on from here")
                 raise Leave(EXIT_INTERRUPTED)
             if ending.status == 0:
@@ -261,27 +276,6 @@ class Stage(luigi.Task):
     def _attach(self, job: Job) -> Ending:
         say(f"{self.label}: {job} is at work already; waiting for it")
         return job.wait(from_start=False)
-
-    def _is_newer_than_link(self) -> bool:
-        try:
-            linked = (self.settings.work_dir / LATEST / self.label / MANIFEST).stat().st_mtime_ns
-        except FileNotFoundError:
-            return True
-        return (self.directory / MANIFEST).stat().st_mtime_ns > linked
-
-    def _link_latest(self) -> None:
-        latest = self.settings.work_dir / LATEST
-        link = latest / self.label
-        temporary = latest / f".{self.label}.{os.getpid()}"
-        try:
-            latest.mkdir(exist_ok=True)
-            temporary.unlink(missing_ok=True)
-            temporary.symlink_to(Path("..") / self.directory.name)
-            failpoint(f"link-before:{self.label}")
-            temporary.replace(link)
-            failpoint(f"link-after:{self.label}")
-        except OSError as error:
-            raise DiskError.of(error, link) from error
 
 
 def say(line: str) -> None:

@@ -240,12 +240,28 @@ def _widths(columns: dict[str, list[str]]) -> dict[str, int]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="for programs: a list with one object for each stage")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="for programs: a list with one object for each stage")
+    how.add_argument(
+        "--watch", type=_seconds, nargs="?", const=2.0, metavar="SECONDS",
+        help="with curves and progress, again every so many seconds (2), until Ctrl-C",
+    )  # fmt: skip
+
+
+def _seconds(text: str) -> float:
+    if not (text.replace(".", "", 1).isdigit() and 0.1 <= float(text) <= 86400):
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; allowed: 0.1 … 86400 seconds")
+    return float(text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; 0 whatever the states are."""
-    found = rows(everything())
+    goal = everything()
+    if args.watch is not None:
+        from pipeline.watch import watch
+
+        return watch(lambda width: table(rows(goal), width), args.watch)
+    found = rows(goal)
     if args.json:
         print(json.dumps([dataclasses.asdict(row) for row in found], indent=2))
     else:

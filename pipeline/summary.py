@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.bert import ConvertCheckpoint, MergeShards, Pretrain
+    from pipeline.bert import ConvertCheckpoint, MergeShards, Pretrain, Report
     from pipeline.stage import Stage
 
 
@@ -32,7 +32,9 @@ def tell_phase1(convert: ConvertCheckpoint, pretrain: Pretrain, say: Callable[[s
     say("  next: luigi --module pipeline BertPhase2")
 
 
-def tell_phase2(merged: MergeShards, phases: list[Pretrain], evaluate: Stage, say: Callable[[str], None]) -> None:
+def tell_phase2(
+    merged: MergeShards, phases: list[Pretrain], evaluate: Stage, report: Report, say: Callable[[str], None]
+) -> None:
     say("BERT is pretrained.")
     convert = phases[-1].requires()["start"]
     if len(phases) == 1 and convert.complete():
@@ -49,7 +51,8 @@ def tell_phase2(merged: MergeShards, phases: list[Pretrain], evaluate: Stage, sa
         say("  held out: the data set has no *_test_* shards, so nothing was measured")
     say(f"  model: {merged.model_directory}")
     say(f"  curves: tensorboard --logdir {phases[0].settings.work_dir / 'latest'}")
-    say(f'  next: BertForPreTraining.from_pretrained("{merged.model_directory}")')
+    say(f"  report: {report.page}")
+    say('  next: python -m pipeline try "The answer is [MASK]."')
 
 
 def tell_mlp(trained: dict[str, Any], evaluated: dict[str, Any], checkpoint: Path, say: Callable[[str], None]) -> None:

@@ -15,15 +15,8 @@ from trainer.files import read_json
 class Training(Stage):
     """Runs the trainer in processes of its own; an interrupted one goes on from its last checkpoint."""
 
-    on_cluster = True
-    resumes = True
-    #: Added to [cluster] master_port, so that trainings that may run at the same time do not meet.
-    port_offset = 0
+    on_cluster = on_all_nodes = resumes = True
     _restarts = Restarts()
-
-    @property
-    def nodes(self) -> int:
-        return self.settings.cluster.nnodes
 
     @property
     def max_steps(self) -> int | None:
@@ -46,10 +39,12 @@ class Training(Stage):
         arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         trainer = ["-m", "trainer", *arguments, *flags, *(["--compile"] if cluster.compile else [])]
         if cluster.nnodes > 1:
+            # Trainings that may run at the same time do not meet: the two phases, and the MLP.
+            port = cluster.master_port + getattr(self, "phase", 3) - 1
             # Which of the nodes it is on, and where they meet, the launcher says in the environment.
             meeting = [
                 f"--nnodes={cluster.nnodes}",
-                f"--master_port={cluster.master_port + self.port_offset}",
+                f"--master_port={port}",
                 f"--rdzv_conf=timeout={cluster.join_timeout_s:g}",
             ]
         elif cluster.nproc_per_node > 1:

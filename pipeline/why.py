@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect as python_inspect
+from typing import Any
 
 import pipeline
 from pipeline.goal import Goal
@@ -77,9 +78,11 @@ def _has_phase(cls: type[Goal] | type[Stage]) -> bool:
     return hasattr(cls, "phase")
 
 
-def add_task(parser: argparse.ArgumentParser) -> None:
-    """What `find` needs."""
-    parser.add_argument("task", metavar="TASK", help="a task (Pretrain, BertPhase2), or a stage of `status`")
+def add_task(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
+    """What `find` needs; with a `default` the task may be left out."""
+    task = "a task (Pretrain, BertPhase2), or a stage of `status`"
+    optional: dict[str, Any] = {} if default is None else {"nargs": "?", "default": default}
+    parser.add_argument("task", metavar="TASK", help=f"{task}; {default}" if default else task, **optional)
     parser.add_argument("--phase", type=int, help="of a task that has one: 1 or 2")
 
 

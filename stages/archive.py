@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -113,7 +113,7 @@ def _open(archive: Path) -> Iterator[tuple[tarfile.TarFile, IO[bytes]]]:
             tar = tarfile.open(fileobj=stream, mode="r|", tarinfo=_Header, bufsize=_READ_BYTES)  # noqa: SIM115
         except tarfile.TarError as error:
             raise UserError(
-                f"{archive} is not a tar archive ({_one_line(error)}); give .tar, .tar.gz or .tar.zst"
+                f"{archive} is not a tar archive ({one_line(error)}); give .tar, .tar.gz or .tar.zst"
             ) from None
         except _READ_ERRORS as error:
             _damaged(archive, error)
@@ -156,8 +156,4 @@ def _reader(archive: Path, name: str, file: IO[bytes]) -> Callable[[int], bytes]
 
 def _damaged(archive: Path, error: Exception, name: str = "") -> NoReturn:
     where = f" in member {name}" if name else ""
-    raise DamagedArchive(f"{archive} is damaged or cut off{where} ({_one_line(error)}); fetch it again") from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    raise DamagedArchive(f"{archive} is damaged or cut off{where} ({one_line(error)}); fetch it again") from None

@@ -14,11 +14,12 @@ from urllib.parse import urlsplit
 
 from stages.fetch import fetch
 from stages.manifest import Output, StageDirectory
+from stages.room import require_room
 from stages.sources import Transport, digest_of_ends, open_source
 from stages.sources import source_identity as url_identity
 from stages.transfer import STATE
 from trainer.config import ModelConfig
-from trainer.errors import CheckpointError, DiskError, UserError, existing_parent
+from trainer.errors import CheckpointError, UserError
 from trainer.files import disk_errors, read_json, sha256_of
 
 #: Where a remote source is put, in the stage directory, until it is converted.
@@ -48,7 +49,7 @@ def brought(source: str, work: StageDirectory, transport: Transport) -> Iterator
         path.parent.mkdir(exist_ok=True)
     fetch(
         remote, work, path, connections=transport.connections, sha256=None,
-        begin=lambda version, missing, is_same: require_space(work.path, missing),
+        begin=lambda version, missing, is_same: require_room(work.path, missing, f"{source} needs"),
     )  # fmt: skip
     yield path
     with disk_errors(work.path):
@@ -103,16 +104,6 @@ def size_in_bytes(text: str) -> int:
     if value <= 0:
         raise UserError(f"--max-shard-size {text} is not allowed; allowed: a size such as 2GB or 500MB")
     return value
-
-
-def require_space(directory: Path, needed: int) -> None:
-    """Raise `DiskError` unless `needed` bytes fit where `directory` is."""
-    free = shutil.disk_usage(existing_parent(directory)).free
-    if free < needed:
-        raise DiskError(
-            f"{directory} needs {needed / 1e6:,.1f} MB and its disk has {free / 1e6:,.1f} MB free; make space or give "
-            f"a directory on another disk; nothing was written"
-        )
 
 
 def add_source_options(p: argparse.ArgumentParser) -> None:

@@ -17,13 +17,13 @@ from stages.checkpoints import (
     local_source,
     model_config,
     opened,
-    require_space,
     source_identity,
     written,
 )
 from stages.command import run
 from stages.manifest import Identity, Output, StageDirectory
-from stages.sources import Transport
+from stages.room import require_room
+from stages.sources import add_transport_options, transport_of
 from trainer.errors import UserError
 from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
 
@@ -44,13 +44,12 @@ def convert(work: StageDirectory, args: argparse.Namespace) -> dict[str, Any]:
         tensor_parallel_size=args.tensor_parallel_size,
         training=ScriptSettings(args.lr, args.warmup_steps, args.max_steps, args.weight_decay, args.data_dir),
     )
-    transport = Transport(args.connections, args.s3_profile, args.s3_endpoint)
     with (
-        brought(args.source, work, transport) as path,
+        brought(args.source, work, transport_of(args)) as path,
         opened(path, model_config(args.config), optimizer=options.with_optimizer) as source,
     ):
         require_divisible(source.config, args.tensor_parallel_size)
-        require_space(work.path, bytes_needed(source, options))
+        require_room(work.path, bytes_needed(source, options), "the checkpoint needs")
         if args.to not in RESULT:
             outputs, counts = written(work, source, work.path, args.to, options)
         else:
@@ -99,10 +98,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tensor-parallel-size", type=int, default=1, metavar="T", help="native: files for T ranks (1)")
     p.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
     add_source_options(p)
-    remote = p.add_argument_group("IN at s3:// or https://")
-    remote.add_argument("--connections", type=int, default=8, help="parallel requests (8)")
-    remote.add_argument("--s3-profile", default="", help="AWS profile that signs requests to S3; left out: unsigned")
-    remote.add_argument("--s3-endpoint", default="", help="another server that speaks S3; left out: AWS")
+    add_transport_options(p.add_argument_group("IN at s3:// or https://"))
     script = p.add_argument_group("--to pt", "what the script goes on with where IN does not say it; its own defaults")
     script.add_argument("--lr", type=float, default=4e-4, help="peak learning rate (4e-4)")
     script.add_argument("--warmup-steps", type=int, default=2000, help="(2000)")

@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import fnmatch
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,8 @@ from stages.fetch import fetch, require_sha256
 from stages.intake import PATTERNS, Arrival, Limits, folder_shards, is_shard, linked, take_in, unpacked
 from stages.manifest import MANIFEST, Identity, Output, StageDirectory
 from stages.remote import Remote, Version
-from stages.sources import CONNECTIONS_MAX, Transport, open_source, source_inputs
+from stages.room import require_room
+from stages.sources import Transport, add_transport_options, open_source, source_inputs, transport_of
 from stages.transfer import State
 from stages.workers import processes_asked_for
 from trainer.errors import DiskError, UserError
@@ -145,16 +145,11 @@ def _contents(name: str, archive_bytes: int) -> int:
 
 
 def _require_room(directory: Path, name: str, *, archive: int, contents: int) -> None:
-    """Raise `UserError` unless so many bytes are free, less the contents that are there already."""
+    """Raise `DiskError` unless so many bytes are free, less the contents that are there already."""
     contents = max(0, contents - sum(path.stat().st_size for path in _placed(directory)))
-    free = shutil.disk_usage(directory).free
-    if archive + contents <= free:
-        return
     about = f", taken as {PACKED_RATIO} bytes for each of its own" if _contents(name, 1) > 1 else ""
-    raise UserError(
-        f"{name} needs {archive + contents:,} bytes in {directory} ({archive:,} still to fetch, {contents:,} of "
-        f"contents{about}); {free:,} are free there; make space, or use another disk"
-    )
+    what = f"{name} ({archive:,} bytes still to fetch, {contents:,} of contents{about}) needs"
+    require_room(directory, archive + contents, what)
 
 
 def _take_in(
@@ -206,10 +201,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-pred-len", type=int, help="masked positions that a row may have (default: as they are)")
     add("--vocab-size", type=int, help="every id must be below (default: not checked)")
     add("--sha256", metavar="HEX", help="that the archive must have (default: not checked)")
-    add("--s3-profile", default="", metavar="NAME", help="AWS profile whose credentials sign requests to S3; "
-        "'default': whatever boto3 finds (default: unsigned)")  # fmt: skip
-    add("--s3-endpoint", default="", metavar="URL", help="another server that speaks S3 (default: AWS)")
-    add("--connections", type=int, default=Transport.connections, help="parallel requests (%(default)s)")
+    add_transport_options(options)
     add("--keep-archive", action="store_true", help="leave the fetched archive in DIR/archive")
     add("--processes", type=int, default=0, help="check shards; changes no output (default: one for each core)")
     return options
@@ -219,16 +211,10 @@ def main() -> None:
     args = parser().parse_args()
     if args.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", args.sha256):
         raise UserError(f"--sha256 is {args.sha256}; give 64 hexadecimal digits")
-    if not 1 <= args.connections <= CONNECTIONS_MAX:
-        raise UserError(f"--connections is {args.connections}; give 1 to {CONNECTIONS_MAX}")
     sha256 = args.sha256.lower() if args.sha256 else None
     options = DownloadOptions(args.url, args.seq_len, args.max_pred_len, args.vocab_size, sha256)
-    transport = Transport(
-        connections=args.connections,
-        s3_profile=args.s3_profile,
-        s3_endpoint=args.s3_endpoint,
-        keep_archive=args.keep_archive,
-        processes=processes_asked_for(args.processes),
+    transport = dataclasses.replace(
+        transport_of(args), keep_archive=args.keep_archive, processes=processes_asked_for(args.processes)
     )
     with StageDirectory.begin(args.out, options.identity) as work:
         counts = download_dataset(work, options, transport)

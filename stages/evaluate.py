@@ -14,8 +14,8 @@ from stages.command import run
 from stages.manifest import Identity, Output, StageDirectory
 from trainer.checkpoint.format import read_tensors
 from trainer.config import DEVICES, ModelConfig
-from trainer.data.loader import BatchReader
 from trainer.data.order import Samples, shuffled
+from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.select import select
@@ -44,7 +44,7 @@ def evaluate(
     model.to(device.torch_device).eval()
     with work.progress("evaluate", len(samples), "sequences") as bar, torch.no_grad():
         for start in range(0, len(samples), batch_size):
-            (batch,), ((masked_here, _),) = reader.micro_batches(samples[np.s_[start : start + batch_size]], batch_size)
+            (batch,), (counts,) = reader.micro_batches(samples[np.s_[start : start + batch_size]], batch_size)
             batch = device.put(batch)
             words, pairs = (at_least_fp32(logits) for logits in model.logits(batch))
             losses = (
@@ -56,7 +56,7 @@ def evaluate(
                 (pairs.argmax(-1) == batch.next_sentence_labels).sum(),
             )
             sums += [float(value) for value in (*losses, *right)]
-            masked += masked_here
+            masked += counts[0]
             bar.update(len(batch.input_ids))
     return {
         "samples": len(samples),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stages.packing import Room
 from trainer.data.hdf5 import Array
 
 #: One example: its two segments as ranges of the tokens of a part, and whether the second was drawn at random.
@@ -37,6 +38,16 @@ class Form:
     #: Share of documents whose examples are cut to a random shorter length.
     short_seq_prob: float = 0.1
     whole_word_mask: bool = False
+    #: Examples that may share a row; 1: each has a row of its own.
+    sequences_per_row: int = 1
+
+    @property
+    def row(self) -> Room:
+        return Room(self.seq_len, self.max_pred_len, self.sequences_per_row)
+
+    def masked_positions(self, lengths: Array) -> Array:
+        """How many positions of sequences of `lengths` tokens are masked."""
+        return np.clip(np.rint(lengths * self.masked_lm_prob).astype(np.int64), 1, self.max_pred_len)
 
 
 @dataclass(frozen=True)
@@ -53,9 +64,7 @@ class Vocabulary:
     continues: Array
 
 
-def plan_pairs(
-    sentence_lengths: Array, document_lengths: Array, form: Form, *, dupe_factor: int, rng: np.random.Generator
-) -> Array:
+def plan_pairs(sentence_lengths: Array, document_lengths: Array, form: Form, *, rng: np.random.Generator) -> Array:
     """Cut all documents of a part into pairs of segments, `dupe_factor` times; returns (pairs,) `PAIR`, shuffled.
 
     As in `create_instances_from_document`: sentences are gathered up to a target length and split at random into A
@@ -68,7 +77,7 @@ def plan_pairs(
     if not number:
         return np.empty(0, PAIR)
     # One lane for each document and repetition; all lanes take their next pair at once.
-    document = np.tile(np.arange(number), dupe_factor)
+    document = np.tile(np.arange(number), form.dupe_factor)
     at, stop = (ends - document_lengths)[document], ends[document]
     longest = form.seq_len - SPECIAL_POSITIONS
     target = np.full(len(document), longest)
@@ -123,6 +132,12 @@ def _truncate(
     return pairs
 
 
+def lengths_of(pairs: Array) -> Array:
+    """Tokens of the rows of `pairs`, int64, in their shape; 0 where there is none."""
+    both = pairs["a_length"].astype(np.int64) + pairs["b_length"]
+    return np.where(both > 0, both + SPECIAL_POSITIONS, 0)
+
+
 def gather_rows(tokens: Array, pairs: Array, vocabulary: Vocabulary, seq_len: int) -> Array:
     """`[CLS] A [SEP] B [SEP]` and zeros for each of `pairs`: (pairs, seq_len) of the dtype of `tokens`."""
     column = np.arange(seq_len, dtype=np.int32)
@@ -143,7 +158,7 @@ def gather_rows(tokens: Array, pairs: Array, vocabulary: Vocabulary, seq_len: in
 def complete_rows(
     rows: Array, pairs: Array, form: Form, vocabulary: Vocabulary, *, rng: np.random.Generator
 ) -> dict[str, Array]:
-    """Mask `rows` (N, S) of `gather_rows` in place; returns the six arrays of a shard."""
+    """Mask `rows` (N, S) of `gather_rows` in place; returns the six arrays of a shard of unpacked rows."""
     N, P = len(rows), form.max_pred_len
     arrays = {
         "input_ids": rows,
@@ -174,7 +189,7 @@ def _mask(
 
     Of the chosen tokens 80 % become [MASK], 10 % another ordinary token, 10 % stay.
     """
-    wanted = np.clip(np.rint(lengths * form.masked_lm_prob).astype(np.int64), 1, form.max_pred_len)
+    wanted = form.masked_positions(lengths)
     choose = _choose_words if form.whole_word_mask else _choose_tokens
     positions = choose(rows, candidates, wanted, form.max_pred_len, vocabulary, rng)
     chosen = positions > 0  # position 0 is [CLS], never masked: it stands for none

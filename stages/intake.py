@@ -104,13 +104,14 @@ def _check(task: _Task) -> tuple[_Task, Shard]:
     path = task.final if task.is_placed else _temporary(task.final)
     limits = {"seq_len": task.limits.seq_len, "max_pred_len": task.limits.max_pred_len}
     try:
-        rows, seq_len, max_pred_len = file_shape(path, **limits)
+        shape = file_shape(path, **limits)
         if not task.is_placed:
             validate_file(path, vocab_size=task.limits.vocab_size, **limits)
     except UserError as error:
         raise UserError(str(error).replace(str(path), task.origin)) from error
     measured = Output.of(task.final.parent, path)
-    return task, Shard(rows, seq_len, max_pred_len, Output(task.final.name, measured.bytes, measured.sha256))
+    output = Output(task.final.name, measured.bytes, measured.sha256)
+    return task, Shard(shape.rows, shape.seq_len, shape.max_pred_len, output)
 
 
 def _refuse_other_form(task: _Task, shard: Shard, first: Shard) -> None:

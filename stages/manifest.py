@@ -5,11 +5,12 @@ A stage directory DIR holds
     stage.json      the identity of what is being made here, written first
     progress.json   how far a running stage is, rewritten about once a second
     failure.json    why the last run failed, until the next one starts: {"error", "at"}
+    attempts.jsonl  when it was at work, and how that ended (see `stages.attempts`)
     …               the outputs
     manifest.json   the identity, the outputs with size and sha256, and the counts; written last
 
-DIR is complete when manifest.json names the expected fingerprint and every output that it lists is there with
-its size. Nothing here imports torch or luigi.
+DIR is complete when manifest.json names the expected fingerprint, every output that it lists is there with its size,
+and so is, with whatever in it, every file that it lists as present. Nothing here imports torch or luigi.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -110,6 +111,9 @@ def why_incomplete(directory: Path, fingerprint: str, *, verify: bool = False) -
             return f"{path} has {size} bytes, its manifest says {output['bytes']}"
         if verify and sha256_of(path) != output["sha256"]:
             return f"{path} was altered: its sha256 is not the manifest's"
+    for name in manifest.get("present", ()):
+        if not (directory / name).exists():
+            return f"{os.path.normpath(directory / name)} is missing"
     return None
 
 
@@ -152,9 +156,9 @@ class StageDirectory:
         """A progress bar for people, and progress.json for programs. `done` units were there before."""
         return Progress(self.path / PROGRESS, label, total, unit, done)
 
-    def finish(self, outputs: Iterable[Output], counts: dict[str, Any]) -> None:
-        """Declare the stage complete: write the manifest, last of all."""
-        finish(self.path, self.identity, outputs, counts, started=self._started, clock=self._clock)
+    def finish(self, outputs: Iterable[Output], counts: dict[str, Any], *, present: Sequence[str] = ()) -> None:
+        """Declare the stage complete: write the manifest, last of all. `present`: other files that must be there."""
+        finish(self.path, self.identity, outputs, counts, started=self._started, clock=self._clock, present=present)
 
 
 def claim(path: Path, identity: Identity) -> None:
@@ -196,8 +200,10 @@ def finish(
     *,
     started: str,
     clock: float,
+    present: Sequence[str] = (),
 ) -> None:
-    """Write the manifest of a stage that began at `started` (UTC) and `clock` (`time.monotonic()`)."""
+    """Write the manifest of a stage that began at `started` (UTC) and `clock` (`time.monotonic()`). `present`: paths,
+    relative to `path`, of files that must be there, whatever is in them by now."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"python": platform.python_version()}
@@ -209,6 +215,7 @@ def finish(
         {
             **identity.record(),
             "outputs": [dataclasses.asdict(output) for output in outputs],
+            **({"present": list(present)} if present else {}),
             "counts": counts,
             "started": started,
             "seconds": round(time.monotonic() - clock, 3),

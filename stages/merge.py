@@ -15,13 +15,14 @@ from stages.checkpoints import (
     local_source,
     model_config,
     opened,
-    require_space,
     size_in_bytes,
     source_identity,
     written,
 )
 from stages.command import run
 from stages.manifest import Identity, Output, StageDirectory
+from stages.room import require_room
+from stages.view.card import CARD
 from trainer.errors import UserError
 from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably, sha256_of
 
@@ -51,7 +52,7 @@ def merge(work: StageDirectory, args: argparse.Namespace) -> None:
     with opened(path, model_config(args.config), optimizer=args.with_optimizer) as source:
         if args.with_optimizer and not source.with_optimizer:
             raise UserError(f"{path} has no optimizer state to keep; leave --with-optimizer out")
-        require_space(work.path, bytes_needed(source, options))
+        require_room(work.path, bytes_needed(source, options), "the model needs")
         with disk_errors(temporary):
             temporary.mkdir()
             for name in TOKENIZER_FILES if args.tokenizer else ():
@@ -59,10 +60,12 @@ def merge(work: StageDirectory, args: argparse.Namespace) -> None:
                     shutil.copyfile(args.tokenizer / name, temporary / name)
         outputs, counts = written(work, source, temporary, "hf", options)
     meets_hugging_face(temporary)
+    if (target / CARD).exists():  # made anew, the model keeps the card that was laid beside it
+        shutil.copyfile(target / CARD, temporary / CARD)
     rename_durably(temporary, target)
     named = {f"{MODEL}/{output.path}": output for output in outputs}
     outputs = [dataclasses.replace(output, path=path) for path, output in named.items()]
-    copied = (path for path in sorted(target.iterdir()) if f"{MODEL}/{path.name}" not in named)
+    copied = (path for path in sorted(target.iterdir()) if f"{MODEL}/{path.name}" not in named and path.name != CARD)
     outputs += [Output.of(work.path, path) for path in copied]
     work.finish(outputs, {**counts, "tokenizer": args.tokenizer is not None})
 

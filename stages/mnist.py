@@ -9,7 +9,7 @@ from typing import Any
 from stages.command import run
 from stages.fetch import fetch
 from stages.manifest import Identity, Output, StageDirectory
-from stages.sources import CONNECTIONS_MAX, Transport, open_source, source_identity
+from stages.sources import Transport, add_transport_options, open_source, source_identity, transport_of
 from trainer.errors import UserError
 from trainer.files import durable_file
 
@@ -88,17 +88,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("url", metavar="URL", help=f"https://, s3://, file:// or path of the folder with {', '.join(FILES)}")
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="stage directory to make or go on with")
     p.add_argument("--checksums", choices=CHECKSUMS, default="mnist", help="mnist: only the original files; none: any")
-    p.add_argument("--connections", type=int, default=8, help=f"parallel requests, 1 to {CONNECTIONS_MAX}")
-    p.add_argument("--s3-profile", default="", help="AWS profile that signs requests to S3; empty: unsigned")
-    p.add_argument("--s3-endpoint", default="", help="another server that speaks S3; empty: AWS")
+    add_transport_options(p)
     return p
 
 
 def main() -> None:
     args = parser().parse_args()
-    if not 1 <= args.connections <= CONNECTIONS_MAX:
-        raise UserError(f"--connections is {args.connections}; allowed are 1 to {CONNECTIONS_MAX}")
-    transport = Transport(connections=args.connections, s3_profile=args.s3_profile, s3_endpoint=args.s3_endpoint)
+    transport = transport_of(args)
 
     def identity() -> Identity:
         parameters = {"checksums": args.checksums}

@@ -1,19 +1,21 @@
 """The plan of a phase: every part of the corpus cut into pairs of segments, before any row of a shard is made.
 
-A plan is files that are gone when the shards are there: for each part its pairs, 13 bytes each, and for each split
-the ids of all its parts, one after the other, so that rows of many parts are gathered at once.
+A plan is files that are gone when the shards are there: for each part its pairs, 13 bytes each, those that share a row
+beside each other; and for each split the ids of all its parts, one after the other, so that rows of many parts are
+gathered at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from stages.examples import PAIR, Form, plan_pairs
+from stages.examples import PAIR, Form, lengths_of, plan_pairs
 from stages.manifest import StageDirectory
+from stages.packing import pack
 from stages.tokens import SPLITS, TRAINING, part_paths, read_part
 from stages.workers import Workers
 from trainer.data.hdf5 import Array
@@ -63,11 +65,13 @@ class SplitPlan:
     #: As in `SplitTokens`.
     cut: Array
     dtype: np.dtype[np.uint16] | np.dtype[np.uint32]
-    #: Pairs of each part, (parts,) int64.
+    form: Form
+    #: Rows of each part, (parts,) int64.
     rows: Array
 
     def windows(self, starts: Array, ends: Array) -> Iterator[tuple[Array, Array]]:
-        """(ids, pairs of them) for rows `starts` … `ends` of each part, in order, of several parts at a time."""
+        """(ids, (rows, slots) pairs of them) for rows `starts` … `ends` of each part, in order, of several parts at a
+        time. A slot without a pair is zeros."""
         first = 0
         while first < len(self.rows):
             limit = self.cut[first] + _WINDOW_BYTES // self.dtype.itemsize
@@ -79,14 +83,14 @@ class SplitPlan:
         begin, length = int(self.cut[first]), int(self.cut[last] - self.cut[first])
         path = ids_path(self.directory, self.split)
         ids = np.memmap(path, self.dtype, "r", begin * self.dtype.itemsize, (length,))
-        found = []
+        found, slots = [], self.form.sequences_per_row
         for part in range(first, last):
-            count, offset = int(ends[part] - starts[part]), int(starts[part]) * PAIR.itemsize
+            count, offset = int(ends[part] - starts[part]) * slots, int(starts[part]) * slots * PAIR.itemsize
             pairs = np.fromfile(pairs_path(self.directory, self.split, part), PAIR, count, offset=offset)
             pairs["a_start"] += np.uint32(self.cut[part] - begin)
             pairs["b_start"] += np.uint32(self.cut[part] - begin)
             found.append(pairs)
-        return ids, np.concatenate(found)
+        return ids, np.concatenate(found).reshape(-1, slots)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,6 @@ class _Task:
     part: Path
     pairs: Path
     form: Form
-    dupe_factor: int
     seed: tuple[int, ...]
 
 
@@ -106,9 +109,9 @@ def pairs_path(directory: Path, split: str, part: int) -> Path:
     return directory / f"{split}_{part:05d}.bin"
 
 
-def times_used(split: str, form: Form) -> int:
-    """Held-out documents are used once."""
-    return form.dupe_factor if split == TRAINING else 1
+def form_of(split: str, form: Form) -> Form:
+    """Held-out documents are used once, and each of their examples has a row of its own."""
+    return form if split == TRAINING else replace(form, dupe_factor=1, sequences_per_row=1)
 
 
 def make_plans(
@@ -119,7 +122,7 @@ def make_plans(
     directory.mkdir(exist_ok=True)
     tasks = [
         _Task(
-            part, pairs_path(directory, split, index), form, times_used(split, form),
+            part, pairs_path(directory, split, index), form_of(split, form),
             (_PLAN_STREAM, SPLITS.index(split), index, seed),
         )
         for split, tokens in splits.items()
@@ -134,24 +137,34 @@ def make_plans(
     for split, tokens in splits.items():
         _join(tokens.parts, ids_path(directory, split))
         of_parts = np.array([next(left) for _ in tokens.parts], np.int64)
-        plans[split] = SplitPlan(directory, split, tokens.cut, tokens.dtype, of_parts)
+        plans[split] = SplitPlan(directory, split, tokens.cut, tokens.dtype, form_of(split, form), of_parts)
     return plans
 
 
 def _make_pairs(task: _Task) -> int:
-    """Cut a part into pairs, unless that is done; returns their number."""
+    """Cut a part into the pairs of its rows, unless that is done; returns the number of rows."""
     if not task.pairs.exists():
         part = read_part(task.part)
         pairs = plan_pairs(
             part["sentence_lengths"].astype(np.int64),
             part["document_lengths"].astype(np.int64),
             task.form,
-            dupe_factor=task.dupe_factor,
-            rng=np.random.default_rng(task.seed),
+            rng=(rng := np.random.default_rng(task.seed)),
         )
+        if task.form.sequences_per_row > 1:
+            pairs = _packed(pairs, task.form, rng)
         with durable_file(task.pairs) as file:
             file.write(pairs.tobytes())
-    return task.pairs.stat().st_size // PAIR.itemsize
+    return task.pairs.stat().st_size // (PAIR.itemsize * task.form.sequences_per_row)
+
+
+def _packed(pairs: Array, form: Form, rng: np.random.Generator) -> Array:
+    """Pairs (M,) put together in rows, these shuffled: (rows, slots), zeros where a slot is free."""
+    chosen = pack(lengths_of(pairs), form.masked_positions(np.arange(form.seq_len + 1)), form.row)
+    chosen = chosen[rng.permutation(len(chosen))]
+    rows = np.zeros(chosen.shape, PAIR)
+    rows[chosen >= 0] = pairs[chosen[chosen >= 0]]
+    return rows
 
 
 def _join(parts: list[Path], path: Path) -> None:

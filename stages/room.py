@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.errors import DiskError, existing_parent
 
 
 def require_room(directory: Path, needed: int, what: str) -> None:
-    """Raise `UserError` unless `needed` bytes are free in `directory`; `what` needs them ("the shards need")."""
-    free = shutil.disk_usage(directory).free
+    """Raise `DiskError` unless `needed` bytes are free where `directory` is; `what` needs them ("the shards need")."""
+    free = shutil.disk_usage(existing_parent(directory)).free
     if needed > free:
-        raise UserError(
+        raise DiskError(
             f"{what} {needed:,} bytes in {directory}; {free:,} are free there; make space, or use another disk"
         )

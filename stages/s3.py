@@ -18,7 +18,7 @@ from stages.remote import (
     refuse_status,
     version_of,
 )
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
 
 #: The profile that stands for whatever credentials boto3 finds by itself (environment, files, the machine's role).
 DEFAULT_PROFILE = "default"
@@ -73,15 +73,15 @@ class S3Store:
                     f"{url}: no such host is known here ({_host(str(error))}); check bucket, s3_endpoint and this "
                     f"machine's network"
                 ) from error
-            raise Transient(_one_line(error)) from error
+            raise Transient(one_line(error)) from error
         except boto.SSLError as error:
-            raise UserError(f"{url}: {_one_line(error)}; check s3_endpoint and this machine's clock") from error
+            raise UserError(f"{url}: {one_line(error)}; check s3_endpoint and this machine's clock") from error
         except (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError) as error:
-            raise Transient(_one_line(error)) from error
+            raise Transient(one_line(error)) from error
         except (boto.BotoCoreError, ValueError) as error:  # parameters, profiles, credentials
-            raise UserError(f"{url}: {_one_line(error)}; check the address, s3_profile and s3_endpoint") from error
+            raise UserError(f"{url}: {one_line(error)}; check the address, s3_profile and s3_endpoint") from error
         except OSError as error:  # while the body is read
-            raise Transient(_one_line(error)) from error
+            raise Transient(one_line(error)) from error
 
     def _refuse(self, url: str, response: dict[str, Any]) -> NoReturn:
         status: int = response["ResponseMetadata"]["HTTPStatusCode"]
@@ -146,7 +146,3 @@ def _status_and_headers(answer: dict[str, Any]) -> tuple[int, dict[str, str]]:
 def _host(message: str) -> str:
     found = re.search(r"https?://([^/\"]+)", message)
     return found[1] if found else message
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -1,6 +1,7 @@
 """Token ids → the shards of one phase: masked pairs as HDF5. `python -m stages.shard --help`.
 
-First every part of the corpus is cut into pairs (a plan: 13 bytes an example, its rows shuffled). Then the rows of
+First every part of the corpus is cut into pairs, and these are packed into rows if that is wanted (a plan: 13 bytes an
+example, its rows shuffled). Then the rows of
 all plans are dealt out to the shards, so that these are balanced and each draws from the whole corpus, and every
 shard is gathered, shuffled, masked and written by itself. Memory is bounded by a part, a window of the ids and a
 slab of a shard; plans and shards are pure functions of the seed and their number, so that neither processes nor
@@ -19,7 +20,7 @@ from typing import Any
 from stages.command import run
 from stages.examples import PAIR, SPECIAL_POSITIONS, Form
 from stages.manifest import MANIFEST, Identity, StageDirectory, why_incomplete
-from stages.plans import PLAN, SplitPlan, SplitTokens, make_plans, read_splits, times_used
+from stages.plans import PLAN, SplitPlan, SplitTokens, form_of, make_plans, read_splits
 from stages.room import require_room
 from stages.slabs import Made, ShardTask, load_vocabulary, make_shard, row_bytes
 from stages.tokens import SPLITS, TEST, TRAINING
@@ -33,6 +34,8 @@ FORMAT_VERSION = 1
 
 #: Left to the stage, shards are about this large, and at least so many that two machines share them evenly.
 _SHARD_BYTES, _SHARDS_MIN = 64 << 20, 8
+#: Sequences in a packed row, at most.
+PACKED_SEQUENCES = 16
 #: The first word of the random seeds of shards; those of plans begin otherwise.
 _SHARD_STREAM = 2
 
@@ -96,11 +99,16 @@ def shard_dataset(work: StageDirectory, tokens: Path, options: ShardOptions, *, 
         if TEST not in splits:
             print("note: no documents were held out, so there are no test shards", file=sys.stderr)
         vocab_size = load_vocabulary(tokens).size
-        least = {split: times_used(split, form) * found.least_pairs for split, found in splits.items()}
-        _require_room(work.path, splits, least, row_bytes(form, vocab_size), "plan and shards need at least")
+        forms = {split: form_of(split, form) for split in splits}
+        # A row holds so many pairs at most.
+        least = {
+            split: -(-forms[split].dupe_factor * found.least_pairs // forms[split].sequences_per_row)
+            for split, found in splits.items()
+        }
+        _require_room(work.path, splits, least, forms, vocab_size, "plan and shards need at least")
         plans = make_plans(work, splits, form, options.seed, workers)
         rows = {split: int(plan.rows.sum()) for split, plan in plans.items()}
-        _require_room(work.path, splits, rows, row_bytes(form, vocab_size), "the shards need")
+        _require_room(work.path, splits, rows, forms, vocab_size, "the shards need")
         tasks = [task for plan in plans.values() for task in _tasks_of(work, tokens, plan, options)]
         with work.progress("shard", len(tasks), "shards") as bar:
             for one in workers.map(make_shard, tasks):
@@ -113,10 +121,14 @@ def shard_dataset(work: StageDirectory, tokens: Path, options: ShardOptions, *, 
 
 
 def _require_room(
-    directory: Path, splits: dict[str, SplitTokens], rows: dict[str, int], bytes_of_row: int, what: str
-) -> None:
+    directory: Path, splits: dict[str, SplitTokens], rows: dict[str, int], forms: dict[str, Form], vocab_size: int,
+    what: str,
+) -> None:  # fmt: skip
     """Raise `UserError` unless there is room for what is not there yet of plans and shards with so many `rows`."""
-    needed = sum(rows.values()) * (bytes_of_row + PAIR.itemsize)
+    needed = sum(
+        rows[split] * (row_bytes(form, vocab_size) + form.sequences_per_row * PAIR.itemsize)
+        for split, form in forms.items()
+    )
     needed += sum(int(tokens.cut[-1]) * tokens.dtype.itemsize for tokens in splits.values())
     there = [*directory.glob("bert_*.hdf5"), *(directory / PLAN).glob("*.*")]
     require_room(directory, needed - sum(path.stat().st_size for path in there), what)
@@ -124,7 +136,7 @@ def _require_room(
 
 def _tasks_of(work: StageDirectory, tokens: Path, plan: SplitPlan, options: ShardOptions) -> list[ShardTask]:
     """Share the rows of one split out to its shards."""
-    split, form, rows = plan.split, options.form, int(plan.rows.sum())
+    split, form, rows = plan.split, plan.form, int(plan.rows.sum())
     shards = options.test_shards if split == TEST else options.shards or _shards_for(rows, form, tokens)
     if rows < shards:
         raise UserError(
@@ -152,6 +164,7 @@ def _counts(made: list[Made], options: ShardOptions, vocab_size: int) -> dict[st
         "rows": rows,
         "training_rows": sum(n for name, n in rows.items() if f"_{TRAINING}_" in name),
         "test_rows": sum(n for name, n in rows.items() if f"_{TEST}_" in name),
+        "sequences": sum(one.sequences for one in made),
         "real_token_share": round(sum(one.real_tokens for one in made) / (total * options.form.seq_len), 6),
         "vocab_size": vocab_size,
     }
@@ -168,6 +181,8 @@ def parser() -> argparse.ArgumentParser:
     add("--masked-lm-prob", type=float, default=Form.masked_lm_prob, help="share of tokens masked (%(default)s)")
     add("--short-seq-prob", type=float, default=Form.short_seq_prob, help="share made shorter (%(default)s)")
     add("--whole-word-mask", action=argparse.BooleanOptionalAction, default=False, help="mask all pieces of a word")
+    add("--pack", action=argparse.BooleanOptionalAction, default=False, help="several sequences in a row, up to "
+        f"{PACKED_SEQUENCES}; held-out ones stay apart")  # fmt: skip
     add("--shards", type=int, default=None, help="training shards (default: about 64 MB each, at least 8)")
     add("--test-shards", type=int, default=1, help="shards of held-out documents (%(default)s)")
     add("--seed", type=int, default=12345, help="decides pairs and masks (%(default)s)")
@@ -184,6 +199,7 @@ def main() -> None:
         masked_lm_prob=args.masked_lm_prob,
         short_seq_prob=args.short_seq_prob,
         whole_word_mask=args.whole_word_mask,
+        sequences_per_row=PACKED_SEQUENCES if args.pack else 1,
     )
     options = ShardOptions(form, shards=args.shards, test_shards=args.test_shards, seed=args.seed)
     processes = processes_asked_for(args.processes)

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.examples import PAIR, Form, Vocabulary, complete_rows, gather_rows
+from stages.examples import PAIR, Form, Vocabulary, complete_rows, gather_rows, lengths_of
 from stages.manifest import Output
+from stages.packing import pack_masked, pack_tokens, real_places, unpack_tokens
 from stages.plans import SplitPlan
 from stages.tokens import TOKENIZER
 from stages.wordpiece import CLS, CONTINUATION, MASK, SEP, SPECIAL_TOKENS, read_vocabulary
-from trainer.data.hdf5 import Array, contiguous_file, map_contiguous, open_hdf5
-from trainer.data.shards import KEYS, id_dtype, shard_layout
+from trainer.data.hdf5 import Array, Layout, contiguous_file, map_contiguous, open_hdf5
+from trainer.data.shards import LENGTHS_KEY, id_dtype, shard_layout
 
 #: Rows are shuffled and masked in slabs of about this size: what a process holds at a time.
 _SLAB_BYTES = 64 << 20
@@ -36,11 +37,19 @@ class ShardTask:
 class Made:
     output: Output
     rows: int
+    sequences: int
     real_tokens: int
 
 
+def layout_of(rows: int, form: Form, vocab_size: int) -> Layout:
+    return shard_layout(
+        rows, seq_len=form.seq_len, max_pred_len=form.max_pred_len, vocab_size=vocab_size,
+        sequences_per_row=form.sequences_per_row,
+    )  # fmt: skip
+
+
 def row_bytes(form: Form, vocab_size: int) -> int:
-    layout = shard_layout(1, seq_len=form.seq_len, max_pred_len=form.max_pred_len, vocab_size=vocab_size)
+    layout = layout_of(1, form, vocab_size)
     return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in layout.values())
 
 
@@ -68,40 +77,76 @@ def make_shard(task: ShardTask) -> Made:
         form, rng = task.form, np.random.default_rng(task.seed)
         starts, ends = deal(task.plan.rows, task.shards, task.shard)
         total = int((ends - starts).sum())
-        layout = shard_layout(total, seq_len=form.seq_len, max_pred_len=form.max_pred_len, vocab_size=vocabulary.size)
+        layout = layout_of(total, form, vocabulary.size)
         slabs = max(1, -(-total * row_bytes(form, vocabulary.size) // _SLAB_BYTES))
         with contiguous_file(task.path, layout) as writer:
             row = 0
             for slab in range(slabs):
                 first, last = deal(ends - starts, slabs, slab)
                 arrays = _make_slab(task, starts + first, starts + last, vocabulary, rng)
-                for key in KEYS:
+                for key in layout:
                     writer.write(key, row, arrays[key])
                 row += len(arrays["input_ids"])
             assert row == total, f"{row} of {total} rows"
     with open_hdf5(task.path) as file:
         mapped = map_contiguous(task.path, file, ("input_mask",))
+        packed = map_contiguous(task.path, file, (LENGTHS_KEY,)) if LENGTHS_KEY in file else None
     assert mapped is not None
     mask = mapped["input_mask"]
-    return Made(Output.of(task.path.parent, task.path), len(mask), int(np.count_nonzero(mask)))
+    sequences = len(mask) if packed is None else int(np.count_nonzero(packed[LENGTHS_KEY]))
+    return Made(Output.of(task.path.parent, task.path), len(mask), sequences, int(np.count_nonzero(mask)))
 
 
 def _make_slab(
     task: ShardTask, starts: Array, ends: Array, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> dict[str, Array]:
-    """Rows `starts` … `ends` of every part, shuffled, as the six arrays of a shard."""
+    """Rows `starts` … `ends` of every part, shuffled, as the arrays of a shard."""
+    form = task.form
     order = rng.permutation(int((ends - starts).sum()))
-    pairs = np.empty(len(order), PAIR)
-    rows = np.empty((len(order), task.form.seq_len), id_dtype(vocabulary.size))
+    pairs = np.empty((len(order), form.sequences_per_row), PAIR)
+    rows = np.empty((len(order), form.seq_len), id_dtype(vocabulary.size))
     done = 0
     for ids, found in task.plan.windows(starts, ends):
         for start in range(0, len(found), _GATHERED_ROWS):
             some = found[start : start + _GATHERED_ROWS]
             places = order[done : done + len(some)]
             pairs[places] = some
-            rows[places] = gather_rows(ids, some, vocabulary, task.form.seq_len)
+            rows[places] = _gather(ids, some, vocabulary, form)
             done += len(some)
-    return complete_rows(rows, pairs, task.form, vocabulary, rng=rng)
+    if form.sequences_per_row == 1:
+        return complete_rows(rows, pairs[:, 0], form, vocabulary, rng=rng)
+    return _complete_packed(rows, pairs, form, vocabulary, rng)
+
+
+def _gather(ids: Array, pairs: Array, vocabulary: Vocabulary, form: Form) -> Array:
+    """The rows (N, S) of `pairs` (N, slots), not masked."""
+    if form.sequences_per_row == 1:
+        return gather_rows(ids, pairs[:, 0], vocabulary, form.seq_len)
+    lengths = lengths_of(pairs)
+    return pack_tokens(gather_rows(ids, pairs[lengths > 0], vocabulary, form.seq_len), lengths, form.seq_len)
+
+
+def _complete_packed(
+    rows: Array, pairs: Array, form: Form, vocabulary: Vocabulary, rng: np.random.Generator
+) -> dict[str, Array]:
+    """As `complete_rows` for rows (N, S) of several sequences: each is masked as if it had a row of its own."""
+    lengths = lengths_of(pairs)
+    arrays = {
+        key: np.zeros(shape, dtype) for key, (shape, dtype) in layout_of(len(rows), form, vocabulary.size).items()
+    }
+    arrays[LENGTHS_KEY][:] = lengths
+    arrays["input_mask"][:] = real_places(lengths.sum(1), form.seq_len)
+    for start in range(0, len(rows), _GATHERED_ROWS):
+        here = slice(start, start + _GATHERED_ROWS)
+        there = lengths[here] > 0
+        own = complete_rows(unpack_tokens(rows[here], lengths[here]), pairs[here][there], form, vocabulary, rng=rng)
+        for key in ("input_ids", "segment_ids"):
+            arrays[key][here] = pack_tokens(own[key], lengths[here], form.seq_len)
+        arrays["masked_lm_positions"][here], arrays["masked_lm_ids"][here] = pack_masked(
+            own["masked_lm_positions"], own["masked_lm_ids"], lengths[here]
+        )
+        arrays["next_sentence_labels"][here][there] = own["next_sentence_labels"]
+    return arrays
 
 
 @functools.cache

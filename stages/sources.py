@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,6 +32,26 @@ class Transport:
     keep_archive: bool = False
     #: Processes that check shards, 1 or more.
     processes: int = 1
+
+
+def add_transport_options(p: argparse._ActionsContainer) -> None:
+    """The options that `transport_of` reads."""
+    p.add_argument(
+        "--connections", type=int, default=Transport.connections, metavar="N",
+        help=f"parallel requests, 1 to {CONNECTIONS_MAX} ({Transport.connections})",
+    )  # fmt: skip
+    p.add_argument(
+        "--s3-profile", default="", metavar="NAME",
+        help="AWS profile that signs requests to S3; 'default': whatever boto3 finds; left out: unsigned",
+    )  # fmt: skip
+    p.add_argument("--s3-endpoint", default="", metavar="ADDRESS", help="another server that speaks S3; left out: AWS")
+
+
+def transport_of(args: argparse.Namespace) -> Transport:
+    """What the options say. Raises `UserError` for a number of connections that is not allowed."""
+    if not 1 <= args.connections <= CONNECTIONS_MAX:
+        raise UserError(f"--connections is {args.connections}; give 1 to {CONNECTIONS_MAX}")
+    return Transport(connections=args.connections, s3_profile=args.s3_profile, s3_endpoint=args.s3_endpoint)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ ckpt_interval_steps = 2
 
 STAGES = (
     "tokenize_corpus", "shard_dataset-phase1", "shard_dataset-phase2", "precompile-phase1", "precompile-phase2",
-    "pretrain-phase1", "convert_checkpoint", "pretrain-phase2", "merge_shards", "evaluate",
+    "pretrain-phase1", "convert_checkpoint", "pretrain-phase2", "merge_shards", "evaluate", "report",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from tests.support import MODEL, forked
 from trainer.checkpoint.format import MANIFEST, encode_manifest, read_tensors, tensor_file
 from trainer.checkpoint.interop.names import moment_names
 from trainer.checkpoint.interop.write import entry_of
-from trainer.checkpoint.manager import write_snapshot
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.tensor_file import Spec, write_tensor_file
 from trainer.config import ModelConfig
@@ -41,15 +41,23 @@ def snapshot(step: int = 7, *, seed: int = 0, config: ModelConfig = CONFIG, opti
     return Snapshot(state, parameters, moments if optimizer else {})
 
 
+def save(directory: Path, state: Snapshot) -> None:
+    """`ckpt_<step>` in `directory`, as training leaves it."""
+    manager = CheckpointManager(directory, keep=-1)
+    manager.save(state)
+    manager.finish()
+
+
 def write_native(directory: Path, state: Snapshot, size: int = 1) -> Path:
     """A checkpoint of ours, split for `size` ranks by the command."""
-    whole = directory / f"whole-{state.state.global_step}-{state.state.seed}"
+    step, seed = state.state.global_step, state.state.seed
+    whole = directory / f"whole-{seed}" / f"ckpt_{step}"
     if not whole.exists():
-        whole.mkdir(parents=True)
-        write_snapshot(whole, state)
+        whole.parent.mkdir(parents=True, exist_ok=True)
+        save(whole.parent, state)
     if size == 1:
         return whole
-    out = directory / f"split-{size}-{state.state.global_step}-{state.state.seed}"
+    out = directory / f"split-{size}-{step}-{seed}"
     done = forked("stages.convert", whole, out, "--tensor-parallel-size", size)
     assert done.returncode == 0, done.stdout
     return out / "checkpoint"

@@ -7,7 +7,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from trainer.data.shards import write_shard
+from trainer.process import free_port
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 200
@@ -153,12 +153,6 @@ def _work(module: str, words: list[str], variables: dict[str, str], log: str) ->
     os.dup2(descriptor, 2)
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def train(workers: int = 1, *, env: dict[str, str] | None = None, **values: Any) -> subprocess.CompletedProcess[str]:

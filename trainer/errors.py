@@ -58,6 +58,11 @@ class DiskError(UserError):
         return cls(f"cannot write {path}: {reason}; check the path and its permissions, then run the same again")
 
 
+def one_line(error: Exception) -> str:
+    """What an exception of a library says, as a part of our line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def existing_parent(path: Path) -> Path:
     """`path` itself or its nearest ancestor that exists."""
     path = path.absolute()

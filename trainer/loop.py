@@ -53,8 +53,8 @@ class Trainer:
             mesh.tensor_parallel_rank,
             mesh.tensor_parallel_size,
             lambda tensors, sums: device.all_reduce(tensors, mesh.tensor_parallel_group, sums=sums),
+            device.random_region,
         )
-        self.ranks.draw_with(device.random_region)
         start = None
         if mesh.is_root:
             if not config.trial:
@@ -91,6 +91,7 @@ class Trainer:
             torch_version=torch.__version__,
         )
         mesh.in_turns(functools.partial(self._make_model, workload, start), at_once=_LOADING_AT_ONCE)
+        self.losses = len(workload.losses)
         self.forward, self.parameters = arrange(config.data_parallel, self.model, workload, device, mesh)
         self._shared_gradients = None
         if self.ranks.size > 1:
@@ -113,7 +114,10 @@ class Trainer:
         saves = mesh.data_parallel_rank == 0 and not config.trial
         self._host_copy = self._prepare_saving(workload, say) if saves else None
         writes = mesh.is_root and not config.trial
-        self.metrics = Metrics(config, workload, self.state, is_root=writes, say=say)
+        peak = device.peak_flops_per_s(self.precision.name)
+        self.metrics = Metrics(
+            config, workload, self.state, peak_flops_per_s=peak and peak * mesh.world_size, is_root=writes, say=say
+        )
         self._graphs = GraphList(config, device, say) if mesh.is_root and config.graphs is not None else None
         self._saved_at = time.monotonic()
         self._saved_step = self.state.step if start is not None and not start.weights_only else -1
@@ -162,7 +166,7 @@ class Trainer:
         return self.state.step >= self.config.stop_step
 
     def train_step(self, step: Step, counts: list[int]) -> None:
-        """One optimizer step. `counts`: what each loss is a sum over, in the global batch.
+        """One optimizer step. `counts`: what each loss is a sum over in the global batch, and other counts of it.
 
         Every loss is a sum divided by the global batch's count, so that neither the cut into micro-batches nor the
         number of workers has a part in the result.
@@ -170,7 +174,7 @@ class Trainer:
         config = self.config
         if config.record_samples:
             record_samples(step, config.output_dir / f"samples-{self.mesh.rank}.jsonl")
-        shares = [self._number(1 / max(1, count)) for count in counts]
+        shares = [self._number(1 / max(1, count)) for count in counts[: self.losses]]
         for usteps, batch in enumerate(step.micro_batches):
             failpoint(f"micro-step:{self.state.global_step}.{usteps}.{self.mesh.rank}")
             micro_batch = usteps * self.mesh.data_parallel_size + self.mesh.data_parallel_rank
@@ -196,7 +200,7 @@ class Trainer:
         self.parameters.zero_gradients()
         self.state = self.state.advanced(step.epoch)
         failpoint(f"step:{self.state.global_step}.{self.mesh.rank}")
-        record = StepRecord(self.state, rate, self.device.compiled_graphs())
+        record = StepRecord(self.state, rate, counts, self.device.compiled_graphs())
         self.device.step_closure(functools.partial(self.metrics.record, record), torch.cat([losses, norm[None]]))
 
     def _prepare_saving(self, workload: Workload, say: Callable[[str], None]) -> HostCopy:
@@ -220,8 +224,8 @@ class Trainer:
             self.manager.save(self._host_copy.take(self.state, self.device.copy_to_host))
 
     def _agree(self, upcoming: Step | None) -> tuple[list[int], bool, bool]:
-        """What all workers hold after this step: what the losses of the next global batch are sums over, whether to
-        stop, whether to save. The root decides when it is time to save; any worker's signal stops all."""
+        """What all workers hold after this step: the counts of the next global batch, whether to stop, whether to
+        save. The root decides when it is time to save; any worker's signal stops all."""
         save = self.mesh.is_root and self._time_to_save()
         counts = upcoming.counts if upcoming else ()
         if self.mesh.tensor_parallel_rank:

@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.files import PROGRESS, disk_errors, replace_json, write_json
 from trainer.state import TrainState
-from trainer.workloads.base import Workload
+from trainer.workloads.base import Work, Workload
 
 #: Steps over which the throughput is averaged, as in the tutorials' script.
 THROUGHPUT_WINDOW = 10
@@ -44,6 +44,8 @@ class StepRecord:
 
     state: TrainState
     learning_rate: float
+    #: What the reader has counted in the global batch.
+    counts: Sequence[int]
     #: Graphs compiled by then, on devices that compile.
     compiled_graphs: int | None = None
 
@@ -57,22 +59,27 @@ class Metrics:
         workload: Workload,
         start: TrainState,
         *,
+        peak_flops_per_s: float | None,
         is_root: bool,
         say: Callable[[str], None],
     ) -> None:
-        """Goes on behind the records of `start`'s steps in the output directory; later ones there are dropped,
-        because their steps are done again."""
+        """`peak_flops_per_s`: of all workers' devices together, None where it is not known.
+
+        Goes on behind the records of `start`'s steps in the output directory; later ones there are dropped, because
+        their steps are done again.
+        """
         self._config = config
         self._workload = workload
         self._say = say
         self._is_root = is_root
-        self._samples_per_step = start.global_batch_size
+        self._peak_flops_per_s = peak_flops_per_s
         self._began = self._last = time.monotonic()
         self._written = self._drawn = 0.0
         #: Recorded, and not written yet.
         self._lines: list[str] = []
         self._progress: dict[str, Any] = {}
-        self._step_times: collections.deque[float] = collections.deque(maxlen=THROUGHPUT_WINDOW)
+        #: (seconds, work) of the latest steps.
+        self._recent: collections.deque[tuple[float, Work]] = collections.deque(maxlen=THROUGHPUT_WINDOW)
         self._throughputs: list[float] = []
         if not is_root:
             return
@@ -105,9 +112,9 @@ class Metrics:
             )
         now = time.monotonic()
         step_time, self._last = now - self._last, now
-        self._step_times.append(step_time)
-        throughput = self._samples_per_step * len(self._step_times) / sum(self._step_times)
-        self._throughputs.append(throughput)
+        self._recent.append((step_time, self._workload.work(record.counts)))
+        rates = self._rates()
+        self._throughputs.append(rates["throughput"])
         if not self._is_root:
             return
         scalars = {
@@ -115,12 +122,25 @@ class Metrics:
             **dict(zip(self._workload.losses, losses, strict=True)),
             "learning_rate": record.learning_rate,
             "grad_norm": norm,
-            "throughput": throughput,
+            **rates,
             "step_time_s": step_time,
         }
         if record.compiled_graphs is not None:
             scalars["compiled_graphs"] = record.compiled_graphs
         self._write(state, scalars)
+
+    def _rates(self) -> dict[str, float]:
+        """Over the latest steps: samples a second, the model's FLOP/s, and its share of the hardware's peak, MFU
+        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), by our count and by the usual formula."""
+        seconds = sum(time for time, _ in self._recent)
+        samples, flops, usual_flops = (
+            sum(getattr(work, name) for _, work in self._recent) / seconds
+            for name in ("samples", "flops", "usual_flops")
+        )
+        rates = {"throughput": samples, "flops_per_s": flops}
+        if self._peak_flops_per_s:
+            rates |= {"mfu": flops / self._peak_flops_per_s, "mfu_usual": usual_flops / self._peak_flops_per_s}
+        return rates
 
     def _write(self, state: TrainState, scalars: dict[str, float]) -> None:
         step = state.global_step
@@ -131,7 +151,7 @@ class Metrics:
             "done": state.step,
             "total": self._config.max_steps,
             "unit": "steps",
-            "per_s": round(scalars["throughput"] / self._samples_per_step, 6),
+            "per_s": round(self._steps_per_s(), 6),
         }
         now = time.monotonic()
         if now - self._drawn >= _BOARD_INTERVAL_S or state.step == self._config.stop_step:
@@ -142,12 +162,16 @@ class Metrics:
             self.flush()
         if state.step % self._config.log_interval == 0 or state.step == self._config.stop_step:
             norm = f"grad-norm : {scalars['grad_norm']:.4f} " if self._config.print_grad_norm else ""
-            left = (self._config.stop_step - state.step) * self._samples_per_step / scalars["throughput"]
+            mfu = f"mfu : {scalars['mfu']:.3f} " if "mfu" in scalars else ""
+            left = (self._config.stop_step - state.step) / self._steps_per_s()
             self._say(
                 f"LOG {time.asctime()} - ({state.epoch}, {step}) step_loss : {scalars['loss']:.4f} "
-                f"learning_rate : {scalars['learning_rate']:.2e} throughput : {scalars['throughput']:.2f} {norm}"
+                f"learning_rate : {scalars['learning_rate']:.2e} throughput : {scalars['throughput']:.2f} {mfu}{norm}"
                 f"[{state.step}/{self._config.max_steps}, {_duration(left)} left]"
             )
+
+    def _steps_per_s(self) -> float:
+        return len(self._recent) / sum(seconds for seconds, _ in self._recent)
 
     def flush(self) -> None:
         """Hand what is recorded to the operating system, so that it outlives this process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 
 from trainer.errors import EXIT_INTERRUPTED
@@ -31,6 +32,13 @@ def stop_early_on_signals() -> None:
     for signum in STOP_SIGNALS:
         signal.signal(signum, lambda *_: os._exit(EXIT_INTERRUPTED))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 def die_with_starter() -> None:

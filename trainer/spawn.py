@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 
 from trainer.errors import UserError
+from trainer.process import free_port
 
 #: Set in spawned workers.
 _SPAWNED = "TRAINER_SPAWNED"
@@ -37,7 +37,7 @@ def spawn(workers: int, device: str, main: Callable[[], int]) -> int:
         )
     os.environ.setdefault("PJRT_DEVICE", "NEURON" if device == "neuron" else "CPU")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
     if device == "neuron":
         os.environ["NEURON_NUM_DEVICES"] = str(workers)
         from trainer.devices.neuron import load_runtime
@@ -60,9 +60,3 @@ def _work(index: int, main: Callable[[], int]) -> None:
     status = main()
     if status:
         raise _WorkerFailed(status)
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])

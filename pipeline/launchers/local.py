@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pipeline import launch
 from pipeline.cluster import Cluster
 from pipeline.launch import Ending, Start
 from pipeline.launchers.base import Work
+from stages import attempts
 from stages.lock import is_held
 from stages.manifest import FAILURE
 from trainer.errors import NodeMissing, UserError
@@ -27,14 +29,20 @@ class Local:
         self._cluster = cluster
 
     def run(self, work: Work) -> Ending:
-        return launch.run(
-            work.words,
-            directory=work.directory,
-            fingerprint=work.fingerprint,
-            keep_open=(work.lock,),
-            hang_timeout_s=work.hang_timeout_s,
-            start=start_on_node(self._cluster.node_rank, self._cluster.master_addr) if work.nodes > 1 else None,
-        )
+        start = start_on_node(self._cluster.node_rank, self._cluster.master_addr) if work.nodes > 1 else None
+        # The account of a run is node 0's.
+        with contextlib.nullcontext() if self._cluster.follows else attempts.recording(work.directory) as record:
+            ending = launch.run(
+                work.words,
+                directory=work.directory,
+                fingerprint=work.fingerprint,
+                keep_open=(work.lock,),
+                hang_timeout_s=work.hang_timeout_s,
+                start=start,
+            )
+            if record is not None:
+                record(ending.how, ending.status, ending.error)
+        return ending
 
 
 def start_on_node(rank: int, master_addr: str) -> Start:

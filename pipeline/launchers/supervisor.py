@@ -6,6 +6,7 @@ DIR/job-state.json how it ended; or has it started again, as long as it gets fur
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import sys
@@ -18,6 +19,7 @@ from pipeline.launch import Ending, Start
 from pipeline.launchers import kubernetes, slurm
 from pipeline.launchers.jobs import STATE
 from pipeline.launchers.restarts import FINAL_STATUSES, MAX_RESTARTS, Restarts, newest_checkpoint
+from stages import attempts
 from stages.lock import JOB
 from stages.manifest import MANIFEST
 from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
@@ -90,17 +92,22 @@ class Supervisor:
     def _run_command(self) -> Ending:
         if self._early_signal is not None:
             return Ending(EXIT_INTERRUPTED, self._early_signal, False, "stopped before it had begun")
-        try:
-            return launch.run(
-                self._job["words"],
-                directory=self._directory,
-                fingerprint=self._job["fingerprint"],
-                keep_open=(),
-                hang_timeout_s=self._job["hang_timeout_s"],
-                start=self._surroundings.start(self._job["nodes"], end_together=self._job["resumes"]),
-            )
-        except UserError as error:
-            return Ending(EXIT_SOFTWARE, None, False, str(error))
+        first = self._surroundings.rank == 0
+        with attempts.recording(self._directory) if first else contextlib.nullcontext() as record:
+            try:
+                ending = launch.run(
+                    self._job["words"],
+                    directory=self._directory,
+                    fingerprint=self._job["fingerprint"],
+                    keep_open=(),
+                    hang_timeout_s=self._job["hang_timeout_s"],
+                    start=self._surroundings.start(self._job["nodes"], end_together=self._job["resumes"]),
+                )
+            except UserError as error:
+                ending = Ending(EXIT_SOFTWARE, None, False, str(error))
+            if record is not None:
+                record(ending.how, ending.status, ending.error)
+        return ending
 
     def _may_restart(self, ending: Ending) -> bool:
         if ending.stopped_by is not None:

@@ -107,7 +107,10 @@ def test_a_rerun_starts_at_the_first_stage_that_is_not_complete(chain: Chain) ->
     (chain.latest("merge_shards") / "manifest.json").unlink()
     shutil.rmtree(chain.latest("merge_shards") / "model")
     done = chain.run("BertPhase2")
-    assert [line.split(":")[0] for line in done.stderr.splitlines() if ": started in " in line] == ["merge_shards"]
+    assert [line.split(":")[0] for line in done.stderr.splitlines() if ": started in " in line] == [
+        "merge_shards",
+        "report",  # the model card went with the model
+    ]
     assert (chain.latest("merge_shards") / "model" / "model.safetensors").read_bytes() == before
 
 
@@ -127,7 +130,7 @@ def test_training_goes_on_from_its_last_checkpoint(chain: Chain) -> None:
 def test_a_phase_2_setting_keeps_the_data_and_phase_1(chain: Chain) -> None:
     done = chain.run("BertPhase2", "--Phase2-lr", "1e-4")
     started = [line.split(":")[0] for line in done.stderr.splitlines() if ": started in " in line]
-    assert started == ["pretrain-phase2", "merge_shards", "evaluate"]
+    assert started == ["pretrain-phase2", "merge_shards", "evaluate", "report"]
     assert "started" not in chain.run("BertPhase2").stderr
 
 

@@ -164,7 +164,8 @@ def test_a_crash_loop_ends_with_the_workers_own_traceback(prepared, start) -> No
     process = start("--Phase1-lr", "0.005", FAILPOINT="step:5.0", FAILPOINT_ACTION="raise")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 30, output
-    assert output.count("starting again") == 3
+    # Three without progress; the write of the last checkpoint may be lost in the first crash, and count as progress.
+    assert output.count("starting again") in (3, 4)
     last = output[output.rindex("pretrain-phase1 failed:") :]
     assert "RuntimeError: failpoint step:5.0" in last
     assert 'trainer/loop.py", line' in last

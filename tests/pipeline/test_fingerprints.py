@@ -36,6 +36,7 @@ MADE_FROM = {
     "pretrain-phase2": ("shard_dataset-phase2", "download_dataset-phase2", "convert_checkpoint"),
     "merge_shards": ("pretrain-phase2",),
     "evaluate": ("merge_shards", "shard_dataset-phase2", "download_dataset-phase2"),
+    "report": ("merge_shards", "evaluate"),
     "download_mnist": (),
     "train_mlp": ("download_mnist",),
     "evaluate_mlp": ("train_mlp", "download_mnist"),
@@ -56,6 +57,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("run", "seed", "7", (*TOKENS, *SHARDS, *TRAINED, *MLP)),
     ("run", "log_interval", "3", NOTHING),
     ("run", "processes", "5", NOTHING),
+    ("run", "report_interval_s", "5", NOTHING),
     ("corpus", "source", "{tmp}/a.txt", TOKENS),
     ("corpus", "held_out_source", "{tmp}/b.txt", TOKENS),
     ("corpus", "held_out", "0.25", TOKENS),
@@ -91,6 +93,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("model", "attention_probs_dropout_prob", "0.2", MODEL),
     ("phase1", "seq_len", "64", ("shard_dataset-phase1", "precompile-phase1", "pretrain-phase1")),
     ("phase1", "max_pred_len", "10", ("shard_dataset-phase1", "precompile-phase1", "pretrain-phase1")),
+    ("phase1", "pack", "true", ("shard_dataset-phase1", "precompile-phase1")),
     ("phase1", "global_batch_size", "128", ("pretrain-phase1",)),
     # Without micro-steps to add up there is another graph.
     ("phase1", "global_batch_size", "32", ("precompile-phase1", "pretrain-phase1")),
@@ -109,6 +112,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "start_from", "{tmp}/ckpt_5.pt", ("convert_checkpoint",)),
     ("phase2", "seq_len", "256", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2")),
     ("phase2", "max_pred_len", "40", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2", "evaluate")),
+    ("phase2", "pack", "false", ("shard_dataset-phase2", "precompile-phase2")),
     ("phase2", "global_batch_size", "64", ("pretrain-phase2",)),
     ("phase2", "micro_batch_size", "16", ("precompile-phase2",)),
     ("phase2", "optimizer", "AdamW_FP32OptimParams", ("precompile-phase2", "pretrain-phase2")),
@@ -362,7 +366,7 @@ STARTED = ("phase2", "start_from", "{tmp}/ckpt_5.pt")
 def test_a_checkpoint_to_start_from_takes_the_place_of_phase_1(fingerprints: Fingerprints, tmp_path: Path) -> None:
     started = fingerprints(STARTED)
     assert not {"pretrain-phase1", "precompile-phase1", "shard_dataset-phase1"} & set(started)
-    after = {"convert_checkpoint", "pretrain-phase2", "merge_shards", "evaluate"}
+    after = {"convert_checkpoint", "pretrain-phase2", "merge_shards", "evaluate", "report"}
     (tmp_path / "ckpt_5.pt").write_bytes(b"another checkpoint")
     assert difference(started, fingerprints(STARTED)) == after
     (tmp_path / "elsewhere").mkdir()

@@ -43,7 +43,7 @@ def test_a_finished_chain_is_complete_in_running_order(chain: Chain) -> None:
 
 
 def test_the_table_has_a_line_for_each_stage(chain: Chain) -> None:
-    header, *lines = chain.ask("status").stdout.splitlines()
+    header, *lines = chain.ask("status", COLUMNS="400").stdout.splitlines()
     assert header.split() == ["stage", "state", "when", "how", "long", "where"]
     assert [line.split()[0] for line in lines] == list(chain.status())
     for line in lines:
@@ -208,7 +208,7 @@ def test_of_a_traceback_what_was_raised_is_shown(chain: Chain, tmp_path: Path) -
 def test_other_settings_make_stages_stale_from_where_they_differ(chain: Chain) -> None:
     rows = chain.status("--Phase2-lr", "1e-4")
     stale = {stage for stage, row in rows.items() if row["state"] == "stale"}
-    assert stale == {"pretrain-phase2", "merge_shards", "evaluate"}
+    assert stale == {"pretrain-phase2", "merge_shards", "evaluate", "report"}
     assert {row["state"] for stage, row in rows.items() if stage not in stale} == {"complete"}
     assert rows["pretrain-phase2"]["detail"] == "made with other settings: lr: 0.0005 → 0.0001"
     assert rows["evaluate"]["detail"].endswith("its upstream pretrain-phase2 would change: lr: 0.0005 → 0.0001")

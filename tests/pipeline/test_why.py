@@ -95,7 +95,8 @@ def test_the_file_that_is_missing_or_short_is_named(chain: Chain, tmp_path: Path
     assert f"{shard.name} is missing" in copy.ask("why", "ShardDataset", "--phase", "1", status=1).stdout
 
 
-@pytest.mark.parametrize("stage", STAGES)
+# The report names the directory, and here that is another one by then.
+@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "report"])
 def test_verify_finds_one_flipped_bit_and_what_it_advises_mends_it(chain: Chain, tmp_path: Path, stage: str) -> None:
     """The file that is made anew has the bytes it had."""
     copy = chain.copy(tmp_path / "copy")

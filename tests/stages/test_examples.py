@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_pairs_are_distributed_as_by_the_plain_algorithm(seq_len: int) -> None:
 
     ours, theirs = [], []
     for seed in range(30):
-        pairs = plan_pairs(sentence_lengths, document_lengths, form, dupe_factor=5, rng=np.random.default_rng(seed))
+        pairs = plan_pairs(sentence_lengths, document_lengths, form, rng=np.random.default_rng(seed))
         ours.append(facts(pairs["a_length"].astype(int), pairs["b_length"].astype(int), pairs["random"]))
         plain = reference_pairs(documents, form, random.Random(seed))
         theirs.append(facts(*(np.array(x) for x in zip(*((len(a), len(b), r) for a, b, r in plain), strict=True))))
@@ -85,7 +86,7 @@ def test_pairs_are_distributed_as_by_the_plain_algorithm(seq_len: int) -> None:
 
 def test_pairs_are_what_they_claim_to_be() -> None:
     tokens, sentence_lengths, document_lengths = corpus()
-    pairs = plan_pairs(sentence_lengths, document_lengths, Form(64, 20), dupe_factor=5, rng=np.random.default_rng(0))
+    pairs = plan_pairs(sentence_lengths, document_lengths, Form(64, 20), rng=np.random.default_rng(0))
     owner = np.repeat(np.arange(len(document_lengths)), document_lengths).repeat(sentence_lengths)
     a, b = pairs["a_start"].astype(int), pairs["b_start"].astype(int)
     a_end, b_end = a + pairs["a_length"], b + pairs["b_length"]
@@ -105,7 +106,7 @@ def test_pairs_are_what_they_claim_to_be() -> None:
 
 
 def test_a_single_document_gives_only_pairs_that_follow_each_other() -> None:
-    pairs = plan_pairs(np.full(50, 10), np.array([50]), Form(64, 20), dupe_factor=5, rng=np.random.default_rng(0))
+    pairs = plan_pairs(np.full(50, 10), np.array([50]), Form(64, 20), rng=np.random.default_rng(0))
     assert len(pairs) > 0
     assert not pairs["random"].any()
 
@@ -114,7 +115,7 @@ def made(form: Form, seed: int = 0) -> tuple[Array, dict[str, Array], Array]:
     """Unmasked rows, the arrays, and the pairs."""
     tokens, sentence_lengths, document_lengths = corpus(documents=300)
     rng = np.random.default_rng(seed)
-    pairs = plan_pairs(sentence_lengths, document_lengths, form, dupe_factor=2, rng=rng)
+    pairs = plan_pairs(sentence_lengths, document_lengths, dataclasses.replace(form, dupe_factor=2), rng=rng)
     rows = gather_rows(tokens, pairs, VOCAB, form.seq_len)
     return rows.copy(), complete_rows(rows, pairs, form, VOCAB, rng=rng), pairs
 

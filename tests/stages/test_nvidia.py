@@ -140,7 +140,7 @@ class Text:
 
     def make(self, form: Form, seed: int) -> Arrays:
         rng = np.random.default_rng(seed)
-        pairs = plan_pairs(self.sentences, self.documents, form, dupe_factor=form.dupe_factor, rng=rng)
+        pairs = plan_pairs(self.sentences, self.documents, form, rng=rng)
         rows = gather_rows(self.ids, pairs, self.vocabulary, form.seq_len)
         return complete_rows(rows, pairs, form, self.vocabulary, rng=rng)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import subprocess
 from collections import Counter
@@ -15,35 +14,19 @@ import h5py
 import numpy as np
 import pytest
 
-from stages import parts, plans, shard, slabs, tokenize
-from stages.corpus import CorpusOptions
+from stages import plans, shard, slabs
 from stages.examples import Form
 from stages.manifest import StageDirectory
 from stages.shard import ShardOptions, shard_dataset, tokens_fingerprint
 from stages.slabs import deal
 from stages.tokens import TRAINING, part_paths, read_part
 from tests.conftest import Stage
+from tests.stages.corpora import make_tokens
 from tests.support import assert_one_line_error
 from trainer.data.shards import KEYS, ShardSet, validate_file
 from trainer.errors import UserError
 
 FORM = ("--seq-len", 32, "--max-pred-len", 5)
-
-
-def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_out: float = 0.1) -> Path:
-    """A tokenized corpus of several parts, each document with words of its own kind."""
-    draw = random.Random(0)
-    text = []
-    for _ in range(documents):
-        words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(30)]
-        text += [" ".join(draw.choices(words, k=draw.randint(3, 12))) for _ in range(draw.randint(2, 15))] + [""]
-    path = directory.with_suffix(".txt")
-    path.write_text("\n".join(text))
-    options = CorpusOptions(sources=(str(path),), vocab_size=vocab_size, held_out=held_out)
-    with StageDirectory.begin(directory, options.identity) as work, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "_PART_CHARACTERS", 8_000)
-        tokenize.tokenize_corpus(work, options, processes=1)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,10 @@ def batch_of(arrays: dict[str, np.ndarray], *, static: bool = False) -> BertBatc
         tensors["input_ids"],
         tensors["segment_ids"],
         tensors["input_mask"],
+        torch.arange(SEQ_LEN)[None],
         index[keep],
         labels[keep],
+        SEQ_LEN * torch.arange(len(positions)),
         tensors["next_sentence_labels"],
     )
 
@@ -69,7 +71,7 @@ def test_loss_and_gradients_at_masked_positions_equal_the_full_heads(ours: BertF
                 labels[row, int(position)] = int(token)
     loss = theirs(
         input_ids=batch.input_ids,
-        attention_mask=batch.input_mask,
+        attention_mask=batch.sequence_ids,
         token_type_ids=batch.segment_ids,
         labels=labels,
         next_sentence_label=batch.next_sentence_labels,

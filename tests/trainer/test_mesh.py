@@ -7,8 +7,9 @@ import os
 import time
 from pathlib import Path
 
-from tests.support import FORKS, free_port
+from tests.support import FORKS
 from trainer.parallel.mesh import Mesh
+from trainer.process import free_port
 
 
 def _start(rank: int, port: int, log: str) -> None:

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from tests.images import write_idx, write_images
-from tests.support import ROOT, assert_one_line_error, command, free_port, losses, metrics, options, tensors, train
+from tests.support import ROOT, assert_one_line_error, command, losses, metrics, options, tensors, train
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.models.mlp import MLP
+from trainer.process import free_port
 from trainer.workloads.mnist import TRAINING, Images
 
 IMAGES = 300

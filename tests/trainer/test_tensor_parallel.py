@@ -123,8 +123,7 @@ def test_randomness_differs_inside_of_what_is_split_and_agrees_outside() -> None
     device = CpuDevice()
     drawn = []
     for rank in range(2):
-        ranks = TensorParallel(rank, 2)
-        ranks.draw_with(device.random_region)
+        ranks = TensorParallel(rank, 2, random_region=device.random_region)
         device.seed(7)
         ranks.seed(7)
         before = torch.rand(5)

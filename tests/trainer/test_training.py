@@ -21,8 +21,9 @@ from tests.support import (
     write_model_config,
 )
 from trainer.config import ModelConfig
-from trainer.data.loader import BatchReader, Loader
+from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
+from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet, write_shard
 from trainer.models.bert import BertForPreTraining
 

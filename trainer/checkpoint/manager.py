@@ -143,12 +143,6 @@ class CheckpointManager:
                 shutil.rmtree(doomed)
 
 
-def write_snapshot(directory: Path, snapshot: Snapshot) -> None:
-    """Write the files of a checkpoint into the existing, empty `directory`. Raises `DiskError`."""
-    files = write_shard(directory, snapshot)
-    write_manifest(directory, snapshot.state.global_step, snapshot.state.to_json(), files)
-
-
 def write_shard(directory: Path, snapshot: Snapshot, rank: int = 0, size: int = 1) -> list[dict[str, Any]]:
     """Write the tensors that tensor-parallel rank `rank` of `size` holds; returns what a manifest says of the files.
 

@@ -1,6 +1,6 @@
 """Turns the order of samples into micro-batches of one worker, whole steps at a time, ahead of the loop.
 
-A: micro-steps in a step, B: sequences in a micro-batch, S: tokens in a sequence, P: masked positions in one, at most.
+A: micro-steps in a step, B: samples in a micro-batch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from trainer.data.batch import Batch
 from trainer.data.order import SampleOrder, Samples
-from trainer.data.shards import KEYS, ShardSet
-from trainer.errors import UserError
 from trainer.files import disk_errors
-from trainer.models.bert import IGNORED, BertBatch
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class Step:
     index: int
     epoch: int
     micro_batches: Iterable[Batch]
-    #: What each of the model's losses is a sum over, in all micro-batches: numbers of labels.
+    #: What each of the model's losses is a sum over, in all micro-batches, and what else the workload counts.
     counts: tuple[int, ...]
     #: Where the samples came from, in the order of use, (A·B,).
     samples: Samples
@@ -46,79 +41,12 @@ class Reader(Protocol):
     rows_at_once: int
 
     def micro_batches(self, samples: Samples, size: int) -> tuple[Sequence[Batch], Sequence[tuple[int, ...]]]:
-        """`samples` in order, `size` at a time (the last may be smaller), and what each one's losses are sums over.
+        """`samples` in order, `size` at a time (the last may be smaller), and for each what its losses are sums over,
+        followed by what else the workload counts its work by.
 
         Raises `UserError` on data that the model cannot take.
         """
         ...
-
-
-class BatchReader:
-    """Reads BERT's examples from shards."""
-
-    rows_at_once = 1
-
-    def __init__(self, shards: ShardSet, *, vocab_size: int, static_shapes: bool = False) -> None:
-        """With `static_shapes` every micro-batch has B·P masked positions, the missing ones labelled `IGNORED`."""
-        self._shards = shards
-        self._vocab_size = vocab_size
-        self._static_shapes = static_shapes
-
-    def micro_batches(self, samples: Samples, size: int) -> tuple[list[BertBatch], list[tuple[int, int]]]:
-        """See `Reader`; the losses are sums over masked positions and over sequences.
-
-        Raises `UserError` on an id outside the vocabulary.
-        """
-        arrays = self.read(samples)
-        parts = [
-            {key: value[start : start + size] for key, value in arrays.items()}
-            for start in range(0, len(samples), size)
-        ]
-        counts = [
-            (int(np.count_nonzero(part["masked_lm_positions"])), len(part["masked_lm_positions"])) for part in parts
-        ]
-        return list(map(self._micro_batch, parts)), counts
-
-    def read(self, samples: Samples) -> dict[str, NDArray[np.generic]]:
-        """The rows of `samples`, in their order, from as few reads as there are shards among them."""
-        by_shard = np.argsort(samples.shard, kind="stable")
-        shards, starts = np.unique(samples.shard[by_shard], return_index=True)
-        pieces = [
-            self._shards.read(int(shard), samples.row[where])
-            for shard, where in zip(shards, np.split(by_shard, starts[1:]), strict=True)
-        ]
-        back = np.empty(len(samples), dtype=np.int64)
-        back[by_shard] = np.arange(len(samples))
-        arrays = {key: np.concatenate([piece[key] for piece in pieces])[back] for key in KEYS}
-        for key in ("input_ids", "masked_lm_ids"):
-            largest = int(arrays[key].max())
-            if largest >= self._vocab_size:
-                row = int(arrays[key].max(axis=1).argmax())
-                name, at = self._shards.names[samples.shard[row]], samples.row[row]
-                raise UserError(
-                    f"{name}: {key} of row {at} holds id {largest}, but the model's vocabulary has {self._vocab_size}; "
-                    f"use the model the data was made for, or the data made for the model"
-                )
-        return arrays
-
-    def _micro_batch(self, arrays: dict[str, NDArray[np.generic]]) -> BertBatch:
-        seq_len = arrays["input_ids"].shape[1]
-        positions = arrays["masked_lm_positions"].astype(np.int64)
-        index = positions + seq_len * np.arange(len(positions))[:, None]
-        labels = arrays["masked_lm_ids"].astype(np.int64)
-        if self._static_shapes:
-            labels[positions == 0] = IGNORED
-        else:
-            # Position 0 is [CLS], which is never masked: it marks the unused entries (NVIDIA's format).
-            index, labels = index[positions > 0], labels[positions > 0]
-        return BertBatch(
-            input_ids=as_int64(arrays["input_ids"]),
-            segment_ids=as_int64(arrays["segment_ids"]),
-            input_mask=as_int64(arrays["input_mask"]),
-            masked_index=torch.from_numpy(index.reshape(-1)),
-            masked_labels=torch.from_numpy(labels.reshape(-1)),
-            next_sentence_labels=as_int64(arrays["next_sentence_labels"]),
-        )
 
 
 class Loader:
@@ -195,10 +123,6 @@ class Loader:
         finally:
             stopped.set()
             thread.join()
-
-
-def as_int64(array: NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(array.astype(np.int64))
 
 
 def record_samples(step: Step, path: Path) -> None:

@@ -1,8 +1,11 @@
 """The shards of a data set: HDF5 files with NVIDIA's six keys, read and written here and checked once.
 
 input_ids, input_mask, segment_ids (N, S); masked_lm_positions, masked_lm_ids (N, P), zero-padded;
-next_sentence_labels (N,). Ours are contiguous and uncompressed with small unsigned dtypes, and are read row by row
-through a memory map. Other tools' (chunked, gzip'd, int32) are decoded a shard at a time. No torch here.
+next_sentence_labels (N,). Packed rows hold several sequences, one behind the other: sequence_lengths (N, K) has their
+tokens, zero-padded, and next_sentence_labels (N, K) their labels; all else is as for one long sequence.
+
+Ours are contiguous and uncompressed with small unsigned dtypes, and are read row by row through a memory map. Other
+tools' (chunked, gzip'd, int32) are decoded a shard at a time. No torch here.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import hashlib
 import json
 import os
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,8 @@ from trainer.errors import UserError
 TOKEN_KEYS = ("input_ids", "input_mask", "segment_ids")
 MASKED_KEYS = ("masked_lm_positions", "masked_lm_ids")
 KEYS = (*TOKEN_KEYS, *MASKED_KEYS, "next_sentence_labels")
+#: The key that packed shards have in addition.
+LENGTHS_KEY = "sequence_lengths"
 
 #: Mapped files kept open; each holds a file descriptor.
 _MAPPED_FILES = 16
@@ -39,11 +45,11 @@ def id_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-def shard_layout(rows: int, *, seq_len: int, max_pred_len: int, vocab_size: int) -> Layout:
-    """Shapes and dtypes of the six datasets of a shard of ours."""
+def shard_layout(rows: int, *, seq_len: int, max_pred_len: int, vocab_size: int, sequences_per_row: int = 1) -> Layout:
+    """Shapes and dtypes of the datasets of a shard of ours."""
     ids = id_dtype(vocab_size)
-    tokens, masked = (rows, seq_len), (rows, max_pred_len)
-    return {
+    tokens, masked, packed = (rows, seq_len), (rows, max_pred_len), (rows, sequences_per_row)
+    layout: dict[str, tuple[tuple[int, ...], Any]] = {
         "input_ids": (tokens, ids),
         "input_mask": (tokens, np.uint8),
         "segment_ids": (tokens, np.uint8),
@@ -51,6 +57,9 @@ def shard_layout(rows: int, *, seq_len: int, max_pred_len: int, vocab_size: int)
         "masked_lm_ids": (masked, ids),
         "next_sentence_labels": ((rows,), np.uint8),
     }
+    if sequences_per_row > 1:
+        layout["next_sentence_labels"], layout[LENGTHS_KEY] = (packed, np.uint8), (packed, np.uint16)
+    return layout
 
 
 def write_shard(path: Path, arrays: dict[str, Array]) -> None:
@@ -58,25 +67,43 @@ def write_shard(path: Path, arrays: dict[str, Array]) -> None:
 
     Raises: `DiskError`.
     """
-    assert set(arrays) == set(KEYS), sorted(arrays)
-    with contiguous_file(path, {key: (arrays[key].shape, arrays[key].dtype) for key in KEYS}) as writer:
-        for key in KEYS:
+    assert set(arrays) - {LENGTHS_KEY} == set(KEYS), sorted(arrays)
+    layout = {key: (arrays[key].shape, arrays[key].dtype) for key in (*KEYS, LENGTHS_KEY) if key in arrays}
+    with contiguous_file(path, layout) as writer:
+        for key in layout:
             writer.write(key, 0, arrays[key])
+
+
+@dataclass(frozen=True)
+class ShardShape:
+    """What the rows of a shard are like."""
+
+    rows: int
+    seq_len: int
+    #: Masked positions in a row, at most.
+    max_pred_len: int
+    #: Sequences in a packed row, at most; None: rows are not packed.
+    sequences_per_row: int | None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return KEYS if self.sequences_per_row is None else (*KEYS, LENGTHS_KEY)
 
 
 class ShardSet:
     """The shards of one directory that match a pattern, in the order of their names. For one thread at a time."""
 
-    def __init__(
-        self, directory: Path, names: list[str], rows: NDArray[np.int64], *, seq_len: int, max_pred_len: int
-    ) -> None:
+    def __init__(self, directory: Path, names: list[str], rows: NDArray[np.int64], first: ShardShape) -> None:
+        """`first`: of the first file, which the others are like but for their `rows`."""
         self.directory = directory
         self.names = names
         #: Rows of each shard, (shards,) int64.
         self.rows_per_shard = rows
         self.rows = int(rows.sum())
-        self.seq_len = seq_len
-        self.max_pred_len = max_pred_len
+        self.seq_len = first.seq_len
+        self.max_pred_len = first.max_pred_len
+        self.sequences_per_row = first.sequences_per_row
+        self.keys = first.keys
         self._mapped: OrderedDict[int, dict[str, Array]] = OrderedDict()
         self._decoded: OrderedDict[int, dict[str, Array]] = OrderedDict()
 
@@ -104,26 +131,26 @@ class ShardSet:
         names = sorted(fnmatch.filter(there, pattern))
         if not names:
             raise UserError(f"no file in {directory} matches {pattern}; it is not a data set, or of another form")
-        _, S, P = file_shape(directory / names[0], seq_len=seq_len, max_pred_len=max_pred_len)
-        rows = [
-            known[name] if name in known else file_shape(directory / name, seq_len=S, max_pred_len=max_pred_len)[0]
-            for name in names
-        ]
-        return cls(directory, names, np.array(rows, np.int64), seq_len=S, max_pred_len=P)
+        first = file_shape(directory / names[0], seq_len=seq_len, max_pred_len=max_pred_len)
+        limits = {"seq_len": first.seq_len, "max_pred_len": max_pred_len}
+        rows = [known[name] if name in known else file_shape(directory / name, **limits).rows for name in names]
+        return cls(directory, names, np.array(rows, np.int64), first)
 
     @property
     def identity(self) -> str:
         """sha256, in hex, of names, row counts and sequence length: tells another data set apart, cheaply."""
         record = [self.names, self.rows_per_shard.tolist(), self.seq_len]
+        if self.sequences_per_row is not None:
+            record.append(self.sequences_per_row)
         return hashlib.sha256(json.dumps(record).encode()).hexdigest()
 
     def read(self, shard: int, rows: NDArray[np.int64]) -> dict[str, Array]:
-        """Copies of `rows` of the six datasets of shard number `shard`, in their stored (or smaller) dtypes.
+        """Copies of `rows` of the datasets (`keys`) of shard number `shard`, in their stored (or smaller) dtypes.
 
         Raises `UserError` if the file cannot be read or is not what it was.
         """
         arrays = self._arrays(shard)
-        return {key: arrays[key][rows] for key in KEYS}
+        return {key: arrays[key][rows] for key in self.keys}
 
     def _arrays(self, shard: int) -> dict[str, Array]:
         for cache in (self._mapped, self._decoded):
@@ -132,17 +159,23 @@ class ShardSet:
                 return cache[shard]
         path = self.directory / self.names[shard]
         with open_hdf5(path) as file:
-            rows, _, P = _shape_of(path, file, seq_len=self.seq_len, max_pred_len=None)
-            if rows != self.rows_per_shard[shard] or self.max_pred_len != P:
+            shape = _shape_of(path, file, seq_len=self.seq_len, max_pred_len=None)
+            if shape.sequences_per_row != self.sequences_per_row:
                 raise UserError(
-                    f"{path} holds {rows} rows with {P} predictions; expected {self.rows_per_shard[shard]} rows as in "
-                    f"the manifest and {self.max_pred_len} predictions as in {self.names[0]}; make the data set again"
+                    f"{path} holds {shape.sequences_per_row or 1} sequences a row, at most, {self.names[0]} "
+                    f"{self.sequences_per_row or 1}; make the data set again"
                 )
-            mapped = map_contiguous(path, file, KEYS)
+            if shape.rows != self.rows_per_shard[shard] or self.max_pred_len != shape.max_pred_len:
+                raise UserError(
+                    f"{path} holds {shape.rows} rows with {shape.max_pred_len} predictions; expected "
+                    f"{self.rows_per_shard[shard]} rows as in the manifest and {self.max_pred_len} predictions as in "
+                    f"{self.names[0]}; make the data set again"
+                )
+            mapped = map_contiguous(path, file, self.keys)
             cache, size = (self._decoded, _DECODED_FILES) if mapped is None else (self._mapped, _MAPPED_FILES)
             while len(cache) >= size:
                 cache.popitem(last=False)
-            cache[shard] = {key: _decode(path, key, file) for key in KEYS} if mapped is None else mapped
+            cache[shard] = {key: _decode(path, key, file) for key in self.keys} if mapped is None else mapped
         return cache[shard]
 
 
@@ -166,27 +199,30 @@ def _decode(path: Path, key: str, file: Any) -> Array:
     return values.astype(np.uint8 if high < 1 << 8 else np.uint16 if high < 1 << 16 else np.uint32)
 
 
-def file_shape(path: Path, *, seq_len: int | None, max_pred_len: int | None) -> tuple[int, int, int]:
-    """(N, S, P) of a shard; raises `UserError` if it is not one, or not of the lengths asked for."""
+def file_shape(path: Path, *, seq_len: int | None, max_pred_len: int | None) -> ShardShape:
+    """The shape of a shard; raises `UserError` if it is not one, or not of the lengths asked for."""
     with open_hdf5(path) as file:
         return _shape_of(path, file, seq_len=seq_len, max_pred_len=max_pred_len)
 
 
-def _shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int | None) -> tuple[int, int, int]:
-    for key in KEYS:
+def _shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int | None) -> ShardShape:
+    keys = (*KEYS, LENGTHS_KEY) if LENGTHS_KEY in file else KEYS
+    for key in keys:
         if key not in file:
             raise UserError(f"{path} has no dataset {key}; a shard has {', '.join(KEYS)}")
         if not hasattr(file[key], "dtype") or file[key].dtype.kind not in "iu":
             raise UserError(f"{path}: {key} is not a dataset of integers; this is no shard of token ids")
-    shapes = {key: tuple(file[key].shape) for key in KEYS}
+    shapes = {key: tuple(file[key].shape) for key in keys}
     if len(shapes["input_ids"]) != 2 or len(shapes["masked_lm_ids"]) != 2:
         raise UserError(
             f"{path}: input_ids has shape {shapes['input_ids']} and masked_lm_ids {shapes['masked_lm_ids']}; "
             f"both must have 2 dimensions; this is no shard"
         )
     (rows, S), P = shapes["input_ids"], shapes["masked_lm_ids"][1]
-    for key in KEYS:
-        expected = (rows, S) if key in TOKEN_KEYS else (rows, P) if key in MASKED_KEYS else (rows,)
+    K = shapes[LENGTHS_KEY][1] if len(shapes.get(LENGTHS_KEY, ())) == 2 else None
+    for key in keys:
+        of_sequences = (rows,) if K is None else (rows, K)
+        expected = (rows, S) if key in TOKEN_KEYS else (rows, P) if key in MASKED_KEYS else of_sequences
         if shapes[key] != expected:
             raise UserError(f"{path}: {key} has shape {shapes[key]}; expected {expected} beside input_ids {(rows, S)}")
     if seq_len is not None and seq_len != S:
@@ -195,7 +231,7 @@ def _shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int |
         raise UserError(
             f"{path} has {P} predictions a sequence; at most {max_pred_len} were asked for; raise the limit to {P}"
         )
-    return rows, S, P
+    return ShardShape(rows, S, P, K)
 
 
 def validate_file(
@@ -206,8 +242,9 @@ def validate_file(
     Raises `UserError` that names file, key, row and value.
     """
     with open_hdf5(path) as file:
-        rows, S, _ = _shape_of(path, file, seq_len=seq_len, max_pred_len=max_pred_len)
-        if sum(file[key].nbytes for key in KEYS) > _UNPACKED_RATIO_MAX * path.stat().st_size:
+        shape = _shape_of(path, file, seq_len=seq_len, max_pred_len=max_pred_len)
+        rows, S = shape.rows, shape.seq_len
+        if sum(file[key].nbytes for key in shape.keys) > _UNPACKED_RATIO_MAX * path.stat().st_size:
             raise UserError(f"{path} claims {rows} rows but is far too small to hold them; fetch or make it again")
         limits = {
             "input_ids": vocab_size,
@@ -216,9 +253,11 @@ def validate_file(
             "masked_lm_positions": S,
             "masked_lm_ids": vocab_size,
             "next_sentence_labels": 2,
+            LENGTHS_KEY: S + 1,
         }
         for start in range(0, rows, _VALIDATED_ROWS):
-            for key, limit in limits.items():
+            for key in shape.keys:
+                limit = limits[key]
                 values: Array = file[key][start : start + _VALIDATED_ROWS]
                 if not values.size:
                     continue
@@ -226,7 +265,23 @@ def validate_file(
                     wrong = values < 0 if limit is None else (values < 0) | (values >= limit)
                     allowed = "0 or more" if limit is None else f"0 to {limit - 1}"
                     raise _bad_value(path, key, values, wrong, start, allowed)
+            if shape.sequences_per_row is not None:
+                here = slice(start, start + _VALIDATED_ROWS)
+                _require_lengths(path, file[LENGTHS_KEY][here], file["input_mask"][here], start)
     return rows
+
+
+def _require_lengths(path: Path, lengths: Array, mask: Array, start: int) -> None:
+    """Raise `UserError` unless packed sequences cover what `input_mask` calls tokens, with no gap among them."""
+    total = lengths.sum(1, dtype=np.int64)
+    is_right = ((np.arange(mask.shape[1]) < total[:, None]) == (mask != 0)).all(1)
+    is_right &= (lengths[:, 0] > 0) & ((lengths[:, 1:] == 0) | (lengths[:, :-1] > 0)).all(1)
+    if not is_right.all():
+        row = int(is_right.argmin())
+        raise UserError(
+            f"{path}: {LENGTHS_KEY} {lengths[row].tolist()} of row {start + row} do not fit its input_mask with "
+            f"{int((mask[row] != 0).sum())} tokens; make this file again"
+        )
 
 
 def _bad_value(path: Path, key: str, values: Array, wrong: Array, start: int, allowed: str) -> UserError:

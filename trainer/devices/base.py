@@ -89,9 +89,9 @@ class Device(abc.ABC):
         """The graphs compiled by this process: hash, operations, seconds; none where nothing is compiled."""
         return [] if self.inductor is None else self.inductor.graphs
 
-    def unlisted_graphs(self, listed: set[str]) -> list[str]:
-        """Hashes of graphs compiled since this was asked last that are not in `listed`."""
-        return [] if self.inductor is None else self.inductor.untold(listed)
+    def graph_hashes(self) -> list[str]:
+        """Of the graphs compiled by this process, in their order."""
+        return [graph["hash"] for graph in self.graphs()]
 
     def number(self, value: float, dtype: torch.dtype) -> float | torch.Tensor:
         """A number that changes from step to step, as something that is no part of a compiled step; maybe (1,)."""
@@ -133,4 +133,4 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def peak_flops_per_s(self, precision: str) -> float | None:
-        """The hardware's published peak for that precision, or None where there is no such figure."""
+        """The hardware's peak for that precision, as published or as measured here; None where neither is known."""

@@ -55,11 +55,17 @@ class GraphList:
         self._path, self._trial, self._device, self._say = config.graphs, config.trial, device, say
         record = read_json(config.graphs) or {"graphs": []}
         self._listed = {graph["hash"] for graph in record["graphs"]}
+        self._checked = 0
 
     def check(self) -> None:
         """Tell of graphs that were compiled in training although a trial should have met them."""
-        for name in [] if self._trial else self._device.unlisted_graphs(self._listed):
-            self._say(f"warning: graph {name} is not in {self._path}: it was compiled in the middle of training")
+        if self._trial or self._device.compiled_graphs() == self._checked:
+            return
+        new = self._device.graph_hashes()[self._checked :]
+        self._checked += len(new)
+        for name in new:
+            if name not in self._listed:
+                self._say(f"warning: graph {name} is not in {self._path}: it was compiled in the middle of training")
 
     def close(self) -> None:
         """Check once more; after a trial, write the list. Raises `DiskError`."""

@@ -27,16 +27,10 @@ class Inductor:
         #: hash, operations and seconds of each graph, in the order in which they were compiled. The backward pass is
         #: compiled at its first use and not in the seconds.
         self.graphs: list[dict[str, Any]] = []
-        self._told = 0
 
     def compile(self, model: nn.Module) -> Callable[..., Any]:
         """`model`'s forward pass, compiled at its first call."""
         return torch.compile(model, backend=self._backend, dynamic=False)
-
-    def untold(self, listed: set[str]) -> list[str]:
-        """Hashes of graphs compiled since the last call that are not in `listed`."""
-        new, self._told = self.graphs[self._told :], len(self.graphs)
-        return [graph["hash"] for graph in new if graph["hash"] not in listed]
 
     def _backend(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx

@@ -33,7 +33,6 @@ class XlaDevice(Device):
     def __init__(self, options: DeviceOptions) -> None:
         self._options = options
         self._report = GraphReport(options.reports, with_operations=options.count_operations)
-        self._seen = 0
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         import torch_xla
         import torch_xla.core.xla_model as xm
@@ -103,12 +102,8 @@ class XlaDevice(Device):
         _, _, samples = self._metrics.metric_data("CompileTime")
         return self._report.listed([nanoseconds / 1e9 for _, nanoseconds in samples])
 
-    def unlisted_graphs(self, listed: set[str]) -> list[str]:
-        if self.compiled_graphs() == self._seen:
-            return []
-        new = self._report.hashes()[self._seen :]
-        self._seen += len(new)
-        return [name for name in new if name not in listed]
+    def graph_hashes(self) -> list[str]:
+        return self._report.hashes()
 
     def number(self, value: float, dtype: torch.dtype) -> torch.Tensor:
         # (1,) rather than (): torch_xla makes the scalars 0 and 1 part of the program.

@@ -4,14 +4,15 @@ computed at the masked positions only.
 The modules are our own because importing Hugging Face's takes longer than a whole start of the trainer may
 (docs/decisions.md); names, shapes and results are theirs (tests/trainer/test_bert.py).
 
-B: sequences in the micro-batch, S: tokens in a sequence, H: hidden size, A: heads, M: masked positions in the
-whole micro-batch, V: vocabulary.
+B: rows in the micro-batch, S: tokens in a row, H: hidden size, A: heads, M: masked positions and Q: sequences in the
+whole micro-batch, V: vocabulary. A row is one sequence, or, packed, several that do not see each other.
 """
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from trainer.config import ModelConfig
 from trainer.data.batch import Batch
 from trainer.models.base import Model
-from trainer.models.operations import Operations
+from trainer.models.operations import AttentionMask, Operations
 from trainer.parallel.shares import put_share, whole_shape
 from trainer.parallel.tensor import RowLinear, TensorParallel, VocabularyEmbedding, vocabulary_cross_entropy
 
@@ -33,18 +34,32 @@ IGNORED = -100
 class BertBatch(Batch):
     """One micro-batch. All int64."""
 
+    #: Whether rows hold several sequences.
+    is_packed: ClassVar[bool] = False
+
     #: (B, S) token ids.
     input_ids: Tensor
     #: (B, S) 0 for the first sentence and padding, 1 for the second sentence.
     segment_ids: Tensor
-    #: (B, S) 1 where there is a token, 0 in padding.
-    input_mask: Tensor
+    #: (B, S) the number of a token's sequence in its row, from 1; 0 in padding.
+    sequence_ids: Tensor
+    #: (B, S) places in the sequences, from 0; (1, S) where they are the same in all rows.
+    position_ids: Tensor
     #: (M,) places of the masked tokens in the flattened (B·S,) micro-batch.
     masked_index: Tensor
     #: (M,) ids that were there, `IGNORED` where the place is only a filler.
     masked_labels: Tensor
-    #: (B,) 1 if the second sentence is a random one.
+    #: (Q,) places of the sequences' [CLS] in the flattened micro-batch.
+    first_index: Tensor
+    #: (Q,) 1 if the second sentence is a random one, `IGNORED` where the place is only a filler.
     next_sentence_labels: Tensor
+
+
+@dataclass(frozen=True)
+class PackedBertBatch(BertBatch):
+    """A micro-batch of packed rows."""
+
+    is_packed = True
 
 
 class Dropout(nn.Module):
@@ -66,9 +81,9 @@ class Embeddings(nn.Module):
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob, ops)
 
-    def forward(self, input_ids: Tensor, segment_ids: Tensor) -> Tensor:
-        positions = self.position_embeddings.weight[: input_ids.shape[1]]
-        x = self.word_embeddings(input_ids) + self.token_type_embeddings(segment_ids) + positions
+    def forward(self, batch: BertBatch) -> Tensor:
+        positions = self.position_embeddings(batch.position_ids)
+        x = self.word_embeddings(batch.input_ids) + self.token_type_embeddings(batch.segment_ids) + positions
         out: Tensor = self.dropout(self.LayerNorm(x))
         return out
 
@@ -85,8 +100,8 @@ class SelfAttention(nn.Module):
         self.dropout_p = config.attention_probs_dropout_prob
         self._ops = ops
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """(B, S, H) → (B, S, H / t); `mask` (B, 1, 1, S) bool, True where attention may look."""
+    def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
+        """(B, S, H) → (B, S, H / t)."""
         batch, length, _ = x.shape
         x = self._ranks.copy(x)
 
@@ -120,7 +135,7 @@ class Attention(nn.Module):
         self.self = SelfAttention(config, ops, ranks)
         self.output = DenseAndNorm(config.hidden_size, config, ops, ranks)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
         out: Tensor = self.output(self.self(x, mask), x)
         return out
 
@@ -142,7 +157,7 @@ class Layer(nn.Module):
         self.intermediate = Intermediate(config, ranks)
         self.output = DenseAndNorm(config.intermediate_size, config, ops, ranks)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
         x = self.attention(x, mask)
         out: Tensor = self.output(self.intermediate(x), x)
         return out
@@ -153,7 +168,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(Layer(config, ops, ranks) for _ in range(config.num_hidden_layers))
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
         for layer in self.layer:
             x = layer(x, mask)
         return x
@@ -217,19 +232,19 @@ class BertForPreTraining(Model):
         super().__init__()
         self.config = config
         self._ranks = ranks or TensorParallel()
-        self.bert = Bert(config, ops or Operations(), self._ranks)
+        self._ops = ops or Operations()
+        self.bert = Bert(config, self._ops, self._ranks)
         self.cls = Heads(config, self._ranks)
 
     def logits(self, batch: BertBatch) -> tuple[Tensor, Tensor]:
-        """Masked-LM logits (M, V / t) at the masked positions, and next-sentence logits (B, 2)."""
-        mask = batch.input_mask.bool()[:, None, None, :]
-        x = self.bert.embeddings(batch.input_ids, batch.segment_ids)
-        x = self.bert.encoder(x, mask)
-        masked = x.flatten(0, 1).index_select(0, batch.masked_index)
+        """Masked-LM logits (M, V / t) at the masked positions, and next-sentence logits (Q, 2)."""
+        mask = self._ops.attention_mask(batch.sequence_ids, is_packed=batch.is_packed)
+        x = self.bert.encoder(self.bert.embeddings(batch), mask).flatten(0, 1)
+        masked, first = x.index_select(0, batch.masked_index), x.index_select(0, batch.first_index)
         word_embeddings = self.bert.embeddings.word_embeddings.weight
         return (
             self.cls.predictions(masked, word_embeddings),
-            self.cls.seq_relationship(self.bert.pooler(x[:, 0])),
+            self.cls.seq_relationship(self.bert.pooler(first)),
         )
 
     def forward(self, batch: BertBatch) -> tuple[Tensor, Tensor]:
@@ -240,7 +255,9 @@ class BertForPreTraining(Model):
         masked_lm, next_sentence = self.logits(batch)
         return (
             self._masked_lm_loss(at_least_fp32(masked_lm), batch.masked_labels),
-            F.cross_entropy(at_least_fp32(next_sentence), batch.next_sentence_labels, reduction="sum"),
+            F.cross_entropy(
+                at_least_fp32(next_sentence), batch.next_sentence_labels, ignore_index=IGNORED, reduction="sum"
+            ),
         )
 
     def _masked_lm_loss(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -26,11 +26,16 @@ AllReduce = Callable[[list[Tensor], bool], None]
 class TensorParallel:
     """Rank `rank` of `size` that share a model. By default: one alone, for which nothing is done."""
 
-    def __init__(self, rank: int = 0, size: int = 1, all_reduce: AllReduce | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, all_reduce: AllReduce | None = None,
+        random_region: Callable[[int], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> None:  # fmt: skip
+        """`random_region(seed)`: a context with randomness of its own, after which that outside goes on as if nothing
+        was. One alone needs neither of the two."""
         self.rank = rank
         self.size = size
         self._all_reduce = all_reduce
-        self._keep_randomness: Callable[[int], contextlib.AbstractContextManager[None]] | None = None
+        self._random_region = random_region
         self._seed = self._regions = 0
 
     def copy(self, x: Tensor) -> Tensor:
@@ -64,10 +69,6 @@ class TensorParallel:
 
     # Randomness: the same on all ranks, but in what is split.
 
-    def draw_with(self, region: Callable[[int], contextlib.AbstractContextManager[None]]) -> None:
-        """`region(seed)`: a context with randomness of its own, after which that outside goes on as if nothing was."""
-        self._keep_randomness = region
-
     def seed(self, seed: int) -> None:
         """A micro-step begins whose randomness outside of what is split has this seed."""
         self._seed, self._regions = seed, 0
@@ -76,9 +77,9 @@ class TensorParallel:
         """Random numbers drawn inside are this rank's own."""
         if self.size == 1:
             return contextlib.nullcontext()
-        assert self._keep_randomness is not None
+        assert self._random_region is not None
         self._regions += 1
-        return self._keep_randomness(hash_of(self._seed, self._regions, index=self.rank) >> 1)
+        return self._random_region(hash_of(self._seed, self._regions, index=self.rank) >> 1)
 
 
 class _Copy(torch.autograd.Function):

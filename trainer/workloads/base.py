@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import abc
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from trainer.data.loader import Reader
@@ -15,6 +17,17 @@ from trainer.models.base import Model
 from trainer.models.operations import Operations
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.tensor import TensorParallel
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step of all workers has done."""
+
+    samples: int
+    #: Forward and backward, of what is computed: padded rows whole, but no attention between packed sequences.
+    flops: float
+    #: By the formula that others publish their rates with, where that counts more.
+    usual_flops: float
 
 
 class Workload(abc.ABC):
@@ -56,6 +69,10 @@ class Workload(abc.ABC):
     @abc.abstractmethod
     def reader(self, *, static_shapes: bool) -> Reader:
         """What reads the data set; with `static_shapes` all micro-batches have the same shapes."""
+
+    @abc.abstractmethod
+    def work(self, counts: Sequence[int]) -> Work:
+        """The work of a step, from what its reader has counted, summed over the workers."""
 
     def max_steps(self, args: argparse.Namespace, global_batch_size: int) -> int:
         """Optimizer steps in the whole run."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from trainer.config import PRESETS, ModelConfig
-from trainer.data.loader import BatchReader
+from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
 from trainer.errors import UserError
 from trainer.models.bert import BertForPreTraining, has_weight_decay
 from trainer.models.operations import Operations
 from trainer.parallel.plan import require_divisible
 from trainer.parallel.tensor import TensorParallel
-from trainer.workloads.base import Workload
+from trainer.workloads.base import Work, Workload
 
 
 class BertWorkload(Workload):
@@ -75,6 +76,21 @@ class BertWorkload(Workload):
 
     def reader(self, *, static_shapes: bool) -> BatchReader:
         return BatchReader(self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes)
+
+    def work(self, counts: Sequence[int]) -> Work:
+        """A multiplication and an addition are two, and the backward pass is two forward passes, as in Narayanan et
+        al. 2021, arXiv:2104.04473, appendix; embeddings, norms and softmax are not counted. The usual formula pads
+        every sequence to S tokens and computes the masked-LM head at all of them.
+        """
+        masked, sequences, tokens, pairs = counts
+        S, h, c = self.shards.seq_len, self.config.hidden_size, self.config
+        a_token = c.num_hidden_layers * (8 * h**2 + 4 * h * c.intermediate_size)
+        a_pair = c.num_hidden_layers * 4 * h
+        a_prediction = 2 * h**2 + 2 * h * c.vocab_size
+        a_sequence = 2 * h**2 + 4 * h
+        needed = tokens * a_token + pairs * a_pair + masked * a_prediction + sequences * a_sequence
+        usual = sequences * (S * (a_token + a_prediction) + S**2 * a_pair + a_sequence)
+        return Work(sequences, 3.0 * needed, 3.0 * usual)
 
     def summary(self) -> dict[str, Any]:
         return {"max_length": self.shards.seq_len}

@@ -1,0 +1,44 @@
+"""`python -m pipeline try "Paris is the [MASK] of France."`: what the newest merged model says."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from pipeline.inspect import Shelf
+from pipeline.settings import load
+from trainer.errors import UserError
+
+SUMMARY = "the five best fillings of [MASK] by the newest merged model; of two texts, whether the second follows"
+
+
+def newest_model(work_dir: Path) -> Path:
+    """The merged model that was completed last, whatever its settings. Raises `UserError` if there is none."""
+    for place in Shelf(work_dir).by_label["merge_shards"]:
+        if place.is_complete:
+            return place.path / "model"
+    raise UserError(
+        f"there is no merged model in {work_dir} yet; make one with `luigi --module pipeline BertPhase2`, or name "
+        f"another with --model DIR"
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="one text with [MASK], or two texts; quote each")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="another Hugging Face directory")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="its tokenizer's, if that is elsewhere")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask the model, in a process that may import torch; its exit status."""
+    model = args.model or newest_model(load().work_dir)
+    options = [f"--tokenizer={args.tokenizer}"] if args.tokenizer else []
+    if args.model is None:
+        print(f"model: {model}", file=sys.stderr)
+    words = [sys.executable, "-m", "stages.predict", *options, "--", str(model), *args.texts]
+    try:
+        return subprocess.run(words, check=False).returncode
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,109 @@
+"""`python -m pipeline status --watch`: the states, the curves and how far it is, drawn again and again in one place."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pipeline import report
+from stages.view import facts
+from stages.view.curves import MetricsFile, points
+from stages.view.run import Run
+from stages.view.text import duration, moment, number
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDEST = 72
+#: name in the metrics, what it is called
+_CURVES = (
+    ("loss", "loss"), ("learning_rate", "learning rate"), ("throughput", "sequences/s"), ("grad_norm", "gradient norm"),
+)  # fmt: skip
+_NAME_WIDTH = 15
+#: ANSI: to the beginning of the line so many lines up; from here on, nothing.
+_UP, _CLEAR = "\x1b[{}F", "\x1b[J"
+
+
+def screen(run: Run, table: Callable[[int], str], width: int) -> str:
+    """What is drawn, in lines of at most `width` characters where words allow it. `table`: the states, for a width."""
+    lines = [f"BERT pretraining: {run.headline[1]}"[:width], moment(run.written, seconds=True)]
+    lines += [line for stage in run.stages for line in _bar(stage.done, stage.total, stage.left_s, stage.state, width)]
+    lines += ["", table(width), ""]
+    lines += _curves(run, min(width, _NAME_WIDTH + _WIDEST + 26))
+    lines += [f"{name}: {value} ({more})"[:width] for name, value, more in facts.at_a_glance(run)]
+    for stage in run.stages:
+        if stage.stops:
+            ends = ", ".join(attempt.how for attempt in stage.attempts if attempt.how not in ("complete", "running"))
+            lines.append(f"{stage.label} was started {len(stage.attempts)} times: {ends}"[:width])
+    if run.model is not None:
+        lines.append(f"model: {run.model}")
+    return "\n".join(lines)
+
+
+def _bar(done: int | None, total: int | None, left_s: float | None, state: str, width: int) -> list[str]:
+    if state != "running" or done is None or not total:
+        return []
+    left = "" if left_s is None else f", {duration(left_s)} left"
+    said = f" {done / total:4.0%}{left}"
+    room = max(4, min(_WIDEST, width - len(said)))
+    full = round(done / total * room)
+    return ["█" * full + "░" * (room - full) + said]
+
+
+def _curves(run: Run, width: int) -> list[str]:
+    """A line for each curve: both phases with the join between them, its first and its newest value."""
+    if not run.curves:
+        return []
+    ends = 24
+    room = width - _NAME_WIDTH - ends - (len(run.curves) - 1)
+    lengths = [len(curves.steps) for curves in run.curves.values()]
+    # As on the page, the shorter phase has a third of the width at least.
+    share = min(max(lengths[0] / sum(lengths), 1 / 3), 2 / 3) if len(lengths) == 2 else 1.0
+    rooms = [int(share * room), room - int(share * room)]
+    lines = []
+    for name, title in _CURVES:
+        parts = [
+            [point.mean for point in points(curves.steps, curves.values[name], max(1, part))]
+            for curves, part in zip(run.curves.values(), rooms, strict=False)
+        ]
+        every = [value for part in parts for value in part]
+        if every and room >= 8:
+            drawn = "│".join(sparkline(part, min(every), max(every)) for part in parts)
+            lines.append(f"{title:{_NAME_WIDTH}}{drawn} {number(parts[0][0])} → {number(parts[-1][-1])}")
+    return [*lines, ""]
+
+
+def sparkline(values: Sequence[float], low: float, high: float) -> str:
+    """A character for each value, the lowest for `low`, the highest for `high`."""
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
+
+
+def watch(table: Callable[[int], str], interval_s: float) -> int:
+    """Draw until Ctrl-C, or until nobody reads: 0. Into a pipe or a file each picture is written below the last, as
+    plain text."""
+    metrics: dict[Path, MetricsFile] = {}
+    drawn = 0
+    try:
+        while True:
+            size = shutil.get_terminal_size((100, 10_000))
+            text = screen(report.view(metrics), table, size.columns)
+            if sys.stdout.isatty():
+                # What is higher than the terminal could not be drawn over; a line that is folded counts as several.
+                lines = _folded(text, size.columns)[: size.lines - 1]
+                sys.stdout.write((_UP.format(drawn) if drawn else "") + _CLEAR + "\n".join(lines) + "\n")
+                drawn = len(lines)
+            else:
+                sys.stdout.write(text + "\n\n")
+            sys.stdout.flush()
+            time.sleep(interval_s)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:
+        sys.stdout = None  # nothing is left to be flushed at the end
+        return 0
+
+
+def _folded(text: str, width: int) -> list[str]:
+    return [line[at : at + width] for line in text.split("\n") for at in range(0, max(1, len(line)), width)]

@@ -1,0 +1,125 @@
+"""`python -m stages.predict MODEL TEXT [TEXT]`: what a model puts in place of [MASK], and whether the second text
+follows the first. MODEL: a Hugging Face directory with its tokenizer, as stages.merge leaves it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.command import run
+from trainer.errors import UserError
+
+#: Fillings that are shown of each mask.
+TOP = 5
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of one or two texts."""
+
+    #: Of each mask, in order: the best pieces of the vocabulary and their probabilities.
+    fillings: list[list[tuple[str, float]]]
+    #: Probability that the second text follows the first; None for one text.
+    follows: float | None
+
+
+def predict(model: Any, tokenizer: Any, texts: list[str], *, top: int = TOP) -> Prediction:
+    """Ask Hugging Face's `BertForPreTraining` and its tokenizer; probabilities are softmaxes of the logits.
+
+    Raises `UserError` for an empty text, one text without a mask, and texts longer than the model's positions.
+    """
+    import torch
+
+    encoded = tokenizer(*texts, return_tensors="pt")
+    ids = encoded["input_ids"][0]
+    most, special = model.config.max_position_embeddings, 1 + len(texts)
+    if not all(text.strip() for text in texts):
+        raise UserError("a text is empty; give one or two texts with words in them")
+    if len(ids) > most:
+        raise UserError(
+            f"the text is too long: {len(ids)} tokens, {special} special ones among them, and the model takes {most}; "
+            f"shorten it"
+        )
+    places = (ids == tokenizer.mask_token_id).nonzero()[:, 0]
+    if len(texts) == 1 and not len(places):
+        raise UserError(
+            f"there is no {tokenizer.mask_token} in the text; put one in place of a word, or give two texts"
+        )
+    with torch.inference_mode():
+        out = model(**encoded)
+    fillings = []
+    for place in places:
+        best = out.prediction_logits[0, place].float().softmax(-1).topk(top)
+        pieces = tokenizer.convert_ids_to_tokens(best.indices.tolist())
+        fillings.append(list(zip(pieces, best.values.tolist(), strict=True)))
+    # Class 0 is "is the next sentence", in the examples as in Hugging Face's model.
+    follows = out.seq_relationship_logits[0].float().softmax(-1)[0].item() if len(texts) == 2 else None
+    return Prediction(fillings, follows)
+
+
+def load(directory: Path, tokenizer: Path) -> tuple[Any, Any]:
+    """The model and the tokenizer, by Hugging Face, from these directories alone. Raises `UserError`."""
+    # Read when transformers is imported: nothing is looked for elsewhere, and nothing said of what is not asked for.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    if not (directory / "config.json").exists():
+        raise UserError(f"{directory} is no Hugging Face model: it has no config.json; give a directory that has one")
+    if not ((tokenizer / "tokenizer.json").exists() or (tokenizer / "vocab.txt").exists()):
+        raise UserError(
+            f"{tokenizer} has no tokenizer (the data came without one); give the directory of one with --tokenizer"
+        )
+    from safetensors import SafetensorError
+
+    transformers: Any = importlib.import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, info = transformers.BertForPreTraining.from_pretrained(directory, output_loading_info=True)
+        pieces = transformers.BertTokenizerFast.from_pretrained(tokenizer)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"{directory} cannot be loaded: {str(error).splitlines()[0]}; give a whole model") from error
+    if info["missing_keys"]:
+        raise UserError(f"{directory} is not a whole BertForPreTraining: {min(info['missing_keys'])} is missing")
+    if len(pieces) > model.config.vocab_size:
+        raise UserError(
+            f"{tokenizer} has {len(pieces)} pieces and the model {model.config.vocab_size}; give the model's own one"
+        )
+    return model.eval(), pieces
+
+
+def show(texts: list[str], said: Prediction) -> None:
+    """Print the prediction."""
+    print(" / ".join(texts))
+    for at, best in enumerate(said.fillings, start=1):
+        if len(said.fillings) > 1:
+            print(f"mask {at}:")
+        for piece, probability in best:
+            print(f"  {probability:7.2%}  {piece}")
+    if said.follows is not None:
+        print(f"next sentence: {said.follows:.2%}, not: {1 - said.follows:.2%}")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m stages.predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory")
+    p.add_argument("texts", nargs="+", metavar="TEXT", help="one text with [MASK], or two texts")
+    p.add_argument("--tokenizer", type=Path, help="a tokenizer's directory (default: MODEL)")
+    return p
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if len(args.texts) > 2:
+        raise UserError(f"{len(args.texts)} texts were given; give one with [MASK], or two; quote each")
+    model, tokenizer = load(args.model, args.tokenizer or args.model)
+    show(args.texts, predict(model, tokenizer, args.texts))
+
+
+if __name__ == "__main__":
+    run(main)

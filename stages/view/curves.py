@@ -1,0 +1,108 @@
+"""The curves of a training: metrics.jsonl, read as far as it has grown, and thinned out to what a picture can show."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+#: What is kept of each step's record, in the record's names.
+NAMES = ("loss", "masked_lm_loss", "next_sentence_loss", "learning_rate", "throughput", "grad_norm")
+
+
+@dataclass
+class Curves:
+    """The steps of one phase, oldest first."""
+
+    #: Optimizer steps, counted over both phases.
+    steps: list[int] = field(default_factory=list)
+    #: When each was recorded, seconds since 1970.
+    times: list[float] = field(default_factory=list)
+    values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in NAMES})
+
+    def last(self, name: str) -> float | None:
+        values = self.values[name]
+        return values[-1] if values else None
+
+    def recent(self, name: str, count: int = 50) -> float | None:
+        """The mean of the last `count` steps."""
+        values = self.values[name][-count:]
+        return sum(values) / len(values) if values else None
+
+    def step_after(self, time: float) -> int | None:
+        """The first step that was recorded after `time`, None if there is none."""
+        at = bisect.bisect_right(self.times, time)
+        return self.steps[at] if at < len(self.steps) else None
+
+
+class MetricsFile:
+    """metrics.jsonl of a training; reading again costs what has come since."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self._offset = 0
+        self._curves = Curves()
+
+    def read(self) -> Curves:
+        """All that is there; a training that is resumed has cut its file, so then it is read anew."""
+        try:
+            with self._path.open("rb") as file:
+                if not self._goes_on(file.seek(0, 2), file):
+                    self._forget()
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    self._add(json.loads(line))
+        except FileNotFoundError:
+            self._forget()
+        return self._curves
+
+    def _goes_on(self, size: int, file: Any) -> bool:
+        """Whether what is behind the part that was read is the next step's line."""
+        if size <= self._offset or not self._curves.steps:
+            return size == self._offset
+        file.seek(self._offset)
+        line = file.readline()
+        try:
+            return not line.endswith(b"\n") or bool(json.loads(line)["step"] == self._curves.steps[-1] + 1)
+        except ValueError:
+            return False
+
+    def _add(self, record: dict[str, Any]) -> None:
+        self._curves.steps.append(record["step"])
+        self._curves.times.append(record["time"])
+        for name, values in self._curves.values.items():
+            values.append(float(record.get(name, math.nan)))
+
+
+@dataclass(frozen=True)
+class Point:
+    """What stands for the steps `first` … `last`: their mean, smallest and largest value."""
+
+    first: int
+    last: int
+    mean: float
+    low: float
+    high: float
+
+
+def points(steps: Sequence[int], values: Sequence[float], most: int) -> list[Point]:
+    """At most `most` points for a curve, each for equally many steps (the last for what is left)."""
+    size = max(1, math.ceil(len(steps) / most))
+    found = []
+    for start in range(0, len(steps), size):
+        part = values[start : start + size]
+        if not any(map(math.isnan, part)):
+            last = steps[min(start + size, len(steps)) - 1]
+            found.append(Point(steps[start], last, math.fsum(part) / len(part), min(part), max(part)))
+    return found

@@ -1,0 +1,158 @@
+"""The numbers of a run, chosen and named once for the page, the card and the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stages.view.run import Run
+from stages.view.text import duration, number, percent, size, without_secrets
+
+#: A table: its title, its head, its rows.
+Table = tuple[str, tuple[str, ...], list[list[str]]]
+
+
+def usage(path: str) -> str:
+    """The lines of Python that load the model at `path`."""
+    return (
+        "from transformers import BertForPreTraining, BertTokenizerFast\n\n"
+        f'model = BertForPreTraining.from_pretrained("{path}")\n'
+        f'tokenizer = BertTokenizerFast.from_pretrained("{path}")'
+    )
+
+
+def span(run: Run, phase: int) -> tuple[int, int]:
+    """The first and the last optimizer step of a phase that has begun, those to come included."""
+    steps = run.curves[phase].steps
+    planned = run.setting(phase, "max_steps")
+    return steps[0], max(steps[-1], steps[0] - 1 + int(planned)) if planned else steps[-1]
+
+
+def at_a_glance(run: Run) -> list[tuple[str, str, str]]:
+    """(name, value, what else there is to say)"""
+    found = []
+    for phase, curves in run.curves.items():
+        first, last = span(run, phase)
+        done, planned = curves.steps[-1] - first + 1, last - first + 1
+        steps = f"{done:,} steps" if done == planned else f"step {done:,} of {planned:,}"
+        began = number(curves.values["loss"][0])
+        found.append((f"loss, phase {phase}", number(curves.recent("loss")), f"mean of 50, from {began}; {steps}"))
+    counts = run.counts("evaluate")
+    if counts.get("samples"):
+        held_out = f"held out, {counts['samples']:,} sequences"
+        found.append(("masked-LM accuracy", percent(counts["masked_lm_accuracy"]), held_out))
+        found.append(("next-sentence accuracy", percent(counts["next_sentence_accuracy"]), held_out))
+    at_work = sum(stage.seconds for stage in run.stages)
+    if at_work:
+        stopped = sum(stage.stops for stage in run.stages)
+        times = "never stopped" if not stopped else f"stopped {stopped} time{'s' if stopped > 1 else ''}"
+        found.append(("at work", duration(at_work), times))
+    parameters = run.counts("merge_shards").get("parameters")
+    if parameters:
+        found.append(("parameters", f"{parameters / 1e6:,.1f} M", f"{size(run.model_bytes)} on disk"))
+    return found
+
+
+def training_table(run: Run) -> list[list[str]]:
+    """Rows of (what, phase by phase) on how the phases went."""
+    rows: list[list[str]] = []
+    if not run.curves:
+        return rows
+
+    def row(name: str, values: Sequence[str | None]) -> None:
+        if any(values):
+            rows.append([name, *(value or "–" for value in values)])
+
+    curves, counts = run.curves, {phase: run.counts(f"pretrain-phase{phase}") for phase in run.curves}
+    row("optimizer steps", [f"{len(one.steps):,}" for one in curves.values()])
+    row("loss, first step", [number(one.values["loss"][0]) for one in curves.values()])
+    for title, name in (
+        ("loss", "loss"),
+        ("masked-LM loss", "masked_lm_loss"),
+        ("next-sentence loss", "next_sentence_loss"),
+    ):
+        row(f"{title}, mean of the last 50", [number(one.recent(name)) for one in curves.values()])
+    means = [one.values["throughput"] for one in curves.values()]
+    row("sequences a second, mean", [number(round(sum(values) / len(values), 2)) for values in means])
+    row("time at work", [duration(run.trainings[phase].seconds) for phase in curves])
+    row("interruptions", [str(run.trainings[phase].stops) for phase in curves])
+    row("workers", [number(one["num_workers"]) if "num_workers" in one else None for one in counts.values()])
+    row("precision", [one.get("precision") for one in counts.values()])
+    return rows
+
+
+def evaluation_table(counts: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of (what, how much) of the counts of an evaluation that measured something."""
+    return [
+        ["masked-LM accuracy", percent(counts["masked_lm_accuracy"])],
+        ["masked-LM loss", f"{number(counts['masked_lm_loss'])} nats"],
+        ["next-sentence accuracy", percent(counts["next_sentence_accuracy"])],
+        ["next-sentence loss", f"{number(counts['next_sentence_loss'])} nats"],
+        ["sequences", number(counts["samples"])],
+        ["masked tokens", number(counts["masked_tokens"])],
+    ]
+
+
+def data_table(run: Run) -> list[list[str]]:
+    """Rows of (what, how much) on the text and the examples made of it."""
+    rows = []
+    source = run.settings.get("corpus", {}).get("source")
+    tokens = run.counts("tokenize_corpus")
+    if tokens:
+        if source:
+            rows.append(["text", without_secrets(source)])
+        rows += [
+            [name, number(tokens[key])]
+            for name, key in (
+                ("documents", "documents"),
+                ("documents held out", "held_out_documents"),
+                ("sentences", "sentences"),
+                ("tokens", "tokens"),
+                ("vocabulary", "vocab_size"),
+            )
+            if key in tokens
+        ]
+    for phase in (1, 2):
+        url = run.settings.get("dataset", {}).get(f"phase{phase}_url")
+        if run.counts(f"download_dataset-phase{phase}") and url:
+            rows.append([f"ready examples, phase {phase}", without_secrets(url)])
+        made = run.counts(f"shard_dataset-phase{phase}")
+        if made:
+            rows.append([f"examples, phase {phase}", f"{made['training_rows']:,} + {made['test_rows']:,} held out"])
+    return rows
+
+
+def size_table(run: Run) -> list[list[str]]:
+    """Rows of (what, how large)."""
+    merged = run.counts("merge_shards")
+    rows = [["parameters", number(merged["parameters"])]] if "parameters" in merged else []
+    rows += [[f"{stage.label}: files", size(stage.bytes)] for stage in run.stages if stage.bytes]
+    return rows
+
+
+def settings_tables(run: Run) -> list[Table]:
+    """The settings: the two phases side by side, then each other section."""
+    sections = {name: {key: without_secrets(text) for key, text in keys.items()} for name, keys in run.settings.items()}
+    found: list[Table] = []
+    phases = [name for name in sections if name.endswith(("phase1", "phase2")) and sections[name]]
+    by_stem: dict[str, list[str]] = {}
+    for name in phases:
+        by_stem.setdefault(name[:-1], []).append(name)
+    for stem, names in by_stem.items():
+        keys = list(dict.fromkeys(key for name in names for key in sections[name]))
+        rows = [[key, *(sections[name].get(key, "") or "–" for name in names)] for key in keys]
+        found.append((stem.removesuffix("phase").strip("-_ ") or "phases", ("", *(name[-6:] for name in names)), rows))
+    for name, section in sections.items():
+        if name not in phases and section:
+            found.append((name, ("", ""), [[key, text or "–"] for key, text in section.items()]))
+    return found
+
+
+def versions(run: Run) -> list[list[str]]:
+    """Rows of (package, version that the complete stages were made with); several where they differ."""
+    every: dict[str, list[str]] = {}
+    for stage in run.stages:
+        for package, version in (stage.record.get("versions") or {}).items() if stage.is_complete else ():
+            if version not in every.setdefault(package, []):
+                every[package].append(version)
+    return [[package, ", ".join(found)] for package, found in every.items()]

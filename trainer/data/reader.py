@@ -1,0 +1,133 @@
+"""BERT's examples: rows of shards as the micro-batches that the model takes.
+
+S: tokens in a row, P: masked positions in one at most, K: sequences in a packed row at most.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer.data.order import Samples
+from trainer.data.shards import LENGTHS_KEY, ShardSet
+from trainer.errors import UserError
+from trainer.models.bert import IGNORED, BertBatch, PackedBertBatch
+
+Arrays = dict[str, NDArray[np.generic]]
+#: Of a micro-batch: masked positions, sequences, tokens, pairs of tokens.
+Counts = tuple[int, int, int, int]
+
+
+class BatchReader:
+    """Reads BERT's examples from shards; one that is packed is a row with several sequences."""
+
+    rows_at_once = 1
+
+    def __init__(self, shards: ShardSet, *, vocab_size: int, static_shapes: bool = False) -> None:
+        """With `static_shapes` every micro-batch of B rows has B·P masked positions, and B·K sequences if it is
+        packed, the missing ones labelled `IGNORED`."""
+        self._shards = shards
+        self._vocab_size = vocab_size
+        self._static_shapes = static_shapes
+
+    def micro_batches(self, samples: Samples, size: int) -> tuple[list[BertBatch], list[Counts]]:
+        """See `Reader`; the losses are sums over masked positions and over sequences. Also counted are tokens, and the
+        pairs of tokens that attention compares: without padding in packed rows, with it in others.
+
+        Raises `UserError` on an id outside the vocabulary.
+        """
+        arrays = self.read(samples)
+        parts = [
+            {key: value[start : start + size] for key, value in arrays.items()}
+            for start in range(0, len(samples), size)
+        ]
+        return list(map(self._micro_batch, parts)), list(map(_counts, parts))
+
+    def read(self, samples: Samples) -> Arrays:
+        """The rows of `samples`, in their order, from as few reads as there are shards among them."""
+        by_shard = np.argsort(samples.shard, kind="stable")
+        shards, starts = np.unique(samples.shard[by_shard], return_index=True)
+        pieces = [
+            self._shards.read(int(shard), samples.row[where])
+            for shard, where in zip(shards, np.split(by_shard, starts[1:]), strict=True)
+        ]
+        back = np.empty(len(samples), dtype=np.int64)
+        back[by_shard] = np.arange(len(samples))
+        arrays = {key: np.concatenate([piece[key] for piece in pieces])[back] for key in self._shards.keys}
+        for key in ("input_ids", "masked_lm_ids"):
+            largest = int(arrays[key].max())
+            if largest >= self._vocab_size:
+                row = int(arrays[key].max(axis=1).argmax())
+                name, at = self._shards.names[samples.shard[row]], samples.row[row]
+                raise UserError(
+                    f"{name}: {key} of row {at} holds id {largest}, but the model's vocabulary has {self._vocab_size}; "
+                    f"use the model the data was made for, or the data made for the model"
+                )
+        return arrays
+
+    def _micro_batch(self, arrays: Arrays) -> BertBatch:
+        rows, seq_len = arrays["input_ids"].shape
+        packed = LENGTHS_KEY in arrays
+        first_of_row = seq_len * np.arange(rows)[:, None]
+        positions = arrays["masked_lm_positions"].astype(np.int64)
+        # Position 0 is a row's first [CLS], which is never masked: it marks the unused entries (NVIDIA's format).
+        masked_index, masked_labels = self._labelled(first_of_row + positions, arrays["masked_lm_ids"], positions > 0)
+        if packed:
+            lengths = arrays[LENGTHS_KEY].astype(np.int64)
+            starts, is_sequence = np.cumsum(lengths, axis=1) - lengths, lengths > 0
+            sequence_ids, position_ids = _places(lengths, starts, seq_len)
+        else:
+            starts, is_sequence = np.zeros((rows, 1), np.int64), np.ones((rows, 1), bool)
+            sequence_ids, position_ids = arrays["input_mask"].astype(np.int64), np.arange(seq_len)[None]
+        next_sentence = arrays["next_sentence_labels"].reshape(starts.shape)
+        first_index, next_sentence_labels = self._labelled(first_of_row + starts, next_sentence, is_sequence)
+        return (PackedBertBatch if packed else BertBatch)(
+            input_ids=as_int64(arrays["input_ids"]),
+            segment_ids=as_int64(arrays["segment_ids"]),
+            sequence_ids=as_int64(sequence_ids),
+            position_ids=as_int64(position_ids),
+            masked_index=masked_index,
+            masked_labels=masked_labels,
+            first_index=first_index,
+            next_sentence_labels=next_sentence_labels,
+        )
+
+    def _labelled(
+        self, index: NDArray[np.int64], labels: NDArray[np.generic], is_there: NDArray[np.bool_]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places and labels, flat: those that are there, or with static shapes all, the others `IGNORED`."""
+        if self._static_shapes:
+            index = np.where(is_there, index, 0).reshape(-1)
+            return as_int64(index), as_int64(np.where(is_there, labels.astype(np.int64), IGNORED).reshape(-1))
+        return as_int64(index[is_there]), as_int64(labels[is_there])
+
+
+def _counts(arrays: Arrays) -> Counts:
+    rows, seq_len = arrays["input_ids"].shape
+    masked = int(np.count_nonzero(arrays["masked_lm_positions"]))
+    if LENGTHS_KEY not in arrays:
+        return masked, rows, rows * seq_len, rows * seq_len**2
+    lengths = arrays[LENGTHS_KEY].astype(np.int64)
+    return masked, int(np.count_nonzero(lengths)), int(lengths.sum()), int((lengths**2).sum())
+
+
+def _places(
+    lengths: NDArray[np.int64], starts: NDArray[np.int64], seq_len: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each token of packed rows (B, S): which sequence of the row it is in, from 1, and where in it; 0 in padding.
+
+    `lengths`, `starts` (B, K) of the sequences.
+    """
+    rows, slots = lengths.shape
+    padding = seq_len - lengths.sum(1, keepdims=True)
+    runs = np.concatenate([lengths, padding], axis=1).reshape(-1)
+    numbers = np.tile(np.append(np.arange(1, slots + 1), 0), rows)
+    sequence_ids = np.repeat(numbers, runs).reshape(rows, seq_len)
+    begins = np.repeat(np.concatenate([starts, np.zeros_like(padding)], axis=1).reshape(-1), runs)
+    position_ids = np.arange(seq_len) - begins.reshape(rows, seq_len)
+    return sequence_ids, np.where(sequence_ids > 0, position_ids, 0)
+
+
+def as_int64(array: NDArray[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int64))
