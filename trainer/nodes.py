@@ -121,23 +121,28 @@ def _different(rank: int) -> UserError:
     )
 
 
-def choose_interface(addr: str, port: int) -> None:
-    """Have gloo and NCCL talk over the interface that leads to `addr`, unless the user has chosen one.
+def choose_interface(addr: str, port: int, *, patience_s: float = 30.0) -> str:
+    """Have gloo and NCCL talk over the interface that leads to `addr`, unless the user has chosen one; returns gloo's.
 
-    Raises `UserError` if there is no way to it.
+    Raises `UserError` if for `patience_s` seconds there is no way to it: the name of a new pod takes a while.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(addr, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # of UDP: only a look at the routes
-            own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
-    except OSError as error:
-        raise UserError(f"node 0's address {addr} cannot be reached: {error}; check master_addr") from None
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(addr, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # of UDP: only a look at the routes
+                own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(f"node 0's address {addr} cannot be reached: {error}; check master_addr") from None
+            time.sleep(_LOOK_EVERY_S)
     for name, addresses in psutil.net_if_addrs().items():
         if any(_is(own, entry.address) for entry in addresses):
             for variable in _INTERFACE_VARIABLES:
                 os.environ.setdefault(variable, name)
-            return
+    return os.environ.get(_INTERFACE_VARIABLES[0], "whichever it finds")
 
 
 def _is(own: ipaddress.IPv4Address | ipaddress.IPv6Address, text: str) -> bool:

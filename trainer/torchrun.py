@@ -53,9 +53,8 @@ def _meet_others() -> TCPStore | None:
     nodes = int(args.nnodes) if args.nnodes.isdigit() else 1
     if nodes == 1 or args.rdzv_backend != "static":
         return None
-    choose_interface(args.master_addr, args.master_port)
     conf = dict(pair.split("=", 1) for pair in args.rdzv_conf.split(",") if pair)
-    return meet(
+    store = meet(
         args.master_addr,
         args.master_port,
         rank=args.node_rank,
@@ -63,6 +62,10 @@ def _meet_others() -> TCPStore | None:
         command=[str(args.nproc_per_node), args.training_script, *args.training_script_args],
         timeout_s=float(conf.get("timeout", 600)),
     )
+    interface = choose_interface(args.master_addr, args.master_port)
+    place = f"{args.master_addr}:{args.master_port}"
+    print(f"node {args.node_rank} of {nodes}, which meet at {place}; talks over {interface}", flush=True)
+    return store
 
 
 def _hand_on_signals() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import pytest
 
 from tests.chain import Chain, one_core
 from tests.support import command, free_port, tensors
+from trainer.errors import UserError
+from trainer.nodes import choose_interface
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +101,14 @@ def test_nodes_with_different_commands_are_refused(tmp_path: Path) -> None:
         assert status == 1, text
         assert text.startswith("error: node 0 and node 1 were started with different commands; give all nodes"), text
         assert len(text.splitlines()) == 1
+
+
+def test_nodes_talk_over_the_interface_that_leads_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loopback interface is `lo` on Linux. What the user has set stays; what cannot be reached is one line."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert choose_interface("127.0.0.1", 2020) == "lo"
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with pytest.raises(UserError, match=r"node 0's address no-host\.invalid cannot be reached: .*check master_addr"):
+        choose_interface("no-host.invalid", 2020, patience_s=0)
