@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
+import psutil
 import pytest
 import yaml
 
@@ -94,6 +95,11 @@ def test_what_cannot_work_is_one_line(prepared: Chain, words: tuple[str, ...], l
     assert len(done.stderr.splitlines()) == 1
 
 
+def supervisors(chain: Chain) -> list[psutil.Process]:
+    """What runs in the pods."""
+    return [process for process in ours(str(chain.work)) if "pipeline.launchers.supervisor" in process.cmdline()]
+
+
 class Cluster:
     """The stand-in, first in PATH."""
 
@@ -107,12 +113,12 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def cluster(prepared: Chain, tmp_path: Path) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path)
     with one_core():
         yield cluster
     (cluster.state / "deleted").touch()
-    wait_until(lambda: not ours("pipeline.launchers.supervisor"), timeout_s=30)
+    wait_until(lambda: not supervisors(prepared), timeout_s=30)
 
 
 def test_pods_meet_again_after_a_killed_worker_and_a_killed_pod(
@@ -122,11 +128,11 @@ def test_pods_meet_again_after_a_killed_worker_and_a_killed_pod(
     token.touch()
     env = {**cluster.environment, "FAILPOINT": "micro-step:5.0.1", "FAILPOINT_TOKEN": str(token)}
     luigi = prepared.start("Pretrain", "--phase", "1", **env)
-    wait_until(lambda: len(ours("pipeline.launchers.supervisor")) == 2, timeout_s=30)
+    wait_until(lambda: len(supervisors(prepared)) == 2, timeout_s=30)
     luigi.kill()
     luigi.wait()
     # A pod is lost before its command has begun, or soon after: the Job replaces it.
-    ours("pipeline.launchers.supervisor")[-1].kill()
+    supervisors(prepared)[-1].kill()
     done = prepared.run("Pretrain", "--phase", "1", **cluster.environment)
     assert re.search(r"kubernetes job nlp/pretrain-phase1-\S+ is at work already; waiting for it", done.stderr)
     assert not token.exists()

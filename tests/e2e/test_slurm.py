@@ -14,7 +14,7 @@ import pytest
 from tests.chain import Chain, finished_chain, one_core, wait_until
 from tests.e2e.test_interruptions import LONG, ours, training_directory
 from tests.slurm import Slurm, missing_programs
-from tests.support import metrics, tensors
+from tests.support import free_port, metrics, tensors
 
 TWO_NODES = ("--Cluster-launcher", "slurm", "--Cluster-nnodes", "2")
 
@@ -33,15 +33,15 @@ def slurm() -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    chain = Chain(tmp_path_factory.mktemp("slurm"))
+    chain = Chain(tmp_path_factory.mktemp("slurm"), f"[cluster]\nmaster_port = {free_port()}\n")
     chain.run("Precompile", "--phase", "1", "--Cluster-nnodes", "2", "--Cluster-launcher", "local",
               "--Cluster-master-addr", "127.0.0.1")  # fmt: skip
     return chain
 
 
-def torchruns() -> list[psutil.Process]:
+def torchruns(directory: Path) -> list[psutil.Process]:
     """The launchers on the nodes; srun has the same words in its command line."""
-    return [process for process in ours("trainer.torchrun") if process.cmdline()[1:3] == ["-m", "trainer.torchrun"]]
+    return [process for process in ours(directory.name) if process.cmdline()[1:3] == ["-m", "trainer.torchrun"]]
 
 
 class Runs:
@@ -130,7 +130,7 @@ def test_a_job_goes_on_after_its_time_a_killed_launcher_and_a_lost_node_until_it
     assert [record["step"] for record in metrics(directory)][: steps_done + 2] == list(range(1, steps_done + 3))
 
     # torchrun of one node, and with it its worker; then a whole node.
-    for fails in (lambda: torchruns()[0].kill(), lambda: runs.slurm.kill_node("n2")):
+    for fails in (lambda: torchruns(directory)[0].kill(), lambda: runs.slurm.kill_node("n2")):
         seen = runs.said().count("resuming from checkpoint")
         fails()
         wait_until(lambda: runs.said().count("resuming from checkpoint") > seen, timeout_s=90)  # noqa: B023
