@@ -19,6 +19,7 @@ from pipeline.bert import (  # noqa: E402 (the tasks read settings when they are
 )
 from pipeline.dataset import DownloadDataset, ShardDataset, TokenizeCorpus  # noqa: E402
 from pipeline.mnist import DownloadMnist, EvaluateMlp, MnistMlp, TrainMlp  # noqa: E402
+from pipeline.nightly import Nightly  # noqa: E402
 
 __all__ = [
     "BertPhase1",
@@ -30,6 +31,7 @@ __all__ = [
     "EvaluateMlp",
     "MergeShards",
     "MnistMlp",
+    "Nightly",
     "Precompile",
     "Pretrain",
     "Report",

@@ -38,6 +38,7 @@ class Cluster(luigi.Config):
     compile = Switch()
     collective_timeout_s = Number(1)
     hang_timeout_s = Number(1)
+    spot_watch = Switch()
 
     @property
     def workers(self) -> int:

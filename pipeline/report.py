@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.settings import Settings, load
+from pipeline.sections import Settings
+from pipeline.settings import load
 from pipeline.stage import Stage, say
 from stages.manifest import IDENTITY
 from stages.report import PAGE, refresh

@@ -10,20 +10,13 @@ import configparser
 import difflib
 import functools
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import luigi
 from luigi.configuration import get_config
 from luigi.task_register import Register
 
-from pipeline.cluster import Cluster, Kubernetes, Slurm
-from pipeline.parameters import Number, Sha256OrEmpty, Switch, Text, Whole, WholeOrEmpty
-from stages.corpus import DOCUMENT_ENDS
-from stages.mnist import CHECKSUMS
-from stages.sources import CONNECTIONS_MAX
-from trainer.config import OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
+from pipeline.sections import SECTIONS, Settings, section_name
 from trainer.errors import UserError
 from trainer.parallel.plan import require_divisible
 
@@ -34,173 +27,6 @@ _LUIGI_SECTIONS = frozenset(
         *("email", "smtp", "sendgrid", "task_history", "task_status", "metrics", "prometheus", "cors"),
     )
 )
-
-
-class Run(luigi.Config):
-    work_dir = Text()
-    seed = Whole(0, 2**31 - 1)
-    log_interval = Whole(1)
-    processes = Whole(0)
-    report_interval_s = Number(0)
-
-
-class Corpus(luigi.Config):
-    source = Text()
-    held_out_source = Text()
-    held_out = Number(0, 0.5)
-    document = Text(DOCUMENT_ENDS)
-    vocab_file = Text()
-    vocab_size = Whole(64, 1 << 20)
-    lower_case = Switch()
-    max_unknown_share = Number(0, 1)
-
-
-class Dataset(luigi.Config):
-    phase1_url = Text()
-    phase2_url = Text()
-    phase1_sha256 = Sha256OrEmpty()
-    phase2_sha256 = Sha256OrEmpty()
-    s3_profile = Text()
-    s3_endpoint = Text()
-    connections = Whole(1, CONNECTIONS_MAX)
-    keep_archive = Switch()
-    dupe_factor = Whole(1, 1000)
-    masked_lm_prob = Number(0.001, 1)
-    short_seq_prob = Number(0, 1)
-    whole_word_mask = Switch()
-    shards = Whole(1, 100_000)
-
-    def url(self, phase: int) -> str:
-        return self.phase1_url if phase == 1 else self.phase2_url
-
-    def sha256(self, phase: int) -> str:
-        return self.phase1_sha256 if phase == 1 else self.phase2_sha256
-
-    @property
-    def transport(self) -> dict[str, Any]:
-        """How stages fetch things, as their options."""
-        return {"connections": self.connections, "s3_profile": self.s3_profile, "s3_endpoint": self.s3_endpoint}
-
-
-class Model(luigi.Config):
-    preset = Text(tuple(PRESETS))
-    vocab_size = WholeOrEmpty()
-    num_hidden_layers = WholeOrEmpty()
-    hidden_size = WholeOrEmpty()
-    num_attention_heads = WholeOrEmpty()
-    intermediate_size = WholeOrEmpty()
-    max_position_embeddings = Whole(8)
-    hidden_dropout_prob = Number(0, 1)
-    attention_probs_dropout_prob = Number(0, 1)
-
-    @property
-    def downloaded_vocab_size(self) -> int:
-        """Of data that comes without its vocabulary: the setting, else that of `bert-large-uncased`."""
-        return self.vocab_size or ModelConfig().vocab_size
-
-    def config(self, vocab_size: int) -> ModelConfig:
-        """The model, with a vocabulary of `vocab_size` unless the settings give one."""
-        given = {name: value for name, value in self.param_kwargs.items() if value is not None and name != "preset"}
-        return ModelConfig.preset(self.preset, **{"vocab_size": vocab_size, **given})
-
-
-class Phase(luigi.Config):
-    """What [phase1] and [phase2] have in common: all keys of the first."""
-
-    seq_len = Whole(8, 1 << 16)
-    max_pred_len = Whole(1)
-    pack = Switch()
-    global_batch_size = Whole(1)
-    micro_batch_size = Whole(1)
-    optimizer = Text(OPTIMIZERS)
-    lr = Number(0)
-    warmup_steps = Whole(0)
-    max_steps = Whole(1)
-    weight_decay = Number(0)
-    max_grad_norm = Number(0)
-    ckpt_interval_steps = Whole(0)
-    ckpt_interval_minutes = Number(0)
-    num_ckpts_to_keep = Whole(-1)
-
-
-class Phase1(Phase):
-    pass
-
-
-class Phase2(Phase):
-    start_from = Text()
-
-
-class Precision(luigi.Config):
-    mode = Text(PRECISIONS)
-
-
-class Evaluation(luigi.Config):
-    max_samples = Whole(1)
-
-
-class Mnist(luigi.Config):
-    url = Text()
-    checksums = Text(CHECKSUMS)
-    epochs = Whole(1)
-    batch_size = Whole(1)
-    lr = Number(0)
-    precision = Text(PRECISIONS)
-    ckpt_interval_steps = Whole(0)
-    log_interval = Whole(1)
-
-
-SECTIONS: tuple[type[luigi.Config], ...] = (
-    *(Run, Corpus, Dataset, Model, Phase1, Phase2),
-    *(Precision, Cluster, Slurm, Kubernetes, Evaluation, Mnist),
-)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """All sections, validated alone and together."""
-
-    run: Run
-    corpus: Corpus
-    dataset: Dataset
-    model: Model
-    phase1: Phase1
-    phase2: Phase2
-    precision: Precision
-    cluster: Cluster
-    slurm: Slurm
-    kubernetes: Kubernetes
-    evaluation: Evaluation
-    mnist: Mnist
-
-    def phase(self, phase: int) -> Phase:
-        return self.phase1 if phase == 1 else self.phase2
-
-    @property
-    def work_dir(self) -> Path:
-        return Path(self.run.work_dir)
-
-    def grad_accum_usteps(self, phase: int) -> int:
-        """Micro-steps in an optimizer step. Raises `UserError` with the equation if the batch does not divide."""
-        settings, cluster = self.phase(phase), self.cluster
-        workers = cluster.data_parallel_size
-        usteps, rest = divmod(settings.global_batch_size, settings.micro_batch_size * workers)
-        if rest or not usteps:
-            nodes = ""
-            if cluster.nnodes > 1:
-                nodes = f" ({cluster.nnodes} nodes × {cluster.nproc_per_node} / {cluster.tensor_parallel_size})"
-            raise UserError(
-                f"[phase{phase}] global_batch_size = micro_batch_size × grad_accum_usteps × data-parallel size does "
-                f"not hold for any whole grad_accum_usteps: {settings.global_batch_size} = "
-                f"{settings.micro_batch_size} × ? × {workers}{nodes}; "
-                f"change one of the three"
-            )
-        return usteps
-
-
-def section_name(section: type[luigi.Config]) -> str:
-    """The section of luigi.cfg that a class reads: [phase1] for Phase1."""
-    return section.__name__.lower()
 
 
 @functools.cache

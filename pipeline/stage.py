@@ -21,6 +21,7 @@ from pipeline.launchers.base import Detached, Work
 from pipeline.launchers.jobs import Job
 from pipeline.launchers.local import await_node_0
 from pipeline.one_line import OneLine
+from pipeline.plain_sight import reports
 from stages.lock import LOCK, hold
 from stages.manifest import (
     FAILURE,
@@ -185,7 +186,8 @@ class Stage(luigi.Task):
                         claim(self.directory, self.identity)
                         say(f"{self.label}: started in {self.directory}")
                         self.started, self.clock = utc_now(), time.monotonic()
-                    self._run_command(lock, job)
+                    with reports(self):
+                        self._run_command(lock, job)
                     self.finish()
                 latest.link(self.settings.work_dir, self.label, self.directory)
         except LockHeld as error:

@@ -50,7 +50,7 @@ def tell_phase2(
     else:
         say("  held out: the data set has no *_test_* shards, so nothing was measured")
     say(f"  model: {merged.model_directory}")
-    say(f"  curves: tensorboard --logdir {phases[0].settings.work_dir / 'latest'}")
+    say("  curves: python -m pipeline tensorboard")
     say(f"  report: {report.page}")
     say('  next: python -m pipeline try "The answer is [MASK]."')
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline import launch
 from pipeline.launchers.restarts import FINAL_STATUSES, Restarts, newest_checkpoint
+from pipeline.plain_sight import has_audience
 from pipeline.stage import Stage
 from stages import manifest
 from trainer.errors import UserError
@@ -17,6 +18,11 @@ class Training(Stage):
 
     on_cluster = on_all_nodes = resumes = True
     _restarts = Restarts()
+
+    @property
+    def accepts_messages(self) -> bool:
+        """Luigi's question; what it takes is in `plain_sight`."""
+        return has_audience()
 
     @property
     def max_steps(self) -> int | None:
@@ -37,7 +43,8 @@ class Training(Stage):
         """The trainer with those options, on as many workers as the settings say."""
         cluster = self.settings.cluster
         arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        trainer = ["-m", "trainer", *arguments, *flags, *(["--compile"] if cluster.compile else [])]
+        switches = {"--compile": cluster.compile, "--spot_watch": cluster.spot_watch}
+        trainer = ["-m", "trainer", *arguments, *flags, *(name for name, on in switches.items() if on)]
         if cluster.nnodes > 1:
             # Trainings that may run at the same time do not meet: the two phases, and the MLP.
             port = cluster.master_port + getattr(self, "phase", 3) - 1

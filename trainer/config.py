@@ -150,6 +150,8 @@ class TrainConfig:
     batches_per_execution: int
     #: Seconds without an answer after which a collective operation gives up.
     collective_timeout_s: float
+    #: Whether one worker on each machine watches for Amazon's notices that the instance is to be taken away.
+    spot_watch: bool
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():

@@ -23,6 +23,8 @@ from trainer.errors import DiskError
 TEMPORARY_SUFFIX = ".tmp"
 #: How far a running stage or training is: for programs, rewritten all the time, gone at the end.
 PROGRESS = "progress.json"
+#: A file of this name in a training's directory asks for a checkpoint at the end of the step; it is taken away then.
+SAVE_REQUEST = "save_now"
 #: Larger writes take the kernel longer (docs/decisions.md).
 _CHUNK_BYTES = 256 << 10
 #: Bytes after which the disk is told to begin.
@@ -37,7 +39,8 @@ def failpoint(name: str) -> None:
 
 def _fail(name: str) -> None:
     """FAILPOINT_LOG: a file that collects the names passed. FAILPOINT_TOKEN: a file that is removed when the point is
-    reached, without which nothing happens: once is enough. FAILPOINT_ACTION: kill (the default), stop, or raise."""
+    reached, without which nothing happens: once is enough. FAILPOINT_ACTION: kill (the default), terminate, stop,
+    raise."""
     if log := os.environ.get("FAILPOINT_LOG"):
         with open(log, "a") as file:
             file.write(name + "\n")
@@ -51,7 +54,7 @@ def _fail(name: str) -> None:
     action = os.environ.get("FAILPOINT_ACTION", "kill")
     if action == "raise":
         raise RuntimeError(f"failpoint {name}")
-    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[action])
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}[action])
 
 
 @contextlib.contextmanager

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-import signal
 import time
 from collections.abc import Callable
-from types import FrameType
 
 import torch
 
@@ -19,6 +17,7 @@ from trainer.data.order import ORDER_VERSION, SampleOrder, hash_of
 from trainer.devices.base import Device
 from trainer.devices.graphs import GraphList
 from trainer.files import failpoint
+from trainer.interruptions import Interruptions
 from trainer.metrics import Metrics, StepRecord
 from trainer.optim.parameters import SharedGradients
 from trainer.optim.schedule import learning_rate
@@ -29,13 +28,14 @@ from trainer.parallel.plan import split_of
 from trainer.parallel.shares import without_padding
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
-from trainer.process import STOP_SIGNALS
 from trainer.resume import Start, find_start, load_into, say_start
 from trainer.state import TrainState
 from trainer.workloads.base import Workload
 
 #: Workers of a machine that hold a copy of the model in host memory at the same time while they start.
 _LOADING_AT_ONCE = 8
+#: Seconds, about, between two questions whether to stop within a step that is longer than that.
+_ASK_INTERVAL_S = 5.0
 
 
 class Trainer:
@@ -121,7 +121,10 @@ class Trainer:
         self._graphs = GraphList(config, device, say) if mesh.is_root and config.graphs is not None else None
         self._saved_at = time.monotonic()
         self._saved_step = self.state.step if start is not None and not start.weights_only else -1
-        self._stop_signal: int | None = None
+        watches_spot = config.spot_watch and mesh.local_rank == 0 and not config.trial
+        self._interruptions = Interruptions(config.output_dir, is_root=writes, watches_spot=watches_spot)
+        #: Micro-steps between two questions whether to stop; until one step has been measured, one.
+        self._ask_usteps = 1
 
     def _make_model(self, workload: Workload, start: Start | None) -> None:
         """The model on its device, with initial weights or those of `start`."""
@@ -141,32 +144,34 @@ class Trainer:
     def run(self) -> bool:
         """Train; True when `stop_step` is reached, False when a signal ended it earlier. The state is saved in both
         cases. Raises `NonFiniteLoss`, `DiskError`."""
-        for signum in STOP_SIGNALS:
-            signal.signal(signum, self._on_signal)
+        self._interruptions.begin()
         steps = self.device.feed(self.loader.steps(self.state.step, self.config.stop_step))
         upcoming = next(steps, None)
-        counts, stop, _ = self._agree(upcoming)
+        counts, stop, save = self._agree(upcoming)
         self.metrics.start_clock()
         while upcoming is not None and not stop:
-            self.train_step(upcoming, counts)
-            upcoming = next(steps, None)
-            counts, stop, save = self._agree(upcoming)
-            if save and upcoming is not None and not stop:
+            if save:
                 self.save()
+            began = time.monotonic()
+            if not self.train_step(upcoming, counts):
+                break
+            upcoming = next(steps, None)
+            counts, stop, save = self._agree(upcoming, step_s=time.monotonic() - began)
             self.manager.check()
             if self._graphs is not None:
                 self._graphs.check()
-        if self._saved_step != self.state.step:
-            self.save()
+        self.save()
         self.device.finish_closures()
         self.manager.finish()
+        self._interruptions.end()
         self.metrics.close(self.state, workers=self.mesh.world_size)
         if self._graphs is not None:
             self._graphs.close()
         return self.state.step >= self.config.stop_step
 
-    def train_step(self, step: Step, counts: list[int]) -> None:
+    def train_step(self, step: Step, counts: list[int]) -> bool:
         """One optimizer step. `counts`: what each loss is a sum over in the global batch, and other counts of it.
+        False: the run is to stop, and the step was given up before it changed the state.
 
         Every loss is a sum divided by the global batch's count, so that neither the cut into micro-batches nor the
         number of workers has a part in the result.
@@ -176,6 +181,8 @@ class Trainer:
             record_samples(step, config.output_dir / f"samples-{self.mesh.rank}.jsonl")
         shares = [self._number(1 / max(1, count)) for count in counts[: self.losses]]
         for usteps, batch in enumerate(step.micro_batches):
+            if usteps and usteps % self._ask_usteps == 0 and self.mesh.sum_on_host([self._interruptions.must_stop])[0]:
+                return False
             failpoint(f"micro-step:{self.state.global_step}.{usteps}.{self.mesh.rank}")
             micro_batch = usteps * self.mesh.data_parallel_size + self.mesh.data_parallel_rank
             seed = seed_of(config.seed, self.state.global_step, micro_batch)
@@ -202,6 +209,7 @@ class Trainer:
         failpoint(f"step:{self.state.global_step}.{self.mesh.rank}")
         record = StepRecord(self.state, rate, counts, self.device.compiled_graphs())
         self.device.step_closure(functools.partial(self.metrics.record, record), torch.cat([losses, norm[None]]))
+        return True
 
     def _prepare_saving(self, workload: Workload, say: Callable[[str], None]) -> HostCopy:
         model: dict[str, torch.Tensor] = dict(self.model.named_parameters())
@@ -215,7 +223,9 @@ class Trainer:
         return copy
 
     def save(self) -> None:
-        """Start a checkpoint of the state as it is now; later steps do not change what it holds."""
+        """Start a checkpoint of the state as it is now, if there is none; later steps do not change what it holds."""
+        if self._saved_step == self.state.step:
+            return
         self.device.finish_closures()  # a step that went wrong is found before it is saved
         self.metrics.flush()  # all steps of a checkpoint are recorded
         self._saved_at, self._saved_step = time.monotonic(), self.state.step
@@ -223,23 +233,25 @@ class Trainer:
             self.manager.finish()
             self.manager.save(self._host_copy.take(self.state, self.device.copy_to_host))
 
-    def _agree(self, upcoming: Step | None) -> tuple[list[int], bool, bool]:
+    def _agree(self, upcoming: Step | None, *, step_s: float | None = None) -> tuple[list[int], bool, bool]:
         """What all workers hold after this step: the counts of the next global batch, whether to stop, whether to
-        save. The root decides when it is time to save; any worker's signal stops all."""
-        save = self.mesh.is_root and self._time_to_save()
+        save. The root decides when it is time to save, and, from the seconds the step took, how often to ask in the
+        next; what any worker was asked for holds for all."""
+        save = self._interruptions.take_save() or (self.mesh.is_root and self._time_to_save())
+        ask_usteps = self._ask_usteps
+        if step_s is not None:
+            ask_usteps = max(1, round(self.config.grad_accum_usteps * _ASK_INTERVAL_S / max(step_s, 1e-9)))
         counts = upcoming.counts if upcoming else ()
         if self.mesh.tensor_parallel_rank:
             counts = tuple(0 for _ in counts)  # the ranks that share a model have the same samples
-        *totals, stop, saves = self.mesh.sum_on_host([*counts, int(self._stop_signal is not None), int(save)])
+        mine = [self._interruptions.must_stop, save, ask_usteps if self.mesh.is_root else 0]
+        *totals, stop, saves, self._ask_usteps = self.mesh.sum_on_host([*counts, *mine])
         return totals, stop > 0, saves > 0
 
     def _time_to_save(self) -> bool:
         steps, minutes = self.config.ckpt_interval_steps, self.config.ckpt_interval_minutes
         due = steps > 0 and self.state.step > 0 and self.state.step % steps == 0
         return due or (minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
-
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self._stop_signal = signum
 
 
 def seed_of(seed: int, global_step: int, micro_batch: int) -> int:

@@ -135,6 +135,10 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
     machine.add_argument("--batches_per_execution", type=int, default=1, help="micro-batches in one compiled graph")
     machine.add_argument("--data_parallel", default="allreduce", help=DATA_PARALLEL_HELP)
     machine.add_argument("--collective_timeout", type=float, default=600.0, help="seconds workers wait for each other")
+    machine.add_argument(
+        "--spot_watch", action="store_true",
+        help="on EC2: save and stop (exit status 75) at a spot notice, save and go on at a rebalance recommendation",
+    )  # fmt: skip
     machine.add_argument("--print_grad_norm", action="store_true", help="show the gradient norm on the console line")
     machine.add_argument("--record_samples", action="store_true", help="note (shard, row) of every sample, to check on "
                          "the order: OUTPUT_DIR/samples-<rank>.jsonl")  # fmt: skip
@@ -184,6 +188,7 @@ def to_config(args: argparse.Namespace, mesh: Mesh) -> tuple[TrainConfig, Worklo
         graphs=args.graphs,
         batches_per_execution=args.batches_per_execution,
         collective_timeout_s=args.collective_timeout,
+        spot_watch=args.spot_watch,
     )
     SampleOrder(workload.rows_per_shard, seed=0, global_batch_size=global_batch_size)
     return config, workload

@@ -13,7 +13,7 @@ from pipeline.launchers.jobs import Job, JobLauncher, Scheduler
 from pipeline.launchers.kubernetes import KubernetesScheduler
 from pipeline.launchers.local import Local
 from pipeline.launchers.slurm import SlurmScheduler
-from pipeline.settings import Settings
+from pipeline.sections import Settings
 from stages.lock import JOB
 from trainer.files import read_json
 

@@ -183,7 +183,7 @@ class Job:
         tail = _Tail(log, self.record["log_began"] if from_start or not log.exists() else log.stat().st_size)
         with _noted_signals() as signals:
             state = self._watch(tail, signals)
-        ending = self.ending() or self._ended_without_a_word(state)
+        ending = self._how_it_ended(state)
         if state is not None and state.is_stuck:
             self.cancel()
         tail.show()
@@ -216,14 +216,18 @@ class Job:
                     _say(f"{self}: {text}")
             time.sleep(_LOOK_EVERY_S)
 
-    def _ended_without_a_word(self, state: State | None) -> Ending:
-        """Cancelled, or its supervisor was killed, or the scheduler has forgotten it."""
-        if state is not None and state.is_stuck:
-            return Ending(EXIT_USER_ERROR, None, False, f"{self} can never start as it is: {state.detail}; check "
-                          f"nnodes and the section [{self._scheduler.name}] of luigi.cfg")  # fmt: skip
+    def _how_it_ended(self, state: State | None) -> Ending:
+        """In its own words, or its scheduler's: cancelled, its supervisor was killed, not known any more."""
+        ending = self.ending()
         noted = read_json(self.directory / JOB) or {}
-        if (state is not None and state.is_cancelled) or noted.get("is_cancelled"):
+        cancelled = (state is not None and state.is_cancelled) or noted.get("is_cancelled")
+        if cancelled and (ending is None or ending.status):
             return Ending(EXIT_INTERRUPTED, signal.SIGTERM, False, f"{self} was cancelled")
+        if ending is not None:
+            return ending
+        if state is not None and state.is_stuck:
+            text = f"{self} can never start as it is: {state.detail}; check nnodes and the section "
+            return Ending(EXIT_USER_ERROR, None, False, f"{text}[{self._scheduler.name}] of luigi.cfg")
         said = f"is gone as {state}" if state is not None else "is not known any more"
         logs = sorted(self.directory.glob("job-*.log"), key=lambda path: path.stat().st_mtime)
         hint = f"; see {logs[-1]}" if logs else ""

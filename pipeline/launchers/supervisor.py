@@ -112,7 +112,7 @@ class Supervisor:
     def _may_restart(self, ending: Ending) -> bool:
         if ending.stopped_by is not None:
             return ending.stopped_by == self._surroundings.limit_signal
-        return bool(self._job["resumes"]) and ending.status not in (*FINAL_STATUSES, EXIT_INTERRUPTED)
+        return bool(self._job["resumes"]) and ending.status not in FINAL_STATUSES
 
     def _step(self) -> int:
         return newest_checkpoint(self._directory) if self._job["resumes"] else 0

@@ -102,23 +102,23 @@ def test_a_stopped_run_has_saved_its_last_step(prepared, start, workers: int, si
     steps = [record["step"] for record in metrics(directory)]
     (newest,) = {int(p.name[5:]) for p in (directory / "checkpoints").iterdir()} & {steps[-1]}
     assert steps == list(range(1, newest + 1))
-    assert not ours(directory.name)
+    assert not ours(str(directory))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_nothing_is_left_of_a_killed_luigi(prepared, start, workers: int) -> None:  # type: ignore[no-untyped-def]
     process = start(*LONG, "--Phase1-lr", f"0.01{workers}", "--Cluster-nproc-per-node", str(workers))
     directory = training_directory(prepared, float(f"0.01{workers}"))
-    assert len(ours(directory.name)) >= workers
+    assert len(ours(str(directory))) >= workers
     process.kill()
     process.wait()
-    wait_for(lambda: not ours(directory.name), timeout=10)
+    wait_for(lambda: not ours(str(directory)), timeout=10)
 
 
 def test_nothing_is_left_of_a_killed_torchrun(prepared, start) -> None:  # type: ignore[no-untyped-def]
     process = start(*LONG, "--Phase1-lr", "0.02", "--Cluster-nproc-per-node", "2")
     directory = training_directory(prepared, 0.02)
-    (launcher,) = [p for p in ours(directory.name) if "trainer.torchrun" in p.cmdline()]
+    (launcher,) = [p for p in ours(str(directory)) if "trainer.torchrun" in p.cmdline()]
     workers = launcher.children()
     assert len(workers) == 2
     # luigi starts it again; stop that before it comes so far.

@@ -14,7 +14,7 @@ import pytest
 from luigi.configuration import get_config
 
 import pipeline
-from pipeline import settings
+from pipeline import sections, settings
 from pipeline.stage import Stage
 from tests.support import ROOT
 from trainer.errors import UserError
@@ -127,6 +127,9 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "num_ckpts_to_keep", "7", NOTHING),
     ("precision", "mode", "fp32", MODEL),
     # Graphs are of a device and of a layout; what is trained is not.
+    ("cluster", "spot_watch", "true", NOTHING),
+    ("nights", "keep", "3", NOTHING),
+    ("nights", "webhook", "http://localhost:9000", NOTHING),
     ("cluster", "device", "cuda", COMPILED),
     # Of the MLP every worker has a batch of its own, and the learning rate grows with them.
     ("cluster", "nproc_per_node", "2", (*COMPILED, *MLP)),
@@ -183,7 +186,7 @@ def changed_by(direct: tuple[str, ...]) -> set[str]:
 def defaults() -> list[tuple[str, str, str]]:
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(ROOT / "luigi.cfg")
-    ours = [settings.section_name(section) for section in settings.SECTIONS]
+    ours = [sections.section_name(section) for section in sections.SECTIONS]
     return [(section, key, value) for section in ours for key, value in parser.items(section)]
 
 
@@ -235,7 +238,7 @@ def difference(before: dict[str, str], after: dict[str, str]) -> set[str]:
 def test_every_setting_has_its_line() -> None:
     """A new setting has to say here what depends on it."""
     known = {(section, key) for section, key, *_ in [*CASES, *ONE_VALUE]}
-    assert known == {(settings.section_name(s), name) for s in settings.SECTIONS for name, _ in s.get_params()}
+    assert known == {(sections.section_name(s), name) for s in sections.SECTIONS for name, _ in s.get_params()}
 
 
 @pytest.mark.parametrize(("section", "key", "value", "direct"), CASES, ids=lambda v: v if isinstance(v, str) else None)

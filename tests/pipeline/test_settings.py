@@ -95,19 +95,19 @@ def test_the_defaults_hold_in_any_directory(tmp_path: Path) -> None:
 
 
 def test_every_setting_is_in_luigi_cfg_with_a_comment() -> None:
-    from pipeline import settings
+    from pipeline import sections
 
     text = (ROOT / "luigi.cfg").read_text()
     parser = configparser.ConfigParser(interpolation=None)
     parser.read_string(text)
-    for section in settings.SECTIONS:
+    for section in sections.SECTIONS:
         names = {name for name, _ in section.get_params()}
-        assert set(parser[settings.section_name(section)]) == names, settings.section_name(section)
+        assert set(parser[sections.section_name(section)]) == names, sections.section_name(section)
     documented, lines = set(), text.splitlines()
     for before, line in zip(lines, lines[1:], strict=False):
         if " =" in line and not line.startswith("#") and before.startswith("#"):
             documented.add(line.split(" =")[0])
-    keys = {key for section in settings.SECTIONS for key in parser[settings.section_name(section)]}
+    keys = {key for section in sections.SECTIONS for key in parser[sections.section_name(section)]}
     # A key of both phases is explained in the first; two probabilities share a line.
     assert keys - documented <= {"attention_probs_dropout_prob", "phase2_url", "hidden_size"} | {
         "num_hidden_layers", "num_attention_heads", "intermediate_size"

@@ -102,7 +102,13 @@ def test_restarts_of_the_scheduler_count_too(tmp_path: Path) -> None:
     assert ending(tmp_path)["is_final"]
 
 
-@pytest.mark.parametrize("status", [1, 2, 69, 75])
+def test_a_spot_notice_to_a_worker_puts_the_job_back(tmp_path: Path) -> None:
+    """It ends with 75 although nobody has asked the job to stop."""
+    job(tmp_path, 75)
+    assert run(tmp_path, StandIn()) is None
+
+
+@pytest.mark.parametrize("status", [1, 2, 69])
 def test_what_a_person_has_to_put_right_is_not_tried_again(tmp_path: Path, status: int) -> None:
     job(tmp_path, status)
     assert run(tmp_path, StandIn()) == status

@@ -1,0 +1,91 @@
+"""`python -m pipeline tensorboard`: curves of all trainings below the work directory, those that run included."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+from pathlib import Path
+
+from pipeline.settings import load
+from stages.lock import hold
+from trainer.errors import LockHeld, UserError
+from trainer.files import disk_errors, read_json, replace_json
+
+SUMMARY = "TensorBoard for all trainings below the work directory; luigid shows its address beside each stage"
+#: In the work directory: links to what is shown, the address, and the lock of the TensorBoard that serves it.
+DIRECTORY = "tensorboard"
+_RUNS, _ADDRESS = "runs", "address.json"
+#: Where trainings write their curves: of this work directory, and of each night.
+_CURVES = ("*/tensorboard", "nights/[0-9]*/*/tensorboard")
+#: Seconds between two looks for new trainings.
+_LOOK_S = 2.0
+
+
+def address(work_dir: Path) -> str | None:
+    """Where the TensorBoard of `work_dir` is to be seen; None: it does not run."""
+    from pipeline.inspect import holder  # which knows all stages, and they all report this address
+
+    if holder(work_dir / DIRECTORY) is None:
+        return None
+    return (read_json(work_dir / DIRECTORY / _ADDRESS) or {}).get("url")
+
+
+def link_runs(work_dir: Path) -> None:
+    """Make the links in WORK/tensorboard/runs those of the trainings that are there. Raises `DiskError`.
+
+    Links, since TensorBoard would walk through all shards and checkpoints, and see those of `latest` twice.
+    """
+    runs = work_dir / DIRECTORY / _RUNS
+    with disk_errors(runs):
+        runs.mkdir(parents=True, exist_ok=True)
+        found = {path.parent for pattern in _CURVES for path in work_dir.glob(pattern)}
+        wanted = {"-".join(path.relative_to(work_dir).parts).removeprefix("nights-"): path for path in found}
+        for link in runs.iterdir():
+            if link.name not in wanted:
+                link.unlink()
+        for name, path in wanted.items():
+            if not (runs / name).is_symlink():
+                (runs / name).symlink_to(os.path.relpath(path / "tensorboard", runs))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; anybody who reaches it sees the curves (%(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=6006, help="0: any that is free (%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM. Raises `UserError`."""
+    work_dir = load().work_dir
+    directory = work_dir / DIRECTORY
+    over = threading.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: over.set())
+    try:
+        with hold(directory):
+            link_runs(work_dir)
+            url = _launch(directory / _RUNS, args.host, args.port)
+            with disk_errors(directory):
+                replace_json(directory / _ADDRESS, {"url": url})
+            print(f"TensorBoard: {url} (stop it with Ctrl-C)", flush=True)
+            while not over.wait(_LOOK_S):
+                link_runs(work_dir)
+            (directory / _ADDRESS).unlink(missing_ok=True)
+    except LockHeld as error:
+        where = (read_json(directory / _ADDRESS) or {}).get("url", "an address that it has not told yet")
+        raise UserError(f"TensorBoard for {work_dir} runs already, at {where} ({error})") from None
+    return 0
+
+
+def _launch(logdir: Path, host: str, port: int) -> str:
+    from tensorboard.program import TensorBoard, TensorBoardServerException
+
+    board = TensorBoard()
+    board.configure(logdir=str(logdir), host=host, port=port)
+    try:
+        return str(board.launch())
+    except TensorBoardServerException as error:
+        raise UserError(f"TensorBoard cannot listen on {host}:{port}: {error.msg}; give another --port") from None

@@ -1,0 +1,29 @@
+"""`python -m pipeline luigid`: Luigi's central scheduler, on loopback, with the retries of luigi.cfg and metrics."""
+
+from __future__ import annotations
+
+import argparse
+
+from luigi.cmdline import luigid
+from luigi.configuration import get_config
+
+from pipeline.settings import load
+
+SUMMARY = "Luigi's central scheduler: what runs, how far it is, and Prometheus metrics at /metrics"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; who reaches it can stop what runs (%(default)s)"
+    )
+    parser.add_argument("--port", type=int, default=8082, help="(%(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM; what was known is kept in WORK/luigid.pickle for the next start."""
+    config, work_dir = get_config(), load().work_dir
+    work_dir.mkdir(parents=True, exist_ok=True)
+    if not config.has_option("scheduler", "metrics_collector"):
+        config.set("scheduler", "metrics_collector", "prometheus")
+    luigid(["--address", args.host, "--port", str(args.port), "--state-path", str(work_dir / "luigid.pickle")])
+    return 0

@@ -1,0 +1,129 @@
+"""Every night: the whole chain with that night's text or archive, in a work directory of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import luigi
+from luigi import worker
+from luigi.retcodes import retcode
+from luigi.task import MixinNaiveBulkComplete
+
+from pipeline import launch, nights, notify, settings
+from pipeline.stage import Leave, refusals, say
+from stages.lock import hold
+from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
+from trainer.files import utc_now
+
+#: Lines at the end of a night's log that a mail about its failure has.
+_LAST_LINES = 30
+
+
+class Nightly(MixinNaiveBulkComplete, luigi.Task):
+    """The chain up to the evaluated model, once for each date; one at a time, and the last [nights] keep stay."""
+
+    date: luigi.DateParameter = luigi.DateParameter(description="the night, as 2026-11-21")
+    #: For a luigi with several workers; between processes, which no scheduler may know all of, there is a lock.
+    resources = {f"nightly-{os.getpid()}": 1}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        with refusals():
+            self.settings = settings.load()
+        self.shelf = nights.Shelf(self.settings)
+
+    def complete(self) -> bool:
+        return self.shelf.is_complete(self.date)
+
+    def requires(self) -> list[luigi.Task]:
+        """No task, but the night's files. Raises `UserError`: luigi exits with `scheduling_error`, and a RangeDaily
+        goes on with its other nights."""
+        try:
+            nights.require_inputs(self.settings, self.date)
+        except UserError:
+            _wait_for_nothing()
+            raise
+        return []
+
+    def run(self) -> None:
+        """Raises `UserError` if the night failed, `Leave` if it was interrupted or another one is at it."""
+        try:
+            with hold(self.shelf.path) as lock:
+                if not self.complete():
+                    self._run_chain(lock)
+        except LockHeld as error:
+            say(f"error: {error}")
+            raise Leave(retcode().already_running) from None
+        except UserError:
+            _wait_for_nothing()
+            raise
+
+    def _run_chain(self, lock: int) -> None:
+        directory, clock, started = self.shelf.directory(self.date), time.monotonic(), utc_now()
+        config = self.shelf.prepare(self.date)
+        say(f"night {self.date}: started in {directory}")
+        ending = launch.run(
+            ["-m", "pipeline.one_night"],
+            directory=directory,
+            fingerprint="",
+            keep_open=(lock,),
+            start=launch.Start(environment={"LUIGI_CONFIG_PATH": str(config)}),
+        )
+        if ending.interrupted or ending.status == EXIT_INTERRUPTED:
+            say(f"night {self.date}: interrupted; the same command goes on from here")
+            raise Leave(EXIT_INTERRUPTED)
+        if ending.status == retcode().already_running:
+            raise Leave(ending.status)
+        if ending.status:
+            said, log = ending.error.splitlines()[-1], directory / "stage.log"
+            if ending.status == retcode().not_run:
+                said = "a stage was made to wait: one that failed too often waits [scheduler] disable_persist seconds"
+            raise UserError(f"night {self.date} failed: {said} (exit status {ending.status}; log: {log})")
+        results = nights.results(directory)
+        facts = {"date": str(self.date), "started": started, "seconds": round(time.monotonic() - clock, 1), **results}
+        self.shelf.record(self.date, facts)
+        accuracy = results["evaluation"].get("masked_lm_accuracy")
+        measured = "nothing was held out" if accuracy is None else f"masked-LM accuracy {accuracy:.1%}"
+        line = f"night {self.date} is complete: {measured}, model {results['model']}"
+        say(line)
+        notify.by_mail(f"Luigi: Nightly {self.date} is complete", f"{line}\n")
+        self.tell("completion", "complete", line)
+        try:
+            self.shelf.prune(self.date, say)
+        except DiskError as error:
+            say(f"note: an old night could not be removed: {error}")
+
+    def on_failure(self, exception: BaseException) -> str:
+        """What luigi's mail says, and luigid shows."""
+        log = self.shelf.directory(self.date) / "stage.log"
+        last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
+        return "\n".join([str(exception), "", *last])
+
+    def tell(self, event: str, status: str, line: str) -> None:
+        """Tell the webhook, if there is one; that it does not answer is said, and changes nothing."""
+        url = self.settings.nights.webhook
+        if url:
+            problem = notify.by_webhook(
+                url, event=event, task="Nightly", date=str(self.date), status=status, line=line,
+                work_dir=str(self.shelf.directory(self.date)),
+            )  # fmt: skip
+            if problem is not None:
+                say(f"note: {problem}")
+
+
+@Nightly.event_handler(luigi.Event.FAILURE)  # type: ignore[no-untyped-call, untyped-decorator]
+def _tell_failed(night: Nightly, error: BaseException) -> None:
+    night.tell("failure", "failed", str(error))
+
+
+@Nightly.event_handler(luigi.Event.BROKEN_TASK)  # type: ignore[no-untyped-call, untyped-decorator]
+def _tell_refused(night: Nightly, error: BaseException) -> None:
+    night.tell("failure", "refused", str(error))
+
+
+def _wait_for_nothing() -> None:
+    """With [worker] keep_alive the stages of the night have been tried again by its own luigi; this one is not to wait
+    until the whole night may be tried once more, or until files appear."""
+    worker.worker().keep_alive = False

@@ -1,0 +1,155 @@
+"""Nights on disk: WORK/nights/<date>, a work directory each, and <date>.json once it is complete."""
+
+from __future__ import annotations
+
+import configparser
+import datetime
+import glob
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from luigi.configuration import get_config
+from luigi.interface import core
+
+from pipeline.inspect import holder
+from pipeline.sections import SECTIONS, Nights, Settings, section_name
+from trainer.errors import DiskError, UserError
+from trainer.files import TEMPORARY_SUFFIX, disk_errors, read_json, sweep_temporaries, write_json
+
+#: The settings that a night runs with, in its directory: LUIGI_CONFIG_PATH for `python -m pipeline status` and `why`.
+CONFIG = "night.cfg"
+LATEST = "latest"
+#: Luigi's own sections that the chain of a night takes over; those for mail it does not: the night itself tells.
+_LUIGI_SECTIONS = ("core", "worker", "scheduler", "resources", "retcode", "logging", "execution_summary")
+
+
+class Shelf:
+    """All nights of a work directory. The record of a night stays when its directory is removed: it was done."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.path = settings.work_dir.absolute() / "nights"
+        self._settings = settings
+
+    def directory(self, date: datetime.date) -> Path:
+        return self.path / date.isoformat()
+
+    def is_complete(self, date: datetime.date) -> bool:
+        return self._record(date.isoformat()).exists()
+
+    def _record(self, name: str) -> Path:
+        return self.path / f"{name}.json"
+
+    def prepare(self, date: datetime.date) -> Path:
+        """The night's directory, with its settings; returns the file of settings. Raises `DiskError`."""
+        directory = self.directory(date)
+        with disk_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            link = directory / "tensorboard"  # one TensorBoard shows all nights
+            if not link.is_symlink():
+                link.symlink_to(Path("../../tensorboard"))
+            with (directory / CONFIG).open("w") as file:
+                _config(self._settings, date, directory).write(file)
+        return directory / CONFIG
+
+    def record(self, date: datetime.date, facts: dict[str, Any]) -> None:
+        """The night is complete. Raises `DiskError`."""
+        write_json(self._record(date.isoformat()), facts)
+        temporary = self.path / f"{LATEST}{TEMPORARY_SUFFIX}"
+        with disk_errors(temporary):
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(self._complete()[0])
+            temporary.replace(self.path / LATEST)
+
+    def _complete(self) -> list[str]:
+        """Names of the complete nights whose directories are there, newest first."""
+        return sorted((path.name for path in self._directories() if self._record(path.name).exists()), reverse=True)
+
+    def _directories(self) -> Iterator[Path]:
+        for path in self.path.iterdir():
+            if path.is_dir() and not path.is_symlink() and _is_date(path.name):
+                yield path
+
+    def prune(self, current: datetime.date, say: Callable[[str], None]) -> None:
+        """Remove what is older than the newest `keep` complete nights, but not `current`, nor one that is in use.
+        Raises `DiskError`."""
+        keep = self._settings.nights.keep
+        complete = self._complete()
+        if len(complete) < keep:
+            return
+        with disk_errors(self.path):
+            sweep_temporaries(self.path)
+            for path in sorted(self._directories()):
+                if path.name >= complete[keep - 1] or path.name == current.isoformat():
+                    continue
+                if any(holder(stage) for stage in path.iterdir()):
+                    say(f"night {path.name}: kept, as it is in use")
+                    continue
+                doomed = path.with_name(path.name + TEMPORARY_SUFFIX)
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+                say(f"night {path.name}: removed, as {keep} newer {'one is' if keep == 1 else 'are'} complete")
+
+
+def require_inputs(settings: Settings, date: datetime.date) -> None:
+    """Raise `UserError`, naming the path, unless every file is there whose name has the date in it."""
+    for section, values in _texts(settings).items():
+        for key, text in values.items():
+            dated = _dated(text, date)
+            for pattern in dated.split() if dated != text else ():
+                path = pattern.removeprefix("file://")
+                if "://" not in path and not glob.glob(path, recursive=True):
+                    raise UserError(f"night {date}: [{section}] {key}: {path} matches no file; nothing was started")
+
+
+def _texts(settings: Settings) -> dict[str, dict[str, str]]:
+    """Every setting of the chain, by section and key, as luigi.cfg writes it."""
+    sections = {section_name(section): section for section in SECTIONS if section is not Nights}
+    return {
+        name: {key: _text(getattr(getattr(settings, name), key)) for key, _ in section.get_params()}
+        for name, section in sections.items()
+    }
+
+
+def _dated(text: str, date: datetime.date) -> str:
+    parts = {"date": date.isoformat(), "year": f"{date:%Y}", "month": f"{date:%m}", "day": f"{date:%d}"}
+    for name, value in parts.items():
+        text = text.replace(f"{{{name}}}", value)
+    return text
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+def _is_date(name: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(name).isoformat() == name
+    except ValueError:
+        return False
+
+
+def _config(settings: Settings, date: datetime.date, directory: Path) -> configparser.ConfigParser:
+    """The settings of a night, and luigi's own, those that were given on its command line included."""
+    given = get_config()
+    sections = {section: dict(given.items(section)) for section in _LUIGI_SECTIONS if given.has_section(section)}
+    names = ("local_scheduler", "scheduler_host", "scheduler_port", "scheduler_url", "log_level")
+    sections.setdefault("core", {}).update({name: _text(getattr(core(), name)) for name in names})
+    for section, values in _texts(settings).items():
+        sections[section] = {key: _dated(text, date) for key, text in values.items()}
+    sections["run"]["work_dir"] = str(directory)
+    sections["email"] = {"format": "none"}
+    config = configparser.ConfigParser(interpolation=None)
+    for section, values in sections.items():
+        config[section] = {key: value.replace("%", "%%") for key, value in values.items()}
+    return config
+
+
+def results(directory: Path) -> dict[str, Any]:
+    """What the chain in `directory`, which is complete, has come to: the model, and how good it is."""
+    merged = directory / "latest" / "merge_shards"
+    evaluated = read_json(directory / "latest" / "evaluate" / "manifest.json")
+    if evaluated is None:
+        raise DiskError(f"{directory}: the chain ended well, but its evaluation is not there; run the same again")
+    return {"model": str(merged.resolve() / "model"), "evaluation": evaluated["counts"]}

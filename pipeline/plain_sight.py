@@ -1,0 +1,136 @@
+"""What a central scheduler is told of a running stage, and what it may ask of it.
+
+With luigid every stage reports how far it is in percent, a status line and the address of TensorBoard, and a training
+takes the message `checkpoint`. Luigi's local scheduler has nobody to show it to, and is told nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from luigi.interface import core
+from luigi.rpc import RPCError
+
+from pipeline import board
+from trainer.files import PROGRESS, SAVE_REQUEST, read_json
+
+if TYPE_CHECKING:
+    from luigi.worker import SchedulerMessage
+
+    from pipeline.stage import Stage
+
+#: Seconds between two reports.
+_INTERVAL_S = 2.0
+#: The message that asks a training for a checkpoint.
+CHECKPOINT = "checkpoint"
+
+
+def has_audience() -> bool:
+    """Whether a central scheduler is there to be told."""
+    return not core().local_scheduler
+
+
+@contextlib.contextmanager
+def reports(stage: Stage) -> Iterator[None]:
+    """Reports on `stage` while its command runs in the block; what goes wrong with that does not touch the stage."""
+    if not has_audience():
+        yield
+        return
+    reporter = _Reporter(stage)
+    reporter.start()
+    try:
+        yield
+    except KeyboardInterrupt:  # the process is to end: it waits for no scheduler that may be gone
+        raise
+    except BaseException:
+        reporter.finish()
+        raise
+    reporter.finish()
+
+
+class _Reporter(threading.Thread):
+    """Asks the disk, not the command, how far the stage is: the command may run on another machine."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(name="reporter", daemon=True)
+        self._stage = stage
+        # Luigi takes them away again when the task ends.
+        task: Any = stage
+        self._tell_line, self._tell_percentage = task.set_status_message, task.set_progress_percentage
+        self._tell_url, self._messages = task.set_tracking_url, task.scheduler_messages
+        self._began = time.monotonic()
+        self._told: dict[str, object] = {}
+        #: The message that waits for its checkpoint, and the steps of those that were there before.
+        self._waiting: tuple[SchedulerMessage, set[int]] | None = None
+        self._over = threading.Event()
+
+    def finish(self) -> None:
+        """No report comes after this: a late one would tell luigi's scheduler that the task runs again."""
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            with contextlib.suppress(RPCError):  # luigi says so itself, and goes on
+                self._report()
+                self._answer()
+            self._over.wait(_INTERVAL_S)
+
+    def _report(self) -> None:
+        progress = read_json(self._stage.directory / PROGRESS) or {}
+        self._tell("line", self._tell_line, status_line(progress, time.monotonic() - self._began))
+        if progress.get("total"):
+            self._tell("percentage", self._tell_percentage, min(100, int(100 * progress["done"] / progress["total"])))
+        address = board.address(self._stage.settings.work_dir)
+        if address is not None:
+            self._tell("url", self._tell_url, address)
+
+    def _tell(self, what: str, tell: Any, value: object) -> None:
+        if self._told.get(what) != value:
+            tell(value)
+            self._told[what] = value
+
+    def _answer(self) -> None:
+        """Hand a message on to the training, and answer it when the checkpoint is there."""
+        directory = self._stage.directory
+        if self._waiting is None:
+            if self._messages is None:
+                return
+            try:
+                message = self._messages.get_nowait()
+            except queue.Empty:
+                return
+            if message != CHECKPOINT:
+                message.respond(f"'{message}' is not understood; this stage takes the message '{CHECKPOINT}'")
+                return
+            self._waiting = message, _steps(directory)
+            (directory / SAVE_REQUEST).touch()
+        message, before = self._waiting
+        if new := _steps(directory) - before:
+            message.respond(f"saved: {directory / 'checkpoints' / f'ckpt_{max(new)}'}")
+            self._waiting = None
+
+
+def _steps(directory: Path) -> set[int]:
+    """Of the checkpoints that are durable."""
+    names = (path.name.removeprefix("ckpt_") for path in directory.glob("checkpoints/ckpt_*"))
+    return {int(name) for name in names if name.isdigit()}
+
+
+def status_line(progress: dict[str, Any], seconds: float) -> str:
+    """`steps 120 of 500, phase 1, loss 3.214, 12.3 steps/s, 0:00:31 left`, from what progress.json says."""
+    if not progress:
+        return f"running for {timedelta(seconds=round(seconds))}"
+    done, total, unit, per_s = (progress[name] for name in ("done", "total", "unit", "per_s"))
+    parts = [f"{unit} {done:,} of {total:,}", str(progress["label"])]
+    if per_s:
+        left = timedelta(seconds=round((total - done) / per_s))
+        parts += [f"{per_s:,.3g} {unit}/s" if per_s < 1000 else f"{per_s:,.0f} {unit}/s", f"{left} left"]
+    return ", ".join(parts)

@@ -1,0 +1,257 @@
+"""Nightly through the real luigi: its own directory for each date, one at a time, mail and webhook, retries."""
+
+from __future__ import annotations
+
+import contextlib
+import email
+import json
+import os
+import shutil
+import signal
+import socketserver
+import threading
+from collections.abc import Iterator
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.lock import hold
+from tests.chain import Chain, finished_chain, wait_until, write_corpus
+from tests.support import assert_one_line_error, command
+
+SETTINGS = """
+[email]
+receiver = someone@example.org, other@example.org
+[smtp]
+host = 127.0.0.1
+port = {smtp}
+no_tls = true
+[nights]
+keep = 2
+webhook = http://127.0.0.1:{http}/hook
+[worker]
+keep_alive = true
+wait_interval = 0.1
+[scheduler]
+retry_count = 2
+retry_delay = 0.1
+"""
+
+
+class Post:
+    """A mail server and a webhook's, and what they have received. `refusals`: what the webhook answers first."""
+
+    def __init__(self, smtp: int, http: int) -> None:
+        self.smtp, self.http = smtp, http
+        self.mails: list[tuple[list[str], Message]] = []
+        self.hooks: list[dict[str, Any]] = []
+        self.refusals: list[int] = []
+
+    def subjects(self) -> list[str]:
+        return [str(mail["Subject"]) for _, mail in self.mails]
+
+
+@pytest.fixture
+def post() -> Iterator[Post]:
+    class Smtp(socketserver.StreamRequestHandler):
+        """As much of RFC 5321 as a client needs that has one mail to send."""
+
+        def handle(self) -> None:
+            recipients: list[str] = []
+            self.wfile.write(b"220 here\r\n")
+            while line := self.rfile.readline().decode().strip():
+                word = line.split()[0].upper()
+                if word == "RCPT":
+                    recipients.append(line.partition("<")[2].partition(">")[0])
+                if word == "DATA":
+                    self.wfile.write(b"354 go on\r\n")
+                    body = b"".join(iter(self.rfile.readline, b".\r\n"))
+                    received.mails.append((recipients, email.message_from_bytes(body)))
+                self.wfile.write(b"221 bye\r\n" if word == "QUIT" else b"250 fine\r\n")
+                if word == "QUIT":
+                    return
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.headers["Content-Type"] == "application/json"
+            facts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status = received.refusals.pop(0) if received.refusals else 204
+            if status == 204:
+                received.hooks.append(facts)
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with contextlib.ExitStack() as servers:
+        mail = servers.enter_context(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Smtp))
+        hook = servers.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Hook))
+        received = Post(mail.server_address[1], hook.server_port)
+        for server in (mail, hook):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            servers.callback(server.shutdown)
+        yield received
+
+
+@pytest.fixture
+def chain(tmp_path: Path, post: Post) -> Chain:
+    return Chain(tmp_path, SETTINGS.format(smtp=post.smtp, http=post.http))
+
+
+@pytest.fixture
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """Its text, once copied for a night, and its work directory make that night a short one."""
+    return finished_chain(tmp_path_factory)
+
+
+def night_of(chain: Chain, date: str) -> Path:
+    return chain.work / "nights" / date
+
+
+def provide(chain: Chain, date: str, finished: Chain | None = None) -> Path:
+    """The text of a night; with `finished`, its chain has run already, too. Returns the night's directory."""
+    (chain.directory / "text" / date).mkdir(parents=True)
+    night = night_of(chain, date)
+    if finished is not None:
+        shutil.copy(finished.directory / "corpus.txt", chain.directory / "text" / date)
+        shutil.copytree(finished.work, night, symlinks=True)
+    return night
+
+
+def words(chain: Chain, *given: str) -> tuple[str, ...]:
+    """With the night's text named on the command line: what is given there reaches the chain, too."""
+    return (*given, "--Corpus-source", str(chain.directory / "text" / "{date}" / "*.txt"))
+
+
+def old_night(chain: Chain, date: str, *, complete: bool) -> Path:
+    stage = night_of(chain, date) / "tokenize_corpus-0123456789"
+    stage.mkdir(parents=True)
+    if complete:
+        (chain.work / "nights" / f"{date}.json").write_text("{}")
+    return stage
+
+
+def test_a_night_runs_the_chain_and_only_the_newest_stay(chain: Chain, post: Post, finished: Chain) -> None:
+    night = provide(chain, "2026-11-21", finished)
+    shutil.rmtree((night / "latest" / "evaluate").resolve())
+    held = old_night(chain, "2026-11-01", complete=True)
+    for date, complete in {"2026-11-02": True, "2026-11-03": False, "2026-11-04": True, "2026-11-05": False}.items():
+        old_night(chain, date, complete=complete)
+    with hold(held):
+        done = chain.run(*words(chain, "Nightly", "--date", "2026-11-21"))
+    assert "evaluate: complete" in done.stderr
+    record = json.loads((chain.work / "nights" / "2026-11-21.json").read_text())
+    assert Path(record["model"]).parent.parent == night
+    assert (Path(record["model"]) / "config.json").exists()
+    assert (chain.work / "nights" / "latest").resolve() == night
+    left = {path.name for path in (chain.work / "nights").iterdir() if path.is_dir() and not path.is_symlink()}
+    assert left == {"2026-11-01", "2026-11-04", "2026-11-05", "2026-11-21"}, "in use, second, unfinished after it, new"
+    assert "night 2026-11-01: kept, as it is in use" in done.stderr
+
+    ((recipients, mail),) = post.mails
+    assert recipients == ["someone@example.org", "other@example.org"]
+    assert mail["Subject"] == "Luigi: Nightly 2026-11-21 is complete"
+    (facts,) = post.hooks
+    assert facts.keys() == {"event", "task", "date", "status", "line", "work_dir", "host"}
+    assert (facts["event"], facts["task"], facts["date"]) == ("completion", "Nightly", "2026-11-21")
+    assert facts["line"] in done.stderr
+    assert facts["work_dir"] == str(night)
+
+    why = command("-m", "pipeline", "why", "BertPhase2", env={"LUIGI_CONFIG_PATH": str(night / "night.cfg")})
+    assert why.returncode == 0, why.stdout + why.stderr
+    again = chain.run(*words(chain, "Nightly", "--date", "2026-11-02"))
+    assert "started" not in again.stderr, "its directory was removed, and it was done all the same"
+    assert len(post.mails) == len(post.hooks) == 1
+
+
+def test_a_range_goes_on_where_a_night_has_no_text(chain: Chain, post: Post, finished: Chain) -> None:
+    """Luigi's own RangeDaily, with several dates in one process; the webhook refuses the first of the two messages."""
+    provide(chain, "2026-11-20", finished)
+    post.refusals = [404]
+    days = ("--of", "Nightly", "--start", "2026-11-19", "--stop", "2026-11-21", "--days-back", "100000")
+    done = chain.run(*words(chain, "RangeDaily", *days), status=35)
+    missing = chain.directory / "text" / "2026-11-19" / "*.txt"
+    errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("ERROR: ")]
+    assert errors == [f"ERROR: night 2026-11-19: [corpus] source: {missing} matches no file; nothing was started"]
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "note: the webhook at 127.0.0.1 was not told of it: it answered with status 404" in done.stderr
+    assert not night_of(chain, "2026-11-19").exists()
+    assert (chain.work / "nights" / "2026-11-20.json").exists()
+    assert [(facts["event"], facts["date"]) for facts in post.hooks] == [("completion", "2026-11-20")]
+    refused, complete = post.subjects()
+    assert "Nightly(date=2026-11-19) failed scheduling" in refused
+    assert complete == "Luigi: Nightly 2026-11-20 is complete"
+
+
+def test_a_failed_night_has_tried_twice_and_tells_once(chain: Chain, post: Post) -> None:
+    """The stage that fails is tried again; the night is not; the webhook is told though it fails at first."""
+    night = provide(chain, "2026-11-21")
+    (chain.directory / "text" / "2026-11-21" / "corpus.txt").write_bytes(b"A sentence.\n\xff\xfe broken\n")
+    post.refusals = [500]
+    done = chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), status=30)
+    assert (night / "stage.log").read_text().count("tokenize_corpus: started in") == 2
+    assert not (chain.work / "nights" / "2026-11-21.json").exists()
+    (facts,) = post.hooks
+    assert (facts["event"], facts["status"]) == ("failure", "failed")
+    assert "corpus.txt" in facts["line"]
+    ((_, mail),) = post.mails
+    assert "Nightly(date=2026-11-21) FAILED" in str(mail["Subject"])
+    text = mail.get_payload()[0].get_payload(decode=True).decode()  # type: ignore[union-attr, index]
+    assert facts["line"] in text
+    assert facts["line"] in done.stdout + done.stderr
+
+
+def test_a_second_start_is_turned_away(chain: Chain, post: Post) -> None:
+    provide(chain, "2026-11-21")
+    write_corpus(chain.directory / "text" / "2026-11-21" / "corpus.txt")
+    (chain.work / "nights").mkdir(parents=True)
+    with hold(chain.work / "nights"):
+        done = chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), status=10)
+    assert_one_line_error(done, f"process {os.getpid()} on ", status=10)
+    assert (post.mails, post.hooks) == ([], [])
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_night_leaves_nothing_running(
+    chain: Chain, post: Post, finished: Chain, signum: signal.Signals
+) -> None:
+    """Asked to stop, its training saves first."""
+    night = provide(chain, "2026-11-21", finished)
+    longer = ("--Phase1-lr", "0.002", "--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "0")
+    process = chain.start(*words(chain, "Nightly", "--date", "2026-11-21"), *longer)
+    try:
+        wait_until(lambda: bool(list(night.glob("pretrain-phase1-*/progress.json"))))
+        (directory,) = (path.parent for path in night.glob("pretrain-phase1-*/progress.json"))
+        process.send_signal(signum)
+        status = process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    output = (chain.directory / "luigi.log").read_text()
+    assert status == (75 if signum == signal.SIGTERM else -signal.SIGKILL), output
+    with hold(chain.work / "nights"), hold(directory):  # nobody is at it any more
+        saved = list(directory.glob("checkpoints/ckpt_*"))
+    assert len(saved) == (signum == signal.SIGTERM)
+    assert ("night 2026-11-21: interrupted; the same command goes on from here" in output) == bool(saved)
+    assert (post.mails, post.hooks) == ([], [])
+
+
+@pytest.mark.parametrize("keep_alive", [True, False])
+def test_a_stage_that_fails_once_is_tried_again_if_luigi_stays_for_it(tmp_path: Path, keep_alive: bool) -> None:
+    """Without keep_alive luigi ignores retry_count."""
+    retries = "[scheduler]\nretry_count = 2\nretry_delay = 0.1\n[worker]\nwait_interval = 0.1\n"
+    chain = Chain(tmp_path, f"{retries}keep_alive = {keep_alive}\n")
+    (tmp_path / "token").touch()
+    once = {
+        "FAILPOINT": "write-before:manifest.json",
+        "FAILPOINT_ACTION": "raise",
+        "FAILPOINT_TOKEN": f"{tmp_path}/token",
+    }
+    done = chain.run("TokenizeCorpus", status=0 if keep_alive else 30, **once)
+    assert not (tmp_path / "token").exists()
+    assert done.stderr.count("tokenize_corpus: started in") == 1 + keep_alive
