@@ -24,6 +24,7 @@ from trainer.devices.cpu import CpuDevice
 from trainer.models.bert import BertForPreTraining, has_weight_decay
 from trainer.optim.adamw import AdamW
 from trainer.optim.parameters import FlatParameters
+from trainer.precision import Precision
 from trainer.state import TrainState
 
 
@@ -40,7 +41,7 @@ def main() -> None:
     model = BertForPreTraining(ModelConfig.preset(args.model))
     for parameter in model.parameters():
         parameter.data.fill_(0.5)
-    optimizer = AdamW(FlatParameters(model, has_weight_decay, 2), weight_decay=0.01)
+    optimizer = AdamW(FlatParameters(model, has_weight_decay, 2, Precision("fp32")), weight_decay=0.01)
     state_bytes = sum(t.numel() * 4 for t in (*model.parameters(), *optimizer.state().values()))
     before = peak_bytes()
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=ROOT) as directory:
