@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 
+from benchmarks.results import Result, say
 from stages.examples import Form
 from stages.packing import pack
 from stages.shard import PACKED_SEQUENCES
@@ -37,11 +38,14 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     tokens = int(lengths.sum(dtype=np.int64))
     share, apart = tokens / (512 * rows), tokens / (512 * args.sequences)
-    print(
-        f"{args.sequences:,} sequences in {rows:,} rows, {args.sequences / rows:.2f} a row: {share:.4f} real tokens "
-        f"(claimed: {CLAIMED_SHARE} or more), one a row {apart:.3f}"
+    what = f"packing {args.sequences:,} sequences with the lengths of Wikipedia at S=512"
+    said = (
+        f"{rows:,} rows, {args.sequences / rows:.2f} sequences in each",
+        f"one a row {100 * apart:.1f} % real tokens",
     )
-    print(f"{seconds:.1f} s (claimed: {CLAIMED_S} or less), {peak - before:.0f} MB of memory more than before")
+    say(Result(f"{what}: real tokens", *said, 100 * share, " %", at_least=100 * CLAIMED_SHARE))
+    memory = f"{peak - before:.0f} MB of memory more than before"
+    say(Result(f"{what}: time", f"{seconds:.1f} s", memory, seconds, " s", at_most=CLAIMED_S))
 
 
 if __name__ == "__main__":

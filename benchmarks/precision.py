@@ -9,6 +9,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from benchmarks.results import Result, say
 from benchmarks.work import python
 
 MODES = ("fp32", "autocast", "bf16-sr", "bf16-master")
@@ -46,15 +47,19 @@ def main() -> None:
     p.add_argument("--device", default="cpu", help="as the trainer's")
     p.add_argument("--seed", type=int, default=12349, help="as the trainer's")
     args = p.parse_args()
-    print(f"{'precision':<12} {'first loss':>10} {f'mean of last {LAST}':>16}   ratio to fp32 (claimed: 1 ± {CLAIM})")
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         shards = prepare(Path(name))
-        reference = None
+        means: dict[str, float] = {}
         for mode in MODES:
             curve = losses(args, mode, shards, Path(name) / mode)
-            mean = statistics.mean(curve[-LAST:])
-            reference = mean if reference is None else reference
-            print(f"{mode:<12} {curve[0]:10.4f} {mean:16.4f}   {mean / reference:.5f}", flush=True)
+            means[mode] = statistics.mean(curve[-LAST:])
+            said = (f"{mode} {means[mode]:.4f}, first {curve[0]:.4f}", f"{MODES[0]} {means[MODES[0]]:.4f}")
+            farther = 100 * abs(means[mode] / means[MODES[0]] - 1)
+            if mode != MODES[0]:
+                what = (
+                    f"{args.model}, {args.optimizer}, mean loss of the last {LAST} of {args.steps} steps: off fp32's by"
+                )
+                say(Result(what, *said, farther, " %", at_most=100 * CLAIM))
 
 
 if __name__ == "__main__":
