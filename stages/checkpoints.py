@@ -115,9 +115,13 @@ def add_source_options(p: argparse.ArgumentParser) -> None:
 @contextmanager
 def opened(path: Path, config: ModelConfig | None, *, optimizer: bool) -> Iterator[Any]:
     """The checkpoint at `path`, its shards found to fit together: a `join.Checkpoint`. Raises `CheckpointError`."""
+    import torch
+
     from trainer.checkpoint.interop import open_checkpoint
     from trainer.checkpoint.interop.join import Checkpoint
 
+    # Threads work on chunks already. More inside of each would wait for one another by spinning (docs/decisions.md).
+    torch.set_num_threads(1)
     contents = open_checkpoint(path, optimizer=optimizer)
     try:
         yield Checkpoint(contents, config)

@@ -101,7 +101,7 @@ class Chain:
         with (self.directory / log).open("wb") as file:
             return subprocess.Popen(
                 [sys.executable, *LUIGI, *words], cwd=ROOT, stdout=file, stderr=file,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "LUIGI_CONFIG_PATH": str(self.config), **env},
+                env={**os.environ, "LUIGI_CONFIG_PATH": str(self.config), **env},
             )  # fmt: skip
 
     def ask(self, *words: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -95,7 +95,7 @@ def rename_durably(temporary: Path, final: Path) -> None:
 def durable_file(path: Path, *, hasher: Executor | None = None) -> Iterator[HashingFile]:
     """Open `path` for writing so that it appears whole, durable, or not at all; raises `DiskError`.
 
-    `hasher`: an executor with one thread, which hashes while this one writes.
+    `hasher`: an executor with one thread, which hashes while this one writes, and after it (`HashingFile.write`).
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
@@ -119,20 +119,20 @@ class HashingFile:
     def __init__(self, raw: IO[bytes], hasher: Executor | None = None) -> None:
         self._raw = raw
         self._hasher = hasher
+        self._hashing: list[Future[None]] = []
         self._digest = hashlib.sha256()
         self.bytes = self._sent = 0
 
     def write(self, data: bytes | memoryview) -> None:
+        """Write all of `data`, which the hasher, if there is one, may need for longer: until it has done its work."""
         view = memoryview(data).cast("B") if isinstance(data, memoryview) else memoryview(data)
-        beside = self._hasher is not None and len(view) > _CHUNK_BYTES
-        hashed = self._hasher.submit(self._digest.update, view) if self._hasher and beside else None
+        if self._hasher is not None:
+            self._hashing.append(self._hasher.submit(self._digest.update, view))
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
             self._raw.write(chunk)
-            if hashed is None:
+            if self._hasher is None:
                 self._digest.update(chunk)
-        if hashed is not None:
-            hashed.result()
         self.bytes += len(view)
         if self.bytes - self._sent >= _SENT_BYTES:
             # The disk is at work while the next bytes are made, and fsync has the less to wait for.
@@ -141,6 +141,9 @@ class HashingFile:
 
     @property
     def sha256(self) -> str:
+        """Of all that was written."""
+        for hashed in self._hashing:
+            hashed.result()
         return self._digest.hexdigest()
 
 

@@ -89,7 +89,7 @@ def tensor_writer(
 ) -> Iterator[TensorWriter]:
     """Write a safetensors file durably, tensor by tensor; all of `specs` must be put. Raises `DiskError`.
 
-    `hasher`: an executor with one thread, which hashes while this one writes.
+    `hasher`: an executor with one thread, which hashes while this one writes, and after it (`HashingFile.write`).
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0

@@ -8,14 +8,15 @@ be whole; parameters of a group go together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from math import prod
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.interop.ahead import Chunk, loaded_ahead
+from trainer.checkpoint.interop.ahead import Chunk, Lanes, loaded_ahead
 from trainer.checkpoint.interop.contents import MODEL, OPTIMIZER, Contents
 from trainer.checkpoint.interop.infer import conflicts, infer_model
 from trainer.checkpoint.interop.names import TIED, moment_names, parameter_shapes
@@ -52,9 +53,13 @@ class Checkpoint:
         """The tensors of a kind (`MODEL`, `OPTIMIZER`), whole, in the order of `stream`."""
         return self._specs[kind]
 
-    def stream(self, kind: str) -> Iterator[Chunk]:
-        """Every tensor of a kind, in pieces and in order. The files' sha256 are checked last: all counts, or none."""
-        yield from loaded_ahead(self._specs[kind], functools.partial(self._load, kind))
+    def stream(self, kind: str, hasher: Executor) -> Iterator[Chunk]:
+        """Every tensor of a kind, in pieces and in order; `hasher`: see `loaded_ahead`.
+
+        The files' sha256 are checked last: all counts, or none.
+        """
+        with Lanes() as lanes:
+            yield from loaded_ahead(self._specs[kind], functools.partial(self._load, lanes, kind), hasher)
         for source in self.contents.sources(kind):
             source.finish()
 
@@ -148,64 +153,86 @@ class Checkpoint:
 
     # Its tensors.
 
-    def _load(self, kind: str, name: str, row: int, rows: Tensor) -> None:
-        """Fill `rows` with the tensor's rows from `row` on, of all ranks."""
-        ranks = self.contents.sources(kind)
+    def _load(self, lanes: Lanes, kind: str, chunk: Chunk) -> Callable[[], None]:
+        """Begin to fill a chunk with its rows of all ranks, each rank's file in its lane."""
+        ranks, name, row, rows = self.contents.sources(kind), chunk.name, chunk.row, chunk.rows
         axis = self._axes[name if kind == MODEL else name.split(".", 1)[1]]
         if axis is None:
-            ranks[0].read(name, row * _row_elements(rows), rows)
-            for rank, source in enumerate(ranks[1:], start=1):
-                if not _holds(source, name, row, rows):
-                    raise CheckpointError(
-                        f"{source.where(name)}: {name} is not what {ranks[0].where(name)} holds, and ranks 0 and "
-                        f"{rank} must agree on it; these are not the shards of one save"
-                    )
+            first = lanes.submit(0, ranks[0].read, name, row * _row_elements(rows), rows)
+            parts = [first]
+            for rank in range(1, len(ranks)):
+                parts.append(lanes.submit(rank, self._require_same, ranks, rank, chunk, first))
         elif axis == 0:
-            for source, start, part in _shares(ranks, name, row, rows):
-                source.read(name, start * _row_elements(part), part)
+            parts = [
+                lanes.submit(rank, ranks[rank].read, name, start * _row_elements(part), part)
+                for rank, start, part in _shares(ranks, name, row, rows)
+            ]
         else:
-            _read_columns(ranks, name, row, rows)
-        if kind == MODEL:
-            self._require_tied(name, row, rows)
-        require_finite(f"{self.contents.path}: {name}", rows)
+            parts = [
+                lanes.submit(rank, _read_columns, ranks[rank], name, row, columns)
+                for rank, columns in enumerate(rows.split([r.specs[name].shape[1] for r in ranks], dim=1))
+            ]
 
-    def _require_tied(self, name: str, row: int, rows: Tensor) -> None:
+        def finished() -> None:
+            for part in parts:
+                part.result()
+            if kind == MODEL:
+                self._require_tied(lanes, chunk)
+            require_finite(f"{self.contents.path}: {name}", rows)
+
+        return finished
+
+    def _require_same(self, ranks: Sequence[Source], rank: int, chunk: Chunk, first: Future[None]) -> None:
+        """Raise `CheckpointError` unless rank `rank` holds what has been read `first`, of rank 0."""
+        first.result()
+        if not _holds(ranks[rank], chunk.name, chunk.row, chunk.rows):
+            raise CheckpointError(
+                f"{ranks[rank].where(chunk.name)}: {chunk.name} is not what {ranks[0].where(chunk.name)} holds, and "
+                f"ranks 0 and {rank} must agree on it; these are not the shards of one save"
+            )
+
+    def _require_tied(self, lanes: Lanes, chunk: Chunk) -> None:
+        """Raise `CheckpointError` unless the other names of a parameter hold its rows."""
         for alias, ranks in self.contents.tied.items():
-            if TIED[alias] != name:
+            if TIED[alias] != chunk.name:
                 continue
             whole = self._axis(ranks, alias, alias) is None
-            parts = [(source, row, rows) for source in ranks] if whole else _shares(ranks, alias, row, rows)
-            for source, start, part in parts:
-                if not _holds(source, alias, start, part):
-                    raise CheckpointError(
-                        f"{source.where(alias)}: {alias} differs from {name}; only models that tie the two can be read"
-                    )
+            parts = (
+                [(rank, chunk.row, chunk.rows) for rank in range(len(ranks))]
+                if whole
+                else _shares(ranks, alias, chunk.row, chunk.rows)
+            )
+            for rank, start, part in parts:
+                lanes.submit(rank, _require_alias, ranks[rank], alias, chunk.name, start, part).result()
 
 
 def _row_elements(rows: Tensor) -> int:
     return prod(rows.shape[1:])
 
 
-def _shares(ranks: Sequence[Source], name: str, row: int, rows: Tensor) -> Iterator[tuple[Source, int, Tensor]]:
+def _shares(ranks: Sequence[Source], name: str, row: int, rows: Tensor) -> Iterator[tuple[int, int, Tensor]]:
     """(rank, first row in it, the part of `rows` that is there), of a tensor that is split by rows."""
     first = 0
-    for source in ranks:
+    for rank, source in enumerate(ranks):
         held = source.specs[name].shape[0]
         start, stop = max(row, first), min(row + len(rows), first + held)
         if start < stop:
-            yield source, start - first, rows[start - row : stop - row]
+            yield rank, start - first, rows[start - row : stop - row]
         first += held
 
 
-def _read_columns(ranks: Sequence[Source], name: str, row: int, rows: Tensor) -> None:
-    """Fill `rows` from ranks that hold some columns each."""
-    at = 0
-    for source in ranks:
-        columns = source.specs[name].shape[1]
-        piece = torch.empty((len(rows), columns), dtype=rows.dtype)
-        source.read(name, row * columns, piece)
-        rows[:, at : at + columns] = piece
-        at += columns
+def _read_columns(source: Source, name: str, row: int, out: Tensor) -> None:
+    """Fill `out`, which lies apart, row by row, with the rows of a rank that holds some columns."""
+    piece = torch.empty_like(out, memory_format=torch.contiguous_format)
+    source.read(name, row * out.shape[1], piece)
+    out.copy_(piece)
+
+
+def _require_alias(source: Source, alias: str, name: str, start: int, rows: Tensor) -> None:
+    if not _holds(source, alias, start, rows):
+        raise CheckpointError(
+            f"{source.where(alias)}: {alias} differs from {name}; only models that tie the two can be read"
+        )
 
 
 def _holds(source: Source, name: str, row: int, expected: Tensor) -> bool:

@@ -13,7 +13,7 @@ import random
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -36,7 +36,7 @@ _ALIGNMENT = 64
 #: Size of a zip record's own header, before its name and its extra field.
 _HEADER_BYTES = 30
 
-Stream = Callable[[Checkpoint, str], Iterator[Chunk]]
+Stream = Callable[[Checkpoint, str, Executor], Iterator[Chunk]]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def write(
             with _record(archive, f"{path.stem}/{name}", len(content)) as record:
                 record.write(content)
         for kind in kinds:
-            for name, chunks in itertools.groupby(stream(source, kind), key=lambda chunk: chunk.name):
+            for name, chunks in itertools.groupby(stream(source, kind, hasher), key=lambda chunk: chunk.name):
                 placeholder = placeholders[kind][name]
                 with _record(archive, f"{path.stem}/data/{placeholder.key}", placeholder.spec.bytes) as record:
                     for chunk in chunks:

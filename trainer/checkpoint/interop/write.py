@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +52,8 @@ class WriteOptions:
     def kinds(self, source: Checkpoint) -> tuple[str, ...]:
         return KINDS if self.with_optimizer and source.with_optimizer else (MODEL,)
 
-    def stream(self, source: Checkpoint, kind: str) -> Iterator[Chunk]:
-        for chunk in source.stream(kind):
+    def stream(self, source: Checkpoint, kind: str, hasher: Executor) -> Iterator[Chunk]:
+        for chunk in source.stream(kind, hasher):
             yield chunk
             self.advance(chunk.rows.nbytes)
 
@@ -113,7 +113,7 @@ def write_native(directory: Path, source: Checkpoint, options: WriteOptions) -> 
                     )
                     for rank in range(size)
                 ]
-                for chunk in options.stream(source, kind):
+                for chunk in options.stream(source, kind, hasher):
                     length = specs[chunk.name].shape[0]
                     for rank, writer in enumerate(writers):
                         writer.put(chunk.name, _piece(_plain(chunk.name, kind), chunk, length, rank, size))
@@ -149,7 +149,7 @@ def write_hugging_face(directory: Path, source: Checkpoint, options: WriteOption
     write_json(directory / CONFIG, config)
     entries: Entries = []
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher:
-        chunks = options.stream(source, MODEL)
+        chunks = options.stream(source, MODEL, hasher)
         chunk = next(chunks, None)
         for file, names in files.items():
             with tensor_writer(directory / file, {n: specs[n] for n in names}, metadata, hasher=hasher) as writer:
@@ -160,7 +160,7 @@ def write_hugging_face(directory: Path, source: Checkpoint, options: WriteOption
         if OPTIMIZER in options.kinds(source):
             moments = source.specs(OPTIMIZER)
             with tensor_writer(directory / OPTIMIZER_FILE, moments, metadata, hasher=hasher) as writer:
-                for chunk in options.stream(source, OPTIMIZER):
+                for chunk in options.stream(source, OPTIMIZER, hasher):
                     writer.put(chunk.name, chunk.rows)
             entries.append(writer.entry)
     small = [CONFIG]
