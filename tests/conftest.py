@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,29 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parent.parent
 
 Stage = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A file system of its own."""
+
+    path: Path
+
+    def resize(self, kib: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={kib}k", self.path], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """A tmpfs of 64 MiB, to be made smaller."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
+    yield Disk(path)
+    subprocess.run(["umount", "-l", path], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 /* Preloaded into a command under test: the FAULTY_N-th write, pwrite or fsync to a file whose path begins with
-   FAULTY_PREFIX fails with EIO, as on a broken disk. Everything else goes through. */
+   FAULTY_PREFIX fails with EIO, as on a broken disk; with FAULTY_RANK only in the worker of that RANK. Everything
+   else goes through. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -12,8 +13,10 @@
 static int fails(int fd) {
     static long calls;
     const char *prefix = getenv("FAULTY_PREFIX"), *nth = getenv("FAULTY_N");
+    const char *only = getenv("FAULTY_RANK"), *rank = getenv("RANK");
     char link[64], path[4096];
     if (!prefix || !nth) return 0;
+    if (only && (!rank || strcmp(only, rank))) return 0;
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t length = readlink(link, path, sizeof path - 1);
     if (length < 0) return 0;

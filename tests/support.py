@@ -176,11 +176,42 @@ def losses(output_dir: Path) -> list[float]:
 
 
 def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
-    """All tensors of a checkpoint: parameters and moments."""
+    """All tensors of a checkpoint that is not split: parameters and moments."""
     merged: dict[str, np.ndarray] = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
-        merged.update(load_file(path))
+        found = load_file(path)
+        assert not merged.keys() & found.keys(), f"{checkpoint} is split"
+        merged.update(found)
     return merged
+
+
+def assert_same_bytes(checkpoint: Path, wanted: Path, *, why: object = "") -> None:
+    """Both hold parameters and moments, in files of the same names and bytes: one of each for each rank."""
+    files, expected = ({path.name: path for path in found.glob("*.safetensors")} for found in (checkpoint, wanted))
+    assert files.keys() == expected.keys(), why
+    assert {name.split("-")[0] for name in files} == {"model", "optimizer"}
+    for name, path in expected.items():
+        assert files[name].read_bytes() == path.read_bytes(), (name, why)
+
+
+def flip_a_byte(path: Path) -> None:
+    """Change a byte in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def assert_workers_error(done: subprocess.CompletedProcess[str], rank: int, *fragments: str, size: int = 1) -> None:
+    """One of `size` workers ended the run with one line that holds all `fragments`. The others may name its error or
+    their own, or have lost their connection to it."""
+    if size == 1:
+        return assert_one_line_error(done, *fragments)
+    output = done.stdout
+    assert done.returncode in (1, 70), output
+    errors = [line for line in output.splitlines() if line.startswith(f"error: worker {rank}: ")]
+    assert len(errors) == 1, output
+    for fragment in fragments:
+        assert fragment in errors[0], errors[0]
 
 
 def assert_one_line_error(done: subprocess.CompletedProcess[str], *fragments: str, status: int = 1) -> None:

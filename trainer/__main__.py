@@ -46,7 +46,8 @@ def main() -> int:
         done = Trainer(config, workload, device, mesh, say).run()
         mesh.disconnect()
     except UserError as error:
-        print(f"error: {error}" if mesh.world_size == 1 else f"error: worker {mesh.rank}: {error}", file=sys.stderr)
+        who = "" if mesh.world_size == 1 else f"worker {mesh.rank}: "
+        sys.stderr.write(f"error: {who}{error}\n")  # in one piece: other workers may be saying something, too
         return EXIT_USER_ERROR
     except Exception:
         traceback.print_exc()

@@ -16,9 +16,10 @@ from tests.stages.web import serving
 from tests.support import (
     ROOT,
     assert_one_line_error,
+    assert_same_bytes,
+    assert_workers_error,
     command,
     forked,
-    tensors,
     train,
     write_dataset,
     write_model_config,
@@ -52,67 +53,63 @@ def test_the_shim_reaches_real_writes(tmp_path: Path) -> None:
     assert command("-c", program, env=faulty(tmp_path, 2)).returncode == 0
 
 
+def fail_everywhere(module: str, words: tuple[object, ...], tmp_path: Path, *, least: int) -> None:
+    """Run `python -m module words… --out DIR` with an error at each of its writes, of which there are more than
+    `least`, and once more without."""
+    straight = tmp_path / "straight"
+    assert forked(module, *words, "--out", straight).returncode == 0
+    n = 0
+    while True:
+        n += 1
+        out = tmp_path / f"out-{n}"
+        done = forked(module, *words, "--out", out, **faulty(out, n))
+        if done.returncode == 0:
+            break
+        assert_one_line_error(done, "cannot write", str(out), "Input/output error")
+        assert forked(module, *words, "--out", out).returncode == 0
+        assert outputs(out) == outputs(straight), n
+        assert not (out / "archive").exists()
+    assert n > least
+
+
 def test_shard_at_every_write(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.txt")
     made = ("--vocab-size", 300, "--held-out", 0.1, "--processes", 1)
     done = forked("stages.tokenize", "--source", tmp_path / "corpus.txt", *made, "--out", tmp_path / "tokens")
     assert done.returncode == 0, done.stdout
     words = ("--tokens", tmp_path / "tokens", "--seq-len", 32, "--max-pred-len", 5, "--shards", 2, "--processes", 1)
-    straight = tmp_path / "straight"
-    assert forked("stages.shard", *words, "--out", straight).returncode == 0
-    n = 0
-    while True:
-        n += 1
-        out = tmp_path / f"out-{n}"
-        done = forked("stages.shard", *words, "--out", out, **faulty(out, n))
-        if done.returncode == 0:
-            break
-        assert_one_line_error(done, "cannot write", str(out), "Input/output error")
-        assert forked("stages.shard", *words, "--out", out).returncode == 0
-        assert outputs(out) == outputs(straight), n
-    assert n > 15
+    fail_everywhere("stages.shard", words, tmp_path, least=15)
 
 
 def test_download_at_every_write(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", [9, 5])
     archive = Path(shutil.make_archive(str(tmp_path / "archive"), "tar", data))
-    straight = tmp_path / "straight"
     with serving(archive.read_bytes()) as web:
         words = (web.url, "--processes", 1, "--connections", 1)
-        assert forked("stages.download", *words, "--out", straight).returncode == 0
-        n = 0
-        while True:
-            n += 1
-            out = tmp_path / f"out-{n}"
-            done = forked("stages.download", *words, "--out", out, **faulty(out, n))
-            if done.returncode == 0:
-                break
-            assert_one_line_error(done, "cannot write", str(out), "Input/output error")
-            assert forked("stages.download", *words, "--out", out).returncode == 0
-            assert outputs(out) == outputs(straight), n
-            assert not (out / "archive").exists()
-    assert n > 25
+        fail_everywhere("stages.download", words, tmp_path, least=25)
 
 
-def test_training_at_every_write(tmp_path: Path) -> None:
-    """A few of its writes are TensorBoard's and progress.json's: those end the run in the same way."""
+#: (ranks that share the model, the one whose disk fails, writes from one failure to the next, failures at least)
+@pytest.mark.parametrize(("size", "rank", "apart", "least"), [(1, 0, 1, 20), (2, 0, 13, 2), (2, 1, 7, 2)])
+def test_training_at_every_write(tmp_path: Path, size: int, rank: int, apart: int, least: int) -> None:
+    """A few of its writes are TensorBoard's and progress.json's: those end the run in the same way. With two ranks
+    only some of the writes fail, for time's sake."""
     data, model = write_dataset(tmp_path / "data", [21]), write_model_config(tmp_path)
     values = {**TRAINING, "data_dir": data, "model_config": model, "grad_accum_usteps": 1, "max_steps": 2,
-              "ckpt_interval_steps": 1}  # fmt: skip
-    assert train(output_dir=tmp_path / "straight", **values).returncode == 0
-    wanted = tensors(tmp_path / "straight" / "checkpoints" / "ckpt_2")
-    n = 0
+              "ckpt_interval_steps": 1, "tensor_parallel_size": size}  # fmt: skip
+    assert train(size, output_dir=tmp_path / "straight", **values).returncode == 0
+    failures = 0
     while True:
-        n += 1
+        n = 1 + failures * apart
         out = tmp_path / "out"
-        done = train(env=faulty(out, n), output_dir=out, **values)
+        done = train(size, env={**faulty(out, n), "FAULTY_RANK": str(rank)}, output_dir=out, **values)
         if done.returncode == 0:
             break
-        assert_one_line_error(done, "cannot write", str(out), "Input/output error")
+        failures += 1
+        assert_workers_error(done, rank, "cannot write", str(out), "Input/output error", size=size)
         kept = sorted((out / "checkpoints").glob("ckpt_?"))
         assert all(why_invalid(checkpoint) is None for checkpoint in kept)
-        assert train(output_dir=out, **values).returncode == 0
-        got = tensors(out / "checkpoints" / "ckpt_2")
-        assert all(got[name].tobytes() == tensor.tobytes() for name, tensor in wanted.items()), n
+        assert train(size, output_dir=out, **values).returncode == 0
+        assert_same_bytes(out / "checkpoints" / "ckpt_2", tmp_path / "straight" / "checkpoints" / "ckpt_2", why=n)
         shutil.rmtree(out)
-    assert n > 20
+    assert failures >= least

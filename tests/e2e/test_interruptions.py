@@ -14,10 +14,16 @@ import psutil
 import pytest
 
 from tests.chain import LUIGI, Chain
-from tests.support import ROOT, metrics, options, tensors, write_dataset, write_model_config
+from tests.support import ROOT, assert_same_bytes, metrics, options, write_dataset, write_model_config
 
 #: Enough steps that a signal sent when the first are done arrives in the middle.
 LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "500")
+#: (workers, how many of them share a model)
+LAYOUTS = ((1, 1), (2, 1), (2, 2))
+
+
+def cluster(workers: int, size: int) -> tuple[str, ...]:
+    return ("--Cluster-nproc-per-node", str(workers), "--Cluster-tensor-parallel-size", str(size))
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +95,11 @@ def ours(marker: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_has_saved_its_last_step(prepared, start, workers: int, signum: int) -> None:  # type: ignore[no-untyped-def]
-    lr = (workers + signum / 100) / 1000
-    process = start(*LONG, "--Phase1-lr", str(lr), "--Cluster-nproc-per-node", str(workers))
+def test_a_stopped_run_has_saved_its_last_step(prepared, start, layout: tuple[int, int], signum: int) -> None:  # type: ignore[no-untyped-def]
+    lr = (sum(layout) + signum / 100) / 1000
+    process = start(*LONG, "--Phase1-lr", str(lr), *cluster(*layout))
     directory = training_directory(prepared, lr)
     process.send_signal(signum)
     output, _ = process.communicate(timeout=60)
@@ -105,11 +111,11 @@ def test_a_stopped_run_has_saved_its_last_step(prepared, start, workers: int, si
     assert not ours(str(directory))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_nothing_is_left_of_a_killed_luigi(prepared, start, workers: int) -> None:  # type: ignore[no-untyped-def]
-    process = start(*LONG, "--Phase1-lr", f"0.01{workers}", "--Cluster-nproc-per-node", str(workers))
-    directory = training_directory(prepared, float(f"0.01{workers}"))
-    assert len(ours(str(directory))) >= workers
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_is_left_of_a_killed_luigi(prepared, start, layout: tuple[int, int]) -> None:  # type: ignore[no-untyped-def]
+    process = start(*LONG, "--Phase1-lr", f"0.01{sum(layout)}", *cluster(*layout))
+    directory = training_directory(prepared, float(f"0.01{sum(layout)}"))
+    assert len(ours(str(directory))) >= layout[0]
     process.kill()
     process.wait()
     wait_for(lambda: not ours(str(directory)), timeout=10)
@@ -127,10 +133,11 @@ def test_nothing_is_left_of_a_killed_torchrun(prepared, start) -> None:  # type:
     wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers), timeout=10)
 
 
-def test_a_killed_worker_is_replaced_and_the_bytes_are_the_same(prepared, start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_killed_worker_is_replaced_and_the_bytes_are_the_same(prepared, start, tmp_path: Path, size: int) -> None:  # type: ignore[no-untyped-def]
     token = tmp_path / "token"
     token.touch()
-    words = ("--Phase1-lr", "0.003", "--Cluster-nproc-per-node", "2")
+    words = ("--Phase1-lr", f"0.003{size}", *cluster(2, size))
     process = start(*words, FAILPOINT="micro-step:5.0.1", FAILPOINT_TOKEN=str(token))
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
@@ -142,16 +149,15 @@ def test_a_killed_worker_is_replaced_and_the_bytes_are_the_same(prepared, start,
     assert again.returncode == 0, output
     straight = (tmp_path / "work" / "latest" / "pretrain-phase1").resolve()
     assert straight.name == killed.name
-    wanted, got = (tensors(path / "checkpoints" / "ckpt_8") for path in (straight, killed))
-    for name, tensor in wanted.items():
-        assert got[name].tobytes() == tensor.tobytes(), name
+    assert_same_bytes(killed / "checkpoints" / "ckpt_8", straight / "checkpoints" / "ckpt_8")
 
 
-def test_a_stopped_worker_is_noticed(prepared, start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_stopped_worker_is_noticed(prepared, start, tmp_path: Path, size: int) -> None:  # type: ignore[no-untyped-def]
     token = tmp_path / "token"
     token.touch()
     process = start(
-        *("--Phase1-lr", "0.004", "--Cluster-nproc-per-node", "2", "--Cluster-hang-timeout-s", "12"),
+        *("--Phase1-lr", f"0.004{size}", *cluster(2, size), "--Cluster-hang-timeout-s", "12"),
         FAILPOINT="micro-step:5.0.1", FAILPOINT_TOKEN=str(token), FAILPOINT_ACTION="stop",
     )  # fmt: skip
     output, _ = process.communicate(timeout=120)

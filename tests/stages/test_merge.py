@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.checkpoints import CONFIG, contents, rewrite, snapshot, write_config, write_native
+from tests.conftest import Disk
 from tests.support import ROOT, assert_one_line_error, forked
 from trainer.config import ModelConfig
 
@@ -308,22 +309,12 @@ def test_a_directory_that_is_not_empty_stays_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1100k", "tmpfs", str(path)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no tmpfs can be mounted here")
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
-
-
-def test_too_little_space_is_said_before_anything_is_written(small_disk: Path, tmp_path: Path) -> None:
+def test_too_little_space_is_said_before_anything_is_written(disk: Disk, tmp_path: Path) -> None:
+    disk.resize(1100)
     source = write_native(tmp_path, snapshot())
-    done = forked("stages.merge", source, small_disk / "out", "--with-optimizer")
+    done = forked("stages.merge", source, disk.path / "out", "--with-optimizer")
     assert_one_line_error(done, "the model needs", "are free there; make space")
-    assert {path.name for path in (small_disk / "out").iterdir()} <= {"lock", "stage.json"}
+    assert {path.name for path in (disk.path / "out").iterdir()} <= {"lock", "stage.json"}
 
 
 def test_options_that_cannot_be_met_are_one_line(tmp_path: Path) -> None:

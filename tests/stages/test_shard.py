@@ -20,7 +20,7 @@ from stages.manifest import StageDirectory
 from stages.shard import ShardOptions, shard_dataset, tokens_fingerprint
 from stages.slabs import deal
 from stages.tokens import TRAINING, part_paths, read_part
-from tests.conftest import Stage
+from tests.conftest import Disk, Stage
 from tests.stages.corpora import make_tokens
 from tests.support import assert_one_line_error
 from trainer.data.shards import KEYS, ShardSet, validate_file
@@ -248,17 +248,8 @@ def test_too_little_space_is_said_before_anything_is_written(
     assert run(needed // 3)["training_rows"] > 0
 
 
-def test_a_full_disk_is_seen_before_planning(tmp_path: Path, stage: Stage, tokens: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", disk], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        ran = stage("shard", "--tokens", tokens, *FORM, "--out", disk / "out", "--processes", 1)
-        assert_one_line_error(ran, "plan and shards need at least", "are free there; make space, or use another disk")
-        assert {path.name for path in (disk / "out").iterdir()} == {"lock", "stage.json"}
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
+def test_a_full_disk_is_seen_before_planning(disk: Disk, stage: Stage, tokens: Path) -> None:
+    disk.resize(100)
+    ran = stage("shard", "--tokens", tokens, *FORM, "--out", disk.path / "out", "--processes", 1)
+    assert_one_line_error(ran, "plan and shards need at least", "are free there; make space, or use another disk")
+    assert {path.name for path in (disk.path / "out").iterdir()} == {"lock", "stage.json"}

@@ -31,13 +31,16 @@ def snapshot(global_step: int, scale: float = 1.0) -> Snapshot:
     return Snapshot(state, tensors, {f"exp_avg.{name}": t.float() for name, t in tensors.items()})
 
 
-def save(directory: Path, *steps: int, keep: int = -1) -> CheckpointManager:
-    manager = CheckpointManager(directory, keep=keep, say=lambda line: None)
-    manager.prepare()
+def save(directory: Path, *steps: int, keep: int = -1, size: int = 1) -> CheckpointManager:
+    """As `size` ranks that share a model save; returns the first's manager."""
+    managers = [CheckpointManager(directory, keep=keep, say=lambda line: None, rank=r, size=size) for r in range(size)]
+    managers[0].prepare()
     for step in steps:
-        manager.save(snapshot(step))
-    manager.finish()
-    return manager
+        for manager in managers:
+            manager.save(snapshot(step))
+        for manager in managers:
+            manager.finish()
+    return managers[0]
 
 
 def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
@@ -60,10 +63,12 @@ def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
     assert entry["bytes"] == (tmp_path / "t.safetensors").stat().st_size
 
 
-def test_any_damage_is_found_and_the_checkpoint_before_is_used(tmp_path: Path) -> None:
-    """A byte flipped, or the file cut, at 100 places in each file."""
+@pytest.mark.parametrize("size", [1, 2])
+def test_any_damage_is_found_and_the_checkpoint_before_is_used(tmp_path: Path, size: int) -> None:
+    """A byte flipped, or the file cut, at 100 places in each file of each rank."""
     said: list[str] = []
-    save(tmp_path, 1, 2)
+    save(tmp_path, 1, 2, size=size)
+    assert len(list((tmp_path / "ckpt_2").glob("*.safetensors"))) == 2 * size
     manager = CheckpointManager(tmp_path, keep=-1, say=said.append)
     rng = random.Random(0)
     newest = tmp_path / "ckpt_2"
@@ -126,6 +131,22 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     manager.save(snapshot(2))
     manager.finish()
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt_2"]
+
+
+def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path) -> None:
+    """The first, which waits up to ten minutes for a share, gives up with the other's reason."""
+    first, second = (CheckpointManager(tmp_path, keep=-1, rank=rank, size=2) for rank in range(2))
+    first.prepare()
+    (tmp_path / "ckpt_1.tmp" / "model-01-of-02.safetensors.tmp").mkdir(parents=True)  # in the way of its file
+    for manager in (second, first):
+        manager.save(snapshot(1))
+    with pytest.raises(DiskError, match=r"^cannot write .*model-01-of-02"):
+        second.finish()
+    with pytest.raises(DiskError, match=r"rank 1 has not written its share: cannot write .*model-01-of-02"):
+        first.finish()
+    assert not list(first.valid())
+    first.prepare()
+    assert not list(tmp_path.iterdir())
 
 
 def _save_2(directory: Path, failpoint: str) -> None:

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import assert_one_line_error, forked, metrics, tensors, train, write_dataset, write_model_config
+from tests.support import (
+    assert_one_line_error,
+    assert_same_bytes,
+    flip_a_byte,
+    forked,
+    metrics,
+    tensors,
+    train,
+    write_dataset,
+    write_model_config,
+)
 from trainer.config import ModelConfig
 from trainer.devices.cpu import CpuDevice
 from trainer.models.bert import BertForPreTraining
@@ -119,8 +129,25 @@ def test_a_killed_run_ends_with_the_same_bytes(
     )  # fmt: skip
     assert killed.returncode == -9, killed.stdout
     run(data, model, out, layout, resume_ckpt=True, **given)
-    for path in sorted((whole[layout] / "checkpoints" / "ckpt_9").glob("*.safetensors")):
-        assert (out / "checkpoints" / "ckpt_9" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert_same_bytes(out / "checkpoints" / "ckpt_9", whole[layout] / "checkpoints" / "ckpt_9")
+
+
+@pytest.mark.parametrize("damaged", ["model-01-of-02.safetensors", "optimizer-00-of-02.safetensors"])
+def test_a_damaged_file_of_any_rank_makes_all_ranks_take_the_checkpoint_before(
+    data: Path, model: Path, tmp_path: Path, whole: dict[tuple[int, int], Path], damaged: str
+) -> None:
+    given = {"precision": "fp32", "max_steps": 9, "ckpt_interval_steps": 3, "num_ckpts_to_keep": -1}
+    out = run(data, model, tmp_path / "out", (2, 2), steps_this_run=6, **given)
+    flip_a_byte(out / "checkpoints" / "ckpt_6" / damaged)
+    resumed = train(
+        2, data_dir=data, model_config=model, output_dir=out, grad_accum_usteps=4, tensor_parallel_size=2,
+        resume_ckpt=True, **COMMON | given,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stdout
+    assert f"ckpt_6: {damaged} is damaged" in resumed.stdout
+    assert f"resuming from checkpoint {out / 'checkpoints' / 'ckpt_3'} " in resumed.stdout
+    assert [record["step"] for record in metrics(out)] == list(range(1, 10))
+    assert_same_bytes(out / "checkpoints" / "ckpt_9", whole[2, 2] / "checkpoints" / "ckpt_9")
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ their shares at the same time; the first waits for all, and makes them one check
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import shutil
@@ -24,12 +25,13 @@ from trainer.files import (
     disk_errors,
     read_json,
     rename_durably,
+    replace_json,
     sweep_temporaries,
     write_json,
 )
 
 _NAME = re.compile(r"ckpt_(\d+)")
-#: What a rank leaves beside its files when they are durable, and how often the first looks for it.
+#: What a rank leaves beside its files when they are durable, or failed, and how often the first looks for it.
 _NOTE, _POLL_S = "rank-{:02}.json", 0.05
 
 
@@ -109,14 +111,18 @@ class CheckpointManager:
             write_manifest(temporary, snapshot.state.global_step, snapshot.state.to_json(), files)
             # Only a damaged one can be there already: a valid one would have been resumed from.
             rename_durably(temporary, final)
-        except UserError:
-            if not self._rank:
+        except UserError as error:
+            if self._rank:
+                # The first would wait for this share until its time is over.
+                with contextlib.suppress(OSError):
+                    replace_json(temporary / _NOTE.format(self._rank), {"error": str(error)})
+            elif self._size == 1:  # others may be writing there still, and would find it gone; `prepare` sweeps
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         self._prune()
 
     def _others_files(self, directory: Path) -> list[dict[str, Any]]:
-        """What a manifest says of the other ranks' files, once they are durable. Raises `DiskError`."""
+        """What a manifest says of the other ranks' files, once they are durable. Raises `DiskError`, theirs too."""
         files: list[dict[str, Any]] = []
         deadline = time.monotonic() + self._timeout_s
         for rank in range(1, self._size):
@@ -127,6 +133,8 @@ class CheckpointManager:
                         f"directory the same for all workers? run the same again to go on from the last checkpoint"
                     )
                 time.sleep(_POLL_S)
+            if "error" in note:
+                raise DiskError(f"rank {rank} has not written its share: {note['error']}")
             files += note["files"]
         with disk_errors(directory):
             for rank in range(self._size):
