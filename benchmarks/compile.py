@@ -4,10 +4,12 @@ Precompile leaves, and sequences/s beside the same training without it."""
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 
-from benchmarks.work import A, our_step_times, scratch, steady
+from benchmarks.results import Result, ratio, say
+from benchmarks.work import A, on_cores, our_step_times, scratch, steady
 
 
 def main() -> None:
@@ -17,16 +19,16 @@ def main() -> None:
     p.add_argument("--precision", default="autocast", help="as the trainer's")
     args = p.parse_args()
     given = {"steps": args.steps, "precision": args.precision, "device": args.device}
-    with scratch(A) as (directory, data, model):
+    with scratch(A) as (directory, data, model), on_cores(min(2, os.cpu_count() or 1)):
         compiled = ("--compile", "--compile_cache", str(directory / "cache"))
         cold = our_step_times(A, data, model, directory / "cold", *compiled, **given)
         warm = our_step_times(A, data, model, directory / "warm", *compiled, **given)
         plain = our_step_times(A, data, model, directory / "plain", **given)
-    print(
-        f"first step: {cold[0]:.1f} s with an empty cache, {warm[0]:.1f} s with a full one ({cold[0] / warm[0]:.1f} ×)"
-    )
-    rates = [A.sequences_per_step / steady(times) for times in (warm, plain)]
-    print(f"then: {rates[0]:.1f} sequences/s compiled, {rates[1]:.1f} without ({rates[0] / rates[1]:.2f} ×)")
+    what = f"torch.compile, work A, {args.device}, {args.precision}"
+    said = (f"with Precompile's cache {warm[0]:.1f} s", f"with an empty one {cold[0]:.1f} s")
+    say(Result(f"{what}: first step", *said, cold[0] / warm[0], " ×"))
+    compiled_rate, plain_rate = (A.sequences_per_step / steady(times) for times in (warm, plain))
+    say(ratio(f"{what}: steps after it", [(compiled_rate, plain_rate)], ours="compiled", beside="not compiled"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.work import ROOT
+from benchmarks.results import Result, ratio, say
+from benchmarks.work import ROOT, SHARED, busy_s
 from stages.corpus import BUILTIN, open_sources, raw_documents
 from stages.source import text_of
 
@@ -49,7 +50,7 @@ class Text:
     """A text repeated to a size, and how it is turned into shards."""
 
     def __init__(self, directory: Path, *, megabytes: float) -> None:
-        shared = Path(os.environ.get("BERT_SHARED_DIR", ROOT.parent / "shared")) / "data"
+        shared = SHARED / "data"
         found = (shared / "wikitext-2/train.txt").is_file()
         self.name = "WikiText-2" if found else "the documentation inside Python"
         self.vocabulary = ("--vocab-file", shared / "vocab/bert-uncased.txt") if found else ("--vocab-size", 8192)
@@ -82,7 +83,7 @@ def timed(stage: str, *words: object, processes: int, out: Path) -> Ran:
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", f"stages.{stage}", *map(str, words), "--processes", str(processes)]
     with tempfile.TemporaryFile() as errors:
-        busy, began, peak_mb = _busy_s(), time.monotonic(), 0.0
+        busy, began, peak_mb = busy_s(), time.monotonic(), 0.0
         process = subprocess.Popen([*command, "--out", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
         while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
             peak_mb = max(peak_mb, _peak_mb(process.pid))
@@ -93,7 +94,7 @@ def timed(stage: str, *words: object, processes: int, out: Path) -> Ran:
             errors.seek(0)
             sys.exit(f"{' '.join(command)} failed:\n{errors.read().decode()}")
     cpu_s = usage.ru_utime + usage.ru_stime
-    return Ran(wall_s, cpu_s, max(0.0, (_busy_s() - busy - cpu_s) / wall_s), peak_mb)
+    return Ran(wall_s, cpu_s, max(0.0, (busy_s() - busy - cpu_s) / wall_s), peak_mb)
 
 
 def _peak_mb(pid: int) -> float:
@@ -105,15 +106,6 @@ def _peak_mb(pid: int) -> float:
             found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{one}/status").read_text())
             peak = max(peak, int(found[1]) * 1024 / _MB if found else 0.0)
     return peak
-
-
-def _busy_s() -> float:
-    """Seconds that all cores together have been at work since the machine started; 0 where nothing tells."""
-    try:
-        user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
-    except OSError:
-        return 0.0
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def tokenizers_alone(text: Text, tokenizer: Path) -> tuple[float, float]:
@@ -145,10 +137,6 @@ def whole(text: Text, processes: int) -> tuple[Ran, Ran, Ran]:
     return ran
 
 
-def report(what: str, measured: str, target: str) -> None:
-    print(f"{what:<28}{measured:<28}{target}", flush=True)
-
-
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--pairs", type=int, default=3, help="times one process and two are run, in turn")
@@ -165,34 +153,31 @@ def main() -> None:
             two.append(whole(text, 2))
         paragraphs, sentences = tokenizers_alone(text, text.tokens(1) / "tokenizer")
 
-        def rate(*stages: int) -> str:
-            return f"{statistics.median(text.mb / sum(run[n].wall_s for n in stages) for run in one):.1f} MB/s"
-
-        ratios = [
-            [sum(a[n].wall_s for n in stages) / sum(b[n].wall_s for n in stages) for a, b in zip(one, two, strict=True)]
-            for stages in ((0, 1, 2), (0,), (1,), (2,))
-        ]
-        both, *each = (f"{statistics.median(values):.2f}" for values in ratios)
-        report("on one core:", "", "")
-        report("tokenizers alone", f"{paragraphs:.1f} MB/s, {sentences:.1f}", "by paragraphs, by sentences; one thread")
-        report("text → token ids", rate(0), "")
-        report("text → phase-1 shards", rate(0, 1), "2.4 MB/s; NVIDIA's script 0.36")
-        report("tokens → phase-1 shards", rate(1), "")
-        report("tokens → phase-2 shards", rate(2), "8 MB/s; NVIDIA's script 0.36, from text")
-        report("text → both phases", rate(0, 1, 2), "2.0 MB/s; NVIDIA's script 0.18")
-        report(
-            "two processes / one",
-            both,
-            f"1.8; of {min(ratios[0]):.2f} … {max(ratios[0]):.2f}; each stage {', '.join(each)}",
-        )
+        alone = f"tokenizers alone, one thread: by paragraphs {paragraphs:.1f} MB/s, by sentences {sentences:.1f}"
+        for what, stages, beside, least in (
+            ("text → token ids", (0,), alone, None),
+            ("text → phase-1 shards", (0, 1), "NVIDIA's script 0.36 MB/s (published)", 2.4),
+            ("tokens → phase-1 shards", (1,), "", None),
+            ("tokens → phase-2 shards", (2,), "NVIDIA's script, from text, 0.36 MB/s (published)", 8.0),
+            ("text → both phases", (0, 1, 2), "NVIDIA's script 0.18 MB/s (published)", 2.0),
+        ):
+            rates = [text.mb / sum(run[stage].wall_s for stage in stages) for run in one]
+            rate = statistics.median(rates)
+            said = f"{sum(one[0][stage].wall_s for stage in stages):.1f} s for {text.mb:.0f} MB"
+            say(Result(f"{what}, one core", said, beside, rate, " MB/s", at_least=least, each=tuple(rates)))
+        for what, stages, least in (
+            ("tokens and both phases", (0, 1, 2), 1.8), ("tokens", (0,), None), ("phase 1", (1,), None),
+            ("phase 2", (2,), None),
+        ):  # fmt: skip
+            seconds = [[sum(run[n].wall_s for n in stages) for run in pair] for pair in zip(two, one, strict=True)]
+            pairs = [(text.mb / both_s, text.mb / one_s) for both_s, one_s in seconds]
+            say(ratio(f"two processes: {what}", pairs, ours="two", beside="one", unit="MB/s", at_least=least))
         text.path.unlink()
-        peaks = []
         for megabytes in (args.memory_megabytes, 10 * args.memory_megabytes):
             sized = Text(Path(name), megabytes=megabytes)
-            peaks.append([stage.peak_mb for stage in whole(sized, 1)])
-        for megabytes, of_stages in zip((1, 10), peaks, strict=True):
-            size = f"memory at {megabytes * args.memory_megabytes:g} MB"
-            report(size, " ".join(f"{peak:.0f} MB" for peak in of_stages), "700 MB; tokens, phase 1, phase 2")
+            peaks = [stage.peak_mb for stage in whole(sized, 1)]
+            said = f"tokens {peaks[0]:.0f} MB, phase 1 {peaks[1]:.0f} MB, phase 2 {peaks[2]:.0f} MB"
+            say(Result(f"memory at {megabytes:g} MB of text", said, "", max(peaks), " MB", at_most=700))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -54,22 +55,21 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("data", type=Path)
     p.add_argument("model", type=Path)
-    p.add_argument("out", type=Path)
     p.add_argument("--batch-size", type=int, required=True)
     p.add_argument("--grad-accum", type=int, required=True)
     p.add_argument("--steps", type=int, required=True)
     p.add_argument("--precision", choices=("fp32", "autocast"), default="fp32")
     args = p.parse_args()
-    config = transformers.BertConfig(**json.loads(args.model.read_text()))
+    model = transformers.BertForPreTraining(transformers.BertConfig(**json.loads(args.model.read_text())))
     clock = Clock()
-    settings = transformers.TrainingArguments(
-        output_dir=str(args.out), use_cpu=True, bf16=args.precision == "autocast", max_grad_norm=1.0,
-        per_device_train_batch_size=args.batch_size, gradient_accumulation_steps=args.grad_accum,
-        max_steps=args.steps, warmup_steps=2, weight_decay=0.01, save_strategy="no", report_to=[], disable_tqdm=True,
-        logging_steps=args.steps,
-    )  # fmt: skip
-    model = transformers.BertForPreTraining(config)
-    transformers.Trainer(model, settings, train_dataset=Rows(args.data), callbacks=[clock]).train()
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as out:
+        settings = transformers.TrainingArguments(
+            output_dir=out, use_cpu=True, bf16=args.precision == "autocast", max_grad_norm=1.0,
+            per_device_train_batch_size=args.batch_size, gradient_accumulation_steps=args.grad_accum,
+            max_steps=args.steps, warmup_steps=2, weight_decay=0.01, save_strategy="no", report_to=[],
+            disable_tqdm=True, logging_steps=args.steps,
+        )  # fmt: skip
+        transformers.Trainer(model, settings, train_dataset=Rows(args.data), callbacks=[clock]).train()
     print(json.dumps(np.diff(clock.times).tolist()))
 
 

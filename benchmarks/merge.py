@@ -16,11 +16,11 @@ import resource
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.results import Result, say
 from benchmarks.work import ROOT, python
 
 SPLIT = 8
@@ -60,12 +60,11 @@ def make(directory: Path, *, small: bool) -> None:
 
 def merge(source: Path, out: Path) -> None:
     """Merge in this process; print the seconds of the merge alone and the peak memory, as JSON."""
-    from transformers import BertForPreTraining
+    import transformers.models.bert.modeling_bert  # noqa: F401 (its import is left out of the time)
 
     from stages import merge as stage
     from stages.manifest import StageDirectory
 
-    assert BertForPreTraining
     args = stage.parser().parse_args([str(source), str(out)])
     with StageDirectory.begin(out, lambda: stage.identity(args)) as work:
         began = time.monotonic()
@@ -94,7 +93,7 @@ def copy(source: Path, target: Path) -> tuple[float, float]:
 def largest_bytes(merged: Path) -> int:
     from trainer.checkpoint.tensor_file import TensorFile
 
-    return max(spec.bytes for spec in TensorFile(merged / "model" / "model.safetensors").specs.values())
+    return max(int(spec.bytes) for spec in TensorFile(merged / "model" / "model.safetensors").specs.values())
 
 
 def main() -> None:
@@ -105,9 +104,11 @@ def main() -> None:
     p.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.merge:
-        return merge(*args.merge)
+        merge(*args.merge)
+        return
     if args.make:
-        return make(args.make, small=args.small)
+        make(args.make, small=args.small)
+        return
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=ROOT) as name:
         compare(Path(name), args.pairs)
 
@@ -127,7 +128,7 @@ def compare(directory: Path, pairs: int) -> None:
     extras = []
     for where in ("on the disk", "in the page cache"):
         ratios, durable = [], []
-        for pair in range(pairs):
+        for _ in range(pairs):
             if where == "on the disk":
                 evict(source)
             copied, synced = copy(source, directory / "copy")
@@ -140,20 +141,16 @@ def compare(directory: Path, pairs: int) -> None:
             ratios.append(found["seconds"] / copied)
             durable.append(found["seconds"] / synced)
             extras.append((found["peak"] - baseline - largest) / 1e6)
-            print(
-                f"  {where} {pair + 1}: merge {found['seconds']:.2f} s, cp {copied:.2f} s, cp and sync {synced:.2f} s: "
-                f"{ratios[-1]:.2f} ×, {durable[-1]:.2f} ×",
-                flush=True,
-            )
-        print(
-            f"{where}: median {statistics.median(ratios):.2f} × cp, {statistics.median(durable):.2f} × cp and sync "
-            f"(asked for: at most {ASKED_RATIO})"
-        )
-    print(
-        f"peak memory: the largest tensor ({largest / 1e6:.0f} MB) and {max(extras):.0f} MB (claimed: at most "
-        f"{CLAIMED_EXTRA_MB})"
+        for beside, each in (("cp", ratios), ("cp and sync", durable)):
+            what = f"merging BERT-Large's {SPLIT} shards, {where}, beside {beside}"
+            said = (f"merge {found['seconds']:.2f} s", f"cp {copied:.2f} s, cp and sync {synced:.2f} s")
+            say(Result(what, *said, statistics.median(each), " ×", at_most=ASKED_RATIO, each=tuple(each)))
+    said = (
+        f"{max(extras) + largest / 1e6:.0f} MB more than a small model's",
+        f"largest tensor {largest / 1e6:.0f} MB",
     )
+    say(Result("merging: peak memory beyond the largest tensor", *said, max(extras), " MB", at_most=CLAIMED_EXTRA_MB))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,14 +7,14 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import statistics
 import struct
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.work import python
+from benchmarks.results import ratio, say
+from benchmarks.work import launcher, python
 
 #: Workers → the ratio to the tutorial's loop that is claimed.
 CLAIMS = {1: 2.0, 2: 1.0}
@@ -27,12 +27,6 @@ def write_images(directory: Path) -> None:
     for name, values in (("train-images-idx3-ubyte.gz", images), ("train-labels-idx1-ubyte.gz", labels)):
         header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
         (directory / name).write_bytes(gzip.compress(header + values.tobytes(), compresslevel=1))
-
-
-def launcher(workers: int) -> tuple[str, ...]:
-    if workers == 1:
-        return ()
-    return ("-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={workers}")
 
 
 def our_rate(data: Path, out: Path, *, workers: int, epochs: int) -> float:
@@ -53,7 +47,6 @@ def main() -> None:
     p.add_argument("--epochs", type=int, default=2, help="of each run; the last one counts")
     p.add_argument("--workers", type=int, nargs="+", default=list(CLAIMS), choices=CLAIMS)
     args = p.parse_args()
-    print("workers, it/s of ours, of the tutorial's loop, of one that is leaner (no Pillow); ratios, and pair by pair")
     for workers in args.workers:
         rates = []
         with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
@@ -63,13 +56,10 @@ def main() -> None:
                 ours = our_rate(data, data / f"out-{pair}", workers=workers, epochs=args.epochs)
                 tutorial = plain_rate(data, workers=workers, epochs=args.epochs)
                 rates.append((ours, tutorial, plain_rate(data, "--lean", workers=workers, epochs=args.epochs)))
-        medians = [statistics.median(side) for side in zip(*rates, strict=True)]
-        print(f"{workers}: {' '.join(f'{rate:.0f}' for rate in medians)}", end="")
-        for side, claim in ((1, f"; claimed: {CLAIMS[workers]:g} or more"), (2, "")):
-            ratios = [rate[0] / rate[side] for rate in rates]
-            each = " ".join(f"{ratio:.2f}" for ratio in ratios)
-            print(f"   {statistics.median(ratios):.2f} ({each}{claim})", end="")
-        print(flush=True)
+        what = f"the MLP, {workers} worker{'s' if workers > 1 else ''}"
+        for side, beside, claim in ((1, "the tutorial's loop", CLAIMS[workers]), (2, "without Pillow", None)):
+            pairs = [(rate[0], rate[side]) for rate in rates]
+            say(ratio(what, pairs, ours="ours", beside=beside, unit="it/s", at_least=claim))
 
 
 if __name__ == "__main__":

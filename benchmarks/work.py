@@ -1,15 +1,18 @@
-"""The work that speeds are compared on, and how a comparison is run and told."""
+"""The work that speeds are compared on, and how both sides are run on the same cores with the same threads."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.shards import write_shard
+from stages.packing import Room, pack, pack_masked, pack_tokens
+from trainer.data.shards import LENGTHS_KEY, TOKEN_KEYS, ShardSet, write_shard
 
 ROOT = Path(__file__).parent.parent
+#: Data and files of other tools, where they are.
+SHARED = Path(os.environ.get("BERT_SHARED_DIR", ROOT.parent / "shared"))
+Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -51,15 +58,45 @@ class Work:
     def sequences_per_step(self) -> int:
         return self.micro_batch_size * self.grad_accum_usteps
 
+    def but(self, **changes: Any) -> Work:
+        return dataclasses.replace(self, **changes)
+
 
 #: The work the published CPU figures in docs/decisions.md were taken on.
 A = Work("A", 4, 256, 4, 1024, 8192, 128, 20, 16, 4)
+#: The same model in phase 2.
+A2 = A.but(name="A, phase 2", seq_len=512, max_pred_len=80, micro_batch_size=8)
+BASE = Work("BERT-Base", 12, 768, 12, 3072, 30522, 128, 20, 8, 2)
 
 
-def write_rows(directory: Path, work: Work, *, rows: int = 4096) -> Path:
-    """A shard of random rows with the lengths of phase-1 data: 90 % full, the rest shorter; 15 % masked."""
+def phase1_lengths(work: Work, rows: int) -> Any:
+    """90 % of the rows full, the others of any length."""
     rng = np.random.default_rng(0)
-    lengths = np.where(rng.random(rows) < 0.9, work.seq_len, rng.integers(8, work.seq_len, rows))
+    return np.where(rng.random(rows) < 0.9, work.seq_len, rng.integers(8, work.seq_len, rows))
+
+
+def half_padding_lengths(work: Work, rows: int) -> Any:
+    """A quarter of the rows full, the others from a truncated exponential, so that half of the tokens of S=512 are
+    padding, as in Wikipedia's (Krell et al. 2021, arXiv:2107.02027, section 2)."""
+    rng = np.random.default_rng(0)
+    shorter = rng.exponential(0.455 * work.seq_len, 4 * rows)
+    shorter = shorter[(shorter >= 8) & (shorter < work.seq_len)][:rows].astype(int)
+    return np.where(rng.random(rows) < 0.25, work.seq_len, shorter)
+
+
+def nvidia_lengths(work: Work, rows: int) -> Any:
+    """As in the shards that NVIDIA's script made of CPython's documentation (BERT_SHARED_DIR); None without them."""
+    directory = SHARED / "fixtures" / "nvidia_hdf5" / f"seq{work.seq_len}"
+    if not directory.is_dir():
+        return None
+    shards = ShardSet.open(directory)
+    found = shards.read(0, np.arange(shards.rows))["input_mask"].sum(1, dtype=np.int64)
+    return np.random.default_rng(0).choice(found, rows)
+
+
+def random_rows(work: Work, lengths: Any) -> Arrays:
+    """A row of random ids for each length; 15 % masked."""
+    rng, rows = np.random.default_rng(1), len(lengths)
     columns = np.arange(work.seq_len)
     mask = columns < lengths[:, None]
     ids = np.where(mask, rng.integers(5, work.vocab_size, mask.shape), 0)
@@ -67,35 +104,80 @@ def write_rows(directory: Path, work: Work, *, rows: int = 4096) -> Path:
     rows_index = np.arange(rows)
     ids[rows_index, 0], ids[rows_index, middle], ids[rows_index, lengths - 1] = 2, 3, 3
     chances = np.where(mask & (ids > 3), rng.random(mask.shape), 2.0)
-    count = np.clip(np.round(lengths * 0.15).astype(int), 1, work.max_pred_len)
+    used = np.arange(work.max_pred_len) < masked_of(lengths, work)[:, None]
     order = np.argsort(chances, axis=1)[:, : work.max_pred_len]
-    used = np.arange(work.max_pred_len) < count[:, None]
-    positions = np.where(used, order, 0)
     labels = np.where(used, np.take_along_axis(ids, order, 1), 0)
     np.put_along_axis(ids, order, np.where(used, 4, np.take_along_axis(ids, order, 1)), 1)
+    return {
+        "input_ids": ids.astype(np.uint16),
+        "input_mask": mask.astype(np.uint8),
+        "segment_ids": (mask & (columns > middle[:, None])).astype(np.uint8),
+        "masked_lm_positions": np.where(used, order, 0).astype(np.uint16),
+        "masked_lm_ids": labels.astype(np.uint16),
+        "next_sentence_labels": rng.integers(0, 2, rows).astype(np.uint8),
+    }
+
+
+def masked_of(lengths: Any, work: Work) -> Any:
+    return np.clip(np.round(lengths * 0.15).astype(int), 1, work.max_pred_len)
+
+
+def packed(rows: Arrays, work: Work, *, sequences: int = 16) -> Arrays:
+    """The same sequences, packed as `stages.shard --pack` packs them."""
+    lengths = rows["input_mask"].sum(1, dtype=np.int64)
+    of_length = masked_of(np.arange(work.seq_len + 1), work)
+    places = pack(lengths, of_length, Room(work.seq_len, work.max_pred_len, sequences))
+    chosen, in_row = places[places >= 0], np.where(places >= 0, lengths[places], 0)
+    made = {key: pack_tokens(rows[key][chosen], in_row, work.seq_len) for key in TOKEN_KEYS}
+    positions, ids = rows["masked_lm_positions"][chosen], rows["masked_lm_ids"][chosen]
+    made["masked_lm_positions"], made["masked_lm_ids"] = pack_masked(positions, ids, in_row)
+    made["next_sentence_labels"] = np.where(places >= 0, rows["next_sentence_labels"][places], 0).astype(np.uint8)
+    made[LENGTHS_KEY] = in_row.astype(np.uint16)
+    order = np.random.default_rng(2).permutation(len(places))
+    return {key: value[order] for key, value in made.items()}
+
+
+def write_rows(directory: Path, arrays: Arrays, *, shards: int = 1) -> Path:
+    """The rows as a data set."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_shard(
-        directory / "random_training_0.hdf5",
-        {
-            "input_ids": ids.astype(np.uint16),
-            "input_mask": mask.astype(np.uint8),
-            "segment_ids": (mask & (columns > middle[:, None])).astype(np.uint8),
-            "masked_lm_positions": positions.astype(np.uint16),
-            "masked_lm_ids": labels.astype(np.uint16),
-            "next_sentence_labels": rng.integers(0, 2, rows).astype(np.uint8),
-        },
-    )
+    for shard in range(shards):
+        part = {key: value[shard::shards] for key, value in arrays.items()}
+        write_shard(directory / f"random_training_{shard}.hdf5", part)
     return directory
 
 
 @contextmanager
-def scratch(work: Work) -> Iterator[tuple[Path, Path, Path]]:
-    """A temporary directory, the data set and the model's config.json in it."""
+def scratch(work: Work, *, rows: int = 4096, shards: int = 1) -> Iterator[tuple[Path, Path, Path]]:
+    """A temporary directory, a data set of phase 1 and the model's config.json in it."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         directory = Path(name)
-        model = directory / "model.json"
-        model.write_text(json.dumps(work.model_config()))
-        yield directory, write_rows(directory / "data", work), model
+        arrays = random_rows(work, phase1_lengths(work, rows))
+        yield directory, write_rows(directory / "data", arrays, shards=shards), model_config(work, directory)
+
+
+def model_config(work: Work, directory: Path) -> Path:
+    path = directory / "model.json"
+    path.write_text(json.dumps(work.model_config()))
+    return path
+
+
+@contextmanager
+def on_cores(count: int, *, threads: int | None = None) -> Iterator[None]:
+    """Keeps what is started inside on `count` of the cores that this process may use, with so many OpenMP threads
+    (None: one for each)."""
+    there = sorted(os.sched_getaffinity(0))
+    if count > len(there):
+        sys.exit(f"error: {count} cores are asked for, and there are {len(there)}; give --cores {len(there)} or fewer")
+    former = os.environ.get("OMP_NUM_THREADS")
+    os.sched_setaffinity(0, there[-count:])
+    os.environ["OMP_NUM_THREADS"] = str(threads or count)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, there)
+        os.environ.pop("OMP_NUM_THREADS")
+        if former is not None:
+            os.environ["OMP_NUM_THREADS"] = former
 
 
 def python(*words: str) -> str:
@@ -110,25 +192,42 @@ def python(*words: str) -> str:
     return done.stdout
 
 
-def our_step_times(
-    work: Work, data: Path, model: Path, out: Path, *more: str, steps: int, precision: str, device: str = "cpu"
-) -> list[float]:
-    """Seconds of each step of `python -m trainer` on this work; `more`: further options."""
+def launcher(workers: int) -> tuple[str, ...]:
+    """What goes before `-m trainer` for so many workers on this machine."""
+    if workers == 1:
+        return ()
+    return ("-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={workers}")
+
+
+def trainer_options(work: Work, data: Path, model: Path, out: Path, *, steps: int, **more: object) -> list[str]:
+    """The trainer's options for this work, without checkpoints on the way."""
     options = {
-        "data_dir": data, "output_dir": out, "model_config": model, "precision": precision, "device": device,
+        "data_dir": data, "output_dir": out, "model_config": model, "device": "cpu",
         "batch_size": work.micro_batch_size, "grad_accum_usteps": work.grad_accum_usteps, "max_steps": steps,
-        "warmup_steps": 2, "max_pred_len": work.max_pred_len, "ckpt_interval_steps": 0,
+        "warmup_steps": 2, "max_pred_len": work.max_pred_len, "ckpt_interval_steps": 0, **more,
     }  # fmt: skip
-    python("-m", "trainer", *(word for key, value in options.items() for word in (f"--{key}", str(value))), *more)
-    return [json.loads(line)["step_time_s"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [word for key, value in options.items() for word in (f"--{key}", str(value))]
 
 
-def hugging_face_step_times(
-    work: Work, data: Path, model: Path, out: Path, *, steps: int, precision: str
-) -> list[float]:
-    """Seconds of each step of Hugging Face's Trainer on this work."""
-    words = ("-m", "benchmarks.hugging_face", str(data), str(model), str(out), f"--precision={precision}")
-    batch = (f"--batch-size={work.micro_batch_size}", f"--grad-accum={work.grad_accum_usteps}", f"--steps={steps}")
+def our_step_times(
+    work: Work, data: Path, model: Path, out: Path, *more: str, steps: int, precision: str, device: str = "cpu",
+    workers: int = 1,
+) -> list[float]:  # fmt: skip
+    """Seconds of each step of `python -m trainer` on this work; `more`: further options."""
+    options = trainer_options(work, data, model, out, steps=steps, precision=precision, device=device)
+    python(*launcher(workers), "-m", "trainer", *options, *more)
+    return [record["step_time_s"] for record in metrics(out)]
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """What the trainer has recorded of each step."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def their_step_times(module: str, work: Work, data: Path, model: Path, *more: str, steps: int) -> list[float]:
+    """Seconds of each step of the other side, `benchmarks.<module>`, on this work."""
+    words = ("-m", f"benchmarks.{module}", str(data), str(model), f"--steps={steps}", *more)
+    batch = (f"--batch-size={work.micro_batch_size}", f"--grad-accum={work.grad_accum_usteps}")
     times: list[float] = json.loads(python(*words, *batch).splitlines()[-1])
     return times
 
@@ -138,8 +237,34 @@ def steady(times: list[float], *, warm_up: int = 3) -> float:
     return statistics.median(times[warm_up:])
 
 
-def pairs_parser(description: str) -> argparse.ArgumentParser:
+def pairs_parser(
+    description: str | None, *, pairs: int = 3, steps: int = 12, cores: int = 2
+) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--pairs", type=int, default=3, help="times both sides are run, in turn")
-    p.add_argument("--steps", type=int, default=12, help="optimizer steps of each run")
+    p.add_argument("--pairs", type=int, default=pairs, help="times both sides are run, in turn")
+    p.add_argument("--steps", type=int, default=steps, help="optimizer steps of each run")
+    p.add_argument("--cores", type=int, default=cores, help="cores of both sides, with a thread on each")
     return p
+
+
+def busy_s() -> float:
+    """Seconds that all cores together have been at work since the machine started; 0 where nothing tells."""
+    try:
+        user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
+    except OSError:
+        return 0.0
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def others_cores() -> Iterator[Callable[[], float]]:
+    """Yields a function that tells, after the block, how many cores programs other than those started in it had."""
+
+    def own_s() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    began, busy, own = time.monotonic(), busy_s(), own_s()
+    found = 0.0
+    yield lambda: found
+    found = max(0.0, (busy_s() - busy - (own_s() - own)) / (time.monotonic() - began))

@@ -12,7 +12,8 @@ import luigi
 from pipeline import report, summary
 from pipeline.dataset import DownloadDataset, ShardDataset, dataset_of
 from pipeline.goal import Goal
-from pipeline.stage import Stage, file_identity, option_words, say
+from pipeline.outside import file_identity
+from pipeline.stage import Stage, option_words, say
 from pipeline.training import Training
 from stages.checkpoints import checkpoint_files, is_remote, local_source, source_identity
 from stages.report import PAGE
@@ -51,6 +52,7 @@ class Precompile(ModelStage):
     """Builds and compiles every graph the phase needs, before a device waits for it."""
 
     phase = luigi.IntParameter(description="1 or 2")
+    on_cluster = on_all_nodes = True
 
     def requires(self) -> dict[str, Stage]:
         return {"dataset": dataset_of(self.phase), **self.vocabulary(self.phase)}
@@ -75,9 +77,7 @@ class Precompile(ModelStage):
             "clips": phase.max_grad_norm > 0,
             "precision": self.settings.precision.mode,
             "device": cluster.device,
-            "nproc_per_node": cluster.nproc_per_node,
-            "tensor_parallel_size": cluster.tensor_parallel_size,
-            "data_parallel": cluster.data_parallel,
+            **cluster.layout,
             "compile": cluster.compile,
             "versions": _compilers(),
         }
@@ -147,7 +147,8 @@ class Pretrain(ModelStage, Training):
         """The trainer's options; writes the model's config into `directory`."""
         phase, cluster = self.settings.phase(self.phase), self.settings.cluster
         model = directory / "config.json"
-        write_json(model, self.model(self.phase).to_hugging_face())
+        if not cluster.follows:  # the first machine writes it
+            write_json(model, self.model(self.phase).to_hugging_face())
         return {
             "data_dir": dataset_of(self.phase).directory,
             "model_config": model,
@@ -234,6 +235,8 @@ class MergeShards(ModelStage):
 
 class Evaluate(Reported):
     """Masked-LM loss and accuracy and next-sentence accuracy of the merged model on held-out examples."""
+
+    on_cluster = True
 
     def requires(self) -> dict[str, Stage]:
         return {"merge_shards": MergeShards(), "dataset": dataset_of(2)}

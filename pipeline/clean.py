@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.goal import Goal
 from pipeline.inspect import Place, Shelf, chain, everything, first_difference, holder
+from pipeline.launchers import find_job
 from pipeline.stage import Stage
 from stages.lock import LOCK
 from stages.manifest import IDENTITY, MANIFEST
@@ -45,7 +46,7 @@ def plan(goal: Goal) -> Plan:
         elif place.path.resolve() in linked:
             reasons[place.fingerprint] = f"latest/{place.label} points to it"
         elif who is not None:
-            reasons[place.fingerprint] = f"in use by process {who.pid or '?'} on {who.host}"
+            reasons[place.fingerprint] = f"in use by {who}"
     needed = [(up, p.path.name) for p in shelf.places if p.fingerprint in reasons for up in _upstream(p)]
     while needed:
         fingerprint, by = needed.pop()
@@ -92,6 +93,8 @@ def remove(place: Place, shelf_dir: Path) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if place.path.resolve() in Shelf(shelf_dir).linked():
                 raise LockHeld(f"{place.path} has become the latest of its stage meanwhile; it stays")
+            if (job := find_job(place.path)) is not None and job.is_alive():
+                raise LockHeld(f"{place.path} is in use now by {job}; it stays")
             order = {MANIFEST: 0, LOCK: 2, IDENTITY: 3}
             for path in sorted(place.path.iterdir(), key=lambda path: order.get(path.name, 1)):
                 if path.is_dir() and not path.is_symlink():

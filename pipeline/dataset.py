@@ -9,7 +9,8 @@ from typing import Any
 
 import luigi
 
-from pipeline.stage import Stage, file_identity, option_words
+from pipeline.outside import file_identity
+from pipeline.stage import Stage, option_words
 from stages.corpus import BLANK_LINE, BUILTIN, kind_of
 from stages.sources import source_inputs
 from stages.text import PlainTextSource

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,11 +11,14 @@ from typing import Any
 
 from pipeline.bert import BertPhase2
 from pipeline.goal import Goal
+from pipeline.latest import LATEST
+from pipeline.launchers import find_job
+from pipeline.launchers.jobs import Job, Unreachable
 from pipeline.mnist import MnistMlp
 from pipeline.settings import load
-from pipeline.stage import LATEST, Stage
+from pipeline.stage import Stage
 from pipeline.training import Training
-from stages.lock import LOCK
+from stages.lock import LOCK, is_held
 from stages.manifest import IDENTITY, MANIFEST, difference, why_incomplete
 from trainer.errors import UserError
 from trainer.files import read_json
@@ -148,28 +149,38 @@ def _places(work_dir: Path) -> Iterator[Place]:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds the lock of a stage directory: what the lock file says."""
+    """Who is at work in a stage directory: a process, as the lock file says, a scheduler's job, or the one waiting for
+    the other."""
 
     host: str
     pid: int | None
     started: str | None
+    #: The job and its state: `slurm job 12: RUNNING (on n[1-2])`.
+    job: str | None = None
+
+    def __str__(self) -> str:
+        return self.job or f"process {self.pid or '?'} on {self.host}"
 
 
 def holder(directory: Path) -> Holder | None:
-    """Who is at work in `directory`, or None. The lock file is not changed."""
-    try:
-        fd = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
+    """Who is at work in `directory`, or None. Nothing is changed; of a job its scheduler is asked."""
+    record = (read_json(directory / LOCK) or {}) if is_held(directory) else None
+    job = find_job(directory)
+    state = None if job is None else _state(job)
+    if record is None and state is None:
         return None
+    record = record or {}
+    started = record.get("started") if job is None or state is None else job.submitted
+    return Holder(str(record.get("host", "?")), record.get("pid"), started, state)
+
+
+def _state(job: Job) -> str | None:
+    """What is known of a job; None if it is over."""
     try:
-        # Shared, so that two who look do not see each other.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        record = read_json(directory / LOCK) or {}
-        return Holder(str(record.get("host", "?")), record.get("pid"), record.get("started"))
-    finally:
-        os.close(fd)
-    return None
+        state = job.state()
+    except (Unreachable, UserError) as error:
+        return f"{job}: unknown ({error})"
+    return f"{job}: {state}" if state is not None and state.is_alive else None
 
 
 def last_checkpoint_step(directory: Path) -> int | None:

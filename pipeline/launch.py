@@ -12,18 +12,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from stages.attempts import How
 from stages.manifest import HELD_FINGERPRINT_VARIABLE
+from trainer.errors import EXIT_INTERRUPTED
 from trainer.files import PROGRESS, disk_errors
 from trainer.process import PARENT_VARIABLE
 
 #: Seconds between two live lines (progress bars) where the console is not a terminal.
 LIVE_INTERVAL_S = 10.0
-_FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -32,30 +33,60 @@ class Ending:
 
     #: Its exit status, negative for a signal.
     status: int
-    #: Whether it ended because this process was asked to stop.
-    interrupted: bool
+    #: The signal by which this process was asked to stop it; None: it ended by itself.
+    stopped_by: int | None
     #: Whether it was killed because it did nothing for too long.
     hung: bool
     #: What it said last: its `error:` line, else its traceback, else its last line.
     error: str
+    #: Whether it has been started again as often as it may, by whoever ran it.
+    is_final: bool = False
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it ended because this process was asked to stop."""
+        return self.stopped_by is not None and self.status != 0
+
+    @property
+    def how(self) -> How:
+        if self.interrupted or self.status == EXIT_INTERRUPTED:
+            return "interrupted"
+        if self.status == 0:
+            return "complete"
+        return "hung" if self.hung else "failed"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a command is started."""
+
+    #: What starts Python elsewhere; empty: it is a child of this process, and dies if this process does.
+    prefix: tuple[str, ...] = ()
+    #: Variables beside those of this process.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    #: The file in the stage's directory that gets what it says.
+    log: str = "stage.log"
+    #: Whether it is shown on the console, too.
+    is_shown: bool = True
+    #: Signals to this process that ask the command to stop, and what it is sent then.
+    signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
+    stop_signal: signal.Signals = signal.SIGTERM
 
 
 class Command:
-    """A running `python …`, with a process group of its own; it dies if this process does."""
+    """A running `python …`, with a process group of its own."""
 
-    def __init__(
-        self, words: list[str], *, fingerprint: str, keep_open: tuple[int, ...], variables: dict[str, str]
-    ) -> None:
-        """`keep_open`: descriptors it keeps, the stage's lock among them; `variables`: more of its environment."""
+    def __init__(self, words: list[str], start: Start, *, fingerprint: str, keep_open: tuple[int, ...]) -> None:
+        """`keep_open`: descriptors it keeps, the stage's lock among them."""
         environment = {
             **os.environ,
-            **variables,
+            **start.environment,
             HELD_FINGERPRINT_VARIABLE: fingerprint,
-            PARENT_VARIABLE: str(os.getpid()),
+            **({} if start.prefix else {PARENT_VARIABLE: str(os.getpid())}),
             "PYTHONUNBUFFERED": "1",
         }
         self.process = subprocess.Popen(
-            [sys.executable, *words],
+            [*start.prefix, sys.executable, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -63,12 +94,13 @@ class Command:
             pass_fds=keep_open,
             start_new_session=True,
         )
-        self.signals = 0
+        self.stopped_by: int | None = None
+        self._stop_signal = start.stop_signal
 
     def stop(self, signum: int, frame: FrameType | None) -> None:
         """A signal handler: the first asks the command to save and stop, the second kills it."""
-        self.signals += 1
-        self.send(signal.SIGTERM if self.signals == 1 else signal.SIGKILL)
+        self.send(self._stop_signal if self.stopped_by is None else signal.SIGKILL)
+        self.stopped_by = self.stopped_by or signum
 
     def send(self, signum: signal.Signals) -> None:
         """Signal the command's process group; its workers die with their parent."""
@@ -83,30 +115,31 @@ def run(
     fingerprint: str,
     keep_open: tuple[int, ...],
     hang_timeout_s: float | None = None,
-    variables: dict[str, str] | None = None,
+    start: Start | None = None,
 ) -> Ending:
-    """Run `python words…` to its end, its output on the console and appended to DIRECTORY/stage.log.
+    """Run `python words…` to its end, its output on the console and appended to its log, DIRECTORY/stage.log.
 
     SIGINT and SIGTERM to this process are handed on as SIGTERM; a second one as SIGKILL. A command that neither says
     anything nor touches its progress.json for `hang_timeout_s` seconds is killed.
     """
-    log = directory / "stage.log"
+    start = start or Start()
+    log = directory / start.log
     began = log.stat().st_size if log.exists() else 0
-    command = Command(words, fingerprint=fingerprint, keep_open=keep_open, variables=variables or {})
+    command = Command(words, start, fingerprint=fingerprint, keep_open=keep_open)
     handlers = {}
     if threading.current_thread() is threading.main_thread():
-        handlers = {signum: signal.signal(signum, command.stop) for signum in _FORWARDED}
+        handlers = {signum: signal.signal(signum, command.stop) for signum in start.signals}
     watch = _Watch(directory / PROGRESS, hang_timeout_s)
     try:
         with disk_errors(log):
-            _show(command, log, watch)
+            _show(command, log, watch, silent=not start.is_shown)
         status = command.process.wait()
     finally:
         command.send(signal.SIGKILL)  # nothing of it stays, whatever went wrong here
         command.process.communicate()
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-    return Ending(status, command.signals > 0 and status != 0, watch.hung, _last_error(log, began))
+    return Ending(status, command.stopped_by, watch.hung, _last_error(log, began))
 
 
 class _Watch:
@@ -146,8 +179,9 @@ def _last_error(log: Path, began: int) -> str:
     return said[-1] if said else "it said nothing"
 
 
-def _show(command: Command, log: Path, watch: _Watch) -> None:
-    """Pass lines on to the log and the console; of what a progress bar rewrites in place, only now and then one."""
+def _show(command: Command, log: Path, watch: _Watch, *, silent: bool) -> None:
+    """Pass lines on to the log and, unless `silent`, to the console; of what a progress bar rewrites in place, only now
+    and then one."""
     terminal = sys.stderr.isatty()
     shown = time.monotonic()
     with log.open("a") as file:
@@ -155,6 +189,9 @@ def _show(command: Command, log: Path, watch: _Watch) -> None:
             if not is_live:
                 file.write(line + "\n")
                 file.flush()
+            if silent:
+                continue
+            if not is_live:
                 print(f"\r\x1b[K{line}" if terminal else line, file=sys.stderr, flush=True)
             elif terminal:
                 print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)

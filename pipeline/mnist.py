@@ -35,7 +35,7 @@ class TrainMlp(Training):
 
     def parameters(self) -> dict[str, Any]:
         """Every worker has a batch of its own, and the learning rate grows with them: their number decides, too."""
-        mnist, workers = self.settings.mnist, self.settings.cluster.nproc_per_node
+        mnist, workers = self.settings.mnist, self.settings.cluster.workers
         return {
             "epochs": mnist.epochs,
             "global_batch_size": mnist.batch_size * workers,
@@ -73,6 +73,8 @@ class TrainMlp(Training):
 
 class EvaluateMlp(Stage):
     """The accuracy of the saved model on the images that were kept apart."""
+
+    on_cluster = True
 
     def requires(self) -> dict[str, Stage]:
         return {"train_mlp": TrainMlp(), "download_mnist": DownloadMnist()}

@@ -69,7 +69,7 @@ class Nightly(MixinNaiveBulkComplete, luigi.Task):
             directory=directory,
             fingerprint="",
             keep_open=(lock,),
-            variables={"LUIGI_CONFIG_PATH": str(config)},
+            start=launch.Start(environment={"LUIGI_CONFIG_PATH": str(config)}),
         )
         if ending.interrupted or ending.status == EXIT_INTERRUPTED:
             say(f"night {self.date}: interrupted; the same command goes on from here")

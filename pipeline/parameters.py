@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import luigi
 
-from trainer.config import NOT_BUILT
 from trainer.errors import UserError
 
 T = TypeVar("T")
@@ -35,8 +34,6 @@ class Text(Setting[str]):
 
     def parse(self, x: str) -> str:
         if self._choices and x not in self._choices:
-            if x in NOT_BUILT:
-                raise self.refuse(f"{x}, which is not built yet ({NOT_BUILT[x]}),", ", ".join(self._choices))
             raise self.refuse(x, ", ".join(self._choices))
         return x
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import luigi
 
+from pipeline.cluster import Cluster, Kubernetes, Slurm
 from pipeline.parameters import Number, Sha256OrEmpty, Switch, Text, Whole, WholeOrEmpty
 from stages.corpus import DOCUMENT_ENDS
 from stages.mnist import CHECKSUMS
 from stages.sources import CONNECTIONS_MAX
-from trainer.config import DATA_PARALLEL, DEVICES, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
+from trainer.config import OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
 from trainer.errors import UserError
 
 
@@ -115,23 +116,6 @@ class Precision(luigi.Config):
     mode = Text(PRECISIONS)
 
 
-class Cluster(luigi.Config):
-    device = Text(DEVICES)
-    launcher = Text(("local",))
-    nproc_per_node = Whole(1, 1024)
-    tensor_parallel_size = Whole(1, 1024)
-    data_parallel = Text(DATA_PARALLEL)
-    batches_per_execution = Whole(1)
-    compile = Switch()
-    collective_timeout_s = Number(1)
-    hang_timeout_s = Number(1)
-    spot_watch = Switch()
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.nproc_per_node // self.tensor_parallel_size
-
-
 class Evaluation(luigi.Config):
     max_samples = Whole(1)
 
@@ -154,7 +138,7 @@ class Nights(luigi.Config):
 
 SECTIONS: tuple[type[luigi.Config], ...] = (
     *(Run, Corpus, Dataset, Model, Phase1, Phase2),
-    *(Precision, Cluster, Evaluation, Mnist, Nights),
+    *(Precision, Cluster, Slurm, Kubernetes, Evaluation, Mnist, Nights),
 )
 
 
@@ -170,6 +154,8 @@ class Settings:
     phase2: Phase2
     precision: Precision
     cluster: Cluster
+    slurm: Slurm
+    kubernetes: Kubernetes
     evaluation: Evaluation
     mnist: Mnist
     nights: Nights
@@ -183,13 +169,18 @@ class Settings:
 
     def grad_accum_usteps(self, phase: int) -> int:
         """Micro-steps in an optimizer step. Raises `UserError` with the equation if the batch does not divide."""
-        settings, workers = self.phase(phase), self.cluster.data_parallel_size
+        settings, cluster = self.phase(phase), self.cluster
+        workers = cluster.data_parallel_size
         usteps, rest = divmod(settings.global_batch_size, settings.micro_batch_size * workers)
         if rest or not usteps:
+            nodes = ""
+            if cluster.nnodes > 1:
+                nodes = f" ({cluster.nnodes} nodes × {cluster.nproc_per_node} / {cluster.tensor_parallel_size})"
             raise UserError(
                 f"[phase{phase}] global_batch_size = micro_batch_size × grad_accum_usteps × data-parallel size does "
                 f"not hold for any whole grad_accum_usteps: {settings.global_batch_size} = "
-                f"{settings.micro_batch_size} × ? × {workers}; change one of the three"
+                f"{settings.micro_batch_size} × ? × {workers}{nodes}; "
+                f"change one of the three"
             )
         return usteps
 

@@ -17,6 +17,7 @@ from luigi.configuration import get_config
 from luigi.task_register import Register
 
 from pipeline.sections import SECTIONS, Settings, section_name
+from trainer.config import require_agreement
 from trainer.errors import UserError
 from trainer.parallel.plan import require_divisible
 
@@ -83,15 +84,16 @@ def _nearest(name: str, known: Any) -> str:
 
 def _check_together(settings: Settings) -> None:
     """What no single setting can know. Raises `UserError`."""
-    workers, size = settings.cluster.nproc_per_node, settings.cluster.tensor_parallel_size
-    if workers % size:
-        raise UserError(
-            f"[cluster] tensor_parallel_size = {size} does not divide nproc_per_node: data-parallel size = "
-            f"{workers} / {size} = {workers / size:g}; change one of them"
-        )
+    cluster = settings.cluster
+    cluster.check()
+    if cluster.launcher == "slurm":
+        settings.slurm.check()
+    if cluster.launcher == "kubernetes":
+        settings.kubernetes.check()
     for phase in (1, 2):
         at = settings.phase(phase)
-        usteps, per_execution = settings.grad_accum_usteps(phase), settings.cluster.batches_per_execution
+        require_agreement(at.optimizer, settings.precision.mode)
+        usteps, per_execution = settings.grad_accum_usteps(phase), cluster.batches_per_execution
         if usteps % per_execution:
             raise UserError(
                 f"[phase{phase}] has {usteps} micro-steps in a step, which [cluster] batches_per_execution = "
@@ -110,4 +112,4 @@ def _check_together(settings: Settings) -> None:
             raise UserError(
                 f"[phase{phase}] max_pred_len = {at.max_pred_len} is more than seq_len = {at.seq_len}; lower it"
             )
-    require_divisible(settings.model.config(settings.model.downloaded_vocab_size), size)
+    require_divisible(settings.model.config(settings.model.downloaded_vocab_size), cluster.tensor_parallel_size)

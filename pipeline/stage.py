@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import re
 import sys
 import time
@@ -16,10 +15,14 @@ from typing import Any, ClassVar
 import luigi
 from luigi.retcodes import retcode
 
-from pipeline import launch, settings
+from pipeline import latest, launchers, settings
+from pipeline.launch import Ending
+from pipeline.launchers.base import Detached, Work
+from pipeline.launchers.jobs import Job
+from pipeline.launchers.local import await_node_0
+from pipeline.one_line import OneLine
 from pipeline.plain_sight import reports
-from stages import attempts
-from stages.lock import hold
+from stages.lock import LOCK, hold
 from stages.manifest import (
     FAILURE,
     MANIFEST,
@@ -29,10 +32,8 @@ from stages.manifest import (
     record_failure,
     why_incomplete,
 )
-from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
-from trainer.files import failpoint, read_json, replace_json, sha256_of, utc_now
-
-LATEST = "latest"
+from trainer.errors import EXIT_INTERRUPTED, LockHeld, UserError
+from trainer.files import read_json, utc_now
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:
@@ -68,6 +69,12 @@ class Stage(luigi.Task):
 
     #: Raised when the same settings would make something else.
     format_version: ClassVar[int] = 1
+    #: Whether it runs where [cluster] launcher says; all else is made on this machine.
+    on_cluster: ClassVar[bool] = False
+    #: Whether all [cluster] nnodes machines run its command together.
+    on_all_nodes: ClassVar[bool] = False
+    #: Whether its command, started again, goes on from where it was.
+    resumes: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -87,6 +94,11 @@ class Stage(luigi.Task):
     def command(self) -> list[str]:
         """What fills the directory: arguments after the Python interpreter. Upstream stages are complete."""
         raise NotImplementedError
+
+    @property
+    def nodes(self) -> int:
+        """Machines that run its command together."""
+        return self.settings.cluster.nnodes if self.on_all_nodes else 1
 
     def finish(self) -> None:
         """Called when the command has ended well; commands of `stages` have written their manifest by then."""
@@ -134,8 +146,10 @@ class Stage(luigi.Task):
     def complete(self) -> bool:
         with refusals():
             complete = why_incomplete(self.directory, self.identity.fingerprint) is None
-            if complete and self._is_newer_than_link():
-                self._link_latest()  # a run was killed between its manifest and the link
+            if complete and latest.is_older(self.settings.work_dir, self.label, self.directory):
+                latest.link(
+                    self.settings.work_dir, self.label, self.directory
+                )  # a run was killed between its manifest and the link
             return complete
 
     def manifest(self) -> dict[str, Any]:
@@ -155,21 +169,27 @@ class Stage(luigi.Task):
 
     def run(self) -> None:
         """Fill the directory. Raises `UserError` (the task fails), or `Leave` when somebody else is at it."""
-        with self.beside():
-            self._fill()
+        follows = self.settings.cluster.follows
+        with contextlib.nullcontext() if follows else self.beside():
+            if follows:
+                self._follow()
+            else:
+                self._fill()
         say(f"{self.label}: complete")
 
     def _fill(self) -> None:
         try:
-            with hold(self.directory) as lock:
+            with hold(self.directory, knows_jobs=True) as lock:
                 with contextlib.suppress(AlreadyComplete):
-                    claim(self.directory, self.identity)
-                    say(f"{self.label}: started in {self.directory}")
-                    self.started, self.clock = utc_now(), time.monotonic()
+                    job = self._job_at_work()
+                    if job is None:
+                        claim(self.directory, self.identity)
+                        say(f"{self.label}: started in {self.directory}")
+                        self.started, self.clock = utc_now(), time.monotonic()
                     with reports(self):
-                        self._run_command(lock)
+                        self._run_command(lock, job)
                     self.finish()
-                self._link_latest()
+                latest.link(self.settings.work_dir, self.label, self.directory)
         except LockHeld as error:
             say(f"error: {error}")
             raise Leave(retcode().already_running) from None
@@ -178,65 +198,86 @@ class Stage(luigi.Task):
                 record_failure(self.directory, str(error))
             raise
 
+    def _job_at_work(self) -> Job | None:
+        """The job that an earlier run has submitted, if it is not over. Raises `AlreadyComplete` if it is, and has
+        completed this stage."""
+        job = launchers.find_job(self.directory)
+        if job is None:
+            return None
+        self.started, self.clock = job.submitted, time.monotonic() - job.seconds
+        if job.is_alive():
+            return job
+        ending = job.ending()
+        if ending is not None and ending.status == 0:
+            with contextlib.suppress(UserError):
+                self.finish()
+        job.forget()
+        if why_incomplete(self.directory, self.identity.fingerprint) is None:
+            raise AlreadyComplete
+        return None
+
+    def _follow(self) -> None:
+        """This machine is not the first: do its share, and wait until the first has finished."""
+        if self.nodes > 1:
+            say(f"{self.label}: node {self.settings.cluster.node_rank} of {self.nodes}, in {self.directory}")
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with (self.directory / LOCK).open("a") as nothing:
+                self._run_command(nothing.fileno(), None)
+        await_node_0(
+            self.label,
+            self.directory,
+            lambda: why_incomplete(self.directory, self.identity.fingerprint),
+            self.settings.cluster.join_timeout_s,
+            say,
+        )
+
     def hang_timeout_s(self) -> float | None:
         """Seconds of silence after which the command is killed; None: never."""
         return None
 
-    def may_restart(self, ending: launch.Ending) -> bool:
+    def may_restart(self, ending: Ending) -> bool:
         """Whether a command that ended so is to be started again."""
         return False
 
-    def _run_command(self, lock: int) -> None:
+    def _run_command(self, lock: int, job: Job | None) -> None:
+        """Run the command, again and again as long as that may help; or wait for the job that runs it already."""
         while True:
-            with attempts.recording(self.directory) as record:
-                ending = launch.run(
-                    self.command(),
-                    directory=self.directory,
-                    fingerprint=self.identity.fingerprint,
-                    keep_open=(lock,),
-                    hang_timeout_s=self.hang_timeout_s(),
-                )
-                record(_how(ending), ending.status, ending.error)
-            if _how(ending) == "interrupted":
+            try:
+                ending = self._attach(job) if job is not None else self._launch(lock)
+            except Detached as detached:
+                say(f"{self.label}: {detached} goes on; the same command waits for it again, and "
+                    f"`python -m pipeline cancel {self.label}` ends it")  # fmt: skip
+                raise Leave(EXIT_INTERRUPTED) from None
+            job = None
+            if ending.how == "interrupted":
                 say(f"{self.label}: interrupted; the same command goes on from here")
                 raise Leave(EXIT_INTERRUPTED)
             if ending.status == 0:
                 return
             error = f"it did nothing for {self.hang_timeout_s()} s" if ending.hung else ending.error
-            if not self.may_restart(ending):
-                record_failure(self.directory, error)
+            if ending.is_final or not self.may_restart(ending):
+                if not self.settings.cluster.follows:
+                    record_failure(self.directory, error)
                 log = self.directory / "stage.log"
                 raise UserError(f"{self.label} failed: {error} (exit status {ending.status}; log: {log})")
             say(f"{self.label}: exit status {ending.status} ({error.splitlines()[-1]}); starting again")
 
-    def _is_newer_than_link(self) -> bool:
-        try:
-            linked = (self.settings.work_dir / LATEST / self.label / MANIFEST).stat().st_mtime_ns
-        except FileNotFoundError:
-            return True
-        return (self.directory / MANIFEST).stat().st_mtime_ns > linked
+    def _launch(self, lock: int) -> Ending:
+        work = Work(
+            self.label,
+            self.directory,
+            lock,
+            self.identity.fingerprint,
+            self.command(),
+            self.nodes,
+            self.resumes,
+            self.hang_timeout_s(),
+        )
+        return launchers.launcher(self.settings, on_cluster=self.on_cluster).run(work)
 
-    def _link_latest(self) -> None:
-        latest = self.settings.work_dir / LATEST
-        link = latest / self.label
-        temporary = latest / f".{self.label}.{os.getpid()}"
-        try:
-            latest.mkdir(exist_ok=True)
-            temporary.unlink(missing_ok=True)
-            temporary.symlink_to(Path("..") / self.directory.name)
-            failpoint(f"link-before:{self.label}")
-            temporary.replace(link)
-            failpoint(f"link-after:{self.label}")
-        except OSError as error:
-            raise DiskError.of(error, link) from error
-
-
-def _how(ending: launch.Ending) -> attempts.How:
-    if ending.interrupted or ending.status == EXIT_INTERRUPTED:
-        return "interrupted"
-    if ending.status == 0:
-        return "complete"
-    return "hung" if ending.hung else "failed"
+    def _attach(self, job: Job) -> Ending:
+        say(f"{self.label}: {job} is at work already; waiting for it")
+        return job.wait(from_start=False)
 
 
 def say(line: str) -> None:
@@ -244,41 +285,4 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def file_identity(work_dir: Path, path: Path) -> str:
-    """The sha256 of an outside file, remembered in WORK/inputs.json for as long as its size and times stay.
-
-    Raises `UserError` if there is no such file.
-    """
-    try:
-        stat = path.stat()
-        key, seen = str(path.absolute()), [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-        memory_path = work_dir / "inputs.json"
-        memory = read_json(memory_path) or {}
-        if memory.get(key, {}).get("seen") != seen:
-            memory[key] = {"seen": seen, "sha256": sha256_of(path)}
-            _remember(memory_path, memory)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path in luigi.cfg") from error
-    digest: str = memory[key]["sha256"]
-    return digest
-
-
-def _remember(path: Path, memory: dict[str, Any]) -> None:
-    """Only a memory: several processes may write it, and where it cannot be written files are hashed again."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_json(path, memory)
-
-
-class _OneLine(logging.Filter):
-    """Makes one line of luigi's traceback, beside a message or in it, when what failed is a `UserError`."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = (record.exc_info or sys.exc_info())[1]
-        if isinstance(error, UserError) and (record.exc_info or "Traceback" in record.getMessage()):
-            record.msg, record.args, record.exc_info, record.exc_text = str(error), (), None, None
-            record.levelno, record.levelname = logging.ERROR, "ERROR"
-        return True
-
-
-logging.getLogger("luigi-interface").addFilter(_OneLine())
+logging.getLogger("luigi-interface").addFilter(OneLine())

@@ -119,7 +119,8 @@ def _running(task: Stage, row: Row) -> Row | None:
     row = _with_progress(task, row)
     per_s = row.per_s
     left_s = (row.total - row.done) / per_s if per_s and row.total is not None and row.done is not None else None
-    details = [f"on {who.host}, process {who.pid or '?'}", *_how_far(row)]
+    by = who.job or f"on {who.host}, process {who.pid or '?'}"
+    details = [by, *_how_far(row)]
     if per_s and left_s is not None:
         rate = f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
         details += [f"{rate} {row.unit}/s", f"{duration(left_s)} left"]

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from pipeline import launch
+from pipeline.launchers.restarts import FINAL_STATUSES, Restarts, newest_checkpoint
 from pipeline.plain_sight import has_audience
 from pipeline.stage import Stage
 from stages import manifest
-from trainer.errors import EXIT_USER_ERROR, UserError
+from trainer.errors import UserError
 from trainer.files import read_json
-
-#: Restarts in a row without one more checkpoint before training is given up.
-MAX_RESTARTS = 3
 
 
 class Training(Stage):
     """Runs the trainer in processes of its own; an interrupted one goes on from its last checkpoint."""
 
-    #: The step that was reached when it crashed last, and how often it has crashed there.
-    _crashes = (-1, 0)
+    on_cluster = on_all_nodes = resumes = True
+    _restarts = Restarts()
 
     @property
     def accepts_messages(self) -> bool:
@@ -48,28 +45,32 @@ class Training(Stage):
         arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         switches = {"--compile": cluster.compile, "--spot_watch": cluster.spot_watch}
         trainer = ["-m", "trainer", *arguments, *flags, *(name for name, on in switches.items() if on)]
-        if cluster.nproc_per_node == 1:
+        if cluster.nnodes > 1:
+            # Trainings that may run at the same time do not meet: the two phases, and the MLP.
+            port = cluster.master_port + getattr(self, "phase", 3) - 1
+            # Which of the nodes it is on, and where they meet, the launcher says in the environment.
+            meeting = [
+                f"--nnodes={cluster.nnodes}",
+                f"--master_port={port}",
+                f"--rdzv_conf=timeout={cluster.join_timeout_s:g}",
+            ]
+        elif cluster.nproc_per_node > 1:
+            # Standalone: a port of its own, so that two runs on one machine do not meet.
+            meeting = ["--standalone", "--local-addr=127.0.0.1"]
+        else:
             return trainer
-        # Standalone: a port of its own, so that two runs on one machine do not meet.
-        torchrun = ["-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0"]
-        return [*torchrun, f"--nproc_per_node={cluster.nproc_per_node}", *trainer]
+        workers = f"--nproc_per_node={cluster.nproc_per_node}"
+        return ["-m", "trainer.torchrun", *meeting, "--max-restarts=0", workers, *trainer]
 
     def hang_timeout_s(self) -> float:
         return self.settings.cluster.hang_timeout_s
 
     def may_restart(self, ending: launch.Ending) -> bool:
-        """After a crash or a hang, yes, until `MAX_RESTARTS` of them in a row have not brought one more checkpoint.
-        What a person has to put right first (exit status 1 or 2) is not tried again."""
-        if ending.status in (EXIT_USER_ERROR, 2):
+        """After a crash or a hang, yes, until `MAX_RESTARTS` of them in a row have not brought one more checkpoint."""
+        if ending.status in FINAL_STATUSES:
             return False
-        step = max((int(path.name.removeprefix("ckpt_")) for path in self._checkpoints()), default=0)
-        last_step, restarts = self._crashes
-        restarts = restarts + 1 if step == last_step else 1
-        self._crashes = (step, restarts)
-        return restarts <= MAX_RESTARTS
-
-    def _checkpoints(self) -> list[Path]:
-        return [path for path in (self.directory / "checkpoints").glob("ckpt_*") if path.name[5:].isdigit()]
+        self._restarts = self._restarts.at(newest_checkpoint(self.directory))
+        return not self._restarts.are_too_many
 
     def finish(self) -> None:
         """The trainer ended well: its last checkpoint is the output, its summary the counts."""

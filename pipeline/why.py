@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect as python_inspect
+from typing import Any
 
 import pipeline
 from pipeline.goal import Goal
@@ -24,7 +25,7 @@ def explain(task: Stage, shelf: Shelf, *, verify: bool) -> str | None:
         return None
     who = holder(directory)
     if who is not None:
-        return f"{task.label} is running: process {who.pid or '?'} on {who.host}, since {who.started or '?'}"
+        return f"{task.label} is running: {who}, since {who.started or '?'}"
     if verify and why_incomplete(directory, fingerprint) is None:
         return (
             f"{task.label} is damaged: {reason}; a run looks at sizes only, "
@@ -77,9 +78,16 @@ def _has_phase(cls: type[Goal] | type[Stage]) -> bool:
     return hasattr(cls, "phase")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", metavar="TASK", help="a task (Pretrain, BertPhase2), or a stage of `status`")
+def add_task(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
+    """What `find` needs; with a `default` the task may be left out."""
+    task = "a task (Pretrain, BertPhase2), or a stage of `status`"
+    optional: dict[str, Any] = {} if default is None else {"nargs": "?", "default": default}
+    parser.add_argument("task", metavar="TASK", help=f"{task}; {default}" if default else task, **optional)
     parser.add_argument("--phase", type=int, help="of a task that has one: 1 or 2")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_task(parser)
     parser.add_argument("--verify", action="store_true", help="read every output and compare its sha256, too")
 
 

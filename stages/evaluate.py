@@ -14,6 +14,7 @@ from stages.command import run
 from stages.manifest import Identity, Output, StageDirectory
 from trainer.checkpoint.format import read_tensors
 from trainer.config import DEVICES, ModelConfig
+from trainer.data.bert_batch import IGNORED
 from trainer.data.order import Samples, shuffled
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
@@ -21,7 +22,8 @@ from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.select import select
 from trainer.errors import CheckpointError, UserError
 from trainer.files import sha256_of, write_json
-from trainer.models.bert import IGNORED, BertForPreTraining, at_least_fp32
+from trainer.models.bert import BertForPreTraining
+from trainer.models.sums import at_least_fp32
 from trainer.parallel.mesh import Mesh
 
 PATTERN = "*_test_*.hdf5"

@@ -15,6 +15,8 @@ from trainer.errors import LockHeld
 from trainer.files import disk_errors, read_json, utc_now
 
 LOCK = "lock"
+#: What a scheduler has been asked to run for the stage (`pipeline.launchers`); gone when its end has been seen.
+JOB = "job.json"
 #: Seconds in which the children of a killed process are surely dead.
 _DYING_S = 10.0
 #: Seconds in which somebody who only looks whether the lock is held has surely let go of it.
@@ -22,8 +24,11 @@ _GLANCE_S = 0.2
 
 
 @contextlib.contextmanager
-def hold(directory: Path) -> Iterator[int]:
+def hold(directory: Path, *, knows_jobs: bool = False) -> Iterator[int]:
     """Hold the stage directory's lock, a file descriptor; raises `LockHeld` with the holder, `DiskError`.
+
+    A job on other machines may be at work here although nobody waits for it. Only who `knows_jobs`, and looks after
+    one, gets the lock then.
 
     The lock belongs to the open file: it is free again when this process, and every child that was given the
     descriptor, is gone, however they went. The file itself stays.
@@ -37,9 +42,31 @@ def hold(directory: Path) -> Iterator[int]:
         with disk_errors(directory / LOCK):
             os.ftruncate(fd, 0)
             os.pwrite(fd, json.dumps(record).encode(), 0)
+        job = None if knows_jobs else read_json(directory / JOB)
+        if job is not None:
+            raise LockHeld(
+                f"{directory} is being made by {job.get('launcher')} job {job.get('id') or job.get('name')}, as far as "
+                f"is known; `luigi` waits for it, `python -m pipeline cancel` ends it"
+            )
         yield fd
     finally:
         os.close(fd)
+
+
+def is_held(directory: Path) -> bool:
+    """Whether somebody holds the stage directory's lock."""
+    try:
+        fd = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        # Shared, so that two who look do not see each other.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _lock(fd: int, directory: Path) -> None:

@@ -20,7 +20,7 @@ from stages.manifest import Identity, Output, StageDirectory
 from trainer.config import DEVICES
 from trainer.errors import EXIT_INTERRUPTED, UserError
 from trainer.files import disk_errors, read_json, write_json
-from trainer.process import PARENT_VARIABLE
+from trainer.process import PARENT_VARIABLE, node_rank
 
 GRAPHS, CACHE, _TRIAL = "graphs.json", "cache", "trial"
 #: Optimizer steps of a trial. On Neuron as in the tutorial; every graph of ours has been met after two.
@@ -34,20 +34,13 @@ _PARALLEL_COMPILE = "neuron_parallel_compile"
 def precompile(work: StageDirectory, *, device: str, compiles: bool, command: list[str]) -> int:
     """Fill `work`; returns the number of graphs. Raises `UserError` if the trial fails."""
     graphs = work.path / GRAPHS
-    steps = _STEPS.get(device, _COMPILE_STEPS if compiles else 0)
-    if not steps:
+    if not _steps(device, compiles):
         print(f"device {device}: operations run one by one here, there is nothing to compile", file=sys.stderr)
         write_json(graphs, {"graphs": []})
     else:
         trial = work.path / _TRIAL
         shutil.rmtree(trial, ignore_errors=True)
-        options = {
-            "--output_dir": str(trial),
-            "--steps_this_run": str(steps),
-            "--graphs": str(graphs),
-            "--compile_cache": str(work.path / CACHE),
-        }
-        _run(device, [*command, "--trial", *(word for option in options.items() for word in option)])
+        try_out(work.path, device=device, compiles=compiles, command=command)
         if device == "neuron":
             write_json(graphs, {"graphs": cached_graphs(work.path / CACHE)})
         with disk_errors(trial):
@@ -57,6 +50,26 @@ def precompile(work: StageDirectory, *, device: str, compiles: bool, command: li
         print(f"graph {graph['hash']}: {graph['operations']} operations, {graph['seconds']} s", file=sys.stderr)
     work.finish([Output.of(work.path, graphs)], {"graphs": len(listed)})
     return len(listed)
+
+
+def try_out(directory: Path, *, device: str, compiles: bool, command: list[str]) -> None:
+    """A short run of the training command, whose graphs are compiled into `directory`, if anything compiles here.
+
+    With several nodes each takes part; the first alone keeps the account of it. Raises `UserError` if it fails.
+    """
+    steps = _steps(device, compiles)
+    options = {
+        "--output_dir": str(directory / _TRIAL),
+        "--steps_this_run": str(steps),
+        "--graphs": str(directory / GRAPHS),
+        "--compile_cache": str(directory / CACHE),
+    }
+    if steps:
+        _run(device, [*command, "--trial", *(word for option in options.items() for word in option)])
+
+
+def _steps(device: str, compiles: bool) -> int:
+    return _STEPS.get(device, _COMPILE_STEPS if compiles else 0)
 
 
 def _run(device: str, command: list[str]) -> None:
@@ -111,6 +124,9 @@ def main() -> None:
     args = parser().parse_args()
     if (args.device in _STEPS or args.compile) and not args.command:
         raise UserError(f"device {args.device} needs the training command to try: … -- -m trainer --data_dir …")
+    if node_rank() > 0:
+        try_out(args.out, device=args.device, compiles=args.compile, command=args.command)
+        return
     parameters = {"device": args.device, "compile": args.compile, "command": args.command}
     with StageDirectory.begin(args.out, lambda: Identity("precompile", 1, parameters=parameters)) as work:
         precompile(work, device=args.device, compiles=args.compile, command=args.command)

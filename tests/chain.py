@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,12 @@ class Chain:
         assert done.returncode == status, done.stdout + done.stderr
         return done
 
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start luigi; what it says goes to luigi.log."""
-        with (self.directory / "luigi.log").open("wb") as log:
+    def start(self, *words: str, log: str = "luigi.log", **env: str) -> subprocess.Popen[bytes]:
+        """Start luigi; what it says goes to a file of the chain's directory."""
+        with (self.directory / log).open("wb") as file:
             return subprocess.Popen(
-                [sys.executable, *LUIGI, *words], cwd=ROOT, stdout=log, stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "LUIGI_CONFIG_PATH": str(self.config)},
+                [sys.executable, *LUIGI, *words], cwd=ROOT, stdout=file, stderr=file,
+                env={**os.environ, "LUIGI_CONFIG_PATH": str(self.config), **env},
             )  # fmt: skip
 
     def ask(self, *words: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
@@ -110,9 +111,9 @@ class Chain:
         assert "Traceback" not in done.stderr
         return done
 
-    def status(self, *words: str) -> dict[str, dict[str, Any]]:
+    def status(self, *words: str, **env: str) -> dict[str, dict[str, Any]]:
         """The rows of `python -m pipeline status --json` by stage."""
-        return {row["stage"]: row for row in json.loads(self.ask("status", "--json", *words).stdout)}
+        return {row["stage"]: row for row in json.loads(self.ask("status", "--json", *words, **env).stdout)}
 
     def latest(self, stage: str) -> Path:
         return (self.work / "latest" / stage).resolve()
@@ -138,6 +139,18 @@ def _finished(base: Path) -> Chain:
     chain = Chain(directory)
     chain.run("BertPhase2")
     return chain
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Processes started in the block have one core. Workers share a machine's cores, and the number of threads is in
+    the last bits of sums: so it is the same for workers of one machine and of several."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def wait_until(holds: Callable[[], bool], *, timeout_s: float = 120, every_s: float = 0.2) -> None:

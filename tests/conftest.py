@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+# One thread a process, here and in all that is started: many tests run at the same time. Read when torch is loaded.
+os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parent.parent
 
 Stage = Callable[..., subprocess.CompletedProcess[str]]

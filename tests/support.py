@@ -93,7 +93,7 @@ def command(*words: str, env: dict[str, str] | None = None, timeout: float = 300
     return subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -139,10 +139,12 @@ class Workers:
 #: Starts processes that have imported torch already.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["trainer.loop", "trainer.options", "trainer.devices.select", "tensorboard.summary", "stages.evaluate"]
+    [
+        *("trainer.loop", "trainer.options", "trainer.devices.select", "tensorboard.summary", "stages.evaluate"),
+        # What loading a merged model imports: seconds, each time.
+        *("transformers.models.bert.modeling_bert", "accelerate.big_modeling"),
+    ]
 )
-# One thread a worker: tests run on machines with few cores. Read by OpenMP when torch is loaded.
-os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def _work(module: str, words: list[str], variables: dict[str, str], log: str) -> None:

@@ -112,7 +112,7 @@ class TrainConfig:
     weight_decay: float
     max_grad_norm: float
     seed: int
-    #: fp32, fp64, autocast, or auto.
+    #: fp32, fp64, autocast, bf16-sr, bf16-master (trainer/precision.py), or auto.
     precision: str
     #: cpu, cuda, xla, neuron, or auto.
     device: str
@@ -161,9 +161,8 @@ class TrainConfig:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                later = NOT_BUILT.get(str(value))
-                note = f"{value} is not built yet ({later})" if later else f"{value} is not known"
-                raise UserError(f"{name}: {note}; allowed: {', '.join(map(str, allowed))}")
+                raise UserError(f"{name}: {value} is not known; allowed: {', '.join(map(str, allowed))}")
+        require_agreement(self.optimizer, self.precision)
         if self.data_parallel == "ddp" and self.tensor_parallel_size > 1:
             raise UserError("data_parallel ddp knows nothing of ranks that share a model; use data_parallel allreduce")
         if self.compile and self.data_parallel == "ddp":
@@ -175,6 +174,13 @@ class TrainConfig:
             )
         if self.warmup_steps > self.max_steps:
             raise UserError(f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}; lower it")
+
+    @property
+    def wanted_precision(self) -> str:
+        """The precision that is asked for, by `precision` or by the optimizer's name; auto: the device's."""
+        if self.precision == "auto" and self.optimizer in NAMED_PRECISIONS:
+            return NAMED_PRECISIONS[self.optimizer][1][0]
+        return self.precision
 
     def global_batch_size(self, data_parallel_size: int) -> int:
         """Sequences in one optimizer step of all workers."""
@@ -203,20 +209,30 @@ _LEAST = {
 #: What can be chosen today. Also what the pipeline's settings allow.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "phase": (1, 2),
-    "optimizer": ("AdamW", "AdamW_FP32OptimParams", "SGD"),
+    "optimizer": ("AdamW", "AdamW_FP32OptimParams", "AdamW_FP32ParamsCopy", "LAMB", "SGD"),
     "schedule": ("linear", "constant"),
     "data_parallel": ("allreduce", "ddp"),
-    "precision": ("auto", "fp32", "autocast", "fp64"),
+    "precision": ("auto", "fp32", "autocast", "bf16-sr", "bf16-master", "fp64"),
     "device": ("auto", "cpu", "cuda", "xla", "neuron"),
 }
 
-#: Names that a user of the tutorials may ask for and that this version has no code for.
-NOT_BUILT = {
-    "LAMB": "with the large-batch optimizers",
-    "AdamW_FP32ParamsCopy": "with precision bf16-master",
-    "bf16-sr": "stochastic rounding",
-    "bf16-master": "bf16 weights with an fp32 copy",
+#: The tutorials' names for AdamW that say a precision, too: what each promises, what `auto` means with it, and what
+#: else agrees with it.
+NAMED_PRECISIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "AdamW_FP32OptimParams": ("fp32 moments and no fp32 copy of bf16 weights", ("bf16-sr", "fp32", "autocast")),
+    "AdamW_FP32ParamsCopy": ("bf16 weights with an fp32 copy", ("bf16-master",)),
 }
+
+
+def require_agreement(optimizer: str, precision: str) -> None:
+    """Raise `UserError` if the optimizer's name says one precision, and `precision` another."""
+    promise, agreeing = NAMED_PRECISIONS.get(optimizer, ("", ()))
+    if agreeing and precision not in ("auto", *agreeing):
+        raise UserError(
+            f"optimizer {optimizer} means {promise}, which is not precision {precision}; allowed with it: auto, "
+            f"{', '.join(agreeing)}; or take optimizer AdamW, which goes with every precision"
+        )
+
 
 SCHEDULES: tuple[str, ...] = _CHOICES["schedule"]
 DATA_PARALLEL: tuple[str, ...] = _CHOICES["data_parallel"]

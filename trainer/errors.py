@@ -4,6 +4,7 @@ Exception
 └── UserError          bad input: one line, exit 1, no traceback
     ├── DiskError      a write failed (full disk, I/O error, no permission)
     ├── LockHeld       somebody else is making the same thing
+    ├── NodeMissing    a machine of the run did not come
     └── CheckpointError  a checkpoint that cannot be used
 
 A UserError's message says what was seen, what is allowed and what to do, in one line.
@@ -18,6 +19,8 @@ from pathlib import Path
 
 #: Exit status of a run that was asked to stop, saved its state and can go on (EX_TEMPFAIL of sysexits.h).
 EXIT_INTERRUPTED = 75
+#: Exit status when a machine of the run did not come (EX_UNAVAILABLE of sysexits.h).
+EXIT_NODE_MISSING = 69
 #: Exit status of an unexpected exception (EX_SOFTWARE of sysexits.h).
 EXIT_SOFTWARE = 70
 #: Exit status of a command that was refused because of what it was given.
@@ -30,6 +33,10 @@ class UserError(Exception):
 
 class LockHeld(UserError):
     """Another process is at work on the same directory."""
+
+
+class NodeMissing(UserError):
+    """A machine of the run did not come in time."""
 
 
 class CheckpointError(UserError):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from trainer.checkpoint.format import MASTER
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import HostCopy
 from trainer.config import TrainConfig
@@ -19,7 +20,7 @@ from trainer.devices.graphs import GraphList
 from trainer.files import failpoint
 from trainer.interruptions import Interruptions
 from trainer.metrics import Metrics, StepRecord
-from trainer.optim.parameters import SharedGradients
+from trainer.optim.parameters import SharedModel
 from trainer.optim.schedule import learning_rate
 from trainer.optim.select import make_optimizer
 from trainer.parallel.gradients import arrange
@@ -34,6 +35,8 @@ from trainer.workloads.base import Workload
 
 #: Workers of a machine that hold a copy of the model in host memory at the same time while they start.
 _LOADING_AT_ONCE = 8
+#: Stands for the update where else the number of a micro-batch makes a seed.
+_UPDATE = (1 << 64) - 1
 #: Seconds, about, between two questions whether to stop within a step that is longer than that.
 _ASK_INTERVAL_S = 5.0
 
@@ -71,7 +74,8 @@ class Trainer:
             rank=mesh.data_parallel_rank,
             size=mesh.data_parallel_size,
         )
-        self.precision = Precision(_precision(config, device, None if start is None else start.state, say))
+        name = _precision(config, device, None if start is None else start.state, say)
+        self.precision = Precision(name, device.round_stochastically)
         self.state = TrainState(
             phase=config.phase,
             step=0,
@@ -92,18 +96,19 @@ class Trainer:
         )
         mesh.in_turns(functools.partial(self._make_model, workload, start), at_once=_LOADING_AT_ONCE)
         self.losses = len(workload.losses)
-        self.forward, self.parameters = arrange(config.data_parallel, self.model, workload, device, mesh)
-        self._shared_gradients = None
+        self.forward, self.parameters = arrange(
+            config.data_parallel, self.model, workload, device, mesh, self.precision
+        )
+        self._shared = None
         if self.ranks.size > 1:
-            self._shared_gradients = SharedGradients(
-                lambda name: split_of(name) is not None, self.ranks.reduce_in_place
-            )
+            self._shared = SharedModel(lambda name: split_of(name) is not None, self.ranks.reduce_in_place)
         self._number = functools.partial(device.number, dtype=self.precision.dtype)
         self.optimizer = make_optimizer(
             config.optimizer,
             self.parameters,
             weight_decay=config.weight_decay,
             number=self._number if device.compiles_steps else None,
+            ranks=self._shared,
         )
         if start is not None and not start.weights_only:
             self.state.require_same_run(start.state, start.checkpoint)
@@ -198,11 +203,12 @@ class Trainer:
         self.device.end_micro_steps()
         losses = self.parameters.reduce(lambda tensors: self.device.all_reduce(tensors, self.mesh.data_parallel_group))
         largest = self._number(config.max_grad_norm) if config.max_grad_norm else None
-        norm = self.parameters.clip(largest, self._shared_gradients)
+        norm = self.parameters.clip(largest, self._shared)
         rate = learning_rate(
             config.schedule, step.index,
             peak=config.lr, warmup_steps=config.warmup_steps, max_steps=config.max_steps,
         )  # fmt: skip
+        self.device.seed(seed_of(config.seed, self.state.global_step, _UPDATE))  # what rounds by chance draws from it
         self.optimizer.step(rate)
         self.parameters.zero_gradients()
         self.state = self.state.advanced(step.epoch)
@@ -213,9 +219,11 @@ class Trainer:
 
     def _prepare_saving(self, workload: Workload, say: Callable[[str], None]) -> HostCopy:
         model: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        optimizer = self.optimizer.state()
+        masters = self.parameters.masters()
+        optimizer = self.optimizer.state() | {f"{MASTER}.{name}": tensor for name, tensor in masters.items()}
         if self.config.minimal_ckpt:
-            optimizer = {}
+            # The best weights there are, under the model's names.
+            model, optimizer = model | masters, {}
             say("checkpoints hold the weights only: phase 2 can start from them, but this phase cannot be resumed")
         stored = functools.partial(without_padding, vocab_size=workload.vocab_size, ranks=self.ranks)
         copy = HostCopy(model, optimizer, self.device.host_memory, stored)
@@ -260,8 +268,10 @@ def seed_of(seed: int, global_step: int, micro_batch: int) -> int:
 
 
 def _precision(config: TrainConfig, device: Device, resumed: TrainState | None, say: Callable[[str], None]) -> str:
-    if config.precision != "auto":
-        return config.precision
+    if config.wanted_precision != "auto":
+        if config.precision == "auto":
+            say(f"precision {config.wanted_precision}: optimizer {config.optimizer} is made for it")
+        return config.wanted_precision
     if resumed is not None and resumed.phase == config.phase:
         return resumed.precision
     name, reason = device.automatic_precision()

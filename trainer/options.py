@@ -16,6 +16,15 @@ from trainer.workloads.base import Workload
 
 BERT = next(iter(WORKLOADS))
 LR_HELP = "peak learning rate; of mnist: times the number of workers, as in its tutorial"
+OPTIMIZER_HELP = (
+    f"one of {', '.join(OPTIMIZERS)}; with --precision auto AdamW_FP32OptimParams means bf16-sr, AdamW_FP32ParamsCopy "
+    f"bf16-master"
+)
+PRECISION_HELP = (
+    f"one of {', '.join(PRECISIONS)}: autocast has fp32 weights and bf16 products, bf16-sr bf16 weights rounded "
+    f"by chance, bf16-master bf16 weights with an fp32 copy; sums, moments and losses are fp32; auto: by the "
+    f"optimizer's name, else autocast where the hardware has bf16, else fp32"
+)
 DATA_PARALLEL_HELP = (
     f"one of {', '.join(DATA_PARALLEL)}. allreduce sums the gradients in a fixed order after the last micro-step: take "
     f"it unless you need the other. ddp is torch's DistributedDataParallel (gradient_as_bucket_view=True), which sums "
@@ -83,12 +92,12 @@ def _add_training(p: argparse.ArgumentParser) -> None:
     train.add_argument("--lr", type=float, default=4e-4, help=LR_HELP)
     train.add_argument("--schedule", default="linear", help="after the warm-up: linear, down to 0; or constant")
     train.add_argument("--warmup_steps", type=int, default=2000, help="optimizer steps of linear warm-up")
-    train.add_argument("--optimizer", default="AdamW", help=f"one of {', '.join(OPTIMIZERS)}")
+    train.add_argument("--optimizer", default="AdamW", help=OPTIMIZER_HELP)
     train.add_argument("--weight_decay", type=float, default=0.01, help="of all but biases and norms")
     train.add_argument("--max_grad_norm", type=float, default=1.0, help="L2 norm gradients are clipped to; 0: never")
     train.add_argument("--seed", type=int, default=12349, help="of initial weights, sample order and dropout")
     precision = train.add_mutually_exclusive_group()
-    precision.add_argument("--precision", default="auto", help=f"one of {', '.join(PRECISIONS)}")
+    precision.add_argument("--precision", default="auto", help=PRECISION_HELP)
     precision.add_argument("--enable_fp32", action="store_true", help="the same as --precision fp32")
     precision.add_argument("--enable_pt_autocast", action="store_true", help="the same as --precision autocast")
 
@@ -197,7 +206,7 @@ def to_config(args: argparse.Namespace, mesh: Mesh) -> tuple[TrainConfig, Worklo
 def device_options(config: TrainConfig, mesh: Mesh) -> DeviceOptions:
     """What the device of this worker is told; the root's reports what it compiles."""
     return DeviceOptions(
-        precision=config.precision,
+        precision=config.wanted_precision,
         batches_per_execution=config.batches_per_execution,
         compile_cache=config.compile_cache,
         reports=config.output_dir if mesh.is_root and config.graphs is not None else None,

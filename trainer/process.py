@@ -12,10 +12,16 @@ from trainer.errors import EXIT_INTERRUPTED
 
 #: Set by whoever starts one of our commands, to its process id: the command is to die with it.
 PARENT_VARIABLE = "STAGE_PARENT_PID"
+#: Which of several machines this is, and the address of the first: torchrun's own names for its defaults.
+NODE_RANK_VARIABLE, MASTER_ADDR_VARIABLE = "PET_NODE_RANK", "PET_MASTER_ADDR"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
+#: SIGUSR1 is what a scheduler sends ahead of its time limit.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+
+
+def node_rank() -> int:
+    """Which of several machines this is; 0 where there is one."""
+    return int(os.environ.get(NODE_RANK_VARIABLE, "0"))
 
 
 def stop_early_on_signals() -> None:

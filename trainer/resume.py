@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.format import read_tensors, tensor_file
+from trainer.checkpoint.format import MASTER, has_master, read_tensors, tensor_file
 from trainer.checkpoint.manager import CheckpointManager, require_valid
 from trainer.config import TrainConfig
 from trainer.errors import CheckpointError, UserError
@@ -71,8 +71,8 @@ def _start_of_phase(config: TrainConfig, path: Path) -> Start:
 
 @torch.no_grad()
 def load_into(targets: dict[str, Tensor], start: Start, kind: str, vocab_size: int, ranks: TensorParallel) -> None:
-    """Copy the tensors of a checkpoint's `kind` file (model, optimizer) into `targets` of the same names: this rank's
-    share of them.
+    """Copy the tensors of a checkpoint's `kind` (model, optimizer) into `targets` of the same names: this rank's share
+    of them. Weights are the master copy's where there is one, which is no part of the optimizer here.
 
     Raises `CheckpointError` naming the first tensor that is missing, too much, or of another shape.
     """
@@ -84,14 +84,18 @@ def load_into(targets: dict[str, Tensor], start: Start, kind: str, vocab_size: i
             f"{path} is split over {size} tensor-parallel ranks, this run has {ranks.size}; make it fit: "
             f"python -m stages.convert {path} OUT --to native --tensor-parallel-size {ranks.size}"
         )
-    file = path / tensor_file(kind, 0 if size == 1 else ranks.rank, size)
+    rank = 0 if size == 1 else ranks.rank
+    file, prefix = path / tensor_file(kind, rank, size), ""
+    if kind == "model" and has_master(path / tensor_file("optimizer", rank, size)):
+        file, prefix = path / tensor_file("optimizer", rank, size), f"{MASTER}."
     if not file.exists():
         raise CheckpointError(
             f"{path} has no {file.name} (saved with --minimal_ckpt?): the next phase can start from its weights, but "
             f"this one cannot be resumed; train it anew in another --output_dir"
         )
     missing = set(targets)
-    for name, tensor in read_tensors(file):
+    for stored, tensor in read_tensors(file, lambda name: name.startswith(f"{MASTER}.") is bool(prefix)):
+        name = stored.removeprefix(prefix)
         if name not in targets:
             raise CheckpointError(f"{file} holds {name}, which this run has no place for; is it of another model?")
         target = targets[name]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from trainer.devices.cpu import CpuOperations
+from trainer.devices.cuda import CudaOperations
 from trainer.models.operations import Operations
 
-IMPLEMENTATIONS = [Operations(), CpuOperations()]
+IMPLEMENTATIONS = [Operations(), CpuOperations(), CudaOperations()]
 every = pytest.mark.parametrize("ops", IMPLEMENTATIONS, ids=lambda ops: type(ops).__name__)
 
 
@@ -98,3 +99,20 @@ def test_attention_drops_weights_not_outputs(ops: Operations) -> None:
     error = draws.std(0) / math.sqrt(len(draws))
     assert ((draws.mean(0) - attention_by_hand(q, k, v, mask)).abs() < 6 * error + 1e-12).all()
     assert (draws.std(0) > 0).all()
+
+
+@every
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_packed_sequences_do_not_see_each_other(ops: Operations, dropout_p: float) -> None:
+    """Two sequences and padding in the first row, one sequence in the second."""
+    q, k, v, _ = inputs(torch.float64)
+    ids = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9])
+    bounds = torch.tensor([0, 4, 7, 9, 18])
+    look = (ids[:, None, :, None] == ids[:, None, None, :]) & (ids > 0)[:, None, None, :]
+    look |= torch.eye(9, dtype=torch.bool) & (ids == 0)[:, None, :, None]  # a softmax over nothing is no number
+    mask = ops.attention_mask(ids, bounds)
+    torch.manual_seed(0)
+    draws = torch.stack([ops.attention(q, k, v, mask, dropout_p) for _ in range(1000 if dropout_p else 1)])
+    expected, real = attention_by_hand(q, k, v, look), (ids > 0)[:, None, :, None].expand_as(q)
+    error = draws.std(0) / math.sqrt(len(draws)) if dropout_p else torch.zeros_like(q)
+    assert ((draws.mean(0) - expected).abs() < 6 * error + 1e-12)[real].all()

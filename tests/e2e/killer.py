@@ -34,7 +34,7 @@ def begin(chain: Chain, workers: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, *LUIGI, "BertPhase2", "--Cluster-nproc-per-node", str(workers)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "LUIGI_CONFIG_PATH": str(chain.config)},
+        env={**os.environ, "LUIGI_CONFIG_PATH": str(chain.config)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

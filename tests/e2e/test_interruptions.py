@@ -43,7 +43,7 @@ def start(prepared: Chain) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process = subprocess.Popen(
             [sys.executable, *LUIGI, "Pretrain", "--phase", "1", *words],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "LUIGI_CONFIG_PATH": str(prepared.config), **env},
+            env={**os.environ, "LUIGI_CONFIG_PATH": str(prepared.config), **env},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

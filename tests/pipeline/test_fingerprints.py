@@ -133,6 +133,23 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("cluster", "device", "cuda", COMPILED),
     # Of the MLP every worker has a batch of its own, and the learning rate grows with them.
     ("cluster", "nproc_per_node", "2", (*COMPILED, *MLP)),
+    # Where it runs is not what is made.
+    ("cluster", "launcher", "slurm", NOTHING),
+    ("cluster", "master_addr", "10.0.0.1", NOTHING),
+    ("cluster", "master_port", "2040", NOTHING),
+    ("cluster", "join_timeout_s", "60", NOTHING),
+    ("slurm", "partition", "debug", NOTHING),
+    ("slurm", "account", "me", NOTHING),
+    ("slurm", "time_limit", "60", NOTHING),
+    ("slurm", "signal_s", "60", NOTHING),
+    ("slurm", "sbatch_lines", "--mem=0", NOTHING),
+    ("kubernetes", "image", "trainer:1", NOTHING),
+    ("kubernetes", "namespace", "me", NOTHING),
+    ("kubernetes", "volume_claim", "fsx", NOTHING),
+    ("kubernetes", "mount_path", "/fsx", NOTHING),
+    ("kubernetes", "pod_resources", "nvidia.com/gpu=8", NOTHING),
+    ("kubernetes", "node_selector", "a=b", NOTHING),
+    ("kubernetes", "service_account", "trainer", NOTHING),
     ("cluster", "data_parallel", "ddp", COMPILED),
     ("cluster", "batches_per_execution", "2", COMPILED),
     ("cluster", "compile", "true", COMPILED),
@@ -150,7 +167,11 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
 ]
 
 #: Settings with one allowed value, and another that is refused: once it is allowed, the setting needs a case above.
-ONE_VALUE = [("cluster", "launcher", "slurm"), ("cluster", "tensor_parallel_size", "2")]
+ONE_VALUE = [
+    ("cluster", "tensor_parallel_size", "2"),
+    ("cluster", "nnodes", "2"),
+    ("cluster", "node_rank", "1"),
+]
 
 
 def changed_by(direct: tuple[str, ...]) -> set[str]:
@@ -236,6 +257,16 @@ def test_how_the_model_is_shared_changes_graphs_alone(fingerprints: Fingerprints
     workers = ("cluster", "nproc_per_node", "2")
     changed = difference(fingerprints(workers), fingerprints(workers, ("cluster", "tensor_parallel_size", "2")))
     assert changed == changed_by(COMPILED)
+
+
+def test_the_number_of_nodes_changes_graphs_alone(fingerprints: Fingerprints) -> None:
+    """As that of workers: of the MLP each has a batch of its own."""
+    slurm = ("cluster", "launcher", "slurm")
+    changed = difference(fingerprints(slurm), fingerprints(slurm, ("cluster", "nnodes", "2")))
+    assert changed == changed_by((*COMPILED, *MLP))
+    by_hand = (("cluster", "nnodes", "2"), ("cluster", "master_addr", "10.0.0.1"))
+    assert fingerprints(slurm, ("cluster", "nnodes", "2")) == fingerprints(*by_hand)
+    assert fingerprints(*by_hand, ("cluster", "node_rank", "1")) == fingerprints(*by_hand)
 
 
 @pytest.mark.parametrize(("section", "key", "value"), ONE_VALUE)

@@ -33,7 +33,7 @@ scheduler_port = {port}
 def started(chain: Chain, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     """`python words…` with the chain's settings, in the background; it writes to the chain's directory."""
     with (chain.directory / f"{words[-1]}.log").open("wb") as log:
-        env = {**os.environ, "LUIGI_CONFIG_PATH": str(chain.config), "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "LUIGI_CONFIG_PATH": str(chain.config)}
         process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=log, stderr=log, env=env)
     try:
         yield process

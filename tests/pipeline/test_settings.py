@@ -41,7 +41,11 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         ("[model]\nnum_attention_heads = 3", ["hidden_size 128 / num_attention_heads 3"]),
         ("[cluster]\ndevice = tpu", ["tpu", "cpu, cuda"]),
         ("[cluster]\nbatches_per_execution = 3", ["2 micro-steps", "batches_per_execution = 3", "change one"]),
-        ("[phase1]\noptimizer = LAMB", ["LAMB", "not built yet"]),
+        ("[phase1]\noptimizer = Adam", ["optimizer = Adam is not allowed", "AdamW_FP32ParamsCopy, LAMB"]),
+        (
+            "[phase2]\noptimizer = AdamW_FP32ParamsCopy\n[precision]\nmode = autocast",
+            ["AdamW_FP32ParamsCopy", "which is not precision autocast", "auto, bf16-master"],
+        ),
         ("[phase1]\nglobal_batch_size = 65", ["65 = 32 × ? × 1"]),
         ("[phase2]\nseq_len = 1024", ["seq_len = 1024", "max_position_embeddings = 512"]),
         ("[phase1]\nwarmup_steps = 501", ["warmup_steps = 501", "max_steps = 500"]),
@@ -50,6 +54,25 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         ("[dataset]\nconnections = 65", ["connections = 65", "from 1 to 64"]),
         ("[dataset]\nphase1_url = s3://bucket", ["s3://bucket is no object in S3; write s3://bucket/key"]),
         ("[corpus]\nsource = /no/such/*.txt", ["/no/such/*.txt matches no file"]),
+        ("[cluster]\nlauncher = pbs", ["launcher = pbs", "local, slurm, kubernetes"]),
+        ("[cluster]\nnnodes = 2", ["nnodes = 2 with launcher = local needs master_addr"]),
+        ("[cluster]\nnnodes = 2\nnode_rank = 2\nmaster_addr = a", ["node_rank = 2", "allowed: 0 to 1"]),
+        ("[cluster]\nlauncher = slurm\nmaster_addr = a", ["launcher = slurm finds them itself"]),
+        # 64 sequences are no whole number of micro-batches of 32 on 3 nodes with 2 workers each.
+        (
+            "[cluster]\nlauncher = slurm\nnnodes = 3\nnproc_per_node = 2",
+            ["[phase1]", "64 = 32 × ? × 6 (3 nodes × 2 / 1)", "change one of the three"],
+        ),
+        ("[cluster]\nlauncher = slurm\n[slurm]\ntime_limit = soon", ["time_limit = soon", "is no time"]),
+        (
+            "[cluster]\nlauncher = slurm\n[slurm]\ntime_limit = 3",
+            ["time_limit = 3 (180 s)", "signal_s = 120", "raise the one"],
+        ),
+        (
+            "[cluster]\nlauncher = slurm\n[slurm]\nsbatch_lines = --mem=0 --nodes=4",
+            ["sbatch_lines: --mem=0 --nodes=4 is not allowed"],
+        ),
+        ("[cluster]\nlauncher = kubernetes", ["[kubernetes] image is empty"]),
         ("[corpus]\nvocab_file = /no/vocab.txt", ["/no/vocab.txt"]),
     ],
 )

@@ -132,6 +132,7 @@ def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
 def test_torch_compiles_once_and_its_code_is_found_again(work: dict[str, object], tmp_path: Path) -> None:
     """The curve is that of single operations, and training compiles nothing that the trial has not."""
     given = {**work, "device": "cpu", "compile": True, "disable_dropout": True, "ckpt_interval_steps": 2}
+    given["model_config"] = write_model_config(tmp_path, num_hidden_layers=1)
     out = tmp_path / "compiled"
     words = options(**given)
     done = command(

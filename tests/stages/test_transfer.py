@@ -294,8 +294,8 @@ def test_a_wrong_sha256_is_refused_and_fetched_anew(web: Web, shards: Path, tmp_
 def test_space_is_checked_before_anything_is_fetched(web: Web, tmp_path: Path) -> None:
     web.length = 10**18
     message = refused(web.url, tmp_path / "out")
-    assert f"{web.url} needs {2 * 10**18:,} bytes" in message
-    assert f"({10**18:,} still to fetch, {10**18:,} of contents)" in message
+    parts = f"({10**18:,} bytes still to fetch, {10**18:,} of contents)"
+    assert f"{web.url} {parts} needs {2 * 10**18:,} bytes" in message
     assert web.parts == []
 
 

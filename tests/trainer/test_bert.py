@@ -8,7 +8,8 @@ import torch
 
 from tests.support import MODEL, synthetic_rows
 from trainer.config import PRESETS, ModelConfig
-from trainer.models.bert import IGNORED, BertBatch, BertForPreTraining, has_weight_decay
+from trainer.data.bert_batch import IGNORED, BertBatch
+from trainer.models.bert import BertForPreTraining, has_weight_decay
 
 transformers = pytest.importorskip("transformers")
 

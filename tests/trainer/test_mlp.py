@@ -152,7 +152,7 @@ def test_two_nodes_of_one_worker_are_two_workers(data: Path, tmp_path: Path) -> 
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ},
                 preexec_fn=lambda: os.sched_setaffinity(0, {core}),
             )  # fmt: skip
         )

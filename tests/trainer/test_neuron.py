@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import assert_one_line_error, command, options, write_dataset, write_model_config
 from trainer.devices.base import DeviceOptions
@@ -65,6 +66,12 @@ def test_the_variables_follow_precision_and_nodes() -> None:
         ("BUCKET_CAP_MB", "512"),
         ("XLA_TRANSFER_SEED_ASYNC", "1"),
     }
+
+
+def test_the_runtime_rounds_where_it_can() -> None:
+    """Nothing is left for the optimizer to do."""
+    x = torch.randn(10)
+    assert NeuronDevice.round_stochastically(NeuronDevice.__new__(NeuronDevice), x) is x
 
 
 def test_the_users_variables_win_and_that_is_said() -> None:

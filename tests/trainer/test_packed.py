@@ -11,11 +11,13 @@ import torch
 from stages.packing import Room, pack, pack_masked, pack_tokens
 from tests.support import MODEL, losses, metrics, synthetic_rows, train, write_model_config
 from trainer.config import ModelConfig
+from trainer.data.bert_batch import IGNORED
 from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import LENGTHS_KEY, ShardSet, write_shard
 from trainer.devices.cpu import CpuOperations
-from trainer.models.bert import IGNORED, BertForPreTraining
+from trainer.devices.cuda import CudaOperations
+from trainer.models.bert import BertForPreTraining
 from trainer.models.operations import Operations
 
 S, P, K = 64, 24, 6
@@ -65,7 +67,7 @@ def sums_and_gradients(
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("operations", [Operations(), CpuOperations()])
+@pytest.mark.parametrize("operations", [Operations(), CpuOperations(), CudaOperations()])
 def test_loss_and_gradients_are_those_of_sequences_apart(tmp_path: Path, operations: Operations, static: bool) -> None:
     apart, packed = write_both(tmp_path, 23)
     assert ShardSet.open(packed).rows < 0.7 * 23

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +96,14 @@ def test_row_counts_come_from_the_manifest_and_files_are_opened_only_when_read(t
         shards.read(1, np.array([0]))
 
 
-def test_ten_thousand_shards_open_in_an_instant(tmp_path: Path) -> None:
+def test_of_ten_thousand_shards_only_the_first_is_opened(tmp_path: Path) -> None:
+    """The others are empty: opening any of them would be an error."""
     names = [f"x_training_{number:05d}.hdf5" for number in range(10_000)]
     write_shard(tmp_path / names[0], some_rows(5))
     for name in names[1:]:
         (tmp_path / name).touch()
     (tmp_path / "manifest.json").write_text(json.dumps({"counts": {"rows": dict.fromkeys(names, 5)}}))
-    began = time.monotonic()
     assert ShardSet.open(tmp_path).rows == 50_000
-    assert time.monotonic() - began < 1  # 0.05 s where this was written
     (tmp_path / names[7]).unlink()
     with pytest.raises(UserError, match="x_training_00007.hdf5 is in the manifest but not there"):
         ShardSet.open(tmp_path)

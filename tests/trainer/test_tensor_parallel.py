@@ -65,6 +65,17 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(
         np.testing.assert_allclose(curves[layout], curves[1, 1], rtol=tolerance, err_msg=str(layout))
 
 
+def test_lamb_takes_the_norms_of_whole_tensors(data: Path, model: Path, tmp_path: Path) -> None:
+    given = {"precision": "fp64", "disable_dropout": True, "max_steps": 12, "optimizer": "LAMB", "lr": 0.02}
+    curves = {
+        layout: [record["loss"] for record in metrics(run(data, model, tmp_path / str(layout), layout, **given))]
+        for layout in ((1, 1), (2, 2), (4, 2))
+    }
+    assert curves[1, 1][-1] < curves[1, 1][0]
+    for layout in ((2, 2), (4, 2)):
+        np.testing.assert_allclose(curves[layout], curves[1, 1], rtol=1e-8)
+
+
 def test_a_joined_checkpoint_is_that_of_one_rank_and_goes_on_with_any_number(
     data: Path, model: Path, tmp_path: Path
 ) -> None:

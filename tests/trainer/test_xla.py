@@ -60,6 +60,23 @@ def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
         assert {compiled[step] for step in steps} == {2}, compiled
 
 
+@pytest.mark.parametrize(("precision", "optimizer"), [("bf16-sr", "LAMB"), ("bf16-master", "AdamW")])
+def test_bf16_weights_cost_no_graph_and_resume_exactly(
+    data: Path, model: Path, tmp_path: Path, precision: str, optimizer: str
+) -> None:
+    """Rounding by chance is part of the update's graph, its seed an input."""
+    given = {"precision": precision, "optimizer": optimizer, "max_steps": 5, "disable_dropout": True}
+    whole = run(data, model, tmp_path / "whole", **given)
+    cut = run(data, model, tmp_path / "cut", steps_this_run=3, **given)
+    run(data, model, cut, resume_ckpt=True, **given)
+    for path in (whole / "checkpoints" / "ckpt_5").glob("*.safetensors"):
+        assert (cut / "checkpoints" / "ckpt_5" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert [record["compiled_graphs"] for record in metrics(whole)][2:] == [2, 2, 2]
+    cpu = run(data, model, tmp_path / "cpu", **given | {"device": "cpu"})
+    # bf16 activations by other kernels, and other draws: an update ten times as large would be off by more.
+    np.testing.assert_allclose(losses(whole), losses(cpu), rtol=2e-3)
+
+
 def test_steps_of_unlike_graphs_are_refused(data: Path, model: Path, tmp_path: Path) -> None:
     done = train(
         data_dir=data, model_config=model, output_dir=tmp_path, device="xla", grad_accum_usteps=4,

@@ -2,9 +2,12 @@
 
     ckpt_<global step>/
       model-00-of-02.safetensors       parameters under Hugging Face's names, one file per tensor-parallel rank
-      optimizer-00-of-02.safetensors   exp_avg.<name>, exp_avg_sq.<name>, split like their parameters
+      optimizer-00-of-02.safetensors   exp_avg.<name>, exp_avg_sq.<name>, split like their parameters; of bf16-master
+                                       master.<name>, too, the fp32 weights that the model's are rounded from
       state.json                       `TrainState`
       manifest.json                    sizes and sha256 of all of the above, and its own; written last
+
+Where there is a master copy, all readers take it for the weights, and what is made from them holds it in their place.
 
 A rank's file holds its pieces of what `trainer/parallel/plan.py` splits, without padding, and all of the rest: the
 whole of a parameter is its pieces, one after the other along the split axis. All files name their tensors in one order
@@ -18,20 +21,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer.checkpoint.tensor_file import Spec, write_tensor_file
+from trainer.checkpoint.tensor_file import Spec, TensorFile, write_tensor_file
 from trainer.errors import CheckpointError
 from trainer.files import durable_file, fsync_directory, sha256_of, write_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
+#: What stands before a parameter's name for the fp32 weights of bf16 ones, in the optimizer's file.
+MASTER = "master"
 
 
 def tensor_file(kind: str, rank: int, size: int) -> str:
@@ -45,14 +50,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     return write_tensor_file(path, tensors.items(), specs, metadata)
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a safetensors file, one at a time, on the CPU. Raises `CheckpointError`."""
+def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Tensor]]:
+    """The `wanted` tensors of a safetensors file, by name, one at a time, on the CPU. Raises `CheckpointError`."""
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dictionary)
+            for name in filter(wanted, file.keys()):
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors ({error}); use another checkpoint") from error
+
+
+def has_master(path: Path) -> bool:
+    """Whether an optimizer's file, which need not exist, holds the weights, too. Raises `CheckpointError`."""
+    return path.exists() and any(name.startswith(f"{MASTER}.") for name in TensorFile(path).specs)
 
 
 def encode_manifest(step: int, files: list[dict[str, Any]]) -> bytes:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer.data.bert_batch import IGNORED, BertBatch, PackedBertBatch
 from trainer.data.order import Samples
 from trainer.data.shards import LENGTHS_KEY, ShardSet
 from trainer.errors import UserError
-from trainer.models.bert import IGNORED, BertBatch, PackedBertBatch
 
 Arrays = dict[str, NDArray[np.generic]]
 #: Of a micro-batch: masked positions, sequences, tokens, pairs of tokens.
@@ -82,16 +82,26 @@ class BatchReader:
             sequence_ids, position_ids = arrays["input_mask"].astype(np.int64), np.arange(seq_len)[None]
         next_sentence = arrays["next_sentence_labels"].reshape(starts.shape)
         first_index, next_sentence_labels = self._labelled(first_of_row + starts, next_sentence, is_sequence)
-        return (PackedBertBatch if packed else BertBatch)(
-            input_ids=as_int64(arrays["input_ids"]),
-            segment_ids=as_int64(arrays["segment_ids"]),
-            sequence_ids=as_int64(sequence_ids),
-            position_ids=as_int64(position_ids),
-            masked_index=masked_index,
-            masked_labels=masked_labels,
-            first_index=first_index,
-            next_sentence_labels=next_sentence_labels,
-        )
+        fields = {
+            "input_ids": as_int64(arrays["input_ids"]),
+            "segment_ids": as_int64(arrays["segment_ids"]),
+            "sequence_ids": as_int64(sequence_ids),
+            "position_ids": as_int64(position_ids),
+            "masked_index": masked_index,
+            "masked_labels": masked_labels,
+            "first_index": first_index,
+            "next_sentence_labels": next_sentence_labels,
+        }
+        if not packed:
+            return BertBatch(**fields)
+        return PackedBertBatch(**fields, bounds=as_int64(self._bounds(lengths, seq_len)))
+
+    def _bounds(self, lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
+        """See `PackedBertBatch`; `lengths` (B, K) of the sequences. With static shapes as many as there can be."""
+        padding = seq_len - lengths.sum(1, keepdims=True)
+        runs = np.concatenate([lengths, padding], axis=1).reshape(-1)
+        ends = np.cumsum(runs if self._static_shapes else runs[runs > 0])
+        return np.concatenate([[0], ends])
 
     def _labelled(
         self, index: NDArray[np.int64], labels: NDArray[np.generic], is_there: NDArray[np.bool_]

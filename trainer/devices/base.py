@@ -17,6 +17,7 @@ from trainer.data.batch import B
 from trainer.data.loader import Step
 from trainer.devices.inductor import Inductor
 from trainer.models.operations import Operations
+from trainer.optim.rounding import stochastically_rounded
 from trainer.parallel.mesh import Group, Mesh
 
 #: torch.distributed's name of what `Device.all_reduce` does.
@@ -110,6 +111,10 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def seed(self, seed: int) -> None:
         """Seed what draws random numbers in the model."""
+
+    def round_stochastically(self, x: torch.Tensor) -> torch.Tensor:
+        """fp32 rounded to values of bf16 by chance; seeded by `seed`, the same on all workers of one seed."""
+        return stochastically_rounded(x, torch.Tensor.view)
 
     @abc.abstractmethod
     def random_region(self, seed: int) -> contextlib.AbstractContextManager[None]:

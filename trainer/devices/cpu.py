@@ -27,14 +27,46 @@ class CpuOperations(Operations):
         dropped: Tensor = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
         return dropped
 
+    def attention_mask(self, sequence_ids: Tensor, bounds: Tensor | None) -> AttentionMask:
+        """Of packed rows, how long each sequence is, and whether it is one: a graph cannot tell, so it gets a mask."""
+        if bounds is None or torch.compiler.is_compiling():
+            return super().attention_mask(sequence_ids, bounds)
+        lengths, starts = bounds.diff(), bounds[:-1][bounds.diff() > 0]
+        is_sequence = sequence_ids.flatten()[starts] > 0
+        return list(zip(lengths[lengths > 0].tolist(), is_sequence.tolist(), strict=True))
+
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
+        if isinstance(mask, list):
+            return self._attention_by_sequence(query, key, value, mask, dropout_p)
         if dropout_p == 0:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-        bias = torch.zeros(mask.shape, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        # Half of the least number: added to a score, even the least itself would overflow.
+        bias = torch.zeros(mask.shape, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min / 2)
         # dtype: autocast would make it fp32 and back; within the kernel it is fp32 in any case.
         weights = torch.softmax(scores.add_(bias), dim=-1, dtype=scores.dtype)
         return self.dropout(weights, dropout_p) @ value
+
+    def _attention_by_sequence(
+        self, query: Tensor, key: Tensor, value: Tensor, runs: list[tuple[int, bool]], dropout_p: float
+    ) -> Tensor:
+        """One sequence after the other: no weight between two is computed, and those of one fit the caches."""
+        B, A, S, D = query.shape
+
+        def parts(x: Tensor) -> list[Tensor]:
+            split: list[Tensor] = x.transpose(1, 2).reshape(B * S, A, D).split([length for length, _ in runs])
+            # Contiguous: torch's bf16 products of strided matrices take several times as long.
+            return [part.transpose(0, 1).contiguous() for part in split]
+
+        outs = []
+        for q, k, v, (_, is_sequence) in zip(parts(query * D**-0.5), parts(key), parts(value), runs, strict=True):
+            if is_sequence:
+                weights = torch.softmax(q @ k.transpose(1, 2), dim=-1, dtype=q.dtype)
+                out = (self.dropout(weights, dropout_p) if dropout_p else weights) @ v
+            else:
+                out = torch.zeros_like(v)
+            outs.append(out.transpose(0, 1))
+        return torch.cat(outs).view(B, S, A, D).transpose(1, 2)
 
 
 class _Dropout(torch.autograd.Function):
@@ -70,8 +102,9 @@ class CpuDevice(Device):
         return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
     def automatic_precision(self) -> tuple[str, str]:
-        if {"avx512_bf16", "amx_bf16"} & cpu_flags():
-            return "autocast", "this CPU has bf16 instructions"
+        found = sorted({"avx512_bf16", "amx_bf16"} & cpu_flags())
+        if found:
+            return "autocast", f"this CPU has bf16 instructions ({', '.join(found)})"
         return "fp32", "this CPU has no bf16 instructions"
 
     def seed(self, seed: int) -> None:

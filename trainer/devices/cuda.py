@@ -3,20 +3,58 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from trainer.data.batch import B
 from trainer.devices.base import Device
 from trainer.errors import UserError
+from trainer.models.operations import AttentionMask, Operations
 
 #: Dense bf16 tensor-core peaks, FLOP/s, from NVIDIA's data sheets, by a part of the name torch reports.
 _BF16_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "A10G": 70e12}
 
 
+class CudaOperations(Operations):
+    """Packed rows go through torch's nested tensors, which call FlashAttention for sequences of different lengths."""
+
+    def attention_mask(self, sequence_ids: Tensor, bounds: Tensor | None) -> AttentionMask:
+        if bounds is None or torch.compiler.is_compiling():
+            return super().attention_mask(sequence_ids, bounds)
+        # That they are a prototype is known; it is told once a process otherwise.
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype", UserWarning)
+        return Bounds(bounds)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
+        if not isinstance(mask, Bounds):
+            return super().attention(query, key, value, mask, dropout_p)
+        B, A, S, D = query.shape
+
+        def nested(x: Tensor) -> Tensor:
+            flat = x.transpose(1, 2).reshape(B * S, A, D)
+            # The lengths' limits are told, as asking the GPU for them would wait for it.
+            jagged: Tensor = torch.nested.nested_tensor_from_jagged(flat, mask.tensor, min_seqlen=1, max_seqlen=S)
+            return jagged.transpose(1, 2)
+
+        out = F.scaled_dot_product_attention(nested(query), nested(key), nested(value), dropout_p=dropout_p)
+        return out.transpose(1, 2).values().view(B, S, A, D).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where sequences begin in the flattened micro-batch, and its end: what `CudaOperations.attention` goes by."""
+
+    tensor: Tensor
+
+
 class CudaDevice(Device):
+    operations = CudaOperations()
     backend = "cpu:gloo,cuda:nccl"
 
     def __init__(self, local_rank: int) -> None:
@@ -78,6 +116,6 @@ class CudaDevice(Device):
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         name = torch.cuda.get_device_name(self.torch_device)
-        if precision != "autocast":
+        if precision in ("fp32", "fp64"):
             return None
         return next((peak for part, peak in _BF16_PEAKS.items() if part in name), None)

@@ -183,6 +183,10 @@ class NeuronDevice(XlaDevice):
     def automatic_precision(self) -> tuple[str, str]:
         return _AUTOMATIC, "NeuronCores multiply in bf16"
 
+    def round_stochastically(self, x: torch.Tensor) -> torch.Tensor:
+        """As it is: the runtime rounds wherever fp32 becomes bf16 (`NEURON_RT_STOCHASTIC_ROUNDING_EN`)."""
+        return x
+
     def all_reduce(self, tensors: list[torch.Tensor], group: Group, *, sums: bool = True) -> None:
         if group.size > 1:
             kind = self._xm.REDUCE_SUM if sums else self._xm.REDUCE_MAX

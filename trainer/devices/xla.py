@@ -16,6 +16,7 @@ from trainer.data.loader import Step
 from trainer.devices.base import REDUCTIONS, Device, DeviceOptions
 from trainer.devices.graphs import GraphReport
 from trainer.errors import UserError
+from trainer.optim.rounding import stochastically_rounded
 from trainer.parallel.mesh import Group, Mesh
 
 #: Tensors are fetched for a checkpoint so many bytes at a time: what is in host memory twice.
@@ -35,10 +36,17 @@ class XlaDevice(Device):
         self._report = GraphReport(options.reports, with_operations=options.count_operations)
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         import torch_xla
+        import torch_xla.core.xla_builder as xla_builder
         import torch_xla.core.xla_model as xm
+        import torch_xla.core.xla_op_registry as op_registry
         import torch_xla.debug.metrics
 
         self._torch_xla, self._xm, self._metrics = torch_xla, xm, torch_xla.debug.metrics
+        # torch's own way of it would fetch the tensor to the host.
+        self._bitcast = {
+            torch.int32: op_registry.register("int32_of_bits", lambda x: x.bitcast(xla_builder.Type.S32)),
+            torch.float32: op_registry.register("float32_of_bits", lambda x: x.bitcast(xla_builder.Type.F32)),
+        }
         self._late: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = []
 
     def start(self, mesh: Mesh) -> None:
@@ -111,6 +119,9 @@ class XlaDevice(Device):
 
     def seed(self, seed: int) -> None:
         self._xm.set_rng_state(seed, str(self.torch_device))
+
+    def round_stochastically(self, x: torch.Tensor) -> torch.Tensor:
+        return stochastically_rounded(x, lambda tensor, dtype: self._bitcast[dtype](tensor))
 
     @contextlib.contextmanager
     def random_region(self, seed: int) -> Iterator[None]:

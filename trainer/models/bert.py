@@ -11,55 +11,20 @@ whole micro-batch, V: vocabulary. A row is one sequence, or, packed, several tha
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.config import ModelConfig
-from trainer.data.batch import Batch
+from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.models.base import Model
 from trainer.models.operations import AttentionMask, Operations
+from trainer.models.sums import Embedding, LayerNorm, at_least_fp32
 from trainer.parallel.shares import put_share, whole_shape
 from trainer.parallel.tensor import RowLinear, TensorParallel, VocabularyEmbedding, vocabulary_cross_entropy
 
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
-#: Label of a masked position that only fills up a static shape (torch's and Hugging Face's ignore_index).
-IGNORED = -100
-
-
-@dataclass(frozen=True)
-class BertBatch(Batch):
-    """One micro-batch. All int64."""
-
-    #: Whether rows hold several sequences.
-    is_packed: ClassVar[bool] = False
-
-    #: (B, S) token ids.
-    input_ids: Tensor
-    #: (B, S) 0 for the first sentence and padding, 1 for the second sentence.
-    segment_ids: Tensor
-    #: (B, S) the number of a token's sequence in its row, from 1; 0 in padding.
-    sequence_ids: Tensor
-    #: (B, S) places in the sequences, from 0; (1, S) where they are the same in all rows.
-    position_ids: Tensor
-    #: (M,) places of the masked tokens in the flattened (B·S,) micro-batch.
-    masked_index: Tensor
-    #: (M,) ids that were there, `IGNORED` where the place is only a filler.
-    masked_labels: Tensor
-    #: (Q,) places of the sequences' [CLS] in the flattened micro-batch.
-    first_index: Tensor
-    #: (Q,) 1 if the second sentence is a random one, `IGNORED` where the place is only a filler.
-    next_sentence_labels: Tensor
-
-
-@dataclass(frozen=True)
-class PackedBertBatch(BertBatch):
-    """A micro-batch of packed rows."""
-
-    is_packed = True
 
 
 class Dropout(nn.Module):
@@ -76,9 +41,9 @@ class Embeddings(nn.Module):
     def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
         self.word_embeddings = VocabularyEmbedding(config.vocab_size, config.hidden_size, ranks)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.position_embeddings = Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob, ops)
 
     def forward(self, batch: BertBatch) -> Tensor:
@@ -121,7 +86,7 @@ class DenseAndNorm(nn.Module):
     def __init__(self, inputs: int, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
         self.dense = RowLinear(inputs, config.hidden_size, ranks)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob, ops)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -195,7 +160,7 @@ class Transform(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.LayerNorm(F.gelu(self.dense(x)))
@@ -238,7 +203,7 @@ class BertForPreTraining(Model):
 
     def logits(self, batch: BertBatch) -> tuple[Tensor, Tensor]:
         """Masked-LM logits (M, V / t) at the masked positions, and next-sentence logits (Q, 2)."""
-        mask = self._ops.attention_mask(batch.sequence_ids, is_packed=batch.is_packed)
+        mask = self._ops.attention_mask(batch.sequence_ids, batch.packed_bounds)
         x = self.bert.encoder(self.bert.embeddings(batch), mask).flatten(0, 1)
         masked, first = x.index_select(0, batch.masked_index), x.index_select(0, batch.first_index)
         word_embeddings = self.bert.embeddings.word_embeddings.weight
@@ -284,10 +249,6 @@ class BertForPreTraining(Model):
                 if name == WORD_EMBEDDINGS:
                     values[0].zero_()  # [PAD]
                 put_share(parameter, name, values, self._ranks)
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def has_weight_decay(name: str) -> bool:

@@ -4,6 +4,9 @@
 clipping and the optimizer are then each a few operations, and no step copies anything. `SeparateParameters` leaves
 them apart, for devices whose compiler turns every view of a long vector into a copy of it.
 
+Gradients are summed in `Precision.dtype`, whatever type the model's weights have: where they have that type autograd
+adds to the sums itself, else each parameter's gradient is added to its sum, and dropped, as soon as it is there.
+
 N: number of parameters in all. E: extras, numbers (the losses) that are summed with the gradients, so that one
 all-reduce serves both.
 """
@@ -11,27 +14,52 @@ all-reduce serves both.
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from trainer.precision import Precision
+
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors, each with its gradient in `.grad`, that an optimizer treats alike."""
+    """Tensors that an optimizer treats alike."""
 
-    tensors: list[Tensor]
+    #: The model's, in `Precision.weights`.
+    weights: list[Tensor]
+    #: Their gradients' sums, in `Precision.dtype`.
+    gradients: list[Tensor]
     has_weight_decay: bool
+    precision: Precision
+    #: (name, view) of the parameters in tensors laid out like these.
+    named: Callable[[list[Tensor]], Iterator[tuple[str, Tensor]]]
+    #: The weights in `Precision.dtype`, where it keeps them; else none.
+    masters: list[Tensor] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[list[Tensor]]:
+        """The weights in `Precision.dtype`, to be updated in place; the model's follow at the end."""
+        # `to` gives the tensor itself where it has the type already: then nothing is copied, here or below.
+        wide = self.masters or [weight.to(self.precision.dtype) for weight in self.weights]
+        yield wide
+        for weight, updated in zip(self.weights, wide, strict=True):
+            if weight is not updated:
+                weight.copy_(self.precision.rounded(updated))
+
+    def zeros(self) -> list[Tensor]:
+        """Zeros like the gradients, for an optimizer's state."""
+        return [zeros_like(gradient) for gradient in self.gradients]
 
 
 @dataclass(frozen=True)
-class SharedGradients:
-    """Ranks that share one model: some gradients are split over them, the others are the same on all."""
+class SharedModel:
+    """Ranks that share one model: some tensors are split over them, the others are the same on all."""
 
     is_split: Callable[[str], bool]
-    #: Adds up a scalar over the ranks, in place.
+    #: Adds up a tensor over the ranks, in place.
     add_up: Callable[[Tensor], None]
 
     def norm(self, gradients: dict[str, Tensor]) -> Tensor:
@@ -44,6 +72,15 @@ class SharedGradients:
         self.add_up(split)
         return (split + torch.stack(squares[False]).sum()).sqrt()
 
+    def whole_norms(self, names: list[str], norms: Tensor) -> Tensor:
+        """L2 norms of whole tensors from those of this rank's pieces, (…, T); `names`: the T parameters."""
+        split = [at for at, name in enumerate(names) if self.is_split(name)]
+        squares = norms[..., split] ** 2
+        self.add_up(squares)
+        norms = norms.clone()
+        norms[..., split] = squares.sqrt()
+        return norms
+
 
 def zeros_like(tensor: Tensor) -> Tensor:
     """Zeros that come from the host: made on a device that compiles, they would be one more graph."""
@@ -51,7 +88,7 @@ def zeros_like(tensor: Tensor) -> Tensor:
 
 
 class Parameters(abc.ABC):
-    """Make it once the model is on its device, in its type, initialised."""
+    """Make it once the model is on its device, in `Precision.dtype`, initialised; its weights get their own type."""
 
     groups: list[Group]
     #: Everything that is summed over the workers after a step, and then zeroed.
@@ -61,9 +98,25 @@ class Parameters(abc.ABC):
     #: (E,)
     _extras: Tensor
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        self._precision = precision
         self._parameters = dict(model.named_parameters())
+        #: Where the gradients are summed.
         self._homes: dict[str, Tensor] = {}
+
+    @property
+    def _sums_itself(self) -> bool:
+        """Whether autograd's own sums do."""
+        return self._precision.weights == self._precision.dtype
+
+    def _sum_into(self, name: str, home: Tensor) -> None:
+        """Have the gradients of a parameter, which has its final type by now, added to `home`."""
+        self._homes[name] = home
+        parameter = self._parameters[name]
+        if self._sums_itself:
+            parameter.grad = home
+        else:
+            parameter.register_post_accumulate_grad_hook(lambda parameter: _move_gradient(parameter, home))
 
     def zero_gradients(self) -> None:
         """Zero the gradients and the extras, as they are at the start, too."""
@@ -83,9 +136,9 @@ class Parameters(abc.ABC):
     def check_homes(self) -> None:
         """Autograd adds in place as long as nobody replaces .grad; a replaced one would silently not be reduced."""
         for name, parameter in self._parameters.items():
-            assert parameter.grad is self._homes[name], name
+            assert parameter.grad is (self._homes[name] if self._sums_itself else None), name
 
-    def clip(self, max_norm: float | Tensor | None, ranks: SharedGradients | None = None) -> Tensor:
+    def clip(self, max_norm: float | Tensor | None, ranks: SharedModel | None = None) -> Tensor:
         """Scale the gradients down to the L2 norm `max_norm` if theirs is larger (None: never); returns the norm
         before, which is that of the whole model where `ranks` share it.
 
@@ -101,62 +154,99 @@ class Parameters(abc.ABC):
                 gradient.mul_(factor)
         return norm
 
-    @abc.abstractmethod
     def named(self, values: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Views, under the parameters' names and in their shapes, into tensors laid out like those of the groups."""
+        for group, tensors in zip(self.groups, values, strict=True):
+            yield from group.named(tensors)
+
+    def masters(self) -> dict[str, Tensor]:
+        """The weights in `Precision.dtype`, by name and in the model's order; empty where it keeps none."""
+        if not self._precision.keeps_master:
+            return {}
+        views = dict(self.named([group.masters for group in self.groups]))
+        return {name: views[name] for name in self._parameters}
+
+
+def _move_gradient(parameter: Tensor, home: Tensor) -> None:
+    assert parameter.grad is not None
+    home.add_(parameter.grad)
+    parameter.grad = None
 
 
 class FlatParameters(Parameters):
-    def __init__(self, model: nn.Module, has_weight_decay: Callable[[str], bool], extras: int) -> None:
-        super().__init__(model)
-        named = sorted(self._parameters.items(), key=lambda item: not has_weight_decay(item[0]))
-        self._places: dict[str, tuple[slice, torch.Size]] = {}
-        at = 0
-        for name, parameter in named:
-            self._places[name] = (slice(at, at + parameter.numel()), parameter.shape)
-            at += parameter.numel()
-        self._split = sum(p.numel() for name, p in named if has_weight_decay(name))
-        example = named[0][1]
-        flat = torch.empty(at, dtype=example.dtype, device=example.device)
-        reduced = torch.zeros(at + extras, dtype=example.dtype, device=example.device)
-        decayed, undecayed = nn.Parameter(flat[: self._split]), nn.Parameter(flat[self._split :])
-        decayed.grad, undecayed.grad = reduced[: self._split], reduced[self._split : at]
-        self.groups = [Group([decayed], True), Group([undecayed], False)]
-        self._reduced, self._gradients, self._extras = [reduced], [reduced[:at]], reduced[at:]
-        for name, parameter in named:
-            place, shape = self._places[name]
-            flat[place] = parameter.detach().reshape(-1)
-            parameter.data = flat[place].view(shape)
-            parameter.grad = self._homes[name] = reduced[place].view(shape)
+    def __init__(
+        self, model: nn.Module, has_weight_decay: Callable[[str], bool], extras: int, precision: Precision
+    ) -> None:
+        super().__init__(model, precision)
+        names = sorted(self._parameters, key=lambda name: not has_weight_decay(name))
+        total = sum(parameter.numel() for parameter in self._parameters.values())
+        device = self._parameters[names[0]].device
+        weights = torch.empty(total, dtype=precision.weights, device=device)
+        masters = torch.empty(total, dtype=precision.dtype, device=device) if precision.keeps_master else None
+        reduced = torch.zeros(total + extras, dtype=precision.dtype, device=device)
+        at, decayed = 0, 0
+        places: list[dict[str, tuple[slice, torch.Size]]] = [{}, {}]
+        for name in names:
+            parameter, decays = self._parameters[name], has_weight_decay(name)
+            shape, place = parameter.shape, slice(at, at + parameter.numel())
+            at = place.stop
+            decayed = at if decays else decayed
+            begin = 0 if decays else decayed
+            places[not decays][name] = slice(place.start - begin, place.stop - begin), shape
+            for whole in (weights,) if masters is None else (weights, masters):
+                whole[place] = parameter.detach().reshape(-1)
+            parameter.data = weights[place].view(shape)
+            self._sum_into(name, reduced[place].view(shape))
+        self.groups = [
+            Group(
+                [weights[part]], [reduced[:total][part]], decays, precision, _views(places[not decays]),
+                [] if masters is None else [masters[part]],
+            )
+            for part, decays in ((slice(decayed), True), (slice(decayed, None), False))
+        ]  # fmt: skip
+        self._reduced, self._gradients, self._extras = [reduced], [reduced[:total]], reduced[total:]
 
-    def named(self, values: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        (decayed,), (undecayed,) = values
-        for name, (place, shape) in self._places.items():
-            above = slice(place.start - self._split, place.stop - self._split)
-            yield name, (decayed[place] if place.stop <= self._split else undecayed[above]).view(shape)
+
+def _views(
+    places: dict[str, tuple[slice, torch.Size]],
+) -> Callable[[list[Tensor]], Iterator[tuple[str, Tensor]]]:
+    """What gives the parameters' views into one long vector."""
+    return lambda flat: ((name, flat[0][place].view(shape)) for name, (place, shape) in places.items())
 
 
 class SeparateParameters(Parameters):
-    def __init__(self, model: nn.Module, has_weight_decay: Callable[[str], bool], extras: int) -> None:
-        super().__init__(model)
-        for parameter in self._parameters.values():
-            parameter.grad = zeros_like(parameter)
-        decayed = [name for name in self._parameters if has_weight_decay(name)]
-        self._names = [decayed, [name for name in self._parameters if name not in decayed]]
-        self.groups = [
-            Group([self._parameters[name] for name in names], decays)
-            for names, decays in zip(self._names, (True, False), strict=True)
-        ]
+    def __init__(
+        self, model: nn.Module, has_weight_decay: Callable[[str], bool], extras: int, precision: Precision
+    ) -> None:
+        super().__init__(model, precision)
+        self._has_weight_decay = has_weight_decay
+        self._masters: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            if precision.weights != precision.dtype:
+                value = parameter.detach().cpu()  # what a device that compiles converted would be one more graph
+                if precision.keeps_master:
+                    self._masters[name] = value.to(parameter.device, copy=True)
+                parameter.data = value.to(precision.weights).to(parameter.device)
+            self._sum_into(name, torch.zeros(parameter.shape, dtype=precision.dtype).to(parameter.device))
         example = next(iter(self._parameters.values()))
-        self._extras = zeros_like(example.detach().flatten()[:extras])
+        self._extras = torch.zeros(extras, dtype=precision.dtype).to(example.device)
         self._settle()
 
     def _settle(self) -> None:
         """From now on the gradients are those that the parameters have now."""
-        self._homes = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        if self._sums_itself:
+            self._homes = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self._gradients = list(self._homes.values())
         self._reduced = [*self._gradients, self._extras]
+        self.groups = [self._group(decays) for decays in (True, False)]
 
-    def named(self, values: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for names, tensors in zip(self._names, values, strict=True):
-            yield from zip(names, tensors, strict=True)
+    def _group(self, decays: bool) -> Group:
+        names = [name for name in self._parameters if self._has_weight_decay(name) is decays]
+        return Group(
+            [self._parameters[name] for name in names],
+            [self._homes[name] for name in names],
+            decays,
+            self._precision,
+            lambda tensors: zip(names, tensors, strict=True),
+            [self._masters[name] for name in names if name in self._masters],
+        )

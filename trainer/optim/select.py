@@ -8,7 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from trainer.optim.adamw import AdamW
-from trainer.optim.parameters import Parameters
+from trainer.optim.lamb import Lamb
+from trainer.optim.parameters import Parameters, SharedModel
 from trainer.optim.sgd import SGD
 
 
@@ -29,8 +30,16 @@ class Optimizer(Protocol):
 
 
 def make_optimizer(
-    name: str, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None
+    name: str,
+    parameters: Parameters,
+    *,
+    weight_decay: float,
+    number: Callable[[float], float | Tensor] | None,
+    ranks: SharedModel | None,
 ) -> Optimizer:
-    """The optimizer called `name`; `number` is for devices that compile whole steps, None elsewhere."""
+    """The optimizer called `name`; `number` is for devices that compile whole steps, `ranks` for those that share the
+    model; both None elsewhere. Names that say a precision, too, are AdamW (`TrainConfig.wanted_precision`)."""
+    if name == "LAMB":
+        return Lamb(parameters, weight_decay=weight_decay, number=number, ranks=ranks)
     kind = SGD if name == "SGD" else AdamW
     return kind(parameters, weight_decay=weight_decay, number=number)

@@ -26,15 +26,14 @@ class SGD:
         """Update the parameters from their gradients."""
         rate = None if self._number is None else self._number(learning_rate)
         for group in self._parameters.groups:
-            for tensor in group.tensors:
-                gradient = tensor.grad
-                assert gradient is not None
-                if group.has_weight_decay and self._weight_decay:
-                    gradient = gradient.add(tensor, alpha=self._weight_decay)
-                if rate is None:
-                    tensor.sub_(gradient, alpha=learning_rate)
-                else:
-                    tensor.sub_(rate * gradient)
+            with group.opened() as weights:
+                for weight, gradient in zip(weights, group.gradients, strict=True):
+                    if group.has_weight_decay and self._weight_decay:
+                        gradient = gradient.add(weight, alpha=self._weight_decay)
+                    if rate is None:
+                        weight.sub_(gradient, alpha=learning_rate)
+                    else:
+                        weight.sub_(rate * gradient)
 
     def state(self) -> dict[str, Tensor]:
         """Nothing."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.optim.parameters import SeparateParameters
@@ -16,39 +19,67 @@ _STEPS_UNTIL_SETTLED = 2
 
 
 class DdpParameters(SeparateParameters):
-    """Parameters whose gradients are views of DDP's buckets, and summed there."""
+    """Parameters whose gradients DDP sums: in its buckets, or, where those have not the type of our sums, in ours."""
 
-    def __init__(self, model: nn.Module, has_weight_decay: Callable[[str], bool], extras: int) -> None:
-        super().__init__(model, has_weight_decay, extras)
-        self._reductions = 0
+    _reductions = 0
 
     def reduce(self, all_reduce: Callable[[list[Tensor]], None]) -> Tensor:
         """The extras, summed over the workers; the gradients are already."""
         self._reductions += 1
-        if self._reductions <= _STEPS_UNTIL_SETTLED:
+        if not self._sums_itself:
+            for parameter in self._parameters.values():
+                parameter.grad = None  # DDP's bucket, with nothing in it
+        elif self._reductions <= _STEPS_UNTIL_SETTLED:
             self._settle()
         self.check_homes()
         all_reduce([self._extras])
         return self._extras.clone()
 
+    def own_sums(self) -> dict[Tensor, Tensor] | None:
+        """Parameter → our sum of its gradients; None where DDP's buckets are the sums."""
+        if self._sums_itself:
+            return None
+        return {parameter: self._homes[name] for name, parameter in self._parameters.items()}
+
 
 class DdpModel:
     """A model's forward pass under DDP; the sum over the workers is part of the last micro-step's backward pass."""
 
-    def __init__(self, model: nn.Module, group: Group) -> None:
+    def __init__(self, model: nn.Module, group: Group, parameters: DdpParameters) -> None:
         self._ddp = DistributedDataParallel(
             model, process_group=group.process_group, broadcast_buffers=False, gradient_as_bucket_view=True
         )
-        self._workers = group.size
+        # DDP takes the mean over the workers, and ours are sums.
+        self._scale = group.size
+        sums = parameters.own_sums()
+        if sums is not None:
+            # A lambda, because DDP refuses annotations that are strings, as they are here.
+            self._ddp.register_comm_hook(None, lambda _, bucket: _sum_ours(sums, group, bucket))
+            self._scale = 1
 
     def __call__(self, batch: object) -> tuple[Tensor, ...]:
         losses: tuple[Tensor, ...] = self._ddp(batch)
         return losses
 
     def backward(self, loss: Tensor) -> None:
-        """DDP takes the mean over the workers, and ours are sums."""
-        (loss * self._workers).backward()
+        (loss * self._scale).backward()
 
     def micro_step(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """What forward and backward of a micro-step run in."""
         return contextlib.nullcontext() if is_last else self._ddp.no_sync()
+
+
+def _sum_ours(sums: dict[Tensor, Tensor], group: Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP calls when all gradients of a bucket are there: sum ours of these parameters over the workers."""
+    ours = [sums[parameter] for parameter in bucket.parameters()]
+    flat = torch.cat([tensor.reshape(-1) for tensor in ours])
+    future = dist.all_reduce(flat, group=group.process_group, async_op=True).get_future()
+
+    def put(_: torch.futures.Future[Tensor]) -> Tensor:
+        for tensor, part in zip(ours, flat.split([tensor.numel() for tensor in ours]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+        buffer: Tensor = bucket.buffer()
+        return buffer
+
+    then: torch.futures.Future[Tensor] = future.then(put)
+    return then

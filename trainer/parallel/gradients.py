@@ -13,6 +13,7 @@ from trainer.models.base import Model
 from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters
 from trainer.parallel.ddp import DdpModel, DdpParameters
 from trainer.parallel.mesh import Mesh
+from trainer.precision import Precision
 from trainer.workloads.base import Workload
 
 
@@ -35,9 +36,10 @@ class PlainModel:
 
 
 def arrange(
-    how: str, model: Model, workload: Workload, device: Device, mesh: Mesh
+    how: str, model: Model, workload: Workload, device: Device, mesh: Mesh, precision: Precision
 ) -> tuple[PlainModel | DdpModel, Parameters]:
-    """The forward pass and the parameters of `model`, on its device, for `allreduce` or `ddp`. Raises `UserError`."""
+    """The forward pass and the parameters of `model`, on its device, for `allreduce` or `ddp`; its weights get the type
+    of `precision`. Raises `UserError`."""
     extras = len(workload.losses)
     if how == "ddp":
         if not device.has_ddp:
@@ -45,7 +47,8 @@ def arrange(
                 f"--data_parallel ddp: {device.describe()} has no collective operation that DDP can call while a "
                 f"graph is recorded; use --data_parallel allreduce, or --device cpu"
             )
-        return DdpModel(model, mesh.data_parallel_group), DdpParameters(model, workload.has_weight_decay, extras)
+        parameters = DdpParameters(model, workload.has_weight_decay, extras, precision)
+        return DdpModel(model, mesh.data_parallel_group, parameters), parameters
     layout = SeparateParameters if device.compiles_steps else FlatParameters
     forward = model if device.inductor is None else device.inductor.compile(model)
-    return PlainModel(forward), layout(model, workload.has_weight_decay, extras)
+    return PlainModel(forward), layout(model, workload.has_weight_decay, extras, precision)

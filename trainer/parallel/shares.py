@@ -7,13 +7,13 @@ from torch import Tensor
 from trainer.parallel.plan import Split, share, split_of
 from trainer.parallel.tensor import TensorParallel
 
-#: What optimizers put before a parameter's name.
-_MOMENTS = ("exp_avg_sq.", "exp_avg.")
+#: What stands before a parameter's name in an optimizer's state.
+_PREFIXES = ("exp_avg_sq.", "exp_avg.", "master.")
 
 
 def split_like(name: str) -> Split | None:
-    """How a parameter, or the moment of one, is split; None: it is whole on every rank."""
-    for prefix in _MOMENTS:
+    """How a parameter, or what an optimizer keeps of one, is split; None: it is whole on every rank."""
+    for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return split_of(name)
 

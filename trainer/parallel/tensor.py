@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.data.order import hash_of
+from trainer.models.sums import Embedding
 from trainer.parallel.plan import padded_length
 
 #: Sums (True) or maxima (False) of tensors over the ranks, in place.
@@ -120,7 +121,7 @@ class RowLinear(nn.Linear):
         return self._ranks.sum(F.linear(x, self.weight)) + self.bias
 
 
-class VocabularyEmbedding(nn.Embedding):
+class VocabularyEmbedding(Embedding):
     """Word embeddings whose rows are split: (B, S) ids → (B, S, H), the same on all ranks."""
 
     def __init__(self, vocab_size: int, hidden_size: int, ranks: TensorParallel) -> None:

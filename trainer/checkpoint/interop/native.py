@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.checkpoint.format import MANIFEST, STATE, why_invalid
+from trainer.checkpoint.format import MANIFEST, MASTER, STATE, why_invalid
 from trainer.checkpoint.interop.contents import KINDS, MODEL, OPTIMIZER, Contents
+from trainer.checkpoint.interop.sources import Renamed, Source
 from trainer.checkpoint.tensor_file import TensorFile
 from trainer.config import ModelConfig
 from trainer.errors import CheckpointError
 from trainer.files import sha256_of
+from trainer.precision import Precision
 from trainer.state import TrainState
 
 _FILE = re.compile(r"(model|optimizer)-(\d+)-of-(\d+)\.safetensors")
@@ -31,8 +34,9 @@ def read(path: Path, *, optimizer: bool) -> Contents:
     if STATE not in entries or sha256_of(path / STATE) != entries[STATE]["sha256"]:
         raise CheckpointError(f"checkpoint {path} cannot be used: {STATE} is damaged or not in its {MANIFEST}")
     state = TrainState.read(path)
-    kinds = KINDS if optimizer else (MODEL,)
-    shards: dict[str, list[TensorFile]] = {kind: [] for kind in kinds}
+    looks_for_master = Precision(state.precision).keeps_master
+    kinds = KINDS if optimizer or looks_for_master else (MODEL,)
+    shards: dict[str, list[TensorFile]] = {MODEL: [], OPTIMIZER: []}
     for kind in kinds:
         ranks = {int(m[2]): (name, int(m[3])) for name in entries if (m := _FILE.fullmatch(name)) and m[1] == kind}
         size = max((size for _, size in ranks.values()), default=0)
@@ -49,17 +53,35 @@ def read(path: Path, *, optimizer: bool) -> Contents:
                     f"{manifest['step']}; put the right one in its place"
                 )
             shards[kind].append(file)
-    if not shards[MODEL] or len(shards.get(OPTIMIZER) or shards[MODEL]) != len(shards[MODEL]):
+    if not shards[MODEL] or len(shards[OPTIMIZER] or shards[MODEL]) != len(shards[MODEL]):
         raise CheckpointError(f"{path}: its {MANIFEST} does not list as many files of the optimizer as of the model")
+    model, moments = _with_master(shards) if looks_for_master else (shards[MODEL], shards[OPTIMIZER])
     return Contents(
         path=path,
         format="native",
-        form="this project's checkpoint",
+        form="this project's checkpoint" + (", with an fp32 copy of its weights" if model != shards[MODEL] else ""),
         step=manifest["step"],
-        model=shards[MODEL],
-        optimizer=shards.get(OPTIMIZER, ()),
+        model=model,
+        optimizer=moments if optimizer else (),
         config=ModelConfig(**state.model),
         state=state,
         epoch=state.epoch,
         files={path / name: entry["bytes"] for name, entry in entries.items()},
     )
+
+
+def _with_master(shards: dict[str, list[TensorFile]]) -> tuple[Sequence[Source], Sequence[Source]]:
+    """The weights and the moments, where a master copy, if there is one, counts as the weights."""
+    prefix = f"{MASTER}."
+    masters, moments = (
+        [
+            Renamed({n.removeprefix(prefix): (file, n) for n in file.specs if n.startswith(prefix) is is_master})
+            for file in shards[OPTIMIZER]
+        ]
+        for is_master in (True, False)
+    )
+    if not any(source.specs for source in masters):
+        return shards[MODEL], shards[OPTIMIZER]
+    for file in shards[MODEL]:
+        file.close()
+    return masters, moments if any(source.specs for source in moments) else ()

@@ -1,0 +1,138 @@
+"""What a benchmark has found: said in one line, and handed to `python -m benchmarks`, which makes the table.
+
+A machine has one file of results, a row for each figure, so that some benchmarks can be run again without the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Names the file that `say` appends to; set by `python -m benchmarks`.
+VARIABLE = "BENCHMARK_RESULTS"
+LIBRARIES = ("torch", "torch-xla", "transformers", "tokenizers", "numpy")
+COLUMNS = ("benchmark", "what", "ours", "beside", "measured", "claimed", "met", "when", "cores others had")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One figure beside what is claimed of it."""
+
+    what: str
+    #: Both sides, each with its figure and unit.
+    ours: str
+    beside: str
+    value: float
+    #: What follows the value: " ×", " %", " s", …
+    unit: str
+    #: None: nothing is claimed.
+    at_least: float | None = None
+    at_most: float | None = None
+    #: Single measurements, where there are several.
+    each: tuple[float, ...] = ()
+
+    @property
+    def measured(self) -> str:
+        each = f" ({', '.join(map(short, self.each))})" if len(self.each) > 1 else ""
+        return f"{short(self.value)}{self.unit}{each}"
+
+    @property
+    def claimed(self) -> str:
+        bounds = (("at least", self.at_least), ("at most", self.at_most))
+        return " and ".join(f"{word} {bound:g}{self.unit}" for word, bound in bounds if bound is not None) or "nothing"
+
+    @property
+    def met(self) -> str:
+        if self.at_least is None and self.at_most is None:
+            return ""
+        low, high = self.at_least or -float("inf"), float("inf") if self.at_most is None else self.at_most
+        return "yes" if low <= self.value <= high else "no"
+
+
+def short(value: float) -> str:
+    """Three digits."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def say(result: Result) -> None:
+    """Print a result; add it to the table, if there is to be one."""
+    beside = f"; {result.beside}" if result.beside else ""
+    met = f": {'met' if result.met == 'yes' else 'MISSED'}" if result.met else ""
+    print(f"{result.what}: {result.ours}{beside}: {result.measured}; claimed: {result.claimed}{met}", flush=True)
+    if VARIABLE in os.environ:
+        with open(os.environ[VARIABLE], "a") as file:
+            file.write(json.dumps(dataclasses.asdict(result)) + "\n")
+
+
+def ratio(
+    what: str, pairs: Sequence[tuple[float, float]], *, ours: str, beside: str, unit: str = "sequences/s",
+    at_least: float | None = None,
+) -> Result:  # fmt: skip
+    """Both sides' rates, run in turn: their medians, and the median of the ratios of the pairs."""
+    mine, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
+    each = tuple(a / b for a, b in pairs)
+    return Result(
+        what, f"{ours} {short(mine)} {unit}", f"{beside} {short(theirs)} {unit}",
+        statistics.median(each), " ×", at_least=at_least, each=each,
+    )  # fmt: skip
+
+
+def read(path: Path) -> list[Result]:
+    """What `say` has appended."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Result(**{**json.loads(line), "each": tuple(json.loads(line)["each"])}) for line in lines]
+
+
+def machine() -> tuple[str, str]:
+    """What this machine is, and a name for its file."""
+    found = re.search(
+        r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    )
+    said = f"{found[1] if found else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    gpu = _gpu()
+    said = f"{said}, {gpu}" if gpu else said
+    return said, re.sub(r"[^a-z0-9]+", "-", said.lower()).strip("-")
+
+
+def _gpu() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def versions() -> str:
+    """Of Python and the libraries that are measured."""
+    found = [f"Python {platform.python_version()}"]
+    for name in LIBRARIES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def write_table(path: Path, said: str, benchmark: str, results: list[Result], *, when: str, others: float) -> None:
+    """Put the rows of one benchmark in the place of its former ones in a machine's file; others stay, unless they were
+    measured with other versions."""
+    head = f"{versions()}. Made by `python -m benchmarks`, which docs/benchmarks.md explains."
+    former = path.read_text().splitlines() if path.exists() else []
+    rows = [line for line in former if line.startswith("| ") and head in former]
+    kept = [row for row in rows if _benchmark_of(row) not in (benchmark, *COLUMNS)]
+    for r in results:
+        cells = (benchmark, r.what, r.ours, r.beside, r.measured, r.claimed, r.met, when, f"{others:.1f}")
+        kept.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    titles = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([f"# {said}", "", head, "", *titles, *sorted(kept, key=_benchmark_of), ""]))
+
+
+def _benchmark_of(row: str) -> str:
+    return row[2:].split(" | ")[0]

@@ -1,0 +1,127 @@
+"""`python -m trainer` with its parts timed: `-m benchmarks.timed DIRECTORY …`, then the trainer's own options.
+
+Each worker writes DIRECTORY/<rank>.json: for each step the seconds from the end of the one before to its own, and how
+many of them were in which part; last, what came after the steps, and the process's matrix rate before and after
+training. `save` waits until the checkpoint is durable, so that its seconds are all that a
+checkpoint can cost. Nothing is profiled; on the CPU an operation has ended when its call returns.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.__main__ import main as train
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.devices.cpu import CpuDevice
+from trainer.loop import Trainer
+from trainer.metrics import Metrics
+from trainer.optim.adamw import AdamW
+from trainer.optim.parameters import Parameters
+from trainer.parallel.gradients import PlainModel
+
+#: What is not time outside forward pass, backward pass and optimizer.
+INSIDE = ("forward", "backward", "reduce", "optimizer")
+
+
+#: Set in the environment, if the matrix rate is wanted.
+MATRIX_RATE = "BENCHMARK_MATRIX_RATE"
+#: Side of the square matrices whose product tells what this machine can do, and how often it is taken: 17 GFLOP each.
+MATRIX, TIMES = 2048, 12
+
+
+def matrix_flops_per_s() -> float:
+    """fp32, with the threads that training has; the best of several."""
+    a, b = torch.rand(MATRIX, MATRIX), torch.rand(MATRIX, MATRIX)
+    seconds = []
+    for _ in range(TIMES):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        seconds.append(time.perf_counter() - began)
+    return 2 * MATRIX**3 / min(seconds)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = collections.defaultdict(float)
+        self.steps: list[dict[str, float]] = []
+        self._ended = time.perf_counter()
+
+    def part(self, owner: type, method: str, name: str) -> None:
+        """Count what calls of a method take as part `name`."""
+        original: Callable[..., Any] = getattr(owner, method)
+
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.parts[name] += time.perf_counter() - began
+
+        setattr(owner, method, timed)
+
+    def end_step(self) -> None:
+        now = time.perf_counter()
+        self.steps.append({"wall": now - self._ended, **self.parts})
+        self.parts.clear()
+        self._ended = now
+
+
+def install(clock: Clock) -> None:
+    clock.part(PlainModel, "__call__", "forward")
+    clock.part(PlainModel, "backward", "backward")
+    clock.part(Parameters, "reduce", "reduce")
+    for owner, method in ((Parameters, "clip"), (AdamW, "step"), (Parameters, "zero_gradients")):
+        clock.part(owner, method, "optimizer")
+    clock.part(Metrics, "record", "logging")
+    feed, train_step, save = CpuDevice.feed, Trainer.train_step, CheckpointManager.save
+
+    def timed_feed(self: CpuDevice, steps: Iterator[Any]) -> Iterator[Any]:
+        fed = feed(self, steps)
+        while True:
+            began = time.perf_counter()
+            step = next(fed, None)
+            clock.parts["data"] += time.perf_counter() - began
+            if step is None:
+                return
+            yield step
+
+    def timed_step(self: Trainer, *args: Any) -> bool:
+        done = train_step(self, *args)
+        clock.end_step()
+        return done
+
+    def durable_save(self: CheckpointManager, *args: Any) -> None:
+        save(self, *args)
+        self.finish()
+
+    CpuDevice.feed, Trainer.train_step, CheckpointManager.save = timed_feed, timed_step, durable_save  # type: ignore
+    clock.part(Trainer, "save", "save")
+
+
+def main() -> int:
+    directory = Path(sys.argv.pop(1))
+    matrix = matrix_flops_per_s() if MATRIX_RATE in os.environ else 0.0
+    clock = Clock()
+    install(clock)
+    status = train()
+    if MATRIX_RATE in os.environ:
+        matrix = max(matrix, matrix_flops_per_s())
+    last = {**clock.parts, "matrix_flops_per_s": matrix}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps([*clock.steps, last]))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What share of this machine's matrix rate training BERT-Base (S=128, fp32) reaches on the CPU, and what share of its
+time is spent outside forward pass, backward pass and optimizer.
+
+The rate is the best of large `mm`s in the same process, before and after training; model FLOPs are counted by
+`trainer/workloads/bert.py`. Outside is all of a step's wall-clock time that is not in a call of the three: waiting for
+data, seeds, losses, logging, the workers' agreement. To it is added one checkpoint every 10 minutes (the default),
+taken at the most it can cost: as though training stood still until it is durable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+
+from benchmarks.results import Result, say
+from benchmarks.timed import INSIDE, MATRIX_RATE
+from benchmarks.work import BASE, metrics, on_cores, pairs_parser, python, scratch, trainer_options
+
+LEAST_SHARE, MOST_OUTSIDE = 75.0, 2.0
+WARM_UP = 2
+CHECKPOINT_INTERVAL_S = 600.0
+
+
+def main() -> None:
+    p = pairs_parser(__doc__, pairs=1, steps=7)
+    args = p.parse_args()
+    os.environ[MATRIX_RATE] = "1"
+    shares, outside, parts = [], [], {}
+    for _ in range(args.pairs):
+        with scratch(BASE, rows=1024) as (directory, data, model), on_cores(args.cores):
+            options = trainer_options(BASE, data, model, directory / "out", steps=args.steps, precision="fp32")
+            python("-m", "benchmarks.timed", str(directory / "timed"), *options)
+            steps = json.loads((directory / "timed" / "0.json").read_text())
+            recorded = metrics(directory / "out")
+        *taken, end = steps
+        taken = taken[WARM_UP:]
+        peak = end["matrix_flops_per_s"]
+        # Every step has the same work: padded rows count whole, and masked positions vary by little.
+        flops = recorded[0]["flops_per_s"] * recorded[0]["step_time_s"]
+        wall = sum(step["wall"] for step in taken)
+        parts = {name: sum(step.get(name, 0.0) for step in taken) / wall for name in (*INSIDE, "data", "logging")}
+        shares.append(100 * flops * len(taken) / wall / peak)
+        saving = end["save"] / CHECKPOINT_INTERVAL_S
+        outside.append(100 * (1 - sum(parts[name] for name in INSIDE) + saving))
+    rate = flops * len(taken) / wall
+    what = f"BERT-Base, S=128, fp32, {args.cores} cores"
+    said = (f"model {rate / 1e9:.0f} GFLOP/s", f"mm {peak / 1e9:.0f} GFLOP/s")
+    say(
+        Result(f"{what}: share of the matrix rate", *said, statistics.median(shares), " %", at_least=LEAST_SHARE,
+               at_most=100, each=tuple(shares))
+    )  # fmt: skip
+    said = (
+        ", ".join(f"{name} {100 * share:.2g} %" for name, share in parts.items()),
+        f"a checkpoint {end['save']:.1f} s every {CHECKPOINT_INTERVAL_S / 60:g} minutes",
+    )
+    say(
+        Result(f"{what}: time outside forward, backward, optimizer", *said, statistics.median(outside), " %",
+               at_most=MOST_OUTSIDE, each=tuple(outside))
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

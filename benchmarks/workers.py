@@ -1,0 +1,30 @@
+"""Two workers on two cores against one on one core, a thread each: same shards, model and global batch."""
+
+from __future__ import annotations
+
+from benchmarks.results import ratio, say
+from benchmarks.work import A, on_cores, our_step_times, pairs_parser, scratch, steady
+
+LEAST = 1.85
+
+
+def main() -> None:
+    p = pairs_parser(__doc__, cores=2)
+    p.add_argument("--precision", default="auto", help="as the trainer's")
+    args = p.parse_args()
+    halves = A.but(grad_accum_usteps=A.grad_accum_usteps // args.cores)
+    rates = []
+    for _ in range(args.pairs):
+        with scratch(A, shards=2) as (directory, data, model):
+            given = {"steps": args.steps, "precision": args.precision}
+            with on_cores(args.cores, threads=1):
+                several = our_step_times(halves, data, model, directory / "n", workers=args.cores, **given)
+            with on_cores(1):
+                one = our_step_times(A, data, model, directory / "1", **given)
+        rates.append((A.sequences_per_step / steady(several), A.sequences_per_step / steady(one)))
+    what = f"{args.cores} workers on {args.cores} cores, work A, {args.precision}"
+    say(ratio(what, rates, ours=f"{args.cores} workers", beside="one on one core", at_least=LEAST))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""`python -m pipeline cancel STAGE`: ends the job that runs a stage on Slurm or Kubernetes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+
+from pipeline.inspect import Shelf
+from pipeline.launchers import find_job
+from pipeline.launchers.jobs import Unreachable
+from pipeline.stage import Stage, say
+from pipeline.why import add_task, find
+from stages.lock import hold
+from trainer.errors import LockHeld, UserError
+
+SUMMARY = "end the job of a stage on Slurm or Kubernetes; what it has saved stays"
+#: Seconds that a job is given to end: Slurm kills what is left after its KillWait, 30 s by default.
+_END_S = 120
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_task(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when the job has ended. Raises `UserError` if there is none."""
+    task = find(args.task, args.phase)
+    if not isinstance(task, Stage):
+        raise UserError(f"{args.task} is several stages; give one of them, as `python -m pipeline status` names it")
+    job = find_job(task.directory)
+    if job is None:
+        others = [place.path for place in Shelf(task.settings.work_dir).others(task) if find_job(place.path)]
+        elsewhere = f"; {others[0]}, of other settings, has one: give those settings" if others else ""
+        raise UserError(f"no job is at work in {task.directory}{elsewhere}")
+    try:
+        job.cancel()
+        deadline = time.monotonic() + _END_S
+        while job.is_alive():
+            if time.monotonic() > deadline:
+                raise UserError(f"{job} was cancelled, but is still there after {_END_S} s; look at its scheduler")
+            time.sleep(0.5)
+    except Unreachable as error:
+        raise UserError(f"{job} could not be cancelled: {error}") from None
+    with contextlib.suppress(LockHeld), hold(task.directory, knows_jobs=True):  # else luigi, which waits, sees to it
+        job.forget()
+    say(f"{task.label}: {job} is cancelled; the same run goes on from what it has saved")
+    return 0

@@ -1,0 +1,177 @@
+"""The settings of where training runs: [cluster], [slurm], [kubernetes]."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+import luigi
+
+from pipeline.parameters import Number, Switch, Text, Whole
+from trainer.config import DATA_PARALLEL, DEVICES
+from trainer.errors import UserError
+
+LAUNCHERS = ("local", "slurm", "kubernetes")
+#: What a job's script says itself, and [slurm] sbatch_lines may not: options of sbatch.
+_OURS = (
+    *("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--job-name", "-J", "--output", "-o", "--error", "-e"),
+    *("--signal", "--requeue", "--no-requeue", "--open-mode", "--array", "-a", "--time", "-t", "--partition", "-p"),
+    *("--account", "-A", "--chdir", "-D", "--wait", "-W", "--parsable", "--export"),
+)
+#: sbatch's ways to write a time: minutes, minutes:seconds, hours:minutes:seconds, and the same after days-.
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
+
+
+class Cluster(luigi.Config):
+    device = Text(DEVICES)
+    launcher = Text(LAUNCHERS)
+    nnodes = Whole(1, 4096)
+    node_rank = Whole(0, 4095)
+    master_addr = Text()
+    master_port = Whole(1024, 65_000)
+    join_timeout_s = Number(1)
+    nproc_per_node = Whole(1, 1024)
+    tensor_parallel_size = Whole(1, 1024)
+    data_parallel = Text(DATA_PARALLEL)
+    batches_per_execution = Whole(1)
+    compile = Switch()
+    collective_timeout_s = Number(1)
+    hang_timeout_s = Number(1)
+    spot_watch = Switch()
+
+    @property
+    def workers(self) -> int:
+        """Of all machines."""
+        return self.nnodes * self.nproc_per_node
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How workers share the work, which is in compiled graphs."""
+        names = ("nnodes", "nproc_per_node", "tensor_parallel_size", "data_parallel")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.workers // self.tensor_parallel_size
+
+    @property
+    def follows(self) -> bool:
+        """Whether this is one of several machines that were started by hand, and not the first: it trains with the
+        others, and waits for what the first one makes alone."""
+        return self.launcher == "local" and self.node_rank > 0
+
+    def check(self) -> None:
+        """What no single setting can know. Raises `UserError`."""
+        if self.nproc_per_node % self.tensor_parallel_size:
+            raise UserError(
+                f"[cluster] tensor_parallel_size = {self.tensor_parallel_size} does not divide nproc_per_node: "
+                f"data-parallel size = {self.nnodes} × {self.nproc_per_node} / {self.tensor_parallel_size} = "
+                f"{self.workers / self.tensor_parallel_size:g}, in whole copies of the model on each node; change one "
+                f"of them"
+            )
+        if self.node_rank >= self.nnodes:
+            raise UserError(
+                f"[cluster] node_rank = {self.node_rank} is not one of nnodes = {self.nnodes}; allowed: 0 to "
+                f"{self.nnodes - 1}"
+            )
+        if self.launcher == "local":
+            if self.nnodes > 1 and not self.master_addr:
+                raise UserError(
+                    f"[cluster] nnodes = {self.nnodes} with launcher = local needs master_addr, the address of the "
+                    f"machine with node_rank = 0"
+                )
+        elif self.node_rank or self.master_addr:
+            raise UserError(
+                f"[cluster] node_rank and master_addr are for machines started by hand; launcher = {self.launcher} "
+                f"finds them itself: leave them at 0 and empty"
+            )
+
+
+class Slurm(luigi.Config):
+    partition = Text()
+    account = Text()
+    time_limit = Text()
+    signal_s = Whole(1, 65_535)
+    sbatch_lines = Text()
+
+    @property
+    def extra_lines(self) -> list[str]:
+        """`sbatch_lines` without `#SBATCH`, one option or more on each."""
+        lines = (line.strip().removeprefix("#SBATCH").strip() for line in self.sbatch_lines.splitlines())
+        return [line for line in lines if line]
+
+    def check(self) -> None:
+        """Raises `UserError`."""
+        seconds = limit_s(self.time_limit) if self.time_limit else None
+        # Slurm may send it up to 60 s early.
+        if seconds is not None and seconds <= self.signal_s + 60:
+            raise UserError(
+                f"[slurm] time_limit = {self.time_limit} ({seconds} s) leaves no time before the signal, which comes "
+                f"signal_s = {self.signal_s} s and up to 60 s more ahead of it; raise the one or lower the other"
+            )
+        for line in self.extra_lines:
+            for word in shlex.split(line):
+                name = word.partition("=")[0]
+                if name in _OURS or not line.startswith("-"):
+                    raise UserError(
+                        f"[slurm] sbatch_lines: {line} is not allowed; give options of sbatch, one line or more, but "
+                        f"none of {', '.join(option for option in _OURS if option.startswith('--'))}"
+                    )
+
+
+def limit_s(text: str) -> int:
+    """Seconds of a time as sbatch takes it. Raises `UserError`."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise UserError(
+            f"[slurm] time_limit = {text} is no time; write minutes, hours:minutes:seconds or "
+            f"days-hours:minutes:seconds"
+        )
+    parts = [int(part) for part in match["parts"].split(":")]
+    if match["days"] is not None:  # D-H, D-H:M, D-H:M:S
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:  # M, M:S
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+class Kubernetes(luigi.Config):
+    image = Text()
+    namespace = Text()
+    volume_claim = Text()
+    mount_path = Text()
+    pod_resources = Text()
+    node_selector = Text()
+    service_account = Text()
+
+    @property
+    def quantities(self) -> dict[str, str]:
+        """`pod_resources`, by name. Raises `UserError`."""
+        return self._pairs("pod_resources")
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """`node_selector`, by name. Raises `UserError`."""
+        return self._pairs("node_selector")
+
+    def _pairs(self, name: str) -> dict[str, str]:
+        found = {}
+        for word in getattr(self, name).split():
+            key, equals, value = word.partition("=")
+            if not (key and equals and value):
+                raise UserError(f"[kubernetes] {name}: {word} is not allowed; write name=value, separated by spaces")
+            found[key] = value
+        return found
+
+    def check(self) -> None:
+        """What a manifest needs. Raises `UserError`."""
+        for name in ("image", "volume_claim", "mount_path"):
+            if not getattr(self, name):
+                raise UserError(f"[kubernetes] {name} is empty; launcher = kubernetes needs it (docs/cluster.md)")
+        if not self.mount_path.startswith("/"):
+            raise UserError(f"[kubernetes] mount_path = {self.mount_path} is not allowed; allowed: an absolute path")
+        assert self.quantities is not None
+        assert self.labels is not None

@@ -1,0 +1,282 @@
+"""A job that a scheduler runs: submitted, watched, and found again by the next run if nobody saw its end.
+
+Two files in the stage directory. job.json (`stages.lock.JOB`), by whoever submits: what is run, the job's name and,
+once the scheduler has answered, its id; gone when the end has been seen. job-state.json, by the job (`supervisor`): how
+often it was started, and how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from pipeline.launch import Ending
+from pipeline.launchers.base import Detached, Work
+from stages.lock import JOB
+from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
+from trainer.files import read_json, utc_now, write_json
+
+STATE = "job-state.json"
+LOG = "stage.log"
+#: Seconds between two looks at the log, and the shortest and longest between two questions to the scheduler.
+_LOOK_EVERY_S, _ASK_EVERY_S = 0.5, (1.0, 15.0)
+#: Seconds after which a job that ended without a word is believed to be at its end, and not on its way to a restart.
+_SURE_S = 5.0
+
+
+class Unreachable(Exception):
+    """The scheduler does not answer now; its words."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What the scheduler says of a job."""
+
+    #: In its own words: PENDING, RUNNING, …
+    name: str
+    #: Why, or where.
+    detail: str
+    #: Whether it runs, or will.
+    is_alive: bool
+    #: Whether somebody ended it on purpose.
+    is_cancelled: bool = False
+    #: Whether it waits for what can never be.
+    is_stuck: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.detail})" if self.detail else self.name
+
+
+class Scheduler(Protocol):
+    """What runs jobs. All methods raise `UserError` where its commands are not there."""
+
+    name: str
+    #: What has to be known beside a job's name to find it.
+    place: dict[str, str]
+
+    def submit(self, work: Work, job: Job) -> str:
+        """Hand the job in; returns its id. Raises `UserError` with the scheduler's words if it is refused."""
+        ...
+
+    def find(self, record: dict[str, Any]) -> str | None:
+        """The id of the job of that name and place, or None. Raises `Unreachable`."""
+        ...
+
+    def ask(self, job_id: str) -> State | None:
+        """The state of a job; None if there is no such job (any more). Raises `Unreachable`."""
+        ...
+
+    def cancel(self, job_id: str) -> None:
+        """End a job for good; one that is gone already is fine. Raises `Unreachable`."""
+        ...
+
+    def tidy(self, job_id: str) -> None:
+        """Remove what a job that is over has left with the scheduler, as far as that is possible."""
+        ...
+
+
+class Job:
+    """A submitted command."""
+
+    def __init__(self, directory: Path, record: dict[str, Any], scheduler: Scheduler) -> None:
+        self.directory, self.record, self._scheduler = directory, record, scheduler
+
+    @classmethod
+    def submit(cls, work: Work, scheduler: Scheduler) -> Job:
+        """Hand `work` in. Raises `UserError`, with nothing left behind."""
+        token = secrets.token_hex(4)
+        log = work.directory / LOG
+        record = {
+            "launcher": scheduler.name,
+            **scheduler.place,
+            "token": token,
+            "name": f"{work.label}-{work.fingerprint[:10]}-{token}".replace("_", "-"),
+            "words": work.words,
+            "fingerprint": work.fingerprint,
+            "nodes": work.nodes,
+            "resumes": work.resumes,
+            "hang_timeout_s": work.hang_timeout_s,
+            "log_began": log.stat().st_size if log.exists() else 0,
+            "submitted": utc_now(),
+        }
+        job = cls(work.directory, record, scheduler)
+        write_json(work.directory / JOB, record)  # before the job exists: it is found by its name if we die here
+        try:
+            job.record["id"] = scheduler.submit(work, job)
+        except UserError:
+            job.forget()
+            raise
+        if (work.directory / JOB).exists():  # a short job is over by now
+            write_json(work.directory / JOB, record)
+        _say(f"{work.label}: {job}")
+        return job
+
+    def __str__(self) -> str:
+        return f"{self._scheduler.name} job {self.id or self.record['name']}"
+
+    @property
+    def id(self) -> str | None:
+        found: str | None = self.record.get("id")
+        return found
+
+    @property
+    def submitted(self) -> str:
+        """When, UTC."""
+        return str(self.record["submitted"])
+
+    @property
+    def seconds(self) -> float:
+        """How long ago that is."""
+        return max(0.0, time.time() - datetime.fromisoformat(self.submitted).timestamp())
+
+    def state(self) -> State | None:
+        """What the scheduler says; None if it knows nothing of it (any more). Raises `Unreachable`, `UserError`."""
+        if self.id is None:  # whoever submitted it died before it had the answer
+            self.record["id"] = self._scheduler.find(self.record)
+        return None if self.id is None else self._scheduler.ask(self.id)
+
+    def is_alive(self) -> bool:
+        """Whether it runs, or will; True too if nobody can say. Raises `UserError`."""
+        try:
+            state = self.state()
+        except Unreachable:
+            return True
+        return state is not None and state.is_alive
+
+    def cancel(self) -> None:
+        """End it, on purpose: whoever waits for it does not hand it in again. Raises `Unreachable`, `UserError`."""
+        self.state()
+        if self.id is not None:
+            if (self.directory / JOB).exists():
+                write_json(self.directory / JOB, {**self.record, "is_cancelled": True})
+            self._scheduler.cancel(self.id)
+
+    def ending(self) -> Ending | None:
+        """How it ended, in its own words; None if it has not said."""
+        state = read_json(self.directory / STATE) or {}
+        if state.get("token") != self.record["token"] or state.get("ending") is None:
+            return None
+        return Ending(**state["ending"])
+
+    def forget(self) -> None:
+        """Its end has been seen."""
+        (self.directory / JOB).unlink(missing_ok=True)
+        if self.id is not None:
+            self._scheduler.tidy(self.id)
+
+    def wait(self, *, from_start: bool) -> Ending:
+        """Show its log (all that it has said, or only what is new) and its states until it is over; then forget it.
+
+        Raises `Detached` on SIGINT and SIGTERM: the job goes on. `UserError`.
+        """
+        log = self.directory / LOG
+        tail = _Tail(log, self.record["log_began"] if from_start or not log.exists() else log.stat().st_size)
+        with _noted_signals() as signals:
+            state = self._watch(tail, signals)
+        ending = self._how_it_ended(state)
+        if state is not None and state.is_stuck:
+            self.cancel()
+        tail.show()
+        self.forget()
+        return ending
+
+    def _watch(self, tail: _Tail, signals: list[int]) -> State | None:
+        """Until the scheduler says that it is over; returns its last state."""
+        shown, interval_s, asked, over_since = "", _ASK_EVERY_S[0], 0.0, None
+        while True:
+            tail.show()
+            if signals:
+                raise Detached(str(self))
+            now = time.monotonic()
+            if now - asked >= (_ASK_EVERY_S[0] if over_since or self.ending() else interval_s):
+                asked, interval_s = now, min(interval_s * 1.5, _ASK_EVERY_S[1])
+                try:
+                    state = self.state()
+                except Unreachable as error:
+                    text, over_since = f"does not answer, asking again ({error})", None
+                else:
+                    text = "unknown" if state is None else str(state)
+                    over = state is None or not state.is_alive or state.is_stuck
+                    over_since = (over_since or now) if over else None
+                    # A node that failed: the scheduler may put the job back into the queue in its next breath.
+                    if over_since and (self.ending() or now - over_since >= _SURE_S):
+                        return state
+                if text != shown:
+                    shown, interval_s = text, _ASK_EVERY_S[0]
+                    _say(f"{self}: {text}")
+            time.sleep(_LOOK_EVERY_S)
+
+    def _how_it_ended(self, state: State | None) -> Ending:
+        """In its own words, or its scheduler's: cancelled, its supervisor was killed, not known any more."""
+        ending = self.ending()
+        noted = read_json(self.directory / JOB) or {}
+        cancelled = (state is not None and state.is_cancelled) or noted.get("is_cancelled")
+        if cancelled and (ending is None or ending.status):
+            return Ending(EXIT_INTERRUPTED, signal.SIGTERM, False, f"{self} was cancelled")
+        if ending is not None:
+            return ending
+        if state is not None and state.is_stuck:
+            text = f"{self} can never start as it is: {state.detail}; check nnodes and the section "
+            return Ending(EXIT_USER_ERROR, None, False, f"{text}[{self._scheduler.name}] of luigi.cfg")
+        said = f"is gone as {state}" if state is not None else "is not known any more"
+        logs = sorted(self.directory.glob("job-*.log"), key=lambda path: path.stat().st_mtime)
+        hint = f"; see {logs[-1]}" if logs else ""
+        return Ending(EXIT_SOFTWARE, None, False, f"{self} {said}, without a word of how it ended{hint}")
+
+
+class JobLauncher:
+    """Submits a job and waits for it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def run(self, work: Work) -> Ending:
+        return Job.submit(work, self._scheduler).wait(from_start=True)
+
+
+class _Tail:
+    """Shows what is appended to a file, in whole lines."""
+
+    def __init__(self, path: Path, position: int) -> None:
+        self._path, self._position = path, position
+
+    def show(self) -> None:
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._position)
+            text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]
+            self._position += len(whole)
+            sys.stderr.write(whole.decode(errors="replace"))
+            sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """In the block SIGINT and SIGTERM are only noted."""
+    noted: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        noted.append(signum)
+
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,255 @@
+"""Kubernetes: an indexed Job, one pod a node, and a headless Service under whose name pod 0 is found. No operator.
+
+A supervisor in each pod starts its command again in place; the Job replaces pods that are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipeline import cluster
+from pipeline.launch import Start
+from pipeline.launchers.base import Work
+from pipeline.launchers.jobs import Job, State, Unreachable
+from pipeline.launchers.local import start_on_node
+from trainer.errors import EXIT_NODE_MISSING, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
+from trainer.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
+
+#: The label that the Job controller gives to pods, and the annotation with their index (Kubernetes 1.28 and newer;
+#: podFailurePolicy is stable from 1.31 on).
+_JOB_LABEL, _INDEX = "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index"
+#: Exit statuses with which a supervisor gives up: the Job fails, and all its pods end. Any other (killed, evicted): the
+#: pod is replaced.
+_GIVEN_UP = (EXIT_USER_ERROR, 2, EXIT_NODE_MISSING, EXIT_SOFTWARE)
+#: Pods of a Job that may be replaced; what bounds restarts is their progress (`supervisor`).
+_REPLACEMENTS = 1000
+#: Seconds that a pod has to save when it is told to go, and that a finished Job stays.
+_GRACE_S, _KEPT_S = 120, 24 * 3600
+#: Seconds for one command of kubectl.
+_COMMAND_S = 60
+
+
+class KubernetesScheduler:
+    name = "kubernetes"
+
+    def __init__(self, settings: cluster.Kubernetes | None = None, master_port: int = 0) -> None:
+        """`settings` and the port are needed to submit only."""
+        self._settings, self._master_port = settings, master_port
+        self.place = {} if settings is None else {"namespace": settings.namespace}
+
+    def submit(self, work: Work, job: Job) -> str:
+        assert self._settings is not None
+        text = as_yaml(manifest(work, job.record, self._settings, self._master_port))
+        (work.directory / "job.yaml").write_text(text)
+        done = _kubectl("apply", "-f", "-", given=text)
+        if done.returncode:
+            raise UserError(f"kubectl apply refused {work.directory / 'job.yaml'}: {_last_line(done)}")
+        return f"{self._settings.namespace}/{job.record['name']}"
+
+    def find(self, record: dict[str, Any]) -> str | None:
+        job_id = f"{record['namespace']}/{record['name']}"
+        return None if self.ask(job_id) is None else job_id
+
+    def ask(self, job_id: str) -> State | None:
+        job = _get(job_id, "job", job_id.partition("/")[2])
+        if job is None:
+            return None
+        status: dict[str, Any] = job.get("status", {})
+        for condition in status.get("conditions", []):
+            if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
+                said = "; ".join(condition[key] for key in ("reason", "message") if condition.get(key))
+                return State(condition["type"], said, is_alive=False)
+        if "deletionTimestamp" in job["metadata"]:
+            return State("Terminating", "", is_alive=True)
+        pods = f"{status.get('ready', 0)} of {job['spec']['parallelism']} pods ready"
+        return State("Active", "; ".join([pods, *self._complaints(job_id)]), is_alive=True)
+
+    @staticmethod
+    def _complaints(job_id: str) -> list[str]:
+        """Why pods are not running yet: no node has room for them, or their image does not come."""
+        pods = _get(job_id, "pods", f"--selector={_JOB_LABEL}={job_id.partition('/')[2]}") or {}
+        found = set()
+        for pod in pods.get("items", []):
+            status = pod.get("status", {})
+            waiting = [c.get("state", {}).get("waiting", {}) for c in status.get("containerStatuses", [])]
+            reasons = [*waiting, *(c for c in status.get("conditions", []) if c.get("status") == "False")]
+            found |= {r["reason"] for r in reasons if r.get("reason") not in (None, "ContainerCreating", "PodCompleted",
+                      "ContainersNotReady")}  # fmt: skip
+        return sorted(found)
+
+    def cancel(self, job_id: str) -> None:
+        # In the foreground: the Job is there until its pods are gone.
+        self._delete(job_id, "job", "--cascade=foreground")
+        self._delete(job_id, "service")
+
+    def tidy(self, job_id: str) -> None:
+        done = _in_namespace(job_id, "delete", "service", job_id.partition("/")[2], "--ignore-not-found")
+        if done.returncode:
+            print(f"note: the Service {job_id} is left: {_last_line(done)}", flush=True)
+
+    @staticmethod
+    def _delete(job_id: str, kind: str, *options: str) -> None:
+        name = job_id.partition("/")[2]
+        done = _in_namespace(job_id, "delete", kind, name, "--ignore-not-found", "--wait=false", *options)
+        if done.returncode:
+            raise Unreachable(_last_line(done))
+
+
+def manifest(
+    work: Work, record: dict[str, Any], settings: cluster.Kubernetes, master_port: int
+) -> list[dict[str, Any]]:
+    """The Service and the Job. Raises `UserError` if the pods would not see the stage directory."""
+    name = record["name"]
+    mount, directory, here = Path(settings.mount_path), work.directory.absolute(), Path.cwd()
+    if not directory.is_relative_to(mount) or (not work.directory.is_absolute() and not here.is_relative_to(mount)):
+        raise UserError(
+            f"{directory} is not below [kubernetes] mount_path = {mount}, which is all that the pods share with this "
+            f"machine; set [run] work_dir to a directory there"
+        )
+    labels = {"app.kubernetes.io/name": "bert-pretraining-pipeline", "app.kubernetes.io/instance": name}
+    metadata = {"name": name, "namespace": settings.namespace, "labels": labels}
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "clusterIP": "None",
+            "selector": {_JOB_LABEL: name},
+            "publishNotReadyAddresses": True,  # pods look for each other before they are ready
+            "ports": [{"name": "rendezvous", "port": master_port}],
+        },
+    }
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": work.nodes,
+            "parallelism": work.nodes,
+            "backoffLimit": _REPLACEMENTS,
+            "ttlSecondsAfterFinished": _KEPT_S,
+            "podFailurePolicy": {
+                "rules": [
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                    {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted(_GIVEN_UP)}},
+                ]
+            },
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": _pod(name, directory, record["token"], here if here.is_relative_to(mount) else mount, settings),
+            },
+        },
+    }
+    return [service, job]
+
+
+def _pod(name: str, directory: Path, token: str, cwd: Path, settings: cluster.Kubernetes) -> dict[str, Any]:
+    index = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
+    quantities = settings.quantities
+    container = {
+        "name": "trainer",
+        "image": settings.image,
+        "command": ["python", "-m", "pipeline.launchers.supervisor", str(directory), token],
+        "workingDir": str(cwd),
+        "env": [
+            {"name": NODE_RANK_VARIABLE, "valueFrom": index},
+            {"name": MASTER_ADDR_VARIABLE, "value": f"{name}-0.{name}"},
+        ],
+        "resources": {"limits": quantities, "requests": quantities},
+        # EFA registers memory that is locked.
+        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+        "volumeMounts": [
+            {"name": "shared", "mountPath": settings.mount_path},
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    apart = {"labelSelector": {"matchLabels": {_JOB_LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "subdomain": name,
+        "terminationGracePeriodSeconds": _GRACE_S,
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
+        # Nodes with devices are kept free of pods that do not ask for them.
+        "tolerations": [{"key": q, "operator": "Exists", "effect": "NoSchedule"} for q in quantities if "/" in q],
+        "containers": [container],
+        "volumes": [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": settings.volume_claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    if settings.labels:
+        pod["nodeSelector"] = settings.labels
+    if settings.service_account:
+        pod["serviceAccountName"] = settings.service_account
+    return pod
+
+
+class _Plain(yaml.SafeDumper):
+    """Without `&id001` and `*id001` where two places hold the same."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def as_yaml(documents: list[dict[str, Any]]) -> str:
+    return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False)
+
+
+class InPod:
+    """What the supervisor does in a pod. SIGTERM: the pod is moved elsewhere, or the Job was deleted."""
+
+    limit_signal: signal.Signals | None = None
+    is_restarted = False  # by the count of starts in job-state.json
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ[NODE_RANK_VARIABLE])
+
+    def start(self, nodes: int, *, end_together: bool) -> Start:
+        return start_on_node(self.rank, os.environ[MASTER_ADDR_VARIABLE])
+
+    def requeue(self) -> str | None:
+        """In place: the pods that are left meet again, with whatever the Job has put in place of the others."""
+        return None
+
+
+def _get(job_id: str, *words: str) -> dict[str, Any] | None:
+    """What `kubectl get` says, None if there is no such thing. Raises `Unreachable`."""
+    done = _in_namespace(job_id, "get", *words, "--output=json")
+    if done.returncode:
+        if "NotFound" in done.stderr:
+            return None
+        raise Unreachable(_last_line(done))
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _in_namespace(job_id: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return _kubectl(f"--namespace={job_id.partition('/')[0]}", *words)
+
+
+def _kubectl(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Raises `UserError` if it is not there."""
+    if shutil.which("kubectl") is None:
+        raise UserError(
+            "kubectl is not here, which [cluster] launcher = kubernetes needs; `python -m pipeline manifest` prints "
+            "what it would apply"
+        )
+    command = ["kubectl", *words]
+    try:
+        return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=_COMMAND_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"kubectl took more than {_COMMAND_S} s")
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit status {done.returncode}"

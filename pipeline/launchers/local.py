@@ -1,0 +1,77 @@
+"""On this machine; with several nodes, on this one of those that were started by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline import launch
+from pipeline.cluster import Cluster
+from pipeline.launch import Ending, Start
+from pipeline.launchers.base import Work
+from stages import attempts
+from stages.lock import is_held
+from stages.manifest import FAILURE
+from trainer.errors import NodeMissing, UserError
+from trainer.files import PROGRESS, read_json
+from trainer.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
+
+#: Seconds between two looks at what node 0 does, and between two lines that say so.
+_LOOK_EVERY_S, _TOLD_EVERY_S = 1.0, 30.0
+
+
+class Local:
+    """Child processes of this one."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def run(self, work: Work) -> Ending:
+        start = start_on_node(self._cluster.node_rank, self._cluster.master_addr) if work.nodes > 1 else None
+        # The account of a run is node 0's.
+        with contextlib.nullcontext() if self._cluster.follows else attempts.recording(work.directory) as record:
+            ending = launch.run(
+                work.words,
+                directory=work.directory,
+                fingerprint=work.fingerprint,
+                keep_open=(work.lock,),
+                hang_timeout_s=work.hang_timeout_s,
+                start=start,
+            )
+            if record is not None:
+                record(ending.how, ending.status, ending.error)
+        return ending
+
+
+def start_on_node(rank: int, master_addr: str) -> Start:
+    """How a command is started on one of several nodes."""
+    environment = {NODE_RANK_VARIABLE: str(rank), MASTER_ADDR_VARIABLE: master_addr}
+    return Start(environment=environment, log="stage.log" if rank == 0 else f"stage-node{rank}.log")
+
+
+def await_node_0(
+    label: str, directory: Path, why_incomplete: Callable[[], str | None], timeout_s: float, say: Callable[[str], None]
+) -> None:
+    """Wait until node 0 has completed the stage. Raises `UserError` if it fails there, `NodeMissing` if nobody has been
+    at work on it for `timeout_s` seconds."""
+    began = alive_at = told_at = time.time()
+    while (reason := why_incomplete()) is not None:
+        now = time.time()
+        failure = directory / FAILURE
+        if failure.exists() and failure.stat().st_mtime > began:
+            lines = str((read_json(failure) or {}).get("error", "")).strip().splitlines() or ["it said nothing"]
+            raise UserError(f"{label} failed on node 0: {lines[-1]}")
+        seen = [path.stat().st_mtime for name in ("stage.log", PROGRESS) if (path := directory / name).exists()]
+        if is_held(directory) or max(seen, default=0.0) > alive_at:
+            alive_at = now
+        if now - alive_at > timeout_s:
+            raise NodeMissing(
+                f"{label}: node 0 has not been at work on {directory} for {timeout_s:g} s ({reason}); start the same "
+                f"there with node_rank = 0, and share the work directory"
+            )
+        if now - told_at >= _TOLD_EVERY_S:
+            told_at = now
+            say(f"{label}: waiting for node 0 ({reason})")
+        time.sleep(_LOOK_EVERY_S)

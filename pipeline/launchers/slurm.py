@@ -1,0 +1,166 @@
+"""Slurm: a batch job, whose supervisor on its first node starts one task on each with `srun -K1`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline import cluster
+from pipeline.launch import Start
+from pipeline.launchers.base import Work
+from pipeline.launchers.jobs import Job, State, Unreachable
+from trainer.errors import UserError
+from trainer.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
+
+#: States from which a job does not come back (squeue(1), "JOB STATE CODES").
+_OVER = frozenset(
+    (
+        *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
+        *("PREEMPTED", "REVOKED", "SPECIAL_EXIT", "LAUNCH_FAILED", "RECONFIG_FAIL"),
+    )
+)
+#: Reasons for which a job would be pending for ever (squeue(1), "JOB REASON CODES").
+_STUCK = frozenset(
+    (
+        *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "InvalidAccount"),
+        *("InvalidQOS", "AccountNotAllowed", "QOSNotAllowed", "PartitionInactive"),
+    )
+)
+#: Gives each task its node's number, as torchrun wants it.
+_ON_EACH_NODE = f'export {NODE_RANK_VARIABLE}=$SLURM_NODEID; exec "$@"'
+#: Seconds after the end of the first task in which the others must end too. Without it srun waits for ever for one
+#: whose slurmstepd was killed.
+_WAIT_S = 60
+#: Seconds for one command of Slurm's.
+_COMMAND_S = 60
+
+
+class SlurmScheduler:
+    name = "slurm"
+
+    def __init__(self, settings: cluster.Slurm | None = None) -> None:
+        """`settings` are needed to submit only."""
+        self._settings = settings
+        self.place: dict[str, str] = {}
+
+    def submit(self, work: Work, job: Job) -> str:
+        assert self._settings is not None
+        script = work.directory / "job.sh"
+        script.write_text(batch_script(work, job, self._settings))
+        done = _slurm("sbatch", "--parsable", str(script))
+        if done.returncode:
+            raise UserError(f"sbatch refused {script}: {_last_line(done)}; see [slurm] in luigi.cfg")
+        return done.stdout.strip().partition(";")[0]  # id;cluster in a federation
+
+    def find(self, record: dict[str, Any]) -> str | None:
+        done = _slurm("squeue", "--noheader", "--states=all", f"--name={record['name']}", "--format=%i")
+        if done.returncode:
+            raise Unreachable(_last_line(done))
+        return next(iter(done.stdout.split()), None)
+
+    def ask(self, job_id: str) -> State | None:
+        done = _slurm("scontrol", "show", "job", "--oneliner", job_id)
+        if done.returncode:
+            if "Invalid job id" in done.stderr:
+                return None
+            raise Unreachable(_last_line(done))
+        fields = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", done.stdout))
+        name, detail = fields["JobState"], fields.get("Reason", "None")
+        if detail == "None":
+            detail = "" if fields.get("NodeList") in (None, "", "(null)") else f"on {fields['NodeList']}"
+        stuck = name == "PENDING" and detail in _STUCK
+        return State(name, detail, name not in _OVER, name == "CANCELLED", stuck)
+
+    def tidy(self, job_id: str) -> None:
+        """Slurm forgets by itself."""
+
+    def cancel(self, job_id: str) -> None:
+        done = _slurm("scancel", job_id)
+        if done.returncode:
+            raise Unreachable(_last_line(done))
+
+
+def batch_script(work: Work, job: Job, settings: cluster.Slurm) -> str:
+    """What sbatch is given."""
+    options = {
+        "job-name": job.record["name"],
+        "nodes": work.nodes,
+        "ntasks-per-node": 1,
+        "output": work.directory.absolute() / "job-%j.log",
+        "open-mode": "append",
+        "chdir": Path.cwd(),
+        "partition": settings.partition,
+        "account": settings.account,
+        "time": settings.time_limit,
+        "signal": f"B:USR1@{settings.signal_s}",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
+    lines += ["#SBATCH --requeue", *(f"#SBATCH {line}" for line in settings.extra_lines)]
+    words = [sys.executable, "-m", "pipeline.launchers.supervisor", work.directory.absolute(), job.record["token"]]
+    return "\n".join(["#!/bin/bash", *lines, f"exec {shlex.join(map(str, words))}", ""])
+
+
+class InJob:
+    """What the supervisor does in a Slurm job."""
+
+    #: Slurm sends SIGUSR1 ahead of the time limit, SIGTERM when the job is cancelled or put back into the queue.
+    limit_signal: signal.Signals | None = signal.SIGUSR1
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.is_restarted = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+
+    def start(self, nodes: int, *, end_together: bool) -> Start:
+        """One task on each node; if one fails, `-K1` ends all. srun hands SIGUSR1 on, and kills on SIGTERM."""
+        srun = ["srun", "-K1", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+        if end_together:
+            srun.append(f"--wait={_WAIT_S}")
+        return Start(
+            prefix=(*srun, "bash", "-c", _ON_EACH_NODE, "task"),
+            # Workers share the cores of a node among themselves.
+            environment={MASTER_ADDR_VARIABLE: _address_of_first_node(), "SLURM_CPU_BIND": "none"},
+            is_shown=False,
+            signals=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
+            stop_signal=signal.SIGUSR1,
+        )
+
+    def requeue(self) -> str | None:
+        """Put this job back into the queue, which ends this process; returns Slurm's words if it does not want to."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        done = _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+        if done.returncode:
+            return _last_line(done)
+        time.sleep(_COMMAND_S)  # until it does
+        return "nothing came of it"
+
+
+def _address_of_first_node() -> str:
+    """Where the other nodes reach it: the address in Slurm's configuration, which is the name unless it says more."""
+    names = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).stdout.split()
+    if not names:
+        raise UserError(f"scontrol show hostnames says nothing of {os.environ['SLURM_JOB_NODELIST']}")
+    found = re.search(r"\bNodeAddr=(\S+)", _slurm("scontrol", "show", "node", "--oneliner", names[0]).stdout)
+    return found[1] if found else names[0]
+
+
+def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
+    """One of Slurm's commands. Raises `UserError` if it is not there."""
+    if shutil.which(words[0]) is None:
+        raise UserError(f"{words[0]} is not here; [cluster] launcher = slurm is for a machine from which jobs are sent")
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=_COMMAND_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(words, 1, "", f"{words[0]} took more than {_COMMAND_S} s")
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit status {done.returncode}"

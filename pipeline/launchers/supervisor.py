@@ -1,0 +1,143 @@
+"""`python -m pipeline.launchers.supervisor DIR TOKEN`: what a scheduler's job runs, on its first node or on each.
+
+Runs the command that DIR/job.json names, as `luigi` would here: its log, and its end if it hangs. Says in
+DIR/job-state.json how it ended; or has it started again, as long as it gets further.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from pipeline import launch
+from pipeline.launch import Ending, Start
+from pipeline.launchers import kubernetes, slurm
+from pipeline.launchers.jobs import STATE
+from pipeline.launchers.restarts import FINAL_STATUSES, MAX_RESTARTS, Restarts, newest_checkpoint
+from stages import attempts
+from stages.lock import JOB
+from stages.manifest import MANIFEST
+from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
+from trainer.files import read_json, write_json
+
+
+class Surroundings(Protocol):
+    """The scheduler, seen from inside of its job."""
+
+    #: What it sends ahead of a time limit; None: it has none.
+    limit_signal: signal.Signals | None
+    #: Which of the job's supervisors this is: 0 looks after the restarts.
+    rank: int
+    #: Whether the job was started before.
+    is_restarted: bool
+
+    def start(self, nodes: int, *, end_together: bool) -> Start:
+        """How the command is started; `end_together`: those of all nodes end at about the same time."""
+        ...
+
+    def requeue(self) -> str | None:
+        """Have the job started again, and end this process; returns why that is not possible, in the scheduler's
+        words, or None if the command is to be started again here."""
+        ...
+
+
+class Supervisor:
+    """One start of a job."""
+
+    def __init__(self, directory: Path, token: str, surroundings: Surroundings) -> None:
+        self._directory, self._surroundings = directory, surroundings
+        self._job = read_json(directory / JOB) or {}
+        self._is_ours = self._job.get("token") == token
+        before = read_json(directory / STATE) or {}
+        self._state: dict[str, Any] = before if before.get("token") == token else {"token": token}
+        self._early_signal: int | None = None
+
+    def run(self) -> int:
+        """The exit status of the job."""
+        if not self._is_ours:
+            print(f"{self._directory / JOB} is of another job by now, or its end was seen: there is nothing to do")
+            return 0
+        for signum in filter(None, (self._surroundings.limit_signal, signal.SIGTERM)):
+            signal.signal(signum, self._note_early)
+        restarts = Restarts(**self._state.get("restarts", {}))
+        if self._surroundings.is_restarted or self._state.get("starts"):
+            restarts = restarts.at(self._step())
+        error = self._state.get("error", "it was started again by its scheduler")
+        while not restarts.are_too_many:
+            self._note(restarts=restarts.record(), starts=self._state.get("starts", 0) + 1, ending=None)
+            ending = self._run_command()
+            if ending.status == 0 or not self._may_restart(ending):
+                return self._end(ending)
+            error = ending.error
+            self._note(error=error)
+            restarts = restarts.at(self._step())
+            if not restarts.are_too_many:
+                refusal = self._surroundings.requeue()
+                if refusal is not None:  # whoever waits for it may hand it in again
+                    return self._end(Ending(EXIT_SOFTWARE, None, ending.hung, f"{error} (not requeued: {refusal})"))
+        text = f"{error} (after {MAX_RESTARTS} restarts without a new checkpoint)"
+        return self._end(Ending(EXIT_SOFTWARE, None, False, text, is_final=True))
+
+    def _note(self, **values: Any) -> None:
+        """Keep that for the next start; what one machine sees is enough."""
+        self._state.update(values)
+        if self._surroundings.rank == 0:
+            write_json(self._directory / STATE, self._state)
+
+    def _run_command(self) -> Ending:
+        if self._early_signal is not None:
+            return Ending(EXIT_INTERRUPTED, self._early_signal, False, "stopped before it had begun")
+        first = self._surroundings.rank == 0
+        with attempts.recording(self._directory) if first else contextlib.nullcontext() as record:
+            try:
+                ending = launch.run(
+                    self._job["words"],
+                    directory=self._directory,
+                    fingerprint=self._job["fingerprint"],
+                    keep_open=(),
+                    hang_timeout_s=self._job["hang_timeout_s"],
+                    start=self._surroundings.start(self._job["nodes"], end_together=self._job["resumes"]),
+                )
+            except UserError as error:
+                ending = Ending(EXIT_SOFTWARE, None, False, str(error))
+            if record is not None:
+                record(ending.how, ending.status, ending.error)
+        return ending
+
+    def _may_restart(self, ending: Ending) -> bool:
+        if ending.stopped_by is not None:
+            return ending.stopped_by == self._surroundings.limit_signal
+        return bool(self._job["resumes"]) and ending.status not in FINAL_STATUSES
+
+    def _step(self) -> int:
+        return newest_checkpoint(self._directory) if self._job["resumes"] else 0
+
+    def _end(self, ending: Ending) -> int:
+        """It is over: say how."""
+        self._note(ending=dataclasses.asdict(ending))
+        if ending.status == 0 and self._surroundings.rank == 0 and (self._directory / MANIFEST).exists():
+            (self._directory / JOB).unlink(missing_ok=True)  # nobody has to see to it any more
+        return _exit_status(ending)
+
+    def _note_early(self, signum: int, frame: FrameType | None) -> None:
+        self._early_signal = self._early_signal or signum
+
+
+def _exit_status(ending: Ending) -> int:
+    return ending.status if ending.status >= 0 else 128 - ending.status
+
+
+def main() -> int:
+    directory, token = Path(sys.argv[1]), sys.argv[2]
+    surroundings: dict[str, type[Surroundings]] = {"slurm": slurm.InJob, "kubernetes": kubernetes.InPod}
+    launcher = (read_json(directory / JOB) or {}).get("launcher", "slurm")
+    return Supervisor(directory, token, surroundings[launcher]()).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""`python -m pipeline manifest [STAGE]`: what `launcher = kubernetes` would apply."""
+
+from __future__ import annotations
+
+import argparse
+
+from pipeline.launchers import kubernetes
+from pipeline.launchers.base import Work
+from pipeline.stage import Stage
+from pipeline.training import Training
+from pipeline.why import add_task, find
+from trainer.errors import UserError
+
+SUMMARY = "print the Kubernetes manifest of a stage, a Service and a Job; applies nothing"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_task(parser, default="pretrain-phase1")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it as YAML. Raises `UserError` for a stage that is not run on a cluster, or settings that are missing."""
+    task = find(args.task, args.phase)
+    if not isinstance(task, Stage) or not task.on_cluster:
+        raise UserError(f"{args.task} is not run on a cluster; allowed: Precompile, Pretrain, Evaluate")
+    settings = task.settings.kubernetes
+    settings.check()
+    # The token is made anew for each submission, and is in job.json in the stage directory.
+    record = {"name": f"{task.label}-{task.identity.fingerprint[:10]}-token".replace("_", "-"), "token": "token"}
+    work = Work(
+        task.label, task.directory, -1, task.identity.fingerprint, [], task.nodes, isinstance(task, Training), None
+    )
+    documents = kubernetes.manifest(work, record, settings, task.settings.cluster.master_port)
+    print(kubernetes.as_yaml(documents), end="")
+    return 0

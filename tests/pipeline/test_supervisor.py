@@ -1,0 +1,146 @@
+"""What runs in a scheduler's job: how often it has itself started again, and what it leaves. The scheduler is a
+stand-in that only notes what it is asked."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.launch import Start
+from pipeline.launchers.supervisor import Supervisor
+
+#: Ends as its argument says, after one more checkpoint if there is a second one.
+PROGRAM = """
+import os, sys
+from pathlib import Path
+words = sys.argv[1:]
+if len(words) > 1:
+    Path(f"{words[1]}/checkpoints/ckpt_{len(os.listdir(words[1] + '/checkpoints')) + 1}").mkdir()
+print("error: it broke", flush=True)
+sys.exit(int(words[0]))
+"""
+
+
+class StandIn:
+    limit_signal: signal.Signals | None = signal.SIGUSR1
+    rank = 0
+    is_restarted = False
+
+    def __init__(self) -> None:
+        self.requeued = 0
+
+    def start(self, nodes: int, *, end_together: bool) -> Start:
+        return Start(is_shown=False)
+
+    def requeue(self) -> str | None:
+        self.requeued += 1
+        raise Requeued
+
+
+class Requeued(Exception):
+    """The scheduler ends the job here, and starts it again."""
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Any:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGUSR1, signal.SIGTERM)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def job(directory: Path, *words: object, resumes: bool = True) -> None:
+    (directory / "checkpoints").mkdir(exist_ok=True)
+    record = {"token": "t", "words": ["-c", PROGRAM, *map(str, words)], "fingerprint": "f", "nodes": 2,
+              "resumes": resumes, "hang_timeout_s": None}  # fmt: skip
+    (directory / "job.json").write_text(json.dumps(record))
+
+
+def run(directory: Path, scheduler: StandIn) -> int | None:
+    """The job's exit status; None: it is started again."""
+    try:
+        return Supervisor(directory, "t", scheduler).run()
+    except Requeued:
+        return None
+
+
+def ending(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "job-state.json").read_text())["ending"]
+    return found
+
+
+def test_three_restarts_without_a_new_checkpoint_are_enough(tmp_path: Path) -> None:
+    job(tmp_path, 70)
+    scheduler = StandIn()
+    assert [run(tmp_path, scheduler) for _ in range(4)] == [None, None, None, 70]
+    assert scheduler.requeued == 3
+    assert ending(tmp_path)["is_final"]
+    assert ending(tmp_path)["error"] == "it broke (after 3 restarts without a new checkpoint)"
+
+
+def test_a_job_that_gets_further_is_always_started_again(tmp_path: Path) -> None:
+    job(tmp_path, 70, tmp_path)
+    scheduler = StandIn()
+    assert [run(tmp_path, scheduler) for _ in range(8)] == [None] * 8
+
+
+def test_restarts_of_the_scheduler_count_too(tmp_path: Path) -> None:
+    """A node fails: nobody in the job could say so."""
+    job(tmp_path, 70)
+    assert run(tmp_path, StandIn()) is None
+    for _ in range(2):
+        state = json.loads((tmp_path / "job-state.json").read_text())
+        state["starts"] += 1
+        state["restarts"]["count"] += 1
+        state["restarts"]["step"] = 0
+        (tmp_path / "job-state.json").write_text(json.dumps(state))
+    assert run(tmp_path, StandIn()) == 70
+    assert ending(tmp_path)["is_final"]
+
+
+def test_a_spot_notice_to_a_worker_puts_the_job_back(tmp_path: Path) -> None:
+    """It ends with 75 although nobody has asked the job to stop."""
+    job(tmp_path, 75)
+    assert run(tmp_path, StandIn()) is None
+
+
+@pytest.mark.parametrize("status", [1, 2, 69])
+def test_what_a_person_has_to_put_right_is_not_tried_again(tmp_path: Path, status: int) -> None:
+    job(tmp_path, status)
+    assert run(tmp_path, StandIn()) == status
+    assert (ending(tmp_path)["status"], ending(tmp_path)["error"]) == (status, "it broke")
+
+
+def test_what_starts_from_nothing_is_not_tried_again(tmp_path: Path) -> None:
+    job(tmp_path, 70, resumes=False)
+    assert run(tmp_path, StandIn()) == 70
+
+
+def test_a_refused_requeue_is_said_and_can_be_handed_in_again(tmp_path: Path) -> None:
+    class Refusing(StandIn):
+        def requeue(self) -> str:
+            return "Requested operation is presently disabled"
+
+    job(tmp_path, 70)
+    assert run(tmp_path, Refusing()) == 70
+    assert ending(tmp_path)["error"] == "it broke (not requeued: Requested operation is presently disabled)"
+    assert not ending(tmp_path)["is_final"]
+
+
+def test_a_job_of_an_earlier_submission_does_nothing(tmp_path: Path) -> None:
+    """Luigi died between handing a job in and noting its id, and another one has handed in another."""
+    job(tmp_path, 70)
+    assert Supervisor(tmp_path, "another token", StandIn()).run() == 0
+    assert not (tmp_path / "job-state.json").exists()
+    assert not (tmp_path / "stage.log").exists()
+
+
+def test_a_complete_stage_needs_nobody_to_see_its_end(tmp_path: Path) -> None:
+    job(tmp_path, 0)
+    (tmp_path / "manifest.json").write_text("{}")
+    assert run(tmp_path, StandIn()) == 0
+    assert not (tmp_path / "job.json").exists()

@@ -1,0 +1,106 @@
+"""The benchmarks' own parts: what is compared is the same work, and what is said is what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.results import Result, ratio, write_table
+from benchmarks.work import A2, Work, half_padding_lengths, packed, random_rows, write_rows
+from tests.support import assert_one_line_error, command, forked, options, write_dataset, write_model_config
+from trainer.data.shards import KEYS, validate_file
+
+SMALL = A2.but(vocab_size=200, seq_len=64, max_pred_len=10)
+
+
+def sequences(rows: dict[str, np.ndarray], work: Work) -> list[tuple[object, ...]]:
+    """Ids, segments, (place, id) of masked tokens and label of each sequence, sorted."""
+    found = []
+    for row in range(len(rows["input_ids"])):
+        lengths = rows["sequence_lengths"][row] if "sequence_lengths" in rows else [rows["input_mask"][row].sum()]
+        labels = np.atleast_1d(rows["next_sentence_labels"][row])
+        positions, ids = rows["masked_lm_positions"][row].astype(int), rows["masked_lm_ids"][row]
+        start = 0
+        for slot, length in enumerate(int(length) for length in lengths if length):
+            here = (positions > 0) & (positions >= start) & (positions < start + length)
+            masked = sorted(zip((positions[here] - start).tolist(), ids[here].tolist(), strict=True))
+            part = slice(start, start + length)
+            segments = tuple(rows["segment_ids"][row, part].tolist())
+            found.append((tuple(rows["input_ids"][row, part].tolist()), segments, tuple(masked), int(labels[slot])))
+            start += length
+    return sorted(found)
+
+
+def test_packed_rows_hold_the_same_sequences(tmp_path: Path) -> None:
+    apart = random_rows(SMALL, half_padding_lengths(SMALL, 300))
+    together = packed(apart, SMALL)
+    assert set(apart) == set(KEYS)
+    assert sequences(together, SMALL) == sequences(apart, SMALL)
+    assert len(together["input_ids"]) < 0.7 * len(apart["input_ids"])
+    for name, rows in (("apart", apart), ("together", together)):
+        (path,) = write_rows(tmp_path / name, rows).iterdir()
+        assert validate_file(path, seq_len=64, max_pred_len=10, vocab_size=200) == len(rows["input_ids"])
+
+
+def test_half_of_the_tokens_of_long_rows_are_padding() -> None:
+    """0.01: four standard errors of the mean of 40,000 lengths, whose deviation is about 0.3 of a row."""
+    assert half_padding_lengths(A2, 40_000).mean() / 512 == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_ratio_is_the_median_of_the_pairs() -> None:
+    found = ratio("speed", [(30.0, 10.0), (20.0, 10.0), (50.0, 10.0)], ours="a", beside="b", at_least=3.5)
+    assert (found.value, found.each, found.met) == (3.0, (3.0, 2.0, 5.0), "no")
+    assert Result("time", "", "", 5.9, " s", at_most=6).met == "yes"
+    assert Result("time", "", "", 6.1, " s", at_most=6).met == "no"
+    assert Result("time", "", "", 6.1, " s").met == ""
+
+
+def test_rows_of_a_benchmark_are_replaced_and_others_stay(tmp_path: Path) -> None:
+    table = tmp_path / "results" / "machine.md"
+    for name, value in (("b", 1.0), ("a", 2.0), ("b", 3.0)):
+        result = Result(f"what {value}", "ours", "theirs", value, " ×")
+        write_table(table, "a machine", name, [result, result], when="now", others=0.25)
+    rows = [line.split(" | ")[:2] for line in table.read_text().splitlines() if line.startswith("| ")][1:]
+    assert rows == [["| a", "what 2.0"]] * 2 + [["| b", "what 3.0"]] * 2
+
+
+def test_the_parts_of_a_timed_step_are_there_and_within_it(tmp_path: Path) -> None:
+    values = {
+        "data_dir": write_dataset(tmp_path / "data", [64], seq_len=32), "output_dir": tmp_path / "out",
+        "model_config": write_model_config(tmp_path), "device": "cpu", "batch_size": 4, "grad_accum_usteps": 2,
+        "max_steps": 4, "warmup_steps": 1, "precision": "fp32",
+    }  # fmt: skip
+    done = forked("benchmarks.timed", tmp_path / "timed", *options(**values))
+    assert done.returncode == 0, done.stdout
+    *steps, end = json.loads((tmp_path / "timed" / "0.json").read_text())
+    assert len(steps) == 4
+    for step in steps:
+        wall = step.pop("wall")
+        assert step.keys() >= {"forward", "backward", "reduce", "optimizer", "data", "logging"}
+        assert all(seconds > 0 for seconds in step.values())
+        assert sum(step.values()) <= wall
+    assert end["save"] > 0
+
+
+def test_the_gpu_benchmark_runs_small_on_a_cpu(tmp_path: Path) -> None:
+    results = {"BENCHMARK_RESULTS": str(tmp_path / "r")}
+    done = command("-m", "benchmarks.gpu", "--device", "cpu", "--steps", "4", env=results)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
+    assert ["phase 1" in found[0]["what"], "phase 2" in found[1]["what"]] == [True, True]
+    assert all(one["value"] > 0 and one["at_least"] is None for one in found)
+
+
+def test_the_gpu_benchmark_is_refused_without_a_gpu() -> None:
+    done = command("-m", "benchmarks.gpu", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert_one_line_error(done, "no GPU", "--device cpu")
+
+
+def test_an_unknown_benchmark_is_refused() -> None:
+    done = command("-m", "benchmarks", "speed")
+    assert done.returncode == 2
+    assert "speed" in done.stderr
+    assert "train_cpu" in done.stderr

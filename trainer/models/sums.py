@@ -1,0 +1,33 @@
+"""Layers whose weights get gradients that are sums over all tokens, in fp32 where the weights are bf16.
+
+torch's kernels for the CPU add up such gradients in bf16, where small addends are lost beside a large sum: those of
+LayerNorms and of segment embeddings were off by 15 % (docs/decisions.md). Elsewhere it costs little.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's; with bf16 weights computed in fp32, from bf16 to bf16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight.dtype != torch.bfloat16:
+            return super().forward(x)
+        out = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        return out.to(self.weight.dtype)
+
+
+class Embedding(nn.Embedding):
+    """torch's; the gradient of bf16 weights is summed in fp32."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = F.embedding(ids, at_least_fp32(self.weight), self.padding_idx)
+        return rows.to(self.weight.dtype)
