@@ -26,7 +26,7 @@ from benchmarks.work import ROOT, python
 SPLIT = 8
 #: A model with the same tensors, of next to no size.
 SMALL = {"hidden_size": 64, "intermediate_size": 256}
-#: What was asked for. The ratio is not met where `cp` runs from the page cache (docs/decisions.md).
+#: What was asked for. The ratio was met neither from the page cache nor from the disk (docs/decisions.md).
 ASKED_RATIO, CLAIMED_EXTRA_MB = 1.5, 200
 
 
