@@ -51,13 +51,19 @@ class Clock(transformers.TrainerCallback):
         self.times.append(time.monotonic())
 
 
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__)
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of whatever trains beside us."""
+    p = argparse.ArgumentParser(description=description)
     p.add_argument("data", type=Path)
     p.add_argument("model", type=Path)
     p.add_argument("--batch-size", type=int, required=True)
     p.add_argument("--grad-accum", type=int, required=True)
     p.add_argument("--steps", type=int, required=True)
+    return p
+
+
+def main() -> None:
+    p = parser(__doc__)
     p.add_argument("--precision", choices=("fp32", "autocast"), default="fp32")
     args = p.parse_args()
     model = transformers.BertForPreTraining(transformers.BertConfig(**json.loads(args.model.read_text())))

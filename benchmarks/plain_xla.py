@@ -3,26 +3,18 @@ Prints step times."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
-from pathlib import Path
 
 import torch
 import transformers
 
-from benchmarks.hugging_face import Rows
+from benchmarks.hugging_face import Rows, parser
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("data", type=Path)
-    p.add_argument("model", type=Path)
-    p.add_argument("--batch-size", type=int, required=True)
-    p.add_argument("--grad-accum", type=int, required=True)
-    p.add_argument("--steps", type=int, required=True)
-    args = p.parse_args()
+    args = parser(__doc__).parse_args()
     os.environ["PJRT_DEVICE"] = "CPU"
     import torch_xla
     import torch_xla.core.xla_model as xm

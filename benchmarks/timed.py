@@ -22,7 +22,7 @@ import torch
 
 from trainer.__main__ import main as train
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.devices.cpu import CpuDevice
+from trainer.devices.cpu import CpuDevice, matrix_flops_per_s
 from trainer.loop import Trainer
 from trainer.metrics import Metrics
 from trainer.optim.adamw import AdamW
@@ -36,18 +36,7 @@ INSIDE = ("forward", "backward", "reduce", "optimizer")
 #: Set in the environment, if the matrix rate is wanted.
 MATRIX_RATE = "BENCHMARK_MATRIX_RATE"
 #: Side of the square matrices whose product tells what this machine can do, and how often it is taken: 17 GFLOP each.
-MATRIX, TIMES = 2048, 12
-
-
-def matrix_flops_per_s() -> float:
-    """fp32, with the threads that training has; the best of several."""
-    a, b = torch.rand(MATRIX, MATRIX), torch.rand(MATRIX, MATRIX)
-    seconds = []
-    for _ in range(TIMES):
-        began = time.perf_counter()
-        torch.mm(a, b)
-        seconds.append(time.perf_counter() - began)
-    return 2 * MATRIX**3 / min(seconds)
+MATRIX = (2048, 12, torch.float32)
 
 
 class Clock:
@@ -111,12 +100,12 @@ def install(clock: Clock) -> None:
 
 def main() -> int:
     directory = Path(sys.argv.pop(1))
-    matrix = matrix_flops_per_s() if MATRIX_RATE in os.environ else 0.0
+    matrix = matrix_flops_per_s(*MATRIX) if MATRIX_RATE in os.environ else 0.0
     clock = Clock()
     install(clock)
     status = train()
     if MATRIX_RATE in os.environ:
-        matrix = max(matrix, matrix_flops_per_s())
+        matrix = max(matrix, matrix_flops_per_s(*MATRIX))
     last = {**clock.parts, "matrix_flops_per_s": matrix}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps([*clock.steps, last]))

@@ -12,8 +12,9 @@ import luigi
 from pipeline import report, summary
 from pipeline.dataset import DownloadDataset, ShardDataset, dataset_of
 from pipeline.goal import Goal
+from pipeline.launch import say
 from pipeline.outside import file_identity
-from pipeline.stage import Stage, option_words, say
+from pipeline.stage import Stage, option_words
 from pipeline.training import Training
 from stages.checkpoints import checkpoint_files, is_remote, local_source, source_identity
 from stages.report import PAGE

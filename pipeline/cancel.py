@@ -7,9 +7,10 @@ import contextlib
 import time
 
 from pipeline.inspect import Shelf
+from pipeline.launch import say
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Unreachable
-from pipeline.stage import Stage, say
+from pipeline.stage import Stage
 from pipeline.why import add_task, find
 from stages.lock import hold
 from trainer.errors import LockHeld, UserError

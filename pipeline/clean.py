@@ -15,6 +15,7 @@ from pipeline.launchers import find_job
 from pipeline.stage import Stage
 from stages.lock import LOCK
 from stages.manifest import IDENTITY, MANIFEST
+from stages.view.text import size
 from trainer.errors import LockHeld, UserError
 
 SUMMARY = "what is superseded, its size and why; removes it only with --remove"
@@ -112,15 +113,6 @@ def remove(place: Place, shelf_dir: Path) -> None:
         ) from error
 
 
-def readable(size: float) -> str:
-    """`0 B`, `12.3 kB`, `4.0 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--remove", action="store_true", help="remove what is listed")
 
@@ -132,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"kept        {place.path}: {reason}")
     total, failed = 0, 0
     for place, reason in found.superseded:
-        size = size_bytes(place.path)
+        freed = size_bytes(place.path)
         done = "superseded"
         if args.remove:
             try:
@@ -142,13 +134,13 @@ def run(args: argparse.Namespace) -> int:
                 print(f"kept        {place.path}: {error}")
                 failed += 1
                 continue
-        total += size
-        print(f"{done}  {place.path}: {readable(size)}, {reason}")
+        total += freed
+        print(f"{done}  {place.path}: {size(freed)}, {reason}")
     if not found.superseded:
         print("nothing is superseded")
     elif args.remove:
-        print(f"freed {readable(total)}")
+        print(f"freed {size(total)}")
     else:
         count = "1 directory" if len(found.superseded) == 1 else f"{len(found.superseded)} directories"
-        print(f"{readable(total)} in {count}; nothing was removed: --remove does that")
+        print(f"{size(total)} in {count}; nothing was removed: --remove does that")
     return 1 if failed else 0

@@ -27,6 +27,11 @@ from trainer.process import PARENT_VARIABLE
 LIVE_INTERVAL_S = 10.0
 
 
+def say(line: str) -> None:
+    """A line for the person at the console."""
+    print(line, file=sys.stderr, flush=True)
+
+
 @dataclass(frozen=True)
 class Ending:
     """How a command ended."""

@@ -6,6 +6,7 @@ import argparse
 
 from pipeline.launchers import kubernetes
 from pipeline.launchers.base import Work
+from pipeline.launchers.jobs import job_name
 from pipeline.stage import Stage
 from pipeline.training import Training
 from pipeline.why import add_task, find
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     settings = task.settings.kubernetes
     settings.check()
     # The token is made anew for each submission, and is in job.json in the stage directory.
-    record = {"name": f"{task.label}-{task.identity.fingerprint[:10]}-token".replace("_", "-"), "token": "token"}
+    record = {"name": job_name(task.label, task.identity.fingerprint, "token"), "token": "token"}
     work = Work(
         task.label, task.directory, -1, task.identity.fingerprint, [], task.nodes, isinstance(task, Training), None
     )

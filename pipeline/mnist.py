@@ -7,7 +7,8 @@ from typing import Any
 
 from pipeline import summary
 from pipeline.goal import Goal
-from pipeline.stage import Stage, option_words, say
+from pipeline.launch import say
+from pipeline.stage import Stage, option_words
 from pipeline.training import Training
 from stages.mnist import source_inputs
 

@@ -12,7 +12,8 @@ from luigi.retcodes import retcode
 from luigi.task import MixinNaiveBulkComplete
 
 from pipeline import launch, nights, notify, settings
-from pipeline.stage import Leave, refusals, say
+from pipeline.launch import say
+from pipeline.stage import Leave, refusals
 from stages.lock import hold
 from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
 from trainer.files import utc_now

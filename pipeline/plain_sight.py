@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from luigi.interface import core
 from luigi.rpc import RPCError
 
 from pipeline import board
+from pipeline.launchers.restarts import checkpoint_steps
 from trainer.files import PROGRESS, SAVE_REQUEST, read_json
 
 if TYPE_CHECKING:
@@ -110,18 +110,12 @@ class _Reporter(threading.Thread):
             if message != CHECKPOINT:
                 message.respond(f"'{message}' is not understood; this stage takes the message '{CHECKPOINT}'")
                 return
-            self._waiting = message, _steps(directory)
+            self._waiting = message, checkpoint_steps(directory)
             (directory / SAVE_REQUEST).touch()
         message, before = self._waiting
-        if new := _steps(directory) - before:
+        if new := checkpoint_steps(directory) - before:
             message.respond(f"saved: {directory / 'checkpoints' / f'ckpt_{max(new)}'}")
             self._waiting = None
-
-
-def _steps(directory: Path) -> set[int]:
-    """Of the checkpoints that are durable."""
-    names = (path.name.removeprefix("ckpt_") for path in directory.glob("checkpoints/ckpt_*"))
-    return {int(name) for name in names if name.isdigit()}
 
 
 def status_line(progress: dict[str, Any], seconds: float) -> str:

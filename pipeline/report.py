@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pipeline.launch import say
 from pipeline.sections import Settings
 from pipeline.settings import load
-from pipeline.stage import Stage, say
+from pipeline.stage import Stage
 from stages.manifest import IDENTITY
 from stages.report import PAGE, refresh
 from stages.view.curves import MetricsFile

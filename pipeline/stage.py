@@ -16,7 +16,7 @@ import luigi
 from luigi.retcodes import retcode
 
 from pipeline import latest, launchers, settings
-from pipeline.launch import Ending
+from pipeline.launch import Ending, say
 from pipeline.launchers.base import Detached, Work
 from pipeline.launchers.jobs import Job
 from pipeline.launchers.local import await_node_0
@@ -278,11 +278,6 @@ class Stage(luigi.Task):
     def _attach(self, job: Job) -> Ending:
         say(f"{self.label}: {job} is at work already; waiting for it")
         return job.wait(from_start=False)
-
-
-def say(line: str) -> None:
-    """A line for the person at the console."""
-    print(line, file=sys.stderr, flush=True)
 
 
 logging.getLogger("luigi-interface").addFilter(OneLine())

@@ -111,6 +111,14 @@ class Chain:
         assert "Traceback" not in done.stderr
         return done
 
+    def without_torch(self, program: str) -> subprocess.CompletedProcess[str]:
+        """Run a program, which must end well without the imports that take a second or more."""
+        heavy = "{'torch', 'transformers', 'h5py', 'numpy'}"
+        check = f"import sys; heavy = {heavy} & set(sys.modules)\nassert not heavy, heavy\n"
+        done = command("-c", program + check, env={"LUIGI_CONFIG_PATH": str(self.config)})
+        assert done.returncode == 0, done.stderr
+        return done
+
     def status(self, *words: str, **env: str) -> dict[str, dict[str, Any]]:
         """The rows of `python -m pipeline status --json` by stage."""
         return {row["stage"]: row for row in json.loads(self.ask("status", "--json", *words, **env).stdout)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,17 @@ class Disk:
 
     def resize(self, kib: int) -> None:
         subprocess.run(["mount", "-o", f"remount,size={kib}k", self.path], check=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def scratch() -> Iterator[None]:
+    """What a process that is killed leaves in the folder for temporary files goes at the end."""
+    with (
+        tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as name,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", name)
+        yield
 
 
 @pytest.fixture

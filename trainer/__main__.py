@@ -37,7 +37,7 @@ def main() -> int:
         from trainer.devices.select import select
         from trainer.loop import Trainer
 
-        device = select(config.device, mesh, device_options(config, mesh))
+        device = select(config.device, mesh, device_options(config, workload, mesh))
         mesh = mesh.connect(device.backend, config.collective_timeout_s, alone=config.data_parallel == "ddp")
         device.start(mesh)
         say = _say if mesh.is_root else _say_nothing

@@ -119,7 +119,7 @@ class Trainer:
         saves = mesh.data_parallel_rank == 0 and not config.trial
         self._host_copy = self._prepare_saving(workload, say) if saves else None
         writes = mesh.is_root and not config.trial
-        peak = device.peak_flops_per_s(self.precision.name)
+        peak = device.peak_flops_per_s(self.precision.name) if writes else None
         self.metrics = Metrics(
             config, workload, self.state, peak_flops_per_s=peak and peak * mesh.world_size, is_root=writes, say=say
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.config import TrainConfig
 from trainer.errors import UserError
-from trainer.files import PROGRESS, disk_errors, replace_json, write_json
+from trainer.files import METRICS, PROGRESS, disk_errors, replace_json, write_json
 from trainer.state import TrainState
 from trainer.workloads.base import Work, Workload
 
@@ -27,7 +27,6 @@ _WRITE_INTERVAL_S = 1.0
 _BOARD_INTERVAL_S = 0.05
 #: First iterations of an epoch that do not count for the throughput, as in the tutorial.
 _WARMUP_ITERATIONS = 2
-METRICS = "metrics.jsonl"
 
 
 #: json.dumps would make an encoder for each line.

@@ -203,7 +203,7 @@ def to_config(args: argparse.Namespace, mesh: Mesh) -> tuple[TrainConfig, Worklo
     return config, workload
 
 
-def device_options(config: TrainConfig, mesh: Mesh) -> DeviceOptions:
+def device_options(config: TrainConfig, workload: Workload, mesh: Mesh) -> DeviceOptions:
     """What the device of this worker is told; the root's reports what it compiles."""
     return DeviceOptions(
         precision=config.wanted_precision,
@@ -212,6 +212,7 @@ def device_options(config: TrainConfig, mesh: Mesh) -> DeviceOptions:
         reports=config.output_dir if mesh.is_root and config.graphs is not None else None,
         count_operations=config.trial,
         compile=config.compile,
+        threads=workload.threads,
     )
 
 

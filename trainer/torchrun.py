@@ -32,7 +32,8 @@ def run() -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         store = _meet_others()
-        main()
+        # Its folder of logs would stay in /tmp when it is killed, and nothing is written there.
+        main([f"--log-dir={os.devnull}", *sys.argv[1:]])
         del store  # torchrun has used it
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

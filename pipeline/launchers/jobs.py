@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from pipeline.launch import Ending
+from pipeline.launch import Ending, say
 from pipeline.launchers.base import Detached, Work
 from stages.lock import JOB
 from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
@@ -36,6 +36,11 @@ _SURE_S = 5.0
 
 class Unreachable(Exception):
     """The scheduler does not answer now; its words."""
+
+
+def job_name(label: str, fingerprint: str, token: str) -> str:
+    """A name that schedulers take, and that no other submission has."""
+    return f"{label}-{fingerprint[:10]}-{token}".replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Job:
             "launcher": scheduler.name,
             **scheduler.place,
             "token": token,
-            "name": f"{work.label}-{work.fingerprint[:10]}-{token}".replace("_", "-"),
+            "name": job_name(work.label, work.fingerprint, token),
             "words": work.words,
             "fingerprint": work.fingerprint,
             "nodes": work.nodes,
@@ -118,7 +123,7 @@ class Job:
             raise
         if (work.directory / JOB).exists():  # a short job is over by now
             write_json(work.directory / JOB, record)
-        _say(f"{work.label}: {job}")
+        say(f"{work.label}: {job}")
         return job
 
     def __str__(self) -> str:
@@ -213,7 +218,7 @@ class Job:
                         return state
                 if text != shown:
                     shown, interval_s = text, _ASK_EVERY_S[0]
-                    _say(f"{self}: {text}")
+                    say(f"{self}: {text}")
             time.sleep(_LOOK_EVERY_S)
 
     def _how_it_ended(self, state: State | None) -> Ending:
@@ -276,7 +281,3 @@ def _noted_signals() -> Iterator[list[int]]:
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

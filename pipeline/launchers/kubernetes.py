@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -20,7 +19,9 @@ from pipeline.launch import Start
 from pipeline.launchers.base import Work
 from pipeline.launchers.jobs import Job, State, Unreachable
 from pipeline.launchers.local import start_on_node
-from trainer.errors import EXIT_NODE_MISSING, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
+from pipeline.launchers.restarts import FINAL_STATUSES
+from pipeline.launchers.tools import last_line, run_tool
+from trainer.errors import EXIT_SOFTWARE, UserError
 from trainer.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 
 #: The label that the Job controller gives to pods, and the annotation with their index (Kubernetes 1.28 and newer;
@@ -28,13 +29,11 @@ from trainer.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 _JOB_LABEL, _INDEX = "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index"
 #: Exit statuses with which a supervisor gives up: the Job fails, and all its pods end. Any other (killed, evicted): the
 #: pod is replaced.
-_GIVEN_UP = (EXIT_USER_ERROR, 2, EXIT_NODE_MISSING, EXIT_SOFTWARE)
+_GIVEN_UP = (*FINAL_STATUSES, EXIT_SOFTWARE)
 #: Pods of a Job that may be replaced; what bounds restarts is their progress (`supervisor`).
 _REPLACEMENTS = 1000
 #: Seconds that a pod has to save when it is told to go, and that a finished Job stays.
 _GRACE_S, _KEPT_S = 120, 24 * 3600
-#: Seconds for one command of kubectl.
-_COMMAND_S = 60
 
 
 class KubernetesScheduler:
@@ -51,7 +50,7 @@ class KubernetesScheduler:
         (work.directory / "job.yaml").write_text(text)
         done = _kubectl("apply", "-f", "-", given=text)
         if done.returncode:
-            raise UserError(f"kubectl apply refused {work.directory / 'job.yaml'}: {_last_line(done)}")
+            raise UserError(f"kubectl apply refused {work.directory / 'job.yaml'}: {last_line(done)}")
         return f"{self._settings.namespace}/{job.record['name']}"
 
     def find(self, record: dict[str, Any]) -> str | None:
@@ -93,14 +92,14 @@ class KubernetesScheduler:
     def tidy(self, job_id: str) -> None:
         done = _in_namespace(job_id, "delete", "service", job_id.partition("/")[2], "--ignore-not-found")
         if done.returncode:
-            print(f"note: the Service {job_id} is left: {_last_line(done)}", flush=True)
+            print(f"note: the Service {job_id} is left: {last_line(done)}", flush=True)
 
     @staticmethod
     def _delete(job_id: str, kind: str, *options: str) -> None:
         name = job_id.partition("/")[2]
         done = _in_namespace(job_id, "delete", kind, name, "--ignore-not-found", "--wait=false", *options)
         if done.returncode:
-            raise Unreachable(_last_line(done))
+            raise Unreachable(last_line(done))
 
 
 def manifest(
@@ -227,7 +226,7 @@ def _get(job_id: str, *words: str) -> dict[str, Any] | None:
     if done.returncode:
         if "NotFound" in done.stderr:
             return None
-        raise Unreachable(_last_line(done))
+        raise Unreachable(last_line(done))
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -237,19 +236,5 @@ def _in_namespace(job_id: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _kubectl(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Raises `UserError` if it is not there."""
-    if shutil.which("kubectl") is None:
-        raise UserError(
-            "kubectl is not here, which [cluster] launcher = kubernetes needs; `python -m pipeline manifest` prints "
-            "what it would apply"
-        )
-    command = ["kubectl", *words]
-    try:
-        return subprocess.run(command, input=given, capture_output=True, text=True, check=False, timeout=_COMMAND_S)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", f"kubectl took more than {_COMMAND_S} s")
-
-
-def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return lines[-1] if lines else f"exit status {done.returncode}"
+    absent = "[cluster] launcher = kubernetes needs it; `python -m pipeline manifest` prints what it would apply"
+    return run_tool("kubectl", *words, absent=absent, given=given)

@@ -33,7 +33,12 @@ class Restarts:
         return dataclasses.asdict(self)
 
 
-def newest_checkpoint(directory: Path) -> int:
-    """The global step of the newest checkpoint in a training's directory; 0 if there is none."""
+def checkpoint_steps(directory: Path) -> set[int]:
+    """The global steps of the durable checkpoints in a training's directory."""
     names = (path.name.removeprefix("ckpt_") for path in (directory / "checkpoints").glob("ckpt_*"))
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    return {int(name) for name in names if name.isdigit()}
+
+
+def newest_checkpoint(directory: Path) -> int:
+    """The global step of the newest one; 0 if there is none."""
+    return max(checkpoint_steps(directory), default=0)

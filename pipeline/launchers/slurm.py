@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pipeline import cluster
 from pipeline.launch import Start
 from pipeline.launchers.base import Work
 from pipeline.launchers.jobs import Job, State, Unreachable
+from pipeline.launchers.tools import TIMEOUT_S, last_line, run_tool
 from trainer.errors import UserError
 from trainer.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 
@@ -39,8 +39,6 @@ _ON_EACH_NODE = f'export {NODE_RANK_VARIABLE}=$SLURM_NODEID; exec "$@"'
 #: Seconds after the end of the first task in which the others must end too. Without it srun waits for ever for one
 #: whose slurmstepd was killed.
 _WAIT_S = 60
-#: Seconds for one command of Slurm's.
-_COMMAND_S = 60
 
 
 class SlurmScheduler:
@@ -57,13 +55,13 @@ class SlurmScheduler:
         script.write_text(batch_script(work, job, self._settings))
         done = _slurm("sbatch", "--parsable", str(script))
         if done.returncode:
-            raise UserError(f"sbatch refused {script}: {_last_line(done)}; see [slurm] in luigi.cfg")
+            raise UserError(f"sbatch refused {script}: {last_line(done)}; see [slurm] in luigi.cfg")
         return done.stdout.strip().partition(";")[0]  # id;cluster in a federation
 
     def find(self, record: dict[str, Any]) -> str | None:
         done = _slurm("squeue", "--noheader", "--states=all", f"--name={record['name']}", "--format=%i")
         if done.returncode:
-            raise Unreachable(_last_line(done))
+            raise Unreachable(last_line(done))
         return next(iter(done.stdout.split()), None)
 
     def ask(self, job_id: str) -> State | None:
@@ -71,7 +69,7 @@ class SlurmScheduler:
         if done.returncode:
             if "Invalid job id" in done.stderr:
                 return None
-            raise Unreachable(_last_line(done))
+            raise Unreachable(last_line(done))
         fields = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", done.stdout))
         name, detail = fields["JobState"], fields.get("Reason", "None")
         if detail == "None":
@@ -85,7 +83,7 @@ class SlurmScheduler:
     def cancel(self, job_id: str) -> None:
         done = _slurm("scancel", job_id)
         if done.returncode:
-            raise Unreachable(_last_line(done))
+            raise Unreachable(last_line(done))
 
 
 def batch_script(work: Work, job: Job, settings: cluster.Slurm) -> str:
@@ -137,8 +135,8 @@ class InJob:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         done = _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
         if done.returncode:
-            return _last_line(done)
-        time.sleep(_COMMAND_S)  # until it does
+            return last_line(done)
+        time.sleep(TIMEOUT_S)  # until it does
         return "nothing came of it"
 
 
@@ -152,15 +150,4 @@ def _address_of_first_node() -> str:
 
 
 def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
-    """One of Slurm's commands. Raises `UserError` if it is not there."""
-    if shutil.which(words[0]) is None:
-        raise UserError(f"{words[0]} is not here; [cluster] launcher = slurm is for a machine from which jobs are sent")
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=_COMMAND_S)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(words, 1, "", f"{words[0]} took more than {_COMMAND_S} s")
-
-
-def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return lines[-1] if lines else f"exit status {done.returncode}"
+    return run_tool(*words, absent="[cluster] launcher = slurm is for a machine from which jobs are sent")

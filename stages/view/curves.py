@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-METRICS = "metrics.jsonl"
 #: What is kept of each step's record, in the record's names.
 NAMES = ("loss", "masked_lm_loss", "next_sentence_loss", "learning_rate", "throughput", "grad_norm")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from stages import attempts
 from stages.manifest import IDENTITY, MANIFEST, why_incomplete
-from stages.view.curves import METRICS, Curves, MetricsFile
-from trainer.files import read_json
+from stages.view.curves import Curves, MetricsFile
+from trainer.files import METRICS, read_json
 
 #: Settings by section, as strings: {"phase1": {"lr": "0.001"}}.
 Settings = Mapping[str, Mapping[str, str]]

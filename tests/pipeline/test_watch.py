@@ -51,16 +51,22 @@ def end(process: subprocess.Popen[bytes]) -> None:
     assert (process.returncode, said) == (0, b"")
 
 
-def test_a_terminal_is_drawn_over_in_place(chain: Chain) -> None:
+def drawn_in_terminal(chain: Chain, pattern: str, **env: str) -> str:
+    """What it writes to a terminal until there is `pattern`; then it is ended."""
     ours, theirs = pty.openpty()
-    process = start(chain, theirs, COLUMNS="90", LINES="100")
+    process = start(chain, theirs, **env)
     try:
-        text = read_until(ours, r"\x1b\[\d+F.*\x1b\[\d+F")
+        text = read_until(ours, pattern)
         end(process)
     finally:
         process.kill()
         os.close(ours)
         os.close(theirs)
+    return text
+
+
+def test_a_terminal_is_drawn_over_in_place(chain: Chain) -> None:
+    text = drawn_in_terminal(chain, r"\x1b\[\d+F.*\x1b\[\d+F", COLUMNS="90", LINES="100")
     first, second, *_ = re.split(r"\x1b\[\d+F", text)
     (up,) = set(re.findall(r"\x1b\[(\d+)F", text))
     # It goes up by as many lines as it has drawn, all of which fit.
@@ -73,15 +79,7 @@ def test_a_terminal_is_drawn_over_in_place(chain: Chain) -> None:
 
 
 def test_a_low_terminal_gets_no_more_lines_than_it_has(chain: Chain) -> None:
-    ours, theirs = pty.openpty()
-    process = start(chain, theirs, COLUMNS="60", LINES="12")
-    try:
-        text = read_until(ours, r"\x1b\[\d+F")
-        end(process)
-    finally:
-        process.kill()
-        os.close(ours)
-        os.close(theirs)
+    text = drawn_in_terminal(chain, r"\x1b\[\d+F", COLUMNS="60", LINES="12")
     assert text.split("\x1b[11F")[0].count("\n") == 11
 
 

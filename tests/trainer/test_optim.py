@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,24 @@ def fake_backward(model: nn.Module, seed: int) -> None:
         (parameter * gradient).sum().backward()
 
 
+def groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """A model's parameters for an optimizer of torch's kind."""
+    named = list(model.named_parameters())
+    return [
+        {
+            "params": [p for n, p in named if has_weight_decay(n) is decays],
+            "weight_decay": weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+
+
+def update(reference: torch.optim.Optimizer, rate: float) -> None:
+    for group in reference.param_groups:
+        group["lr"] = rate
+    reference.step()
+
+
 layouts = pytest.mark.parametrize("layout", [FlatParameters, SeparateParameters])
 
 
@@ -49,12 +68,8 @@ def test_updates_equal_torchs_adamw_with_clipping(layout: Layout, number: Callab
     ours, theirs = small_model(), copy.deepcopy(small_model())
     parameters = layout(ours, has_weight_decay, 2, Precision("fp64"))
     optimizer = AdamW(parameters, weight_decay=0.01, number=number)
-    named = list(theirs.named_parameters())
     reference = torch.optim.AdamW(
-        [
-            {"params": [p for n, p in named if has_weight_decay(n)], "weight_decay": 0.01},
-            {"params": [p for n, p in named if not has_weight_decay(n)], "weight_decay": 0.0},
-        ],
+        groups(theirs, 0.01),
         betas=(BETA1, BETA2),
         eps=EPSILON,
     )
@@ -67,11 +82,9 @@ def test_updates_equal_torchs_adamw_with_clipping(layout: Layout, number: Callab
         norm = parameters.clip(1.0)
         expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
         assert norm.item() == pytest.approx(expected.item(), rel=1e-12)
-        for group in reference.param_groups:
-            group["lr"] = rate
         optimizer.step(rate)
-        reference.step()
-    for name, parameter in named:
+        update(reference, rate)
+    for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(dict(ours.named_parameters())[name], parameter, rtol=1e-12, atol=1e-15)
         moments = reference.state[parameter]
         for moment in ("exp_avg", "exp_avg_sq"):
@@ -107,24 +120,15 @@ def test_updates_equal_torchs_sgd(layout: Layout, number: Callable[[float], torc
     ours, theirs = small_model(), copy.deepcopy(small_model())
     parameters = layout(ours, has_weight_decay, 2, Precision("fp64"))
     optimizer = SGD(parameters, weight_decay=weight_decay, number=number)
-    named = list(theirs.named_parameters())
-    reference = torch.optim.SGD(
-        [
-            {"params": [p for n, p in named if has_weight_decay(n)], "weight_decay": weight_decay},
-            {"params": [p for n, p in named if not has_weight_decay(n)], "weight_decay": 0.0},
-        ],
-        lr=1.0,
-    )
+    reference = torch.optim.SGD(groups(theirs, weight_decay), lr=1.0)
     for step, rate in enumerate((0.0, 0.1, 0.05)):
         parameters.zero_gradients()
         reference.zero_grad()
         fake_backward(ours, step)
         fake_backward(theirs, step)
-        for group in reference.param_groups:
-            group["lr"] = rate
         optimizer.step(rate)
-        reference.step()
-    for name, parameter in named:
+        update(reference, rate)
+    for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(dict(ours.named_parameters())[name], parameter, rtol=1e-12, atol=1e-15)
     assert optimizer.state() == {}
 
@@ -143,12 +147,9 @@ def test_updates_equal_timms_lamb(layout: Layout, number: Callable[[float], torc
     parameters = layout(ours, has_weight_decay, 2, Precision("fp64"))
     optimizer = Lamb(parameters, weight_decay=weight_decay, number=number)
     named = list(theirs.named_parameters())
-    decayed, rest = ([p for n, p in named if has_weight_decay(n) is decays] for decays in (True, False))
+    decayed, rest = groups(theirs, weight_decay)
     reference = timm.Lamb(
-        [
-            {"params": decayed, "weight_decay": weight_decay, "always_adapt": True},
-            {"params": rest, "weight_decay": 0.0, "always_adapt": False},
-        ],
+        [{**decayed, "always_adapt": True}, {**rest, "always_adapt": False}],
         betas=(BETA1, BETA2), eps=EPSILON, max_grad_norm=None, trust_clip=True,
     )  # fmt: skip
     for step, rate in enumerate((0.0, 1e-2, 5e-3, 1e-3)):
@@ -156,11 +157,9 @@ def test_updates_equal_timms_lamb(layout: Layout, number: Callable[[float], torc
         reference.zero_grad()
         fake_backward(ours, step)
         fake_backward(theirs, step)
-        for group in reference.param_groups:
-            group["lr"] = rate
         before = {name: parameter.detach().clone() for name, parameter in named}
         optimizer.step(rate)
-        reference.step()
+        update(reference, rate)
         moved = {name: float((p.detach() - before[name]).norm() / before[name].norm()) for name, p in named}
     assert moved["bert.embeddings.word_embeddings.weight"] == pytest.approx(1e-3)  # the rate: its ratio is not clipped
     assert moved["bert.pooler.dense.weight"] < 0.9e-3
@@ -187,13 +186,7 @@ def test_the_master_copy_is_what_torch_updates_and_the_weights_are_its_rounding(
     parameters = layout(ours, has_weight_decay, 2, Precision("bf16-master"))
     optimizer = AdamW(parameters, weight_decay=0.01, number=number)
     named = dict(theirs.named_parameters())
-    reference = torch.optim.AdamW(
-        [
-            {"params": [p for n, p in named.items() if has_weight_decay(n)], "weight_decay": 0.01},
-            {"params": [p for n, p in named.items() if not has_weight_decay(n)], "weight_decay": 0.0},
-        ],
-        lr=1e-3, betas=(BETA1, BETA2), eps=EPSILON,
-    )  # fmt: skip
+    reference = torch.optim.AdamW(groups(theirs, 0.01), lr=1e-3, betas=(BETA1, BETA2), eps=EPSILON)
     for step in range(4):
         parameters.zero_gradients()
         fake_backward(ours, step)

@@ -76,7 +76,8 @@ class BatchReader:
         if packed:
             lengths = arrays[LENGTHS_KEY].astype(np.int64)
             starts, is_sequence = np.cumsum(lengths, axis=1) - lengths, lengths > 0
-            sequence_ids, position_ids = _places(lengths, starts, seq_len)
+            runs = np.append(lengths, seq_len - lengths.sum(1, keepdims=True), axis=1)
+            sequence_ids, position_ids = _places(runs)
         else:
             starts, is_sequence = np.zeros((rows, 1), np.int64), np.ones((rows, 1), bool)
             sequence_ids, position_ids = arrays["input_mask"].astype(np.int64), np.arange(seq_len)[None]
@@ -94,12 +95,11 @@ class BatchReader:
         }
         if not packed:
             return BertBatch(**fields)
-        return PackedBertBatch(**fields, bounds=as_int64(self._bounds(lengths, seq_len)))
+        return PackedBertBatch(**fields, bounds=as_int64(self._bounds(runs.reshape(-1))))
 
-    def _bounds(self, lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
-        """See `PackedBertBatch`; `lengths` (B, K) of the sequences. With static shapes as many as there can be."""
-        padding = seq_len - lengths.sum(1, keepdims=True)
-        runs = np.concatenate([lengths, padding], axis=1).reshape(-1)
+    def _bounds(self, runs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `PackedBertBatch`; `runs`: the lengths of what there is, in order. With static shapes as many bounds as
+        there can be."""
         ends = np.cumsum(runs if self._static_shapes else runs[runs > 0])
         return np.concatenate([[0], ends])
 
@@ -122,20 +122,16 @@ def _counts(arrays: Arrays) -> Counts:
     return masked, int(np.count_nonzero(lengths)), int(lengths.sum()), int((lengths**2).sum())
 
 
-def _places(
-    lengths: NDArray[np.int64], starts: NDArray[np.int64], seq_len: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _places(runs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For each token of packed rows (B, S): which sequence of the row it is in, from 1, and where in it; 0 in padding.
 
-    `lengths`, `starts` (B, K) of the sequences.
+    `runs` (B, K + 1): the lengths of a row's sequences, and of its padding, which fill it.
     """
-    rows, slots = lengths.shape
-    padding = seq_len - lengths.sum(1, keepdims=True)
-    runs = np.concatenate([lengths, padding], axis=1).reshape(-1)
-    numbers = np.tile(np.append(np.arange(1, slots + 1), 0), rows)
-    sequence_ids = np.repeat(numbers, runs).reshape(rows, seq_len)
-    begins = np.repeat(np.concatenate([starts, np.zeros_like(padding)], axis=1).reshape(-1), runs)
-    position_ids = np.arange(seq_len) - begins.reshape(rows, seq_len)
+    rows, slots = runs.shape
+    numbers = np.tile(np.append(np.arange(1, slots), 0), rows)
+    sequence_ids = np.repeat(numbers, runs.reshape(-1)).reshape(rows, -1)
+    begins = np.repeat(np.cumsum(runs, axis=1) - runs, runs.reshape(-1)).reshape(rows, -1)
+    position_ids = np.arange(sequence_ids.shape[1]) - begins
     return sequence_ids, np.where(sequence_ids > 0, position_ids, 0)
 
 

@@ -39,6 +39,8 @@ class DeviceOptions:
     count_operations: bool = False
     #: Whether torch.compile is to be used.
     compile: bool = False
+    #: Threads of the CPU that the work is worth, at most; None: all there are.
+    threads: int | None = None
 
 
 class Device(abc.ABC):

@@ -16,9 +16,6 @@ from torch.nn import functional as F
 from trainer.devices.base import Device
 from trainer.models.operations import AttentionMask, Operations
 
-#: The matrix multiplication that tells what this machine can do, and how often it is run: 0.1 s in all.
-_MEASURED_SIZE, _MEASURED_TIMES = 1024, 8
-
 
 class CpuOperations(Operations):
     """torch draws dropout on one thread, a number an element: a quarter of a bf16 step. This draws a fourth of that."""
@@ -31,9 +28,10 @@ class CpuOperations(Operations):
         """Of packed rows, how long each sequence is, and whether it is one: a graph cannot tell, so it gets a mask."""
         if bounds is None or torch.compiler.is_compiling():
             return super().attention_mask(sequence_ids, bounds)
-        lengths, starts = bounds.diff(), bounds[:-1][bounds.diff() > 0]
-        is_sequence = sequence_ids.flatten()[starts] > 0
-        return list(zip(lengths[lengths > 0].tolist(), is_sequence.tolist(), strict=True))
+        lengths = bounds.diff()
+        is_run = lengths > 0
+        is_sequence = sequence_ids.flatten()[bounds[:-1][is_run]] > 0
+        return list(zip(lengths[is_run].tolist(), is_sequence.tolist(), strict=True))
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
         if isinstance(mask, list):
@@ -92,11 +90,16 @@ class CpuDevice(Device):
     torch_device = torch.device("cpu")
     backend = "gloo"
 
-    def __init__(self, local_world_size: int = 1) -> None:
-        """Shares the cores of this machine among its `local_world_size` workers, unless OMP_NUM_THREADS says more."""
-        # torchrun sets OMP_NUM_THREADS=1 for every worker when the user did not set it.
-        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1":
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+    def __init__(self, local_world_size: int = 1, threads: int | None = None) -> None:
+        """Shares the cores of this machine among its `local_world_size` workers, `threads` for each at most, unless
+        OMP_NUM_THREADS says more."""
+        wanted = os.environ.get("OMP_NUM_THREADS")
+        # torchrun sets it to 1 for every worker when the user did not set it.
+        is_torchruns = wanted == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+        if wanted is None or is_torchruns:
+            cores = len(os.sched_getaffinity(0)) if is_torchruns else torch.get_num_threads()
+            share = max(1, cores // local_world_size)
+            torch.set_num_threads(min(share, threads or share))
 
     def describe(self) -> str:
         return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
@@ -118,15 +121,20 @@ class CpuDevice(Device):
         torch.default_generator.set_state(state)
 
     def peak_flops_per_s(self, precision: str) -> float | None:
-        """Nobody publishes it: that of a large matrix multiplication, the best of a few."""
+        """Nobody publishes it: that of a matrix multiplication. Takes 0.1 s."""
         dtype = {"fp64": torch.float64, "fp32": torch.float32}.get(precision, torch.bfloat16)
-        a, b = (torch.zeros(_MEASURED_SIZE, _MEASURED_SIZE, dtype=dtype) for _ in range(2))
-        seconds = []
-        for _ in range(_MEASURED_TIMES):
-            began = time.perf_counter()
-            torch.mm(a, b)
-            seconds.append(time.perf_counter() - began)
-        return 2 * _MEASURED_SIZE**3 / min(seconds)
+        return matrix_flops_per_s(1024, 8, dtype)
+
+
+def matrix_flops_per_s(size: int, times: int, dtype: torch.dtype) -> float:
+    """What the present threads reach in the product of two square matrices, (size, size), at best of `times`."""
+    a, b = torch.rand(2, size, size).to(dtype)
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / min(seconds)
 
 
 def cpu_flags() -> set[str]:

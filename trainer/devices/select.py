@@ -42,7 +42,7 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
     assert name == "cpu", name
     from trainer.devices.cpu import CpuDevice
 
-    return _compiling(CpuDevice(mesh.local_world_size), options)
+    return _compiling(CpuDevice(mesh.local_world_size, options.threads), options)
 
 
 def _compiling(device: Device, options: DeviceOptions) -> Device:

@@ -144,14 +144,16 @@ class Parameters(abc.ABC):
 
         As `torch.nn.utils.clip_grad_norm_`, whose 1e-6 keeps the division finite.
         """
-        norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients]
-        norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        if ranks is not None:
-            norm = ranks.norm(self._homes)
+        norm = ranks.norm(self._homes) if ranks is not None else self._norm()
         if max_norm is not None:
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             for gradient in self._gradients:
                 gradient.mul_(factor)
+        return norm
+
+    def _norm(self) -> Tensor:
+        norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients]
+        norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         return norm
 
     def named(self, values: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:

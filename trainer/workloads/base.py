@@ -41,6 +41,8 @@ class Workload(abc.ABC):
     rows_per_shard: Int64s
     #: Words the model knows, where it knows words: what tensor parallelism pads.
     vocab_size: int = 0
+    #: Threads of the CPU that its steps are worth, at most; None: all there are.
+    threads: int | None = None
     #: Tells the data set from any other.
     identity: str
 

@@ -79,6 +79,7 @@ class MnistWorkload(Workload):
     """4 epochs of SGD, 32 images a worker, a learning rate that grows with the workers."""
 
     losses = ("nll_loss",)
+    threads = 1  # a step is 0.7 ms, and threads that wait for each other take longer (docs/decisions.md)
     defaults = {
         "data_dir": Path("mnist"),
         "batch_size": 32,
