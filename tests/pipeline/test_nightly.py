@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from stages.lock import hold
+from tests.central import luigid
 from tests.chain import Chain, finished_chain, wait_until, write_corpus
 from tests.support import assert_one_line_error, command
 
@@ -204,6 +205,32 @@ def test_a_failed_night_has_tried_twice_and_tells_once(chain: Chain, post: Post)
     text = mail.get_payload()[0].get_payload(decode=True).decode()  # type: ignore[union-attr, index]
     assert facts["line"] in text
     assert facts["line"] in done.stdout + done.stderr
+
+
+def test_with_luigid_the_night_and_its_stages_are_in_sight_and_tried_again(
+    chain: Chain, post: Post, finished: Chain
+) -> None:
+    """The retries are luigid's to decide, by the same settings."""
+    night = provide(chain, "2026-11-20", finished)
+    shutil.rmtree((night / "latest" / "evaluate").resolve())
+    provide(chain, "2026-11-21")
+    (chain.directory / "text" / "2026-11-21" / "corpus.txt").write_bytes(b"A sentence.\n\xff\xfe broken\n")
+    (chain.directory / "token").touch()
+    once = {
+        "FAILPOINT": "write-before:manifest.json",
+        "FAILPOINT_ACTION": "raise",
+        "FAILPOINT_TOKEN": f"{chain.directory}/token",
+    }
+    with luigid(chain) as (api, _):
+        chain.run(*words(chain, "Nightly", "--date", "2026-11-20"), **once)
+        assert not (chain.directory / "token").exists()
+        assert (night / "stage.log").read_text().count("evaluate: started in") == 2
+        chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), status=30)
+        done, disabled = (api.ask("task_list", status=s, upstream_status="").values() for s in ("DONE", "DISABLED"))
+    assert [task["params"]["date"] for task in done if task["name"] == "Nightly"] == ["2026-11-20"]
+    assert {"Evaluate", "BertPhase2"} <= {task["name"] for task in done}
+    assert {task["name"] for task in disabled} == {"TokenizeCorpus"}, "what has failed twice"
+    assert [facts["status"] for facts in post.hooks] == ["complete", "failed"]
 
 
 def test_a_second_start_is_turned_away(chain: Chain, post: Post) -> None:
