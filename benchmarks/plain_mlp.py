@@ -46,12 +46,12 @@ def main() -> None:
     p.add_argument("data", type=Path)
     p.add_argument("--epochs", type=int, default=4)
     p.add_argument("--lean", action="store_true")
+    p.add_argument("--threads", type=int, default=1, help="of a worker; more make it slower")
     args = p.parse_args()
     workers = int(os.environ.get("WORLD_SIZE", "1"))
     if workers > 1:
         dist.init_process_group("gloo")
-        # As CpuDevice does: the machine's cores are shared among the workers.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     data = Digits(args.data, lean=args.lean)
     sampler: DistributedSampler[tuple[Tensor, int]] | None = DistributedSampler(data) if workers > 1 else None

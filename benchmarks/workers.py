@@ -1,6 +1,10 @@
-"""Two workers on two cores against one on one core, a thread each: same shards, model and global batch."""
+"""Two workers on two cores against one on one core, a thread each: same shards, model and global batch. Beside it the
+same for two trainings that share nothing but the machine: what it has to give.
+"""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.results import ratio, say
 from benchmarks.work import A, on_cores, our_step_times, pairs_parser, scratch, steady
@@ -13,17 +17,24 @@ def main() -> None:
     p.add_argument("--precision", default="auto", help="as the trainer's")
     args = p.parse_args()
     halves = A.but(grad_accum_usteps=A.grad_accum_usteps // args.cores)
-    rates = []
+    rates, most = [], []
     for _ in range(args.pairs):
         with scratch(A, shards=2) as (directory, data, model):
             given = {"steps": args.steps, "precision": args.precision}
             with on_cores(args.cores, threads=1):
                 several = our_step_times(halves, data, model, directory / "n", workers=args.cores, **given)
+            with on_cores(args.cores, threads=1), ThreadPoolExecutor(args.cores) as pool:
+                outs = [directory / f"apart-{number}" for number in range(args.cores)]
+                under_way = [pool.submit(our_step_times, A, data, model, out, **given) for out in outs]
+                apart = [run.result() for run in under_way]
             with on_cores(1):
                 one = our_step_times(A, data, model, directory / "1", **given)
-        rates.append((A.sequences_per_step / steady(several), A.sequences_per_step / steady(one)))
+        alone = A.sequences_per_step / steady(one)
+        rates.append((A.sequences_per_step / steady(several), alone))
+        most.append((sum(A.sequences_per_step / steady(times) for times in apart), alone))
     what = f"{args.cores} workers on {args.cores} cores, work A, {args.precision}"
     say(ratio(what, rates, ours=f"{args.cores} workers", beside="one on one core", at_least=LEAST))
+    say(ratio(f"the same, {args.cores} trainings apart", most, ours="both", beside="one on one core"))
 
 
 if __name__ == "__main__":

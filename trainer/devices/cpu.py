@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Iterator
@@ -15,6 +16,10 @@ from torch.nn import functional as F
 
 from trainer.devices.base import Device
 from trainer.models.operations import AttentionMask, Operations
+from trainer.parallel.mesh import Mesh
+
+#: malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 class CpuOperations(Operations):
@@ -101,6 +106,9 @@ class CpuDevice(Device):
             share = max(1, cores // local_world_size)
             torch.set_num_threads(min(share, threads or share))
 
+    def start(self, mesh: Mesh) -> None:
+        keep_freed_memory()
+
     def describe(self) -> str:
         return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
@@ -124,6 +132,15 @@ class CpuDevice(Device):
         """Nobody publishes it: that of a matrix multiplication. Takes 0.1 s."""
         dtype = {"fp64": torch.float64, "fp32": torch.float32}.get(precision, torch.bfloat16)
         return matrix_flops_per_s(1024, 8, dtype)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed. It gives large blocks back to the kernel, and every step takes them anew, a zeroed
+    page at a time: an eighth of a step and more (docs/decisions.md). Elsewhere than in glibc: nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def matrix_flops_per_s(size: int, times: int, dtype: torch.dtype) -> float:

@@ -10,10 +10,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainer.data.loader import Step
-from trainer.devices.base import REDUCTIONS, Device, DeviceOptions
+from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.graphs import GraphReport
 from trainer.errors import UserError
 from trainer.optim.rounding import stochastically_rounded
@@ -139,7 +138,7 @@ class XlaDevice(Device):
             return
         copies = self._fetch(tensors)
         flat = torch.cat([copy.reshape(-1) for copy in copies])
-        dist.all_reduce(flat, REDUCTIONS[sums], group=group.process_group)
+        super().all_reduce([flat], group, sums=sums)
         reduced = [part.view(c.shape) for part, c in zip(flat.split([c.numel() for c in copies]), copies, strict=True)]
         for tensor, total in zip(tensors, self._xm.send_cpu_data_to_device(reduced, self.torch_device), strict=True):
             tensor.copy_(total)
