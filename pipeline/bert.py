@@ -9,7 +9,7 @@ from typing import Any
 
 import luigi
 
-from pipeline import report, summary
+from pipeline import page, summary
 from pipeline.dataset import DownloadDataset, ShardDataset, dataset_of
 from pipeline.goal import Goal
 from pipeline.launch import say
@@ -26,7 +26,7 @@ class Reported(Stage):
     """A stage that keeps WORK/report.html fresh while it runs."""
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
-        return report.kept_fresh()
+        return page.kept_fresh(BertPhase2())  # type: ignore[no-untyped-call]
 
 
 class ModelStage(Reported):
@@ -264,8 +264,8 @@ class Report(Reported):
 
     def command(self) -> list[str]:
         settings = self.directory / "settings.json"
-        write_json(settings, report.shown(self.settings))
-        made = map(str, report.stage_directories(self))
+        write_json(settings, page.shown(self.settings))
+        made = map(str, page.stage_directories(self))
         return ["-m", "stages.report", *made, "--settings", str(settings), "--out", str(self.directory)]
 
     @property

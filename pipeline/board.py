@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from pipeline.settings import load
+from pipeline.shelf import holder
 from stages.lock import hold
 from trainer.errors import LockHeld, UserError
 from trainer.files import disk_errors, read_json, replace_json
@@ -25,8 +26,6 @@ _LOOK_S = 2.0
 
 def address(work_dir: Path) -> str | None:
     """Where the TensorBoard of `work_dir` is to be seen; None: it does not run."""
-    from pipeline.inspect import holder  # which knows all stages, and they all report this address
-
     if holder(work_dir / DIRECTORY) is None:
         return None
     return (read_json(work_dir / DIRECTORY / _ADDRESS) or {}).get("url")

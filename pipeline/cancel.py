@@ -6,10 +6,10 @@ import argparse
 import contextlib
 import time
 
-from pipeline.inspect import Shelf
 from pipeline.launch import say
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Unreachable
+from pipeline.shelf import Shelf
 from pipeline.stage import Stage
 from pipeline.why import add_task, find
 from stages.lock import hold
@@ -31,7 +31,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{args.task} is several stages; give one of them, as `python -m pipeline status` names it")
     job = find_job(task.directory)
     if job is None:
-        others = [place.path for place in Shelf(task.settings.work_dir).others(task) if find_job(place.path)]
+        others = [
+            place.path
+            for place in Shelf(task.settings.work_dir).others(task.label, task.identity.fingerprint)
+            if find_job(place.path)
+        ]
         elsewhere = f"; {others[0]}, of other settings, has one: give those settings" if others else ""
         raise UserError(f"no job is at work in {task.directory}{elsewhere}")
     try:

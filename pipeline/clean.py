@@ -9,9 +9,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.goal import Goal
-from pipeline.inspect import Place, Shelf, chain, everything, first_difference, holder
+from pipeline.differences import first_difference
+from pipeline.everything import everything
+from pipeline.goal import Goal, chain
 from pipeline.launchers import find_job
+from pipeline.shelf import Place, Shelf, holder
 from pipeline.stage import Stage
 from stages.lock import LOCK
 from stages.manifest import IDENTITY, MANIFEST

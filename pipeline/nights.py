@@ -13,8 +13,8 @@ from typing import Any
 from luigi.configuration import get_config
 from luigi.interface import core
 
-from pipeline.inspect import holder
 from pipeline.sections import SECTIONS, Nights, Settings, section_name
+from pipeline.shelf import holder
 from trainer.errors import DiskError, UserError
 from trainer.files import TEMPORARY_SUFFIX, disk_errors, read_json, sweep_temporaries, write_json
 

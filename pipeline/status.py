@@ -4,200 +4,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import textwrap
-import time
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
 
-from pipeline.goal import Goal
-from pipeline.inspect import (
-    Shelf,
-    cause,
-    chain,
-    everything,
-    holder,
-    is_complete,
-    last_checkpoint_step,
-    steps_of,
-    would_run,
-)
-from pipeline.stage import Stage
-from stages.manifest import FAILURE, IDENTITY, MANIFEST, why_incomplete
-from trainer.errors import UserError
-from trainer.files import PROGRESS, read_json
+from pipeline.bert import BertPhase2
+from pipeline.everything import everything
+from pipeline.page import view
+from pipeline.rows import UTC_FORMAT, Row, duration, rows
+from pipeline.watch import watch
 
 SUMMARY = "one table: each stage, its state, when, how long, where"
-#: What each means is in docs/recovery.md.
-State = Literal["complete", "running", "interrupted", "failed", "damaged", "stale", "waiting", "refused"]
-_UTC = "%Y-%m-%dT%H:%M:%SZ"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A stage and its state; the fields are those of `--json`."""
-
-    stage: str
-    task: str
-    phase: int | None
-    state: State
-    #: What else there is to say, in one line.
-    detail: str = ""
-    #: When it started (complete, running) or was seen last (interrupted, failed), UTC.
-    when: str | None = None
-    #: How long it took, or has been running.
-    seconds: float | None = None
-    directory: str | None = None
-    fingerprint: str | None = None
-    #: How far it is: units done, of how many, of what, in a second, and how many seconds that leaves.
-    done: int | None = None
-    total: int | None = None
-    unit: str | None = None
-    per_s: float | None = None
-    left_s: float | None = None
-    #: Who holds its lock.
-    host: str | None = None
-    pid: int | None = None
-
-
-def rows(goal: Goal) -> list[Row]:
-    """The state of every stage that `goal` is made from, in running order."""
-    needed = {task.label for task in would_run(goal)}
-    tasks = chain(goal)
-    shelf = Shelf(tasks[0].settings.work_dir)
-    return [_row(task, shelf, needed=task.label in needed) for task in tasks]
-
-
-def _row(task: Stage, shelf: Shelf, *, needed: bool) -> Row:
-    row = Row(task.label, type(task).__name__, getattr(task, "phase", None), "waiting")
-    try:
-        fingerprint = task.identity.fingerprint
-    except UserError as error:
-        upstream = [up.label for up in task.requires().values() if not _has_identity(up)]
-        if upstream:
-            return dataclasses.replace(row, detail=f"for {upstream[0]}")
-        return dataclasses.replace(row, state="refused", detail=str(error))
-    there = dataclasses.replace(row, directory=str(task.directory), fingerprint=fingerprint)
-    for ask in (_complete, _running, _failed, _damaged, _interrupted):
-        found = ask(task, there)
-        if found is not None:
-            return found
-    stale = any(place.is_complete for place in shelf.others(task))
-    if stale:
-        details = [f"made with other settings: {cause(task, shelf)}"]
-    else:
-        missing = [up.label for up in task.requires().values() if not is_complete(up)]
-        details = [f"for {', '.join(missing)}"] if missing else ["its turn is next"]
-    if not needed:
-        details = [*(details if stale else []), "not needed: all that is made from it is complete"]
-    return dataclasses.replace(
-        row, state="stale" if stale else "waiting", detail="; ".join(details), fingerprint=fingerprint
-    )
-
-
-def _has_identity(task: Stage) -> bool:
-    try:
-        return bool(task.identity)
-    except UserError:
-        return False
-
-
-def _complete(task: Stage, row: Row) -> Row | None:
-    if why_incomplete(task.directory, task.identity.fingerprint) is not None:
-        return None
-    manifest = task.manifest()
-    return dataclasses.replace(row, state="complete", when=manifest["started"], seconds=manifest["seconds"])
-
-
-def _running(task: Stage, row: Row) -> Row | None:
-    who = holder(task.directory)
-    if who is None:
-        return None
-    row = _with_progress(task, row)
-    per_s = row.per_s
-    left_s = (row.total - row.done) / per_s if per_s and row.total is not None and row.done is not None else None
-    by = who.job or f"on {who.host}, process {who.pid or '?'}"
-    details = [by, *_how_far(row)]
-    if per_s and left_s is not None:
-        rate = f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
-        details += [f"{rate} {row.unit}/s", f"{duration(left_s)} left"]
-    return dataclasses.replace(
-        row, state="running", detail=", ".join(details), when=who.started, seconds=_seconds_since(who.started),
-        left_s=None if left_s is None else round(left_s, 1), host=who.host, pid=who.pid,
-    )  # fmt: skip
-
-
-def _failed(task: Stage, row: Row) -> Row | None:
-    failure = read_json(task.directory / FAILURE)
-    if failure is None:
-        return None
-    # Of a traceback, what was raised.
-    lines = str(failure.get("error", "")).strip().splitlines() or ["it said nothing"]
-    return dataclasses.replace(_with_progress(task, row), state="failed", detail=lines[-1], when=failure.get("at"))
-
-
-def _damaged(task: Stage, row: Row) -> Row | None:
-    if not (task.directory / MANIFEST).exists():
-        return None
-    return dataclasses.replace(row, state="damaged", detail=why_incomplete(task.directory, row.fingerprint or "") or "")
-
-
-def _interrupted(task: Stage, row: Row) -> Row | None:
-    if not (task.directory / IDENTITY).exists():
-        return None
-    row = _with_progress(task, row)
-    details, saved = _how_far(row), last_checkpoint_step(task.directory)
-    if steps_of(task) is not None:
-        details.append("no checkpoint yet" if saved is None else f"goes on from step {saved}")
-    seen = [path.stat().st_mtime for name in ("stage.log", PROGRESS) if (path := task.directory / name).exists()]
-    when = max(seen, default=(task.directory / IDENTITY).stat().st_mtime)
-    return dataclasses.replace(
-        row,
-        state="interrupted",
-        detail=", ".join(details) or "goes on with what is not there yet",
-        when=datetime.fromtimestamp(when, UTC).strftime(_UTC),
-    )
-
-
-def _with_progress(task: Stage, row: Row) -> Row:
-    """`row` with what progress.json says; of a training without one, with its newest checkpoint."""
-    progress: dict[str, Any] = read_json(task.directory / PROGRESS) or {}
-    if progress:
-        done, total, unit, per_s = (progress.get(name) for name in ("done", "total", "unit", "per_s"))
-        return dataclasses.replace(row, done=done, total=total, unit=unit, per_s=per_s)
-    step = last_checkpoint_step(task.directory)
-    return row if step is None else dataclasses.replace(row, done=step, total=steps_of(task), unit="steps")
-
-
-def _how_far(row: Row) -> list[str]:
-    if row.done is None:
-        return []
-    total = "" if row.total is None else f" of {row.total:,}"
-    return [f"at {row.done:,}{total} {row.unit}"]
-
-
-def _seconds_since(when: str | None) -> float | None:
-    """Seconds since a time in UTC as `stages.manifest.utc_now` writes it."""
-    if when is None:
-        return None
-    return max(0.0, round(time.time() - datetime.strptime(when, _UTC).replace(tzinfo=UTC).timestamp(), 1))
-
-
-def duration(seconds: float) -> str:
-    """`0:07`, `12:34`, `45:00:00`: minutes and seconds, with hours where there are any."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _local(when: str | None) -> str:
     """A time in UTC, on this machine's clock, to the minute."""
     if when is None:
         return ""
-    return datetime.strptime(when, _UTC).replace(tzinfo=UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+    return datetime.strptime(when, UTC_FORMAT).replace(tzinfo=UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def table(found: list[Row], width: int) -> str:
@@ -258,9 +85,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; 0 whatever the states are."""
     goal = everything()
     if args.watch is not None:
-        from pipeline.watch import watch
-
-        return watch(lambda width: table(rows(goal), width), args.watch)
+        bert = BertPhase2()  # type: ignore[no-untyped-call]
+        return watch(functools.partial(view, bert), lambda width: table(rows(goal), width), args.watch)
     found = rows(goal)
     if args.json:
         print(json.dumps([dataclasses.asdict(row) for row in found], indent=2))

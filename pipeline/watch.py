@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pipeline import report
 from stages.view import facts
 from stages.view.curves import MetricsFile, points
 from stages.view.run import Run
@@ -80,7 +79,7 @@ def sparkline(values: Sequence[float], low: float, high: float) -> str:
     return "".join(_BARS[round((value - low) * scale)] for value in values)
 
 
-def watch(table: Callable[[int], str], interval_s: float) -> int:
+def watch(view: Callable[[dict[Path, MetricsFile]], Run], table: Callable[[int], str], interval_s: float) -> int:
     """Draw until Ctrl-C, or until nobody reads: 0. Into a pipe or a file each picture is written below the last, as
     plain text."""
     metrics: dict[Path, MetricsFile] = {}
@@ -88,7 +87,7 @@ def watch(table: Callable[[int], str], interval_s: float) -> int:
     try:
         while True:
             size = shutil.get_terminal_size((100, 10_000))
-            text = screen(report.view(metrics), table, size.columns)
+            text = screen(view(metrics), table, size.columns)
             if sys.stdout.isatty():
                 # What is higher than the terminal could not be drawn over; a line that is folded counts as several.
                 lines = _folded(text, size.columns)[: size.lines - 1]

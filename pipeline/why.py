@@ -7,8 +7,10 @@ import inspect as python_inspect
 from typing import Any
 
 import pipeline
-from pipeline.goal import Goal
-from pipeline.inspect import Shelf, cause, chain, holder, is_complete, last_checkpoint_step, steps_of, would_run
+from pipeline.differences import cause
+from pipeline.goal import Goal, chain, is_complete, would_run
+from pipeline.rows import steps_of
+from pipeline.shelf import Shelf, holder, last_checkpoint_step
 from pipeline.stage import Stage
 from stages.manifest import FAILURE, IDENTITY, MANIFEST, why_incomplete
 from trainer.errors import UserError

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
-from pipeline.status import State
+from pipeline.rows import State
 from stages.lock import hold
 from tests.chain import STAGES, Chain, finished_chain, wait_until, write_corpus
 from tests.support import ROOT, assert_one_line_error, command

@@ -1,0 +1,53 @@
+"""In what a stage differs from the one that is there."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pipeline.goal import is_complete
+from pipeline.shelf import Shelf
+from pipeline.stage import Stage
+from stages.manifest import difference
+
+_HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{54}\b")
+
+
+def cause(task: Stage, shelf: Shelf) -> str | None:
+    """The first setting or input in which `task` differs from the newest other directory of its stage, followed
+    through upstream stages to where it comes from: `lr: 0.001 → 0.0005`; None if there is no other directory."""
+    others = shelf.others(task.label, task.identity.fingerprint)
+    return _cause(task, others[0].record, shelf) if others else None
+
+
+def _cause(task: Stage, old: dict[str, Any], shelf: Shelf) -> str:
+    changed = first_difference(old, task.identity.record())
+    upstream = {name: up for name, up in task.requires().items() if changed.startswith(f"upstream.{name}:")}
+    for name, up in upstream.items():
+        before = old.get("upstream", {}).get(name)
+        if before is None:
+            break
+        place = shelf.of_fingerprint(before)
+        verb = "changed" if is_complete(up) else "would change"
+        if place is None:
+            return f"its upstream {up.label} {verb} (the one before, {before[:10]}, is not there any more)"
+        deeper = _cause(up, place.record, shelf)
+        return deeper if deeper.startswith("its upstream ") else f"its upstream {up.label} {verb}: {deeper}"
+    return changed
+
+
+def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """`stages.manifest.difference`, by single values (`model.hidden_size: 128 → 256`) and with hashes cut short."""
+    text = difference(_flat(old), _flat(new)) or "fingerprint"
+    return _HASH.sub(r"\1…", text)
+
+
+def _flat(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with the objects among its parameters and inputs laid open, one level."""
+    flat = dict(record)
+    for part in ("parameters", "inputs"):
+        values: dict[str, Any] = {}
+        for key, value in (record.get(part) or {}).items():
+            values |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
+        flat[part] = values
+    return flat

@@ -1,0 +1,26 @@
+"""All that a work directory is for."""
+
+from __future__ import annotations
+
+from pipeline.bert import BertPhase2
+from pipeline.goal import Goal
+from pipeline.mnist import MnistMlp
+from pipeline.settings import load
+from pipeline.stage import Stage
+
+_MLP_LABELS = ("download_mnist", "train_mlp", "evaluate_mlp")
+
+
+class Everything(Goal):
+    """All goals that somebody has had: BERT, and the MLP where something of it is there."""
+
+    def requires(self) -> dict[str, Stage]:
+        goals: list[Goal] = [BertPhase2()]  # type: ignore[no-untyped-call]
+        if any(list(load().work_dir.glob(f"{label}-*")) for label in _MLP_LABELS):
+            goals.append(MnistMlp())  # type: ignore[no-untyped-call]
+        return {name: task for goal in goals for name, task in goal.requires().items()}
+
+
+def everything() -> Goal:
+    """What all chains are for."""
+    return Everything()  # type: ignore[no-untyped-call]

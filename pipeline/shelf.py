@@ -1,0 +1,127 @@
+"""What is on the disk: the stage directories below a work directory, and who is at work in them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.latest import LATEST
+from pipeline.launchers import find_job
+from pipeline.launchers.jobs import Job, Unreachable
+from stages.lock import LOCK, is_held
+from stages.manifest import IDENTITY, MANIFEST, why_incomplete
+from trainer.errors import UserError
+from trainer.files import read_json
+
+_NAME = re.compile(r"(?P<label>[a-z][a-z0-9_]*(?:-phase[0-9]+)?)-(?P<short>[0-9a-f]{10})")
+_CHECKPOINT = re.compile(r"ckpt_([0-9]+)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A stage directory, of whatever settings."""
+
+    path: Path
+    #: `<stage>[-phase<N>]`, as in its name.
+    label: str
+    #: Its manifest.json, or stage.json where there is none.
+    record: dict[str, Any]
+    #: When that was written, in seconds since 1970.
+    written: float
+
+    @property
+    def fingerprint(self) -> str:
+        return str(self.record["fingerprint"])
+
+    @property
+    def is_complete(self) -> bool:
+        return why_incomplete(self.path, self.fingerprint) is None
+
+
+class Shelf:
+    """All stage directories of a work directory: those whose name and record agree; nothing else in it counts."""
+
+    def __init__(self, work_dir: Path) -> None:
+        self.work_dir = work_dir
+        self.by_label: dict[str, list[Place]] = defaultdict(list)
+        self.places = sorted(_places(work_dir), key=lambda place: place.written, reverse=True)
+        for place in self.places:
+            self.by_label[place.label].append(place)
+
+    def others(self, label: str, fingerprint: str) -> list[Place]:
+        """The directories of a stage made with other settings, newest first."""
+        return [place for place in self.by_label[label] if place.fingerprint != fingerprint]
+
+    def of_fingerprint(self, fingerprint: str) -> Place | None:
+        return next((place for place in self.places if place.fingerprint == fingerprint), None)
+
+    def linked(self) -> set[Path]:
+        """What the links in `latest/` point to."""
+        latest = self.work_dir / LATEST
+        links = latest.iterdir() if latest.is_dir() else iter(())
+        return {link.resolve() for link in links if link.is_symlink()}
+
+
+def _places(work_dir: Path) -> Iterator[Place]:
+    for path in work_dir.iterdir() if work_dir.is_dir() else ():
+        name = _NAME.fullmatch(path.name)
+        if name is None or path.is_symlink() or not path.is_dir():
+            continue
+        for file in (path / MANIFEST, path / IDENTITY):
+            record = read_json(file)
+            if record is not None:
+                phase = record.get("phase")
+                label = f"{record.get('stage')}" + ("" if phase is None else f"-phase{phase}")
+                if label == name["label"] and str(record.get("fingerprint"))[:10] == name["short"]:
+                    yield Place(path, label, record, file.stat().st_mtime)
+                break
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who is at work in a stage directory: a process, as the lock file says, a scheduler's job, or the one waiting for
+    the other."""
+
+    host: str
+    pid: int | None
+    started: str | None
+    #: The job and its state: `slurm job 12: RUNNING (on n[1-2])`.
+    job: str | None = None
+
+    def __str__(self) -> str:
+        return self.job or f"process {self.pid or '?'} on {self.host}"
+
+
+def holder(directory: Path) -> Holder | None:
+    """Who is at work in `directory`, or None. Nothing is changed; of a job its scheduler is asked."""
+    record = (read_json(directory / LOCK) or {}) if is_held(directory) else None
+    job = find_job(directory)
+    state = None if job is None else _state(job)
+    if record is None and state is None:
+        return None
+    record = record or {}
+    started = record.get("started") if job is None or state is None else job.submitted
+    return Holder(str(record.get("host", "?")), record.get("pid"), started, state)
+
+
+def _state(job: Job) -> str | None:
+    """What is known of a job; None if it is over."""
+    try:
+        state = job.state()
+    except (Unreachable, UserError) as error:
+        return f"{job}: unknown ({error})"
+    return f"{job}: {state}" if state is not None and state.is_alive else None
+
+
+def last_checkpoint_step(directory: Path) -> int | None:
+    """The optimizer step, within its phase, of the newest finished checkpoint in a training's directory."""
+    found = [(int(m[1]), path) for path in directory.glob("checkpoints/*") if (m := _CHECKPOINT.fullmatch(path.name))]
+    for _, path in sorted(found, reverse=True):
+        state = read_json(path / "state.json")
+        if state is not None and (path / MANIFEST).exists():
+            return int(state["step"])
+    return None
