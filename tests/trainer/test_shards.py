@@ -10,6 +10,8 @@ import h5py
 import numpy as np
 import pytest
 
+import trainer.data.shards as shards_module
+from trainer.data.hdf5 import open_hdf5
 from trainer.data.shards import KEYS, ShardSet, validate_file, write_shard
 from trainer.errors import UserError
 
@@ -70,6 +72,25 @@ def test_any_rows_are_read_in_any_order_from_any_layout(tmp_path: Path, write: A
         assert set(got) == set(KEYS)
         for key in KEYS:
             np.testing.assert_array_equal(got[key], written[shard][key][rows])
+
+
+@pytest.mark.parametrize(("room", "most_decoded"), [(1 << 30, 5), (1, 1)])
+def test_what_is_decoded_is_kept_as_long_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, most_decoded: int
+) -> None:
+    """The shards of a block are read again and again; without room the one in use is kept all the same."""
+    written = [some_rows(40, seed=shard) for shard in range(5)]
+    for shard, arrays in enumerate(written):
+        write_chunked(tmp_path / f"x_training_{shard}.hdf5", arrays)
+    opened: list[str] = []
+    monkeypatch.setattr(shards_module, "_DECODED_BYTES", room)
+    monkeypatch.setattr(shards_module, "open_hdf5", lambda path: opened.append(path.name) or open_hdf5(path))
+    shards = ShardSet.open(tmp_path, seq_len=16, max_pred_len=3)
+    opened.clear()
+    for shard in [*range(5), *range(5), 4]:
+        np.testing.assert_array_equal(shards.read(shard, np.array([7]))["input_ids"], written[shard]["input_ids"][[7]])
+    assert len(opened) == (5 if room > 1 else 10)
+    assert len(shards._decoded) == most_decoded
 
 
 def test_nvidias_own_files_are_valid_and_read_as_h5py_reads_them(shared: Path) -> None:
