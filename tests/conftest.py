@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ import pytest
 
 # One thread a process, here and in all that is started: many tests run at the same time. Read when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
+# What a shell has started in the background ignores Ctrl-C, and hands that on to all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parent.parent
 
 Stage = Callable[..., subprocess.CompletedProcess[str]]

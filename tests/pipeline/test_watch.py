@@ -28,11 +28,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 def start(chain: Chain, stdout: int, **env: str) -> subprocess.Popen[bytes]:
     everything = {**os.environ, "LUIGI_CONFIG_PATH": str(chain.config), **env}
-    # Ctrl-C means nothing to what a shell has started in the background, such as these tests.
-    return subprocess.Popen(
-        WORDS, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, env=everything,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    return subprocess.Popen(WORDS, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, env=everything)
 
 
 def read_until(fd: int, pattern: str, timeout_s: float = 30) -> str:
