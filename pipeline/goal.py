@@ -5,7 +5,6 @@ from __future__ import annotations
 import luigi
 
 from pipeline.stage import Stage
-from stages.manifest import why_incomplete
 from trainer.errors import UserError
 
 
@@ -33,6 +32,11 @@ def tell_again(task: luigi.Task) -> None:
         task.tell()
 
 
+def _ends(goal: Goal | Stage) -> list[Stage]:
+    """What nothing else of the run is made from."""
+    return [goal] if isinstance(goal, Stage) else list(goal.requires().values())
+
+
 def chain(goal: Goal | Stage) -> list[Stage]:
     """Every stage that `goal` is made from, itself included, in running order: by depth, then by name."""
     depths: dict[Stage, int] = {}
@@ -42,7 +46,7 @@ def chain(goal: Goal | Stage) -> list[Stage]:
             depths[task] = max((depth(upstream) + 1 for upstream in task.requires().values()), default=0)
         return depths[task]
 
-    for task in [goal] if isinstance(goal, Stage) else goal.requires().values():
+    for task in _ends(goal):
         depth(task)
     return sorted(depths, key=lambda task: (depths[task], task.label))
 
@@ -50,7 +54,7 @@ def chain(goal: Goal | Stage) -> list[Stage]:
 def is_complete(task: Stage) -> bool:
     """Whether `task` is complete; False too when its identity cannot be computed."""
     try:
-        return why_incomplete(task.directory, task.identity.fingerprint) is None
+        return task.why_incomplete() is None
     except UserError:
         return False
 
@@ -65,6 +69,6 @@ def would_run(goal: Goal | Stage) -> list[Stage]:
             for upstream in task.requires().values():
                 need(upstream)
 
-    for task in [goal] if isinstance(goal, Stage) else goal.requires().values():
+    for task in _ends(goal):
         need(task)
     return [task for task in chain(goal) if task in needed]

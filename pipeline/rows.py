@@ -13,7 +13,8 @@ from pipeline.goal import Goal, chain, is_complete, would_run
 from pipeline.shelf import Shelf, holder, last_checkpoint_step
 from pipeline.stage import Stage
 from pipeline.training import Training
-from stages.manifest import FAILURE, IDENTITY, MANIFEST, why_incomplete
+from stages.attempts import last_sign_of_life
+from stages.manifest import IDENTITY, MANIFEST, last_failure
 from trainer.errors import UserError
 from trainer.files import PROGRESS, read_json
 
@@ -71,7 +72,7 @@ def _row(task: Stage, shelf: Shelf, *, needed: bool) -> Row:
         found = ask(task, there)
         if found is not None:
             return found
-    stale = any(place.is_complete for place in shelf.others(task.label, task.identity.fingerprint))
+    stale = any(place.is_complete for place in shelf.others(task.label, fingerprint))
     if stale:
         details = [f"made with other settings: {cause(task, shelf)}"]
     else:
@@ -92,7 +93,7 @@ def _has_identity(task: Stage) -> bool:
 
 
 def _complete(task: Stage, row: Row) -> Row | None:
-    if why_incomplete(task.directory, task.identity.fingerprint) is not None:
+    if task.why_incomplete() is not None:
         return None
     manifest = task.manifest()
     return dataclasses.replace(row, state="complete", when=manifest["started"], seconds=manifest["seconds"])
@@ -117,18 +118,16 @@ def _running(task: Stage, row: Row) -> Row | None:
 
 
 def _failed(task: Stage, row: Row) -> Row | None:
-    failure = read_json(task.directory / FAILURE)
+    failure = last_failure(task.directory)
     if failure is None:
         return None
-    # Of a traceback, what was raised.
-    lines = str(failure.get("error", "")).strip().splitlines() or ["it said nothing"]
-    return dataclasses.replace(_with_progress(task, row), state="failed", detail=lines[-1], when=failure.get("at"))
+    return dataclasses.replace(_with_progress(task, row), state="failed", detail=failure.line, when=failure.at)
 
 
 def _damaged(task: Stage, row: Row) -> Row | None:
     if not (task.directory / MANIFEST).exists():
         return None
-    return dataclasses.replace(row, state="damaged", detail=why_incomplete(task.directory, row.fingerprint or "") or "")
+    return dataclasses.replace(row, state="damaged", detail=task.why_incomplete() or "")
 
 
 def _interrupted(task: Stage, row: Row) -> Row | None:
@@ -138,8 +137,7 @@ def _interrupted(task: Stage, row: Row) -> Row | None:
     details, saved = _how_far(row), last_checkpoint_step(task.directory)
     if steps_of(task) is not None:
         details.append("no checkpoint yet" if saved is None else f"goes on from step {saved}")
-    seen = [path.stat().st_mtime for name in ("stage.log", PROGRESS) if (path := task.directory / name).exists()]
-    when = max(seen, default=(task.directory / IDENTITY).stat().st_mtime)
+    when = last_sign_of_life(task.directory) or (task.directory / IDENTITY).stat().st_mtime
     return dataclasses.replace(
         row,
         state="interrupted",

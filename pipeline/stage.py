@@ -143,9 +143,13 @@ class Stage(luigi.Task):
     def output(self) -> luigi.LocalTarget:
         return luigi.LocalTarget(str(self.directory / MANIFEST))
 
+    def why_incomplete(self) -> str | None:
+        """Why what is in the directory is not this stage, complete; None: it is."""
+        return why_incomplete(self.directory, self.identity.fingerprint)
+
     def complete(self) -> bool:
         with refusals():
-            complete = why_incomplete(self.directory, self.identity.fingerprint) is None
+            complete = self.why_incomplete() is None
             if complete and latest.is_older(self.settings.work_dir, self.label, self.directory):
                 latest.link(
                     self.settings.work_dir, self.label, self.directory
@@ -212,7 +216,7 @@ class Stage(luigi.Task):
             with contextlib.suppress(UserError):
                 self.finish()
         job.forget()
-        if why_incomplete(self.directory, self.identity.fingerprint) is None:
+        if self.why_incomplete() is None:
             raise AlreadyComplete
         return None
 
@@ -226,7 +230,7 @@ class Stage(luigi.Task):
         await_node_0(
             self.label,
             self.directory,
-            lambda: why_incomplete(self.directory, self.identity.fingerprint),
+            self.why_incomplete,
             self.settings.cluster.join_timeout_s,
             say,
         )

@@ -12,9 +12,8 @@ from pipeline.goal import Goal, chain, is_complete, would_run
 from pipeline.rows import steps_of
 from pipeline.shelf import Shelf, holder, last_checkpoint_step
 from pipeline.stage import Stage
-from stages.manifest import FAILURE, IDENTITY, MANIFEST, why_incomplete
+from stages.manifest import IDENTITY, MANIFEST, last_failure, why_incomplete
 from trainer.errors import UserError
-from trainer.files import read_json
 
 SUMMARY = "why a task would run: which setting, input or file; exit status 0 if it is complete, 1 if it would run"
 
@@ -35,10 +34,9 @@ def explain(task: Stage, shelf: Shelf, *, verify: bool) -> str | None:
         )
     if (directory / MANIFEST).exists():
         return f"{task.label} would run: {reason}"
-    failure = read_json(directory / FAILURE)
+    failure = last_failure(directory)
     if failure is not None:
-        lines = str(failure.get("error", "")).strip().splitlines() or ["it said nothing"]
-        return f"{task.label} would run again: it failed at {failure.get('at')}: {lines[-1]}"
+        return f"{task.label} would run again: it failed at {failure.at}: {failure.line}"
     if (directory / IDENTITY).exists():
         step = last_checkpoint_step(directory)
         at = f", and goes on from step {step} of {steps_of(task)}" if step is not None else ""

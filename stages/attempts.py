@@ -53,7 +53,7 @@ def recording(directory: Path) -> Iterator[Callable[[How, int, str], None]]:
     said: list[tuple[How, int | None, str]] = []
     start: dict[str, Any] = {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
     if (directory / ATTEMPTS).exists():
-        start["seen"] = _last_sign_of_life(directory)
+        start["seen"] = last_sign_of_life(directory)
     _append(directory, start)
     try:
         yield lambda how, status, error: said.append((how, status, error))
@@ -81,7 +81,7 @@ def read(directory: Path, *, running: bool, complete: bool) -> list[Attempt]:
             found.append(_attempt(open_start, record))
             open_start = None
     if open_start is not None:
-        how, ended = "killed", _last_sign_of_life(directory)
+        how, ended = "killed", last_sign_of_life(directory)
         if running:
             how, ended = "running", time.time()
         elif complete:  # killed between the manifest and the line here
@@ -116,7 +116,8 @@ def _append(directory: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def _last_sign_of_life(directory: Path) -> float:
+def last_sign_of_life(directory: Path) -> float:
+    """When the stage in `directory` was last heard of, in seconds since 1970; 0: never."""
     times = [0.0]
     for name in _SIGNS_OF_LIFE:
         with contextlib.suppress(FileNotFoundError):

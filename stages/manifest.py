@@ -192,6 +192,25 @@ def record_failure(path: Path, error: str) -> None:
         write_json(path / FAILURE, {"error": error, "at": utc_now()})
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why a stage failed last."""
+
+    #: In one line; of a traceback, what was raised.
+    line: str
+    #: When, UTC.
+    at: str | None
+
+
+def last_failure(path: Path) -> Failure | None:
+    """What `record_failure` has left, or None."""
+    record = read_json(path / FAILURE)
+    if record is None:
+        return None
+    lines = str(record.get("error", "")).strip().splitlines() or ["it said nothing"]
+    return Failure(lines[-1], record.get("at"))
+
+
 def finish(
     path: Path,
     identity: Identity,

@@ -34,6 +34,11 @@ def stop_early_on_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
+def shell_status(code: int) -> int:
+    """The exit status of a process as shells count it: 128 more than the signal that killed it."""
+    return code if code >= 0 else 128 - code
+
+
 def free_port() -> int:
     """A TCP port of this machine that nobody listens on now."""
     with socket.socket() as server:

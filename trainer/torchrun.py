@@ -18,7 +18,7 @@ from torch.distributed.run import main, parse_args
 
 from trainer.errors import EXIT_INTERRUPTED, EXIT_NODE_MISSING, EXIT_SOFTWARE, EXIT_USER_ERROR, NodeMissing, UserError
 from trainer.nodes import choose_interface, meet
-from trainer.process import PARENT_VARIABLE, STOP_SIGNALS, die_with_starter
+from trainer.process import PARENT_VARIABLE, STOP_SIGNALS, die_with_starter, shell_status
 
 
 def run() -> int:
@@ -39,8 +39,7 @@ def run() -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_NODE_MISSING if isinstance(error, NodeMissing) else EXIT_USER_ERROR
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return code if code > 0 else 128 - code  # killed by a signal: as shells count
+        return shell_status(error.get_first_failure()[1].exitcode)
     except DistError as error:
         # Between nodes: another one's torchrun has gone.
         print(f"error: lost the other nodes: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)

@@ -13,9 +13,8 @@ from pipeline.launch import Ending, Start
 from pipeline.launchers.base import Work
 from stages import attempts
 from stages.lock import is_held
-from stages.manifest import FAILURE
+from stages.manifest import FAILURE, last_failure
 from trainer.errors import NodeMissing, UserError
-from trainer.files import PROGRESS, read_json
 from trainer.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 
 #: Seconds between two looks at what node 0 does, and between two lines that say so.
@@ -61,10 +60,9 @@ def await_node_0(
         now = time.time()
         failure = directory / FAILURE
         if failure.exists() and failure.stat().st_mtime > began:
-            lines = str((read_json(failure) or {}).get("error", "")).strip().splitlines() or ["it said nothing"]
-            raise UserError(f"{label} failed on node 0: {lines[-1]}")
-        seen = [path.stat().st_mtime for name in ("stage.log", PROGRESS) if (path := directory / name).exists()]
-        if is_held(directory) or max(seen, default=0.0) > alive_at:
+            said = last_failure(directory)
+            raise UserError(f"{label} failed on node 0: {said.line if said else 'it said nothing'}")
+        if is_held(directory) or attempts.last_sign_of_life(directory) > alive_at:
             alive_at = now
         if now - alive_at > timeout_s:
             raise NodeMissing(

@@ -24,6 +24,7 @@ from stages.lock import JOB
 from stages.manifest import MANIFEST
 from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
 from trainer.files import read_json, write_json
+from trainer.process import shell_status
 
 
 class Surroundings(Protocol):
@@ -122,14 +123,10 @@ class Supervisor:
         self._note(ending=dataclasses.asdict(ending))
         if ending.status == 0 and self._surroundings.rank == 0 and (self._directory / MANIFEST).exists():
             (self._directory / JOB).unlink(missing_ok=True)  # nobody has to see to it any more
-        return _exit_status(ending)
+        return shell_status(ending.status)
 
     def _note_early(self, signum: int, frame: FrameType | None) -> None:
         self._early_signal = self._early_signal or signum
-
-
-def _exit_status(ending: Ending) -> int:
-    return ending.status if ending.status >= 0 else 128 - ending.status
 
 
 def main() -> int:
