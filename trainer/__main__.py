@@ -42,6 +42,8 @@ def main() -> int:
         device.start(mesh)
         say = _say if mesh.is_root else _say_nothing
         say(f"device {device.describe()}; {mesh.world_size} worker(s)")
+        if mesh.not_shared:
+            say(f"workers here cannot share memory ({mesh.not_shared}): their sums go through sockets, and take longer")
         say(f"config {config}; workload {args.workload}: {workload.describe()}")
         done = Trainer(config, workload, device, mesh, say).run()
         mesh.disconnect()

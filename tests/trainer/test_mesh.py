@@ -1,18 +1,23 @@
-"""Workers take turns."""
+"""Workers take turns, and reduce tensors together."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import random
 import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from tests.support import FORKS
 from trainer.devices.cpu import CpuDevice
+from trainer.parallel import shared_memory
 from trainer.parallel.mesh import Mesh
+from trainer.parallel.shared_memory import PIECE_BYTES
 from trainer.process import free_port
 
 
@@ -30,23 +35,47 @@ def _start(rank: int, port: int, log: str) -> None:
     mesh.disconnect()
 
 
-def _reduce(rank: int, port: int) -> None:
+#: Of double precision: small; large for gloo; several pieces for shared memory, the last one short; middling.
+SHAPES = [(5,), ((1 << 20) + 1,), (2 * PIECE_BYTES // 8 + 100_001,), (2, 3), (30_011,)]
+
+
+def _reduce(rank: int, port: int, how: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="3")
-    mesh = dataclasses.replace(Mesh(), rank=rank, local_rank=rank, world_size=3, local_world_size=3).connect("gloo", 60)
-    shapes = [(5,), ((1 << 20) + 1,), (2, 3)]  # one is large, of an odd length
-    everybodys = [[torch.from_numpy(np.random.default_rng(r).integers(-99, 99, s)) for s in shapes] for r in range(3)]
+    on_a_machine = 1 if how == "machines" else 3
+    mesh = dataclasses.replace(Mesh(), rank=rank, local_rank=rank, world_size=3, local_world_size=on_a_machine)
+    if how == "refused" and rank == 1:
+        shared_memory._segment = _refuse
+    mesh = mesh.connect("gloo", 60)
+    group = mesh.data_parallel_group
+    assert (group.links.shared_memory is not None) is (how == "shared")
+    assert ("Permission denied" in mesh.not_shared) is (how == "refused"), mesh.not_shared
+    everybodys = [[torch.from_numpy(np.random.default_rng(r).integers(-99, 99, s)) for s in SHAPES] for r in range(3)]
+    chance = random.Random(rank)
     for sums, combined in ((True, np.sum), (False, np.max)):
-        mine = [tensor.double() for tensor in everybodys[rank]]
-        CpuDevice().all_reduce(mine, mesh.data_parallel_group, sums=sums)
-        for reduced, each in zip(mine, zip(*everybodys, strict=True), strict=True):
-            np.testing.assert_array_equal(reduced.numpy(), combined([t.numpy() for t in each], axis=0))
+        expected = [combined([t.numpy() for t in each], axis=0) for each in zip(*everybodys, strict=True)]
+        for _ in range(3):
+            mine = [tensor.double() for tensor in everybodys[rank]]
+            for tensor in mine:
+                time.sleep(0.02 * chance.random())  # another is the last each time
+                CpuDevice().all_reduce([tensor], group, sums=sums)
+            for reduced, numbers in zip(mine, expected, strict=True):
+                np.testing.assert_array_equal(reduced.numpy(), numbers)
+        mine = [tensor.bfloat16() for tensor in everybodys[rank]]  # only the last of two sums is rounded
+        CpuDevice().all_reduce(mine, group, sums=sums)
+        for reduced, numbers in zip(mine, expected, strict=True):
+            np.testing.assert_array_equal(reduced.double().numpy(), torch.from_numpy(numbers).bfloat16().double())
     mesh.disconnect()
 
 
-def test_small_and_large_tensors_are_reduced_as_numpy_does() -> None:
-    """Large ones go in two pieces."""
+def _refuse(path: str) -> torch.Tensor:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+
+@pytest.mark.parametrize("how", ["shared", "machines", "refused"])
+def test_small_and_large_tensors_are_reduced_as_numpy_does(how: str) -> None:
+    """Large ones in pieces: through memory that workers of one machine share, or gloo's."""
     port = free_port()
-    workers = [FORKS.Process(target=_reduce, args=(rank, port)) for rank in range(3)]
+    workers = [FORKS.Process(target=_reduce, args=(rank, port, how)) for rank in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -7,15 +7,25 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from trainer.errors import UserError
+from trainer.parallel.shared_memory import SharedMemory
 
 T = TypeVar("T")
+
+
+class Links(NamedTuple):
+    """What the workers of a group talk through."""
+
+    #: torch.distributed's handle; None: that of all workers.
+    process_group: dist.ProcessGroup | None = None
+    #: Where they are on one machine and their tensors in its memory.
+    shared_memory: SharedMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -25,8 +35,7 @@ class Group:
     size: int
     #: The ranks of all groups of this kind: every worker is in one of them.
     ranks: list[list[int]]
-    #: torch.distributed's handle of this worker's; None: all workers.
-    process_group: dist.ProcessGroup | None = None
+    links: Links = Links()
 
 
 @dataclass(frozen=True)
@@ -41,9 +50,11 @@ class Mesh:
     tensor_parallel_size: int = 1
     #: Over which hosts talk, whatever their devices do; None: all workers' default group.
     host_group: dist.ProcessGroup | None = None
-    #: torch.distributed's handles of the workers with the same parameters, and of those that share a model.
-    data_handle: dist.ProcessGroup | None = None
-    tensor_handle: dist.ProcessGroup | None = None
+    #: Of the workers with the same parameters, and of those that share a model.
+    data_links: Links = Links()
+    tensor_links: Links = Links()
+    #: Why workers of one machine do not share memory, though they could; else empty.
+    not_shared: str = ""
 
     def __post_init__(self) -> None:
         if self.world_size % self.tensor_parallel_size:
@@ -64,13 +75,13 @@ class Mesh:
     def data_parallel_group(self) -> Group:
         """The workers that hold the same parameters."""
         t = self.tensor_parallel_size
-        return Group(self.data_parallel_size, [list(range(r, self.world_size, t)) for r in range(t)], self.data_handle)
+        return Group(self.data_parallel_size, [list(range(r, self.world_size, t)) for r in range(t)], self.data_links)
 
     @property
     def tensor_parallel_group(self) -> Group:
         """The workers that share one copy of the model."""
         t = self.tensor_parallel_size
-        return Group(t, [list(range(r, r + t)) for r in range(0, self.world_size, t)], self.tensor_handle)
+        return Group(t, [list(range(r, r + t)) for r in range(0, self.world_size, t)], self.tensor_links)
 
     @property
     def nodes(self) -> int:
@@ -109,13 +120,26 @@ class Mesh:
         mesh = self
         if "gloo" not in backend:
             mesh = dataclasses.replace(mesh, host_group=dist.new_group(backend="gloo", timeout=timeout))
+        data, tensor = Links(), Links()
         if self.tensor_parallel_size > 1:
-            handles = [
-                dist.new_subgroups_by_enumeration(group.ranks, timeout=timeout)[0]
+            data, tensor = (
+                Links(dist.new_subgroups_by_enumeration(group.ranks, timeout=timeout)[0])
                 for group in (self.data_parallel_group, self.tensor_parallel_group)
-            ]
-            mesh = dataclasses.replace(mesh, data_handle=handles[0], tensor_handle=handles[1])
-        return mesh
+            )
+        if backend == "gloo":
+            try:
+                data = self._sharing(data, self.data_parallel_group)
+                tensor = self._sharing(tensor, self.tensor_parallel_group)
+            except OSError as error:
+                mesh = dataclasses.replace(mesh, not_shared=str(error))
+        return dataclasses.replace(mesh, data_links=data, tensor_links=tensor)
+
+    def _sharing(self, links: Links, group: Group) -> Links:
+        """The same links, and shared memory if all of the group are on one machine. Raises `OSError`."""
+        ranks = next(ranks for ranks in group.ranks if self.rank in ranks)
+        if group.size == 1 or len({rank // self.local_world_size for rank in ranks}) > 1:
+            return links
+        return links._replace(shared_memory=SharedMemory(links.process_group))
 
     def disconnect(self) -> None:
         """Wait for the others, so that none is left in a collective operation, and leave."""

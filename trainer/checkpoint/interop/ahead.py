@@ -17,7 +17,8 @@ from torch import Tensor
 
 from trainer.checkpoint.tensor_file import Spec
 
-CHUNK_BYTES = 4 << 20
+#: Each chunk costs a dozen handings-over between threads (docs/decisions.md has the sizes tried).
+CHUNK_BYTES = 8 << 20
 #: Batches that are being loaded, and batches that were handed out and may still be hashed.
 _AHEAD, _BEHIND = 6, 4
 #: Threads that read and hash files.
