@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,17 @@ def _start(rank: int, port: int, log: str) -> None:
 
     mesh.in_turns(work, at_once=2)
     mesh.disconnect()
+
+
+def _all_end(target: Callable[..., None], count: int, *arguments: str) -> None:
+    """Run `target(rank, port, …)` in so many processes, all of which must end well."""
+    port = free_port()
+    workers = [FORKS.Process(target=target, args=(rank, port, *arguments)) for rank in range(count)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
 
 
 #: Of double precision: small; large for gloo; several pieces for shared memory, the last one short; middling.
@@ -74,23 +86,33 @@ def _refuse(path: str) -> torch.Tensor:
 @pytest.mark.parametrize("how", ["shared", "machines", "refused"])
 def test_small_and_large_tensors_are_reduced_as_numpy_does(how: str) -> None:
     """Large ones in pieces: through memory that workers of one machine share, or gloo's."""
-    port = free_port()
-    workers = [FORKS.Process(target=_reduce, args=(rank, port, how)) for rank in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-        assert worker.exitcode == 0
+    _all_end(_reduce, 3, how)
+
+
+def _reduce_in_groups(rank: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="4")
+    if rank == 3:
+        shared_memory._segment = _refuse
+    mesh = Mesh(rank=rank, local_rank=rank, world_size=4, local_world_size=4, tensor_parallel_size=2)
+    mesh = mesh.connect("gloo", 30)
+    groups = (mesh.data_parallel_group, mesh.tensor_parallel_group)
+    for group in groups:
+        mine = next(ranks for ranks in group.ranks if rank in ranks)
+        assert (group.links.shared_memory is not None) is (3 not in mine)
+        total = torch.full((50_000,), float(rank))
+        CpuDevice().all_reduce([total], group)
+        assert total.unique().tolist() == [sum(mine)]
+    assert "Permission denied" in mesh.not_shared, "also on the root, whose groups do share"
+    mesh.disconnect()
+
+
+def test_a_worker_that_cannot_share_keeps_no_other_group_waiting() -> None:
+    _all_end(_reduce_in_groups, 4)
 
 
 def test_no_more_than_so_many_load_at_once_and_all_do(tmp_path: Path) -> None:
-    log, port = tmp_path / "log", free_port()
-    workers = [FORKS.Process(target=_start, args=(rank, port, str(log))) for rank in range(5)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-        assert worker.exitcode == 0
+    log = tmp_path / "log"
+    _all_end(_start, 5, str(log))
     inside: set[str] = set()
     done = []
     for line in log.read_text().splitlines():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from trainer.errors import UserError
-from trainer.parallel.shared_memory import SharedMemory
+from trainer.parallel.shared_memory import SharedMemory, everybodys
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Mesh:
     #: Of the workers with the same parameters, and of those that share a model.
     data_links: Links = Links()
     tensor_links: Links = Links()
-    #: Why workers of one machine do not share memory, though they could; else empty.
+    #: Why some workers of one machine do not share memory; the same on all, empty where all do.
     not_shared: str = ""
 
     def __post_init__(self) -> None:
@@ -127,19 +127,22 @@ class Mesh:
                 for group in (self.data_parallel_group, self.tensor_parallel_group)
             )
         if backend == "gloo":
-            try:
-                data = self._sharing(data, self.data_parallel_group)
-                tensor = self._sharing(tensor, self.tensor_parallel_group)
-            except OSError as error:
-                mesh = dataclasses.replace(mesh, not_shared=str(error))
+            # Every group by itself: where one has failed, the others' members still wait for each other.
+            data, problem = self._sharing(data, self.data_parallel_group)
+            tensor, another = self._sharing(tensor, self.tensor_parallel_group)
+            problems = everybodys(problem or another)
+            mesh = dataclasses.replace(mesh, not_shared=next(filter(None, problems), ""))
         return dataclasses.replace(mesh, data_links=data, tensor_links=tensor)
 
-    def _sharing(self, links: Links, group: Group) -> Links:
-        """The same links, and shared memory if all of the group are on one machine. Raises `OSError`."""
+    def _sharing(self, links: Links, group: Group) -> tuple[Links, str]:
+        """The same links, with shared memory if all of the group are on one machine; and why not, if it failed."""
         ranks = next(ranks for ranks in group.ranks if self.rank in ranks)
         if group.size == 1 or len({rank // self.local_world_size for rank in ranks}) > 1:
-            return links
-        return links._replace(shared_memory=SharedMemory(links.process_group))
+            return links, ""
+        try:
+            return links._replace(shared_memory=SharedMemory(links.process_group)), ""
+        except OSError as error:
+            return links, str(error)
 
     def disconnect(self) -> None:
         """Wait for the others, so that none is left in a collective operation, and leave."""

@@ -40,13 +40,13 @@ class SharedMemory:
             os.ftruncate(own, 2 * PIECE_BYTES)
             segments: list[Tensor] = []
             problem = ""
-            for pid, descriptor in self._told((os.getpid(), own)):
+            for pid, descriptor in everybodys((os.getpid(), own), group):
                 try:
                     segments.append(_segment(f"/proc/{pid}/fd/{descriptor}"))
                 except OSError as error:
                     problem = str(error)
             # Everybody has heard from everybody here, so nobody still needs the descriptor.
-            problem = next(filter(None, self._told(problem)), "")
+            problem = next(filter(None, everybodys(problem, group)), "")
         finally:
             os.close(own)
         if problem:
@@ -80,11 +80,12 @@ class SharedMemory:
         """Wait until all workers are here; what they wrote before, the others see after."""
         dist.all_reduce(self._arrived, group=self._group)
 
-    def _told(self, own: T) -> list[T]:
-        """Every worker's."""
-        everybodys = [own] * self._size
-        dist.all_gather_object(everybodys, own, group=self._group)
-        return everybodys
+
+def everybodys(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each worker of a group gives as its `own`, by rank; None: of all workers."""
+    found = [own] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
 
 
 def _segment(path: str) -> Tensor:
