@@ -42,7 +42,7 @@ def evaluate(
     samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit takes a fair share of all documents
     reader = BatchReader(shards, vocab_size=model.config.vocab_size, static_shapes=device.compiles_steps)
     sums = np.zeros(4)
-    masked = 0
+    masked = sequences = 0
     model.to(device.torch_device).eval()
     with work.progress("evaluate", len(samples), "sequences") as bar, torch.no_grad():
         for start in range(0, len(samples), batch_size):
@@ -50,23 +50,23 @@ def evaluate(
             batch = device.put(batch)
             words, pairs = (at_least_fp32(logits) for logits in model.logits(batch))
             losses = (
-                torch.nn.functional.cross_entropy(words, batch.masked_labels, ignore_index=IGNORED, reduction="sum"),
-                torch.nn.functional.cross_entropy(pairs, batch.next_sentence_labels, reduction="sum"),
+                torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+                for logits, labels in ((words, batch.masked_labels), (pairs, batch.next_sentence_labels))
             )
             right = (
                 (words.argmax(-1) == batch.masked_labels).sum(),
                 (pairs.argmax(-1) == batch.next_sentence_labels).sum(),
             )
             sums += [float(value) for value in (*losses, *right)]
-            masked += counts[0]
+            masked, sequences = masked + counts[0], sequences + counts[1]
             bar.update(len(batch.input_ids))
     return {
-        "samples": len(samples),
+        "samples": sequences,
         "masked_tokens": masked,
         "masked_lm_loss": sums[0] / masked,
-        "next_sentence_loss": sums[1] / len(samples),
+        "next_sentence_loss": sums[1] / sequences,
         "masked_lm_accuracy": sums[2] / masked,
-        "next_sentence_accuracy": sums[3] / len(samples),
+        "next_sentence_accuracy": sums[3] / sequences,
     }
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from stages.evaluate import evaluate
+from stages.manifest import Identity, StageDirectory
 from stages.packing import Room, pack, pack_masked, pack_tokens
 from tests.support import MODEL, losses, metrics, synthetic_rows, train, write_model_config
 from trainer.config import ModelConfig
@@ -15,7 +17,7 @@ from trainer.data.bert_batch import IGNORED
 from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import LENGTHS_KEY, ShardSet, write_shard
-from trainer.devices.cpu import CpuOperations
+from trainer.devices.cpu import CpuDevice, CpuOperations
 from trainer.devices.cuda import CudaOperations
 from trainer.models.bert import BertForPreTraining
 from trainer.models.operations import Operations
@@ -64,6 +66,37 @@ def sums_and_gradients(
     assert pairs <= shards.rows * S**2
     sums = [masked_lm.item(), next_sentence.item(), masked, sequences]
     return sums, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_micro_batches_have_few_sizes(tmp_path: Path) -> None:
+    """What is there, filled up to a multiple of 16, but to no more than there can be; with static shapes to that."""
+    apart, packed = write_both(tmp_path, 41)
+    for data in (apart, packed):
+        shards = ShardSet.open(data)
+        rows, places = np.arange(shards.rows), shards.max_pred_len
+        for static in (False, True):
+            reader = BatchReader(shards, vocab_size=MODEL["vocab_size"], static_shapes=static)
+            batches, counts = reader.micro_batches(Samples(0 * rows, rows), 4)
+            for batch, (masked, sequences, _, _) in zip(batches, counts, strict=True):
+                size = len(batch.input_ids)
+                most = {masked: size * places, sequences: size * (K if data is packed else 1)}
+                for found, labels in ((masked, batch.masked_labels), (sequences, batch.next_sentence_labels)):
+                    assert (labels[:found] != IGNORED).all()
+                    assert (labels[found:] == IGNORED).all()
+                    full = most[found] if static else min(most[found], found + -found % 16)
+                    assert len(labels) == full
+
+
+def test_a_model_is_measured_alike_on_either(tmp_path: Path) -> None:
+    model = BertForPreTraining(ModelConfig(**MODEL))
+    model.initialise(seed=1)
+    found = []
+    for data in write_both(tmp_path, 41):
+        with StageDirectory.begin(tmp_path / f"{data.name}-evaluated", lambda: Identity("evaluate", 1)) as work:
+            shards = ShardSet.open(data)
+            found.append(evaluate(work, model, shards, device=CpuDevice(), batch_size=4, max_samples=10**6))
+    assert found[0]["samples"] == 41
+    assert found[1] == pytest.approx(found[0], rel=1e-5)  # fp32
 
 
 @pytest.mark.parametrize("static", [False, True])

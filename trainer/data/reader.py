@@ -5,6 +5,8 @@ S: tokens in a row, P: masked positions in one at most, K: sequences in a packed
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,6 +20,9 @@ Arrays = dict[str, NDArray[np.generic]]
 #: Of a micro-batch: masked positions, sequences, tokens, pairs of tokens.
 Counts = tuple[int, int, int, int]
 
+#: Few sizes: oneDNN compiles kernels for each, and blocks of ever new ones leave holes in the heap (docs/decisions.md).
+_MULTIPLE = 16
+
 
 class BatchReader:
     """Reads BERT's examples from shards; one that is packed is a row with several sequences."""
@@ -25,8 +30,8 @@ class BatchReader:
     rows_at_once = 1
 
     def __init__(self, shards: ShardSet, *, vocab_size: int, static_shapes: bool = False) -> None:
-        """With `static_shapes` every micro-batch of B rows has B·P masked positions, and B·K sequences if it is
-        packed, the missing ones labelled `IGNORED`."""
+        """With `static_shapes` every micro-batch of B rows has B·P masked positions, and B·K sequences if it is packed;
+        else as many as there are, up to a multiple of `_MULTIPLE`. Those that fill it up are labelled `IGNORED`."""
         self._shards = shards
         self._vocab_size = vocab_size
         self._static_shapes = static_shapes
@@ -106,11 +111,12 @@ class BatchReader:
     def _labelled(
         self, index: NDArray[np.int64], labels: NDArray[np.generic], is_there: NDArray[np.bool_]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places and labels, flat: those that are there, or with static shapes all, the others `IGNORED`."""
-        if self._static_shapes:
-            index = np.where(is_there, index, 0).reshape(-1)
-            return as_int64(index), as_int64(np.where(is_there, labels.astype(np.int64), IGNORED).reshape(-1))
-        return as_int64(index[is_there]), as_int64(labels[is_there])
+        """Places and labels of those that are there, flat, and filled up."""
+        found, most = np.count_nonzero(is_there), is_there.size
+        size = most if self._static_shapes else min(most, _MULTIPLE * math.ceil(found / _MULTIPLE))
+        places, known = np.zeros(size, np.int64), np.full(size, IGNORED, np.int64)
+        places[:found], known[:found] = index[is_there], labels[is_there]
+        return as_int64(places), as_int64(known)
 
 
 def _counts(arrays: Arrays) -> Counts:
