@@ -20,6 +20,8 @@ from trainer.parallel.mesh import Mesh
 
 #: malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+#: oneDNN's products of bf16 matrices take a fifth less time than at any length, and kernels are made for few lengths.
+_MULTIPLE = 16
 
 
 class CpuOperations(Operations):
@@ -53,22 +55,26 @@ class CpuOperations(Operations):
     def _attention_by_sequence(
         self, query: Tensor, key: Tensor, value: Tensor, runs: list[tuple[int, bool]], dropout_p: float
     ) -> Tensor:
-        """One sequence after the other: no weight between two is computed, and those of one fit the caches."""
+        """One sequence after the other, filled up to a multiple of `_MULTIPLE`: no weight between two is computed, and
+        those of one fit the caches."""
         B, A, S, D = query.shape
+        lengths = [length for length, _ in runs]
 
         def parts(x: Tensor) -> list[Tensor]:
-            split: list[Tensor] = x.transpose(1, 2).reshape(B * S, A, D).split([length for length, _ in runs])
+            split = x.transpose(1, 2).reshape(B * S, A, D).split(lengths)
             # Contiguous: torch's bf16 products of strided matrices take several times as long.
-            return [part.transpose(0, 1).contiguous() for part in split]
+            return [F.pad(part.transpose(0, 1), (0, 0, 0, -len(part) % _MULTIPLE)).contiguous() for part in split]
 
         outs = []
-        for q, k, v, (_, is_sequence) in zip(parts(query * D**-0.5), parts(key), parts(value), runs, strict=True):
+        for q, k, v, (length, is_sequence) in zip(parts(query * D**-0.5), parts(key), parts(value), runs, strict=True):
             if is_sequence:
-                weights = torch.softmax(q @ k.transpose(1, 2), dim=-1, dtype=q.dtype)
+                scores = q @ k.transpose(1, 2)
+                scores[:, :, length:] = torch.finfo(scores.dtype).min
+                weights = torch.softmax(scores, dim=-1, dtype=scores.dtype)
                 out = (self.dropout(weights, dropout_p) if dropout_p else weights) @ v
             else:
                 out = torch.zeros_like(v)
-            outs.append(out.transpose(0, 1))
+            outs.append(out[:, :length].transpose(0, 1))
         return torch.cat(outs).view(B, S, A, D).transpose(1, 2)
 
 
