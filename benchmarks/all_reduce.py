@@ -51,7 +51,7 @@ def main() -> None:
         p.add_argument("pairs", type=int)
         work(p.parse_args().pairs)
         return
-    args = pairs_parser(__doc__, pairs=25, steps=0).parse_args()
+    args = pairs_parser(__doc__, pairs=25, steps=None).parse_args()
     with on_cores(args.cores, threads=1):
         said = python(*launcher(args.cores), "-m", f"benchmarks.{Path(__file__).stem}", str(args.pairs))
     for megabytes, pairs in json.loads(said.splitlines()[-1]).items():

@@ -32,7 +32,7 @@ def first_step_s(data: Path, model: Path, out: Path, *, work: Work = A) -> float
 
 
 def main() -> None:
-    args = pairs_parser(__doc__, pairs=5).parse_args()
+    args = pairs_parser(__doc__, pairs=5, steps=None).parse_args()
     found, bare = [], []
     with scratch(A) as (directory, data, model), on_cores(args.cores):
         first_step_s(data, model, directory / "warm-up")

@@ -238,11 +238,13 @@ def steady(times: list[float], *, warm_up: int = 3) -> float:
 
 
 def pairs_parser(
-    description: str | None, *, pairs: int = 3, steps: int = 12, cores: int = 2
+    description: str | None, *, pairs: int = 3, steps: int | None = 12, cores: int = 2
 ) -> argparse.ArgumentParser:
+    """`steps` None: the benchmark has no such option."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--pairs", type=int, default=pairs, help="times both sides are run, in turn")
-    p.add_argument("--steps", type=int, default=steps, help="optimizer steps of each run")
+    if steps is not None:
+        p.add_argument("--steps", type=int, default=steps, help="optimizer steps of each run")
     p.add_argument("--cores", type=int, default=cores, help="cores of both sides, with a thread on each")
     return p
 

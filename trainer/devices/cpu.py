@@ -20,7 +20,7 @@ from trainer.parallel.mesh import Mesh
 
 #: malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-#: oneDNN's products of bf16 matrices take a fifth less time than at any length, and kernels are made for few lengths.
+#: Few lengths: oneDNN makes kernels for each, and blocks of ever new sizes leave holes in the heap (docs/decisions.md).
 _MULTIPLE = 16
 
 
