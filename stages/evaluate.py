@@ -58,7 +58,8 @@ def evaluate(
                 (pairs.argmax(-1) == batch.next_sentence_labels).sum(),
             )
             sums += [float(value) for value in (*losses, *right)]
-            masked, sequences = masked + counts[0], sequences + counts[1]
+            masked += counts[0]
+            sequences += counts[1]
             bar.update(len(batch.input_ids))
     return {
         "samples": sequences,

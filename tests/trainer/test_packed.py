@@ -79,11 +79,13 @@ def test_micro_batches_have_few_sizes(tmp_path: Path) -> None:
             batches, counts = reader.micro_batches(Samples(0 * rows, rows), 4)
             for batch, (masked, sequences, _, _) in zip(batches, counts, strict=True):
                 size = len(batch.input_ids)
-                most = {masked: size * places, sequences: size * (K if data is packed else 1)}
-                for found, labels in ((masked, batch.masked_labels), (sequences, batch.next_sentence_labels)):
+                for found, most, labels in (
+                    (masked, size * places, batch.masked_labels),
+                    (sequences, size * (K if data is packed else 1), batch.next_sentence_labels),
+                ):
                     assert (labels[:found] != IGNORED).all()
                     assert (labels[found:] == IGNORED).all()
-                    full = most[found] if static else min(most[found], found + -found % 16)
+                    full = most if static else min(most, found + -found % 16)
                     assert len(labels) == full
 
 

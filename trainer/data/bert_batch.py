@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainer.data.batch import Batch
+from trainer.parallel.plan import padded_length
 
-#: Label of a masked position that only fills up a static shape (torch's and Hugging Face's ignore_index).
+#: Label of a masked position or sequence that only fills up a micro-batch (torch's and Hugging Face's ignore_index).
 IGNORED = -100
+
+
+def filled_up(length: int) -> int:
+    """What is filled up, for few sizes: a multiple of 16. oneDNN compiles kernels for each size, and blocks of ever new
+    ones leave holes in the heap (docs/decisions.md)."""
+    return padded_length(length, 16)
 
 
 @dataclass(frozen=True)

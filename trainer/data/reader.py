@@ -5,13 +5,11 @@ S: tokens in a row, P: masked positions in one at most, K: sequences in a packed
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.data.bert_batch import IGNORED, BertBatch, PackedBertBatch
+from trainer.data.bert_batch import IGNORED, BertBatch, PackedBertBatch, filled_up
 from trainer.data.order import Samples
 from trainer.data.shards import LENGTHS_KEY, ShardSet
 from trainer.errors import UserError
@@ -19,9 +17,6 @@ from trainer.errors import UserError
 Arrays = dict[str, NDArray[np.generic]]
 #: Of a micro-batch: masked positions, sequences, tokens, pairs of tokens.
 Counts = tuple[int, int, int, int]
-
-#: Few sizes: oneDNN compiles kernels for each, and blocks of ever new ones leave holes in the heap (docs/decisions.md).
-_MULTIPLE = 16
 
 
 class BatchReader:
@@ -31,7 +26,7 @@ class BatchReader:
 
     def __init__(self, shards: ShardSet, *, vocab_size: int, static_shapes: bool = False) -> None:
         """With `static_shapes` every micro-batch of B rows has B·P masked positions, and B·K sequences if it is packed;
-        else as many as there are, up to a multiple of `_MULTIPLE`. Those that fill it up are labelled `IGNORED`."""
+        else as many as there are, `filled_up`. Those that fill it up are labelled `IGNORED`."""
         self._shards = shards
         self._vocab_size = vocab_size
         self._static_shapes = static_shapes
@@ -112,8 +107,8 @@ class BatchReader:
         self, index: NDArray[np.int64], labels: NDArray[np.generic], is_there: NDArray[np.bool_]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Places and labels of those that are there, flat, and filled up."""
-        found, most = np.count_nonzero(is_there), is_there.size
-        size = most if self._static_shapes else min(most, _MULTIPLE * math.ceil(found / _MULTIPLE))
+        found, most = int(np.count_nonzero(is_there)), is_there.size
+        size = most if self._static_shapes else min(most, filled_up(found))
         places, known = np.zeros(size, np.int64), np.full(size, IGNORED, np.int64)
         places[:found], known[:found] = index[is_there], labels[is_there]
         return as_int64(places), as_int64(known)

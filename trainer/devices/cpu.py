@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from trainer.data.bert_batch import filled_up
 from trainer.devices.base import Device
 from trainer.models.operations import AttentionMask, Operations
 from trainer.parallel.mesh import Mesh
 
 #: malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-#: Few lengths: oneDNN makes kernels for each, and blocks of ever new sizes leave holes in the heap (docs/decisions.md).
-_MULTIPLE = 16
 
 
 class CpuOperations(Operations):
@@ -55,15 +54,17 @@ class CpuOperations(Operations):
     def _attention_by_sequence(
         self, query: Tensor, key: Tensor, value: Tensor, runs: list[tuple[int, bool]], dropout_p: float
     ) -> Tensor:
-        """One sequence after the other, filled up to a multiple of `_MULTIPLE`: no weight between two is computed, and
-        those of one fit the caches."""
+        """One sequence after the other, `filled_up`: no weight between two is computed, and those of one fit the
+        caches."""
         B, A, S, D = query.shape
         lengths = [length for length, _ in runs]
 
         def parts(x: Tensor) -> list[Tensor]:
             split = x.transpose(1, 2).reshape(B * S, A, D).split(lengths)
             # Contiguous: torch's bf16 products of strided matrices take several times as long.
-            return [F.pad(part.transpose(0, 1), (0, 0, 0, -len(part) % _MULTIPLE)).contiguous() for part in split]
+            return [
+                F.pad(part.transpose(0, 1), (0, 0, 0, filled_up(len(part)) - len(part))).contiguous() for part in split
+            ]
 
         outs = []
         for q, k, v, (length, is_sequence) in zip(parts(query * D**-0.5), parts(key), parts(value), runs, strict=True):
