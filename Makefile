@@ -1,13 +1,14 @@
 # make run     pretrain the embedded default, end to end
 # make test    all tests            make check   format, lint, types, taste
-# make bench   every speed claim    make clean   remove the environment (work/ stays)
+# make bench   every speed claim    make mutants deliberate faults: does the test named for each one fail?
+# make clean   remove the environment (work/ stays)
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test check bench clean
+.PHONY: run test check bench mutants clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED)
@@ -24,6 +25,9 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants.run $(ARGS)
 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

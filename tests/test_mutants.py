@@ -1,0 +1,128 @@
+"""The list of deliberate faults fits the project, and the program that tries them tells caught from not caught.
+
+The list itself is run by `make mutants`, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.run import Fault, Outdated, read_faults, run
+from tests.support import ROOT
+
+FAULTS = read_faults()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.subject}: {fault.what}")
+def test_a_fault_is_another_program(fault: Fault) -> None:
+    """Its text is found once, and what comes of it parses and differs in more than comments."""
+    source = (ROOT / fault.file).read_text()
+    assert ast.dump(ast.parse(fault.applied(source))) != ast.dump(ast.parse(source))
+
+
+def test_faulty_programs_know_all_of_their_names(tmp_path: Path) -> None:
+    """An undefined name would be noticed by any test at all."""
+    for number, fault in enumerate(FAULTS):
+        (tmp_path / f"fault{number}.py").write_text(fault.applied((ROOT / fault.file).read_text()))
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821,F822,F823", tmp_path]
+    done = subprocess.run(ruff, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_named_tests_exist() -> None:
+    tests = sorted({fault.test for fault in FAULTS})
+    pytest_command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(pytest_command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_no_fault_is_listed_twice() -> None:
+    assert len({fault.what for fault in FAULTS}) == len(FAULTS)
+    assert len({(fault.file, fault.within, fault.old, fault.new) for fault in FAULTS}) == len(FAULTS)
+
+
+SUM = """
+def add(a, b):
+    return a + b
+
+
+def double(a):
+    return a + a
+"""
+TESTS = """
+import pytest
+
+from sums import add, double
+
+@pytest.mark.parametrize("b", [0, 1])
+def test_add(b):
+    assert add(2, b) == 2 + b
+
+def test_double():
+    assert double(0) == 0
+
+def test_wrong():
+    assert add(1, 1) == 3
+
+def test_skipped():
+    pytest.skip("not here")
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "sums.py").write_text(SUM)
+    (tmp_path / "test_sums.py").write_text(TESTS)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def fault(old: str, new: str, test: str, within: str | None = None) -> Fault:
+    return Fault("sums", f"{old} → {new}", "sums.py", old, new, f"test_sums.py::{test}", within)
+
+
+def test_a_fault_is_caught_by_a_failed_assertion_alone(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    faults = [
+        fault("a + b", "a - b", "test_add"),
+        fault("a + b", "b - a + 5", "test_add[0]"),
+        fault("a + a", "a * a", "test_double"),
+        fault("a + a", "a / a", "test_double"),
+        fault("a + b", "a + c", "test_add[1]"),
+    ]
+    assert run(project, faults, jobs=2) == 3
+    rows = capsys.readouterr().out.splitlines()
+    verdicts = {line.partition("  ")[0]: line.rpartition(" s  ")[2] for line in rows[1:]}
+    assert verdicts == {
+        "a + b → a - b": "caught",
+        "a + b → b - a + 5": "caught",
+        "a + a → a * a": "SURVIVED",
+        "a + a → a / a": "no assertion failed: ZeroDivisionError: division by zero",
+        "a + b → a + c": "no assertion failed: NameError: name 'c' is not defined",
+    }
+    assert (project / "sums.py").read_text() == SUM
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        (fault("a * b", "a + b", "test_add"), "'a * b' occurs 0 times in sums.py"),
+        (fault("return a", "return 2 * a", "test_add"), "'return a' occurs 2 times in sums.py"),
+        (fault("a + a", "a", "test_add", within="add"), "'a + a' occurs 0 times in add in sums.py"),
+        (fault("a + b", "a - b", "test_wrong"), "test_sums.py::test_wrong: failure: assert 2 == 3"),
+        (fault("a + b", "a - b", "test_skipped"), "test_sums.py::test_skipped: skipped"),
+        (fault("a + b", "a - b", "test_missing"), "pytest ended with 4 before any test was run"),
+    ],
+)
+def test_a_list_that_does_not_fit_is_refused(project: Path, listed: Fault, said: str) -> None:
+    with pytest.raises(Outdated) as refused:
+        run(project, [listed], jobs=1)
+    assert said in str(refused.value)
+
+
+def test_a_text_counts_in_its_function_alone(project: Path) -> None:
+    assert fault("return a", "return 2 * a", "test_add", within="double").applied(SUM).count("2 * a") == 1
