@@ -16,9 +16,16 @@ def _loss(pretrain: Pretrain) -> str:
         return f"phase {pretrain.phase}: {pretrain.directory} was removed; the model made from it is still there"
     counts = pretrain.counts()
     return (
-        f"phase {pretrain.phase}: {counts['steps']} steps, loss {counts['first_loss']:.3f} → {counts['loss']:.3f} "
-        f"(mean of the last 50: {counts['mean_loss_last_50']:.3f}), {counts['throughput_average']:.0f} sequences/s"
+        f"phase {pretrain.phase}: {counts['steps']} steps, loss {_number(counts, 'first_loss')} → "
+        f"{_number(counts, 'loss')} (mean of the last 50: {_number(counts, 'mean_loss_last_50')}), "
+        f"{_number(counts, 'throughput_average', '.0f')} sequences/s"
     )
+
+
+def _number(counts: dict[str, Any], name: str, form: str = ".3f") -> str:
+    """A result; a phase whose metrics.jsonl was lost has it as null."""
+    value = counts.get(name)
+    return "not recorded" if value is None else format(value, form)
 
 
 def _start(convert: ConvertCheckpoint) -> str:
@@ -58,8 +65,8 @@ def tell_phase2(
 def tell_mlp(trained: dict[str, Any], evaluated: dict[str, Any], checkpoint: Path, say: Callable[[str], None]) -> None:
     say("The MLP is trained.")
     say(
-        f"  {trained['steps']} steps with {trained['num_workers']} worker(s), loss {trained['first_loss']:.3f} → "
-        f"{trained['loss']:.4f} (mean of the last 50: {trained['mean_loss_last_50']:.4f})"
+        f"  {trained['steps']} steps with {trained['num_workers']} worker(s), loss {_number(trained, 'first_loss')} → "
+        f"{_number(trained, 'loss', '.4f')} (mean of the last 50: {_number(trained, 'mean_loss_last_50', '.4f')})"
     )
     say(
         f"  held out ({evaluated['images']} images): accuracy {evaluated['accuracy']:.2%}, loss {evaluated['loss']:.4f}"

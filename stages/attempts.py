@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.errors import DiskError
-from trainer.files import METRICS, PROGRESS, disk_errors
+from trainer.files import METRICS, PROGRESS, disk_errors, failpoint
 
 ATTEMPTS = "attempts.jsonl"
 #: hung: killed after too long a silence. killed: gone without a word, with the process that started it.
@@ -112,8 +112,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _append(directory: Path, record: dict[str, Any]) -> None:
     path = directory / ATTEMPTS
+    failpoint(f"append-before:{path.name}")
     with disk_errors(path), path.open("a") as file:
         file.write(json.dumps(record) + "\n")
+    failpoint(f"append-after:{path.name}")
 
 
 def last_sign_of_life(directory: Path) -> float:

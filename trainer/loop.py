@@ -235,7 +235,8 @@ class Trainer:
         if self._saved_step == self.state.step:
             return
         self.device.finish_closures()  # a step that went wrong is found before it is saved
-        self.metrics.flush()  # all steps of a checkpoint are recorded
+        self.metrics.flush(durable=True)  # all steps of a checkpoint are recorded
+        failpoint(f"recorded:{self.state.global_step}")
         self._saved_at, self._saved_step = time.monotonic(), self.state.step
         if self._host_copy is not None:
             self.manager.finish()

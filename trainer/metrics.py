@@ -6,7 +6,6 @@ import collections
 import json
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,9 @@ from typing import Any
 
 from trainer.config import TrainConfig
 from trainer.errors import UserError
-from trainer.files import METRICS, PROGRESS, disk_errors, replace_json, write_json
+from trainer.event_file import EventFile
+from trainer.files import METRICS, PROGRESS, disk_errors, failpoint, replace_json, write_json
+from trainer.results import TrainTime, phase_results, recorded_steps, steps_of_phase
 from trainer.state import TrainState
 from trainer.workloads.base import Work, Workload
 
@@ -25,9 +26,6 @@ THROUGHPUT_WINDOW = 10
 _WRITE_INTERVAL_S = 1.0
 #: Seconds between two points of the curves in TensorBoard, which draws a thousand at most; metrics.jsonl has all.
 _BOARD_INTERVAL_S = 0.05
-#: First iterations of an epoch that do not count for the throughput, as in the tutorial.
-_WARMUP_ITERATIONS = 2
-
 
 #: json.dumps would make an encoder for each line.
 _encode = json.JSONEncoder(allow_nan=False).encode
@@ -72,25 +70,28 @@ class Metrics:
         self._say = say
         self._is_root = is_root
         self._peak_flops_per_s = peak_flops_per_s
-        self._began = self._last = time.monotonic()
+        self._last = time.monotonic()
         self._written = self._drawn = 0.0
         #: Recorded, and not written yet.
         self._lines: list[str] = []
         self._progress: dict[str, Any] = {}
         #: (seconds, work) of the latest steps.
         self._recent: collections.deque[tuple[float, Work]] = collections.deque(maxlen=THROUGHPUT_WINDOW)
-        self._throughputs: list[float] = []
         if not is_root:
             return
         self._path = config.output_dir / METRICS
         with disk_errors(self._path):
             _drop_after(self._path, start.global_step)
             self._file = self._path.open("a")
-            self._board = _Board(config.output_dir / "tensorboard", first_step=start.global_step + 1)
+            recorded = steps_of_phase(self._path, start)
+            self._train_time = TrainTime(config.output_dir, start.phase, recorded, resumes=config.resume)
+            self._board = EventFile(config.output_dir / "tensorboard", first_step=start.global_step + 1)
 
     def start_clock(self) -> None:
         """The first step begins now."""
-        self._began = self._last = time.monotonic()
+        self._last = time.monotonic()
+        if self._is_root:
+            self._train_time.start()
 
     def record(self, record: StepRecord, values: list[float]) -> None:
         """`values`: the workload's losses (nats, means of the global batch), and the gradient norm. In a trial they
@@ -112,10 +113,9 @@ class Metrics:
         now = time.monotonic()
         step_time, self._last = now - self._last, now
         self._recent.append((step_time, self._workload.work(record.counts)))
-        rates = self._rates()
-        self._throughputs.append(rates["throughput"])
         if not self._is_root:
             return
+        rates = self._rates()
         scalars = {
             "loss": sum(losses),
             **dict(zip(self._workload.losses, losses, strict=True)),
@@ -172,95 +172,47 @@ class Metrics:
     def _steps_per_s(self) -> float:
         return len(self._recent) / sum(seconds for seconds, _ in self._recent)
 
-    def flush(self) -> None:
-        """Hand what is recorded to the operating system, so that it outlives this process."""
+    def flush(self, *, durable: bool = False) -> None:
+        """Hand what is recorded to the operating system, so that it outlives this process; `durable`: and this
+        machine's power."""
         self._written = time.monotonic()
-        if not self._lines:
-            return
-        lines, self._lines = self._lines, []
-        with disk_errors(self._path):
-            self._file.write("".join(lines))
-            self._file.flush()
-            self._board.flush()
-            replace_json(self._config.output_dir / PROGRESS, self._progress)
+        if self._lines:
+            lines, self._lines = self._lines, []
+            with disk_errors(self._path):
+                self._file.write("".join(lines))
+                self._file.flush()
+                self._board.flush()
+                self._train_time.write()
+                replace_json(self._config.output_dir / PROGRESS, self._progress)
+        if durable and self._is_root:
+            with disk_errors(self._path):
+                os.fsync(self._file.fileno())
 
     def close(self, state: TrainState, *, workers: int) -> None:
-        """Write the summary: the tutorials' metrics file."""
+        """Write the results of the phase so far: the tutorials' metrics file."""
         if not self._is_root:
             return
-        self.flush()
+        failpoint("training-end:saved")
+        self.flush(durable=True)
+        failpoint("training-end:recorded")
         with disk_errors(self._path):
             self._file.close()
             self._board.close()
+            self._train_time.write()
+        failpoint("training-end:timed")
         (self._config.output_dir / PROGRESS).unlink(missing_ok=True)
-        steps = [json.loads(line) for line in self._path.read_text().splitlines()]
-        recent = [step["loss"] for step in steps[-50:]]
+        failpoint("training-end:without-progress")
+        steps = steps_of_phase(self._path, state)
         summary = {
             "num_workers": workers,
-            "epoch": state.epoch,
-            "steps": state.step,
+            **phase_results(steps, state, train_time_s=self._train_time.seconds),
             "microsteps": state.step * self._config.grad_accum_usteps,
-            "global_step": state.global_step,
-            "loss": steps[-1]["loss"] if steps else None,
-            "first_loss": steps[0]["loss"] if steps else None,
-            "mean_loss_last_50": _mean(recent),
-            "train_time_minutes": (time.monotonic() - self._began) / 60,
-            "throughput_average": _mean(self._throughputs),
-            "throughput_peak": max(self._throughputs, default=None),
-            "iterations_per_s": _rate_of_last_epoch(steps),
             "batch_size": self._config.micro_batch_size,
             **self._workload.summary(),
-            "precision": state.precision,
         }
         write_json(self._config.metrics_file, summary)
         for line in self._workload.last_words(summary):
             self._say(line)
-
-
-class _Board:
-    """A TensorBoard event file, written by the training thread, so that a full disk is its error.
-
-    Not torch's SummaryWriter, whose import takes 4 s and whose own thread writes.
-    """
-
-    def __init__(self, directory: Path, first_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        directory.mkdir(exist_ok=True)
-        now = time.time()
-        name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._event = Event
-        self._file = (directory / name).open("wb")
-        self._writer = RecordWriter(self._file)
-        self._put(Event(wall_time=now, file_version="brain.Event:2"))
-        # Tells TensorBoard to forget what an interrupted run recorded from here on.
-        self._put(Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)))
-
-    def add(self, step: int, scalars: dict[str, float]) -> None:
-        event = self._event(wall_time=time.time(), step=step)
-        for name, value in scalars.items():
-            event.summary.value.add(tag=name, simple_value=value)
-        self._put(event)
-
-    def _put(self, event: Any) -> None:
-        self._writer.write(event.SerializeToString())
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _rate_of_last_epoch(steps: list[dict[str, Any]]) -> float | None:
-    """Optimizer steps a second in the last epoch, as the tutorial counts them: without its first two."""
-    times = [step["step_time_s"] for step in steps if step["epoch"] == steps[-1]["epoch"]][_WARMUP_ITERATIONS:]
-    return len(times) / sum(times) if times else None
 
 
 def _duration(seconds: float) -> str:
@@ -271,16 +223,10 @@ def _duration(seconds: float) -> str:
 
 def _drop_after(path: Path, step: int) -> None:
     """Cut the records of steps after `step`, and a half-written last line, off a metrics file."""
-    if not path.exists():
-        return
     kept = 0
-    with path.open("rb+") as file:
-        for line in file:
-            try:
-                record: dict[str, Any] = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n") or record["step"] > step:
-                break
-            kept += len(line)
-        file.truncate(kept)
+    for record, size in recorded_steps(path):
+        if record["step"] > step:
+            break
+        kept += size
+    if path.exists():
+        os.truncate(path, kept)

@@ -1,14 +1,16 @@
 """Kills random processes of whole runs at random moments: `python -m tests.e2e.killer --kills 200`.
 
 Each round starts `luigi --module pipeline BertPhase2` on a small corpus and SIGKILLs luigi, a launcher, a stage's
-process or a worker after a random time, again and again, until the chain has finished in spite of it; the model must
-have the bytes of an uninterrupted run. Exit status 0 if it always had.
+process or a worker after a random time, again and again, until the chain has finished in spite of it. The model must
+have the bytes of an uninterrupted run, the last run must end with status 0 and its summary, and `report` must work.
+Exit status 0 if all that always held.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import random
 import shutil
@@ -21,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests.chain import LUIGI, Chain
-from tests.support import ROOT
+from tests.support import ROOT, metrics
 
 MODEL = "model/model.safetensors"
 
@@ -31,13 +33,37 @@ def digest(chain: Chain) -> str:
 
 
 def begin(chain: Chain, workers: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, *LUIGI, "BertPhase2", "--Cluster-nproc-per-node", str(workers)],
-        cwd=ROOT,
-        env={**os.environ, "LUIGI_CONFIG_PATH": str(chain.config)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    with said(chain).open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, *LUIGI, "BertPhase2", "--Cluster-nproc-per-node", str(workers)],
+            cwd=ROOT,
+            env={**os.environ, "LUIGI_CONFIG_PATH": str(chain.config)},
+            stdout=log,
+            stderr=log,
+        )
+
+
+def said(chain: Chain) -> Path:
+    """What the last run has said."""
+    return chain.directory / "last-run.log"
+
+
+def check_end(chain: Chain) -> None:
+    """The run that finished the chain has said so, its numbers are those of whole phases, and `report` works."""
+    text = said(chain).read_text()
+    assert "Traceback" not in text, text
+    assert "BERT is pretrained." in text, text
+    assert "not recorded" not in text, text
+    for phase in (1, 2):
+        directory = chain.latest(f"pretrain-phase{phase}")
+        counts = json.loads((directory / "manifest.json").read_text())["counts"]
+        steps = metrics(directory)
+        assert len(steps) == counts["steps"]
+        assert counts["first_loss"] == steps[0]["loss"]
+        mean = sum(step["throughput"] for step in steps) / len(steps)
+        assert abs(counts["throughput_average"] / mean - 1) < 1e-9, (counts, mean)
+        assert 60 * counts["train_time_minutes"] > 0.9 * sum(step["step_time_s"] for step in steps)
+    chain.ask("report")
 
 
 def torment(chain: Chain, rng: random.Random, workers: int, longest_s: float, most: int) -> int:
@@ -60,7 +86,7 @@ def torment(chain: Chain, rng: random.Random, workers: int, longest_s: float, mo
             continue
         if process.returncode == 0:
             return kills
-        assert process.returncode in (-9, 30, 75), f"luigi ended with {process.returncode}"
+        assert process.returncode in (-9, 30, 75), f"luigi ended with {process.returncode}: {said(chain).read_text()}"
         process = begin(chain, workers)
 
 
@@ -83,6 +109,7 @@ def main() -> None:
             kills += torment(chain, rng, args.workers, args.longest, args.kills - kills)
             rounds += 1
             assert digest(chain) == wanted, "the model has other bytes"
+            check_end(chain)
             print(f"{kills} kills, {rounds} whole chains, same bytes, {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chain import LUIGI, Chain, write_corpus
+from tests.chain import LUIGI, Chain, finished_chain, write_corpus
 from tests.stages.web import serving
-from tests.support import command, forked, tensors, train, write_dataset, write_model_config
+from tests.support import command, forked, losses, tensors, train, write_dataset, write_model_config
 
 Run = Callable[..., object]
 
@@ -144,6 +144,7 @@ def test_training_at_every_point(tmp_path: Path) -> None:
     assert len([name for name in names if name.startswith("micro-step:")]) == 12
     assert len([name for name in names if name.startswith("step:")]) == 6
     assert len([name for name in names if name.startswith(("write", "rename"))]) >= 20
+    assert len([name for name in names if name.startswith("training-end:")]) == 4
     for name in names:
         out = tmp_path / "killed"
         assert train(env={"FAILPOINT": name}, output_dir=out, **values).returncode == -signal.SIGKILL, name
@@ -151,7 +152,69 @@ def test_training_at_every_point(tmp_path: Path) -> None:
         assert done.returncode == 0, (name, done.stdout)
         got = tensors(out / "checkpoints" / "ckpt_6")
         assert all(got[key].tobytes() == tensor.tobytes() for key, tensor in wanted.items()), name
+        assert_results(out, tmp_path / "straight", name)
         shutil.rmtree(out)
+
+
+def assert_results(out: Path, straight: Path, name: str) -> None:
+    """results.json and metrics.jsonl say of a killed run what they say of an uninterrupted one; rates are its own."""
+    own = {"train_time_minutes", "throughput_average", "throughput_peak", "iterations_per_s"}
+    found, wanted = (json.loads((directory / "results.json").read_text()) for directory in (out, straight))
+    assert found.keys() == wanted.keys(), name
+    assert {key: found[key] for key in found.keys() - own} == {key: wanted[key] for key in wanted.keys() - own}, name
+    assert all(found[key] > 0 for key in own), (name, found)
+    assert losses(out) == losses(straight), name
+
+
+def test_the_end_of_a_training_in_the_chain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Killed between any two writes from the last checkpoint to the link of the complete stage, luigi or the trainer:
+    the next run ends well, and says so; summary and report have the numbers of the whole phase."""
+    chain = finished_chain(tmp_path_factory).copy(tmp_path / "chain")
+    phase2 = chain.latest("pretrain-phase2")
+    log, token = tmp_path / "points", tmp_path / "token"
+
+    def unfinish() -> None:
+        for name in ("manifest.json", "results.json"):
+            (phase2 / name).unlink()
+
+    unfinish()
+    chain.run("Pretrain", "--phase", "2", FAILPOINT="none", FAILPOINT_LOG=str(log))
+    ends = ("training-end:", "append-", "link-")
+    files = ("results.json", "manifest.json")
+    names = [name for name in points(log) if name.startswith(ends) or name.split(":")[1] in files]
+    assert len(names) >= 16, names
+    for name in names:
+        unfinish()
+        token.touch()
+        env = {"LUIGI_CONFIG_PATH": str(chain.config), "FAILPOINT": name, "FAILPOINT_TOKEN": str(token)}
+        killed = command(*LUIGI, "Pretrain", "--phase", "2", env=env)
+        assert not token.exists(), name
+        if killed.returncode:  # luigi itself was killed; a trainer it starts again
+            assert killed.returncode == -signal.SIGKILL, (name, killed.stderr)
+            chain.run("Pretrain", "--phase", "2")
+        counts = json.loads((phase2 / "manifest.json").read_text())["counts"]
+        assert counts["throughput_average"] > 0, name
+        assert counts["first_loss"] == losses(phase2)[0], name
+    shutil.rmtree(chain.latest("report"))
+    done = chain.run("BertPhase2")
+    assert "phase 2: 4 steps, loss " in done.stderr, done.stderr
+    assert "not recorded" not in done.stderr
+    chain.ask("report")
+
+
+def test_the_summary_of_a_phase_whose_rate_is_not_known(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As an earlier version left it when it was killed before its results."""
+    chain = finished_chain(tmp_path_factory).copy(tmp_path / "chain")
+    path = chain.latest("pretrain-phase1") / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["counts"] |= {"throughput_average": None, "first_loss": None}
+    path.write_text(json.dumps(manifest))
+    done = chain.run("BertPhase2")
+    assert "phase 1: 8 steps, loss not recorded → " in done.stderr
+    assert ", not recorded sequences/s" in done.stderr
+    chain.ask("report")
 
 
 @pytest.mark.parametrize("phase", [1, 2])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.chain import Chain
-from tests.e2e.killer import digest, torment
+from tests.e2e.killer import check_end, digest, torment
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -20,3 +20,4 @@ def test_random_kills_change_nothing(tmp_path: Path, workers: int) -> None:
     shutil.rmtree(chain.work)
     assert torment(chain, random.Random(workers), workers, longest_s=5.0, most=8) > 0
     assert digest(chain) == wanted
+    check_end(chain)

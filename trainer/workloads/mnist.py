@@ -145,6 +145,6 @@ class MnistWorkload(Workload):
         return [
             "----------Training ---------------",
             f"Train throughput (iter/sec): {rate}",
-            f"Final loss is {summary['loss']:.4f}",
+            f"Final loss is {summary['loss']:.4f}" if summary["loss"] is not None else "Final loss was not recorded",
             "----------End Training ---------------",
         ]

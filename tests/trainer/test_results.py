@@ -1,0 +1,99 @@
+"""results.json is of the whole phase, however many processes had a part in it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import losses, metrics, train
+
+GIVEN: dict[str, Any] = {
+    "batch_size": 4, "grad_accum_usteps": 2, "warmup_steps": 1, "max_pred_len": 5, "device": "cpu", "max_steps": 12,
+    "ckpt_interval_steps": 4, "resume_ckpt": True,
+}  # fmt: skip
+
+
+def results(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return found
+
+
+def assert_of_whole_phase(out: Path, steps: int, first: int = 1) -> None:
+    """results.json agrees with metrics.jsonl, which holds steps `first` … of the phase, each once."""
+    records = [record for record in metrics(out) if record["step"] >= first]
+    assert [record["step"] for record in records] == list(range(first, first + steps))
+    found = results(out)
+    assert (found["steps"], found["global_step"]) == (steps, first + steps - 1)
+    assert (found["first_loss"], found["loss"]) == (records[0]["loss"], records[-1]["loss"])
+    assert found["mean_loss_last_50"] == pytest.approx(np.mean([record["loss"] for record in records[-50:]]))
+    rates = [record["throughput"] for record in records]
+    assert found["throughput_average"] == pytest.approx(np.mean(rates))
+    assert found["throughput_peak"] == max(rates)
+    # The rest is saving and starting.
+    assert 60 * found["train_time_minutes"] > 0.9 * sum(record["step_time_s"] for record in records)
+    assert not (out / "progress.json").exists()
+
+
+@pytest.mark.parametrize("point", ["training-end:saved", "training-end:timed", "write-before:results.json"])
+def test_killed_between_the_last_checkpoint_and_the_results(
+    data: Path, model: Path, tmp_path: Path, point: str
+) -> None:
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path}
+    assert train(env={"FAILPOINT": point}, **given).returncode == -signal.SIGKILL
+    assert (tmp_path / "checkpoints" / "ckpt_12" / "manifest.json").exists()
+    assert not (tmp_path / "results.json").exists()
+    done = train(**given)
+    assert done.returncode == 0, done.stdout
+    assert_of_whole_phase(tmp_path, 12)
+
+
+def test_rate_and_time_are_those_of_all_attempts(data: Path, model: Path, tmp_path: Path) -> None:
+    """Killed in step 7, stopped after step 9: the steps done twice count for the time, once for all else."""
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path}
+    assert train(env={"FAILPOINT": "step:7.0"}, **given).returncode == -signal.SIGKILL
+    assert train(steps_this_run=9, **given).returncode == 0
+    assert_of_whole_phase(tmp_path, 9)
+    before = results(tmp_path)["train_time_minutes"]
+    assert train(**given).returncode == 0
+    assert_of_whole_phase(tmp_path, 12)
+    last = sum(record["step_time_s"] for record in metrics(tmp_path)[9:])
+    assert 60 * (results(tmp_path)["train_time_minutes"] - before) > 0.9 * last
+
+
+def test_a_finished_phase_that_is_run_again_keeps_its_results(data: Path, model: Path, tmp_path: Path) -> None:
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path}
+    assert train(**given).returncode == 0
+    first = results(tmp_path)
+    assert train(**given).returncode == 0
+    again = results(tmp_path)
+    assert again.pop("train_time_minutes") == pytest.approx(first.pop("train_time_minutes"), abs=0.02)
+    assert again == first
+
+
+def test_phase_2_in_the_directory_of_phase_1_has_results_of_its_own(data: Path, model: Path, tmp_path: Path) -> None:
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path}
+    assert train(**given).returncode == 0
+    phase1 = 60 * results(tmp_path)["train_time_minutes"]
+    done = train(**{**given, "phase2": True, "phase1_end_step": 12, "max_steps": 3, "warmup_steps": 0})
+    assert done.returncode == 0, done.stdout
+    assert_of_whole_phase(tmp_path, 3, first=13)
+    assert results(tmp_path)["first_loss"] != losses(tmp_path)[0]
+    times = json.loads((tmp_path / "train_time.json").read_text())
+    assert times == {
+        "1": pytest.approx(phase1, abs=1),
+        "2": pytest.approx(60 * results(tmp_path)["train_time_minutes"], abs=1),
+    }
+
+
+def test_lost_records_are_null_and_not_those_of_other_steps(data: Path, model: Path, tmp_path: Path) -> None:
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path}
+    assert train(**{**given, "steps_this_run": 8}).returncode == 0
+    (tmp_path / "metrics.jsonl").unlink()
+    assert train(**given).returncode == 0
+    assert results(tmp_path)["first_loss"] is None
+    assert results(tmp_path)["loss"] == losses(tmp_path)[-1]

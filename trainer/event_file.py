@@ -1,0 +1,45 @@
+"""TensorBoard's event files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+
+class EventFile:
+    """A TensorBoard event file, written by the training thread, so that a full disk is its error.
+
+    Not torch's SummaryWriter, whose import takes 4 s and whose own thread writes.
+    """
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(exist_ok=True)
+        now = time.time()
+        name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._event = Event
+        self._file = (directory / name).open("wb")
+        self._writer = RecordWriter(self._file)
+        self._put(Event(wall_time=now, file_version="brain.Event:2"))
+        # Tells TensorBoard to forget what an interrupted run recorded from here on.
+        self._put(Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, step: int, scalars: dict[str, float]) -> None:
+        event = self._event(wall_time=time.time(), step=step)
+        for name, value in scalars.items():
+            event.summary.value.add(tag=name, simple_value=value)
+        self._put(event)
+
+    def _put(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,101 @@
+"""The results of a phase, from all that metrics.jsonl holds of it, whichever processes did its steps."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.files import read_json, replace_json
+from trainer.state import TrainState
+
+#: Seconds that each phase has been trained for, by its number.
+TRAIN_TIME = "train_time.json"
+#: What every record of a step holds.
+_KEYS = {"step", "epoch", "loss", "throughput", "step_time_s"}
+#: First iterations of an epoch that do not count for its rate, as in the tutorial.
+_WARMUP_ITERATIONS = 2
+
+
+class TrainTime:
+    """Seconds that a phase has been trained for in all its attempts, steps that had to be done again included."""
+
+    def __init__(self, directory: Path, phase: int, recorded: list[dict[str, Any]], *, resumes: bool) -> None:
+        """Goes on from what earlier attempts have left if the run `resumes`; without a record of theirs, from the times
+        of the steps `recorded` in metrics.jsonl."""
+        self._path, self._phase = directory / TRAIN_TIME, str(phase)
+        self._all = read_json(self._path) or {}
+        before = self._all.get(self._phase) if resumes else 0.0
+        if not isinstance(before, int | float):
+            before = sum(record["step_time_s"] for record in recorded)
+        self._before = before
+        self._began: float | None = None
+
+    def start(self) -> None:
+        """Training begins now."""
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return float(self._before + (0 if self._began is None else time.monotonic() - self._began))
+
+    def write(self) -> None:
+        """Leave the time for the next attempt. Raises OSError."""
+        replace_json(self._path, {**self._all, self._phase: round(self.seconds, 3)})
+
+
+def recorded_steps(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """(record, its bytes) of each line of a metrics file, up to the first that is not whole."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                return
+            if not line.endswith(b"\n") or not isinstance(record, dict) or not record.keys() >= _KEYS:
+                return
+            yield record, len(line)
+
+
+def steps_of_phase(path: Path, state: TrainState) -> list[dict[str, Any]]:
+    """The records of the steps that `state`'s phase has done; the other phase's may be in the same file."""
+    before = state.global_step - state.step
+    return [record for record, _ in recorded_steps(path) if before < record["step"] <= state.global_step]
+
+
+def phase_results(steps: list[dict[str, Any]], state: TrainState, *, train_time_s: float) -> dict[str, Any]:
+    """The numbers of a phase, of which `steps` are the records; None: too few are recorded.
+
+    throughput_average is the mean of the recorded throughputs, each of the latest ten steps of its process, as in the
+    tutorials' script; iterations_per_s is of the last epoch.
+    """
+    throughputs = [step["throughput"] for step in steps]
+    return {
+        "epoch": state.epoch,
+        "steps": state.step,
+        "global_step": state.global_step,
+        "loss": steps[-1]["loss"] if steps else None,
+        "first_loss": steps[0]["loss"] if steps and steps[0]["step"] == state.global_step - state.step + 1 else None,
+        "mean_loss_last_50": _mean([step["loss"] for step in steps[-50:]]),
+        "train_time_minutes": train_time_s / 60,
+        "throughput_average": _mean(throughputs),
+        "throughput_peak": max(throughputs, default=None),
+        "iterations_per_s": _rate_of_last_epoch(steps),
+        "precision": state.precision,
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _rate_of_last_epoch(steps: list[dict[str, Any]]) -> float | None:
+    """Optimizer steps a second in the last epoch, as the tutorial counts them: without its first two."""
+    times = [step["step_time_s"] for step in steps if step["epoch"] == steps[-1]["epoch"]][_WARMUP_ITERATIONS:]
+    return len(times) / sum(times) if times else None
