@@ -128,17 +128,15 @@ class Pretrain(ModelStage, Training):
 
     def command(self) -> list[str]:
         compiled = self.requires()["precompile"].directory
-        options = {
-            **self._options(self.directory),
-            "output_dir": self.directory,
-            "graphs": compiled / "graphs.json",
-            "compile_cache": compiled / "cache",
-        }
+        options = {**self._options(self.directory), "output_dir": self.directory}
+        options |= {"graphs": compiled / "graphs.json", "compile_cache": compiled / "cache"}
         if self.phase == 2:
             start = self.requires()["start"]
             options["phase1_end_step"] = start.counts()["global_step"]
             options["resume_ckpt_path"] = start.directory / "checkpoint"
-        return self.launched(options, ["--resume_ckpt", *(["--phase2"] if self.phase == 2 else [])])
+        # The micro-batch is not in the fingerprint: after running out of memory a smaller one goes on.
+        flags = ["--resume_ckpt", "--allow_changes", "micro_batch_size", *(["--phase2"] if self.phase == 2 else [])]
+        return self.launched(options, flags)
 
     def trial_command(self, directory: Path) -> list[str]:
         """The same from initial weights, which has the same graphs, for a trial in `directory`."""

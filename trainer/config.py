@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,21 +23,35 @@ PRESETS: dict[str, tuple[int, int, int, int]] = {
 }
 
 
+def setting(*, decides: bool) -> dict[str, Any]:
+    """Metadata of a configuration's field. `decides`: whether it decides what is trained, so that a resumed run must
+    not change it unasked; else it only says how, where, or how often something is written."""
+    return {"decides": decides}
+
+
+_DECIDES, _HOW = setting(decides=True), setting(decides=False)
+
+
+def deciding(config: Any) -> dict[str, Any]:
+    """The values of a configuration's fields that decide what is trained, by name."""
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.metadata["decides"]}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A BERT, in Hugging Face's words; the defaults are those of `bert-large-uncased`."""
 
-    vocab_size: int = 30522
-    num_hidden_layers: int = 24
-    hidden_size: int = 1024
-    num_attention_heads: int = 16
-    intermediate_size: int = 4096
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    layer_norm_eps: float = 1e-12
-    initializer_range: float = 0.02
+    vocab_size: int = field(default=30522, metadata=_DECIDES)
+    num_hidden_layers: int = field(default=24, metadata=_DECIDES)
+    hidden_size: int = field(default=1024, metadata=_DECIDES)
+    num_attention_heads: int = field(default=16, metadata=_DECIDES)
+    intermediate_size: int = field(default=4096, metadata=_DECIDES)
+    max_position_embeddings: int = field(default=512, metadata=_DECIDES)
+    type_vocab_size: int = field(default=2, metadata=_DECIDES)
+    hidden_dropout_prob: float = field(default=0.1, metadata=_DECIDES)
+    attention_probs_dropout_prob: float = field(default=0.1, metadata=_DECIDES)
+    layer_norm_eps: float = field(default=1e-12, metadata=_DECIDES)
+    initializer_range: float = field(default=0.02, metadata=_DECIDES)
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
@@ -88,78 +102,80 @@ class ModelConfig:
 class TrainConfig:
     """One phase of training. Steps are optimizer steps; a micro-step is one forward and backward of one worker."""
 
-    output_dir: Path
+    output_dir: Path = field(metadata=_HOW)
     #: Where the summary of the run is written, as JSON.
-    metrics_file: Path
+    metrics_file: Path = field(metadata=_HOW)
     #: 1 or 2; phase 2 counts its global steps on from `phase1_end_step`.
-    phase: int
+    phase: int = field(metadata=_DECIDES)
     #: Global step at which phase 1 ended; 0 in phase 1.
-    phase1_end_step: int
-    #: Sequences in one micro-step of one worker.
-    micro_batch_size: int
-    #: Micro-steps in one optimizer step.
-    grad_accum_usteps: int
+    phase1_end_step: int = field(metadata=_DECIDES)
+    #: Sequences in one micro-step of one worker. Dropout is drawn by micro-batch.
+    micro_batch_size: int = field(metadata=_DECIDES)
+    #: Micro-steps in one optimizer step. What decides is the global batch.
+    grad_accum_usteps: int = field(metadata=_HOW)
     #: Optimizer steps in the whole phase: where the learning rate reaches zero.
-    max_steps: int
+    max_steps: int = field(metadata=_DECIDES)
     #: Optimizer steps after which this run stops, counted from the start of the phase.
-    stop_step: int
-    warmup_steps: int
+    stop_step: int = field(metadata=_HOW)
+    warmup_steps: int = field(metadata=_DECIDES)
     #: linear: warm-up, then down to zero at `max_steps`; constant: no change after the warm-up.
-    schedule: str
+    schedule: str = field(metadata=_DECIDES)
     #: Peak learning rate.
-    lr: float
-    optimizer: str
-    weight_decay: float
-    max_grad_norm: float
-    seed: int
+    lr: float = field(metadata=_DECIDES)
+    optimizer: str = field(metadata=_DECIDES)
+    weight_decay: float = field(metadata=_DECIDES)
+    max_grad_norm: float = field(metadata=_DECIDES)
+    seed: int = field(metadata=_DECIDES)
     #: fp32, fp64, autocast, bf16-sr, bf16-master (trainer/precision.py), or auto.
-    precision: str
+    precision: str = field(metadata=_DECIDES)
     #: cpu, cuda, xla, neuron, or auto.
-    device: str
-    tensor_parallel_size: int
+    device: str = field(metadata=_HOW)
+    tensor_parallel_size: int = field(metadata=_HOW)
     #: How gradients are summed over workers: allreduce, ours after the last micro-step; ddp, torch's, beside backward.
-    data_parallel: str
+    data_parallel: str = field(metadata=_HOW)
     #: Optimizer steps between checkpoints; 0: only by time.
-    ckpt_interval_steps: int
+    ckpt_interval_steps: int = field(metadata=_HOW)
     #: Minutes between checkpoints; 0: only by steps.
-    ckpt_interval_minutes: float
+    ckpt_interval_minutes: float = field(metadata=_HOW)
     #: Checkpoints kept, newest first; -1: all.
-    num_ckpts_to_keep: int
+    num_ckpts_to_keep: int = field(metadata=_HOW)
     #: Leave the optimizer's state out of checkpoints.
-    minimal_ckpt: bool
-    resume: bool
+    minimal_ckpt: bool = field(metadata=_HOW)
+    resume: bool = field(metadata=_HOW)
     #: A checkpoint directory to start from, instead of the newest in `output_dir`.
-    resume_ckpt_path: Path | None
+    resume_ckpt_path: Path | None = field(metadata=_HOW)
     #: The global step to resume from; -1: the newest.
-    resume_step: int
+    resume_step: int = field(metadata=_HOW)
+    #: Names of what the run may change that it resumes, although it decides the result.
+    allow_changes: tuple[str, ...] = field(metadata=_HOW)
     #: Show the gradient norm on the console line too.
-    print_grad_norm: bool
+    print_grad_norm: bool = field(metadata=_HOW)
     #: Optimizer steps between console lines.
-    log_interval: int
+    log_interval: int = field(metadata=_HOW)
     #: Write which samples each worker used in each step to samples-<rank>.jsonl.
-    record_samples: bool
+    record_samples: bool = field(metadata=_HOW)
     #: Whether torch.compile makes kernels of the model, on cpu and cuda.
-    compile: bool
+    compile: bool = field(metadata=_HOW)
     #: Directory that compiled graphs are kept in, by devices that can; None: where the compiler likes.
-    compile_cache: str | None
+    compile_cache: str | None = field(metadata=_HOW)
     #: Only have the graphs compiled: nothing is written, no loss believed.
-    trial: bool
+    trial: bool = field(metadata=_HOW)
     #: List of compiled graphs: written by a trial, else what is not in it is told; None: neither.
-    graphs: Path | None
+    graphs: Path | None = field(metadata=_HOW)
     #: Micro-batches in one compiled graph, on devices that compile steps.
-    batches_per_execution: int
+    batches_per_execution: int = field(metadata=_HOW)
     #: Seconds without an answer after which a collective operation gives up.
-    collective_timeout_s: float
+    collective_timeout_s: float = field(metadata=_HOW)
     #: Whether one worker on each machine watches for Amazon's notices that the instance is to be taken away.
-    spot_watch: bool
+    spot_watch: bool = field(metadata=_HOW)
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value < least:
                 raise UserError(f"{name} = {value} is too small; allowed: {least} or more")
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
+        chosen = [(name, getattr(self, name), allowed) for name, allowed in _CHOICES.items()]
+        for name, value, allowed in [*chosen, *(("allow_changes", name, CHANGEABLE) for name in self.allow_changes)]:
             if value not in allowed:
                 raise UserError(f"{name}: {value} is not known; allowed: {', '.join(map(str, allowed))}")
         require_agreement(self.optimizer, self.precision)
@@ -186,6 +202,14 @@ class TrainConfig:
         """Sequences in one optimizer step of all workers."""
         return self.micro_batch_size * self.grad_accum_usteps * data_parallel_size
 
+
+#: What a resumed run may change if `allow_changes` names it: all that decides and does not make it another phase or
+#: another model.
+CHANGEABLE = (
+    *(f.name for f in dataclasses.fields(TrainConfig) if f.metadata["decides"] and not f.name.startswith("phase")),
+    *("global_batch_size", "data"),
+    *(f.name for f in dataclasses.fields(ModelConfig) if "dropout" in f.name),
+)
 
 _LEAST = {
     "micro_batch_size": 1,

@@ -29,7 +29,7 @@ from trainer.parallel.plan import split_of
 from trainer.parallel.shares import without_padding
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
-from trainer.resume import Start, find_start, load_into, say_start
+from trainer.resume import Start, deciding_settings, find_start, load_into, resume_state, say_start
 from trainer.state import TrainState
 from trainer.workloads.base import Workload
 
@@ -84,7 +84,7 @@ class Trainer:
             epoch=0,
             seed=config.seed,
             global_batch_size=global_batch_size,
-            data=workload.identity,
+            data=mesh.by_root(functools.partial(_data_identity, config, workload, say)),
             order_version=ORDER_VERSION,
             optimizer=config.optimizer,
             precision=self.precision.name,
@@ -93,6 +93,7 @@ class Trainer:
             tensor_parallel_size=mesh.tensor_parallel_size,
             micro_batch_size=config.micro_batch_size,
             torch_version=torch.__version__,
+            settings=deciding_settings(config),
         )
         mesh.in_turns(functools.partial(self._make_model, workload, start), at_once=_LOADING_AT_ONCE)
         self.losses = len(workload.losses)
@@ -111,9 +112,8 @@ class Trainer:
             ranks=self._shared,
         )
         if start is not None and not start.weights_only:
-            self.state.require_same_run(start.state, start.checkpoint)
+            self.state = resume_state(self.state, start, config, workload, say)
             mesh.in_turns(functools.partial(self._load_optimizer, start, workload), at_once=_LOADING_AT_ONCE)
-            self.state = self.state.at(start.state)
             self.optimizer.set_steps_done(self.state.step)
         say_start(start, self.state, say)
         saves = mesh.data_parallel_rank == 0 and not config.trial
@@ -266,6 +266,11 @@ class Trainer:
 def seed_of(seed: int, global_step: int, micro_batch: int) -> int:
     """The seed of what is random in one micro-batch: a number in [0, 2⁶³)."""
     return hash_of(seed, global_step, index=micro_batch) >> 1
+
+
+def _data_identity(config: TrainConfig, workload: Workload, say: Callable[[str], None]) -> str:
+    """Nothing is resumed after a trial, and the data may be large."""
+    return "" if config.trial else workload.identity(config.output_dir, say)
 
 
 def _precision(config: TrainConfig, device: Device, resumed: TrainState | None, say: Callable[[str], None]) -> str:

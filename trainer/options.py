@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import DATA_PARALLEL, DEVICES, OPTIMIZERS, PRECISIONS, TrainConfig
+from trainer.config import CHANGEABLE, DATA_PARALLEL, DEVICES, OPTIMIZERS, PRECISIONS, TrainConfig
 from trainer.data.order import SampleOrder
 from trainer.devices.base import DeviceOptions
 from trainer.parallel.mesh import Mesh
@@ -108,6 +108,11 @@ def _add_checkpoints(p: argparse.ArgumentParser) -> None:
     ckpt.add_argument("--resume_step", type=int, default=-1, help="resume from this global step; -1: the newest")
     ckpt.add_argument("--resume_ckpt_path", type=Path, default=None, help="a checkpoint directory to start from")
     ckpt.add_argument(
+        "--allow_changes", nargs="+", default=[], metavar="NAME",
+        help="what a resumed run may change although it decides the result; the checkpoints record the change. One of "
+        + ", ".join(CHANGEABLE),
+    )  # fmt: skip
+    ckpt.add_argument(
         "--shards_per_ckpt", type=int, default=1,
         help="checkpoint after every worker has seen as many samples as this many shards hold; 0: no",
     )  # fmt: skip
@@ -188,6 +193,7 @@ def to_config(args: argparse.Namespace, mesh: Mesh) -> tuple[TrainConfig, Worklo
         resume=args.resume_ckpt,
         resume_ckpt_path=args.resume_ckpt_path,
         resume_step=args.resume_step,
+        allow_changes=tuple(args.allow_changes),
         print_grad_norm=args.print_grad_norm,
         log_interval=args.log_interval,
         record_samples=args.record_samples,

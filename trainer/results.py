@@ -88,6 +88,7 @@ def phase_results(steps: list[dict[str, Any]], state: TrainState, *, train_time_
         "throughput_peak": max(throughputs, default=None),
         "iterations_per_s": _rate_of_last_epoch(steps),
         "precision": state.precision,
+        **({"changes": state.changes} if state.changes else {}),
     }
 
 

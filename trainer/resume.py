@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.checkpoint.format import MASTER, has_master, read_tensors, tensor_file
 from trainer.checkpoint.manager import CheckpointManager, require_valid
-from trainer.config import TrainConfig
+from trainer.config import TrainConfig, deciding
 from trainer.errors import CheckpointError, UserError
 from trainer.parallel.shares import put_piece, put_share, whole_shape, without_padding
 from trainer.parallel.tensor import TensorParallel
 from trainer.state import TrainState
+from trainer.workloads.base import Workload
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,30 @@ def _start_of_phase(config: TrainConfig, path: Path) -> Start:
             f"give --phase1_end_step {state.global_step}, or another checkpoint"
         )
     return Start(path, state, weights_only=state.phase != config.phase)
+
+
+def deciding_settings(config: TrainConfig) -> dict[str, Any]:
+    """What of the configuration decides the result and is no field of `TrainState`, where `auto` is resolved."""
+    own = {field.name for field in dataclasses.fields(TrainState)} - {"micro_batch_size"}
+    return {name: value for name, value in deciding(config).items() if name not in own}
+
+
+def resume_state(
+    state: TrainState, start: Start, config: TrainConfig, workload: Workload, say: Callable[[str], None]
+) -> TrainState:
+    """`state` at the place of `start`, with the changes that the configuration allows, which are told.
+
+    Raises `CheckpointError` if anything else that decides the result differs.
+    """
+    resumed = state.resumed(
+        start.state, start.checkpoint, allowed=config.allow_changes, former_data=workload.former_identity
+    )
+    if not start.state.settings:
+        names = ", ".join(state.settings)
+        say(f"{start.checkpoint} is of an earlier version, which recorded nothing of {names}: they are not compared")
+    for change in resumed.changes[len(start.state.changes) :]:
+        say(f"from step {change['step']} on: {change['name']} {change['old']} → {change['new']}, as allowed")
+    return resumed
 
 
 @torch.no_grad()

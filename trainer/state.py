@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from trainer.checkpoint.format import STATE
-from trainer.data.order import ORDER_VERSION
+from trainer.config import CHANGEABLE
 from trainer.errors import CheckpointError
 
 
@@ -27,7 +28,7 @@ class TrainState:
     epoch: int
     seed: int
     global_batch_size: int
-    #: `ShardSet.identity` of the data set.
+    #: `Workload.identity` of the data set.
     data: str
     order_version: int
     optimizer: str
@@ -39,6 +40,10 @@ class TrainState:
     tensor_parallel_size: int
     micro_batch_size: int
     torch_version: str
+    #: All else that decides the result: `deciding` of the configuration, by name. Empty in old checkpoints.
+    settings: dict[str, Any] = field(default_factory=dict)
+    #: What a resumed run has changed of that: {"step", "name", "old", "new"}, by global step.
+    changes: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -67,19 +72,36 @@ class TrainState:
             global_step=other.global_step,
             samples_consumed=other.samples_consumed,
             epoch=other.epoch,
+            changes=other.changes,
         )
 
-    def require_same_run(self, other: TrainState, checkpoint: Path) -> None:
-        """Raise `CheckpointError` if this run cannot go on from `other`, the state in `checkpoint`."""
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """Everything by name that must be the same where a run is resumed; in old checkpoints some of it is missing."""
+        names = ("phase", "data", "seed", "global_batch_size", "order_version", "optimizer", "precision")
+        mine = {name: getattr(self, name) for name in names}
+        return {**self.model, **self.settings, **mine}
+
+    def resumed(self, other: TrainState, checkpoint: Path, *, allowed: Sequence[str], former_data: str = "") -> Self:
+        """This run at the place of `other`, the state in `checkpoint`, with what differs, if `allowed`, recorded.
+
+        `former_data`: what earlier versions recorded for the same data set. Raises `CheckpointError` if this run cannot
+        go on from there.
+        """
         self.require_same_model(other, checkpoint)
-        for name in ("phase", "data", "seed", "global_batch_size", "order_version", "optimizer", "precision"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise CheckpointError(
-                    f"{checkpoint} was trained with {name} = {theirs}, this run has {mine}: its samples or updates "
-                    f"would not be the same; go on with {theirs}, or start anew in another output directory"
-                )
-        assert other.order_version == ORDER_VERSION
+        theirs = other.deciding
+        if not other.settings and theirs["data"] == former_data:
+            theirs["data"] = self.data
+        differ = [
+            {"step": other.global_step, "name": name, "old": theirs[name], "new": mine}
+            for name, mine in self.deciding.items()
+            if name in theirs and theirs[name] != mine
+        ]
+        refused = [change for change in differ if change["name"] not in allowed]
+        if refused:
+            what = "; ".join(f"{change['name']} = {change['old']}, this run has {change['new']}" for change in refused)
+            raise CheckpointError(f"{checkpoint} was trained with {what}: {_advice([c['name'] for c in refused])}")
+        return dataclasses.replace(self.at(other), changes=[*other.changes, *differ])
 
     def require_same_model(self, other: TrainState, checkpoint: Path) -> None:
         """Raise `CheckpointError` if `other` is the state of another model. Dropout may differ."""
@@ -90,3 +112,10 @@ class TrainState:
                     f"{checkpoint} holds another model: its {name} is {theirs}, this run's is {mine}; "
                     f"give the model it was trained with, or another checkpoint"
                 )
+
+
+def _advice(names: list[str]) -> str:
+    advice = "the result would not be the same; go on with that, or start anew in another output directory"
+    if set(names) <= set(CHANGEABLE):
+        return f"{advice}, or allow the change from here on with --allow_changes {' '.join(names)}"
+    return advice

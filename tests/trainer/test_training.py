@@ -13,6 +13,7 @@ import torch
 from tests.support import (
     assert_one_line_error,
     assert_same_bytes,
+    forked,
     losses,
     metrics,
     synthetic_rows,
@@ -183,6 +184,32 @@ def test_ids_outside_the_vocabulary_are_named(model: Path, tmp_path: Path) -> No
         **{**COMMON, "warmup_steps": 0},
     )  # fmt: skip
     assert_one_line_error(done, "x_training_0.hdf5", "input_ids", "row 13", "201", "200")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("masked_lm_positions", 32), ("segment_ids", 2), ("input_mask", 3), ("next_sentence_labels", 2),
+     ("masked_lm_positions", -1), ("input_ids", -5)],
+)  # fmt: skip
+def test_values_the_model_cannot_take_are_named(model: Path, tmp_path: Path, key: str, value: int) -> None:
+    """By training and by evaluation, which do not check whole files: of a file of ours and of signed types."""
+    arrays = synthetic_rows(20, seq_len=32, max_pred_len=5, seed=0)
+    if value < 0:
+        arrays = {name: array.astype(np.int32) for name, array in arrays.items()}
+    arrays[key].reshape(20, -1)[13, -1] = value
+    data = tmp_path / "data"
+    data.mkdir()
+    for kind in ("training", "test"):
+        write_shard(data / f"x_{kind}_0.hdf5", arrays)
+    out = tmp_path / "out"
+    given = {**COMMON, "data_dir": data, "model_config": model, "output_dir": out, "warmup_steps": 0}
+    done = train(max_steps=9, grad_accum_usteps=2, **given)
+    assert_one_line_error(done, "x_training_0.hdf5", key, "row 13", str(value))
+    write_dataset(tmp_path / "good", [20])
+    assert train(max_steps=1, grad_accum_usteps=2, **{**given, "data_dir": tmp_path / "good"}).returncode == 0
+    assert forked("stages.merge", out / "checkpoints" / "ckpt_1", tmp_path / "merged").returncode == 0
+    done = forked("stages.evaluate", tmp_path / "merged" / "model", data, "--out", tmp_path / "evaluation")
+    assert_one_line_error(done, "x_test_0.hdf5", key, "row 13", str(value))
 
 
 def test_a_checkpoint_of_another_model_or_run_is_refused(data: Path, model: Path, tmp_path: Path) -> None:

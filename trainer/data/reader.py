@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from trainer.data.bert_batch import IGNORED, BertBatch, PackedBertBatch, filled_up
 from trainer.data.order import Samples
-from trainer.data.shards import LENGTHS_KEY, ShardSet
+from trainer.data.shards import LENGTHS_KEY, ShardSet, value_limits
 from trainer.errors import UserError
 
 Arrays = dict[str, NDArray[np.generic]]
@@ -55,16 +55,32 @@ class BatchReader:
         back = np.empty(len(samples), dtype=np.int64)
         back[by_shard] = np.arange(len(samples))
         arrays = {key: np.concatenate([piece[key] for piece in pieces])[back] for key in self._shards.keys}
-        for key in ("input_ids", "masked_lm_ids"):
-            largest = int(arrays[key].max())
-            if largest >= self._vocab_size:
-                row = int(arrays[key].max(axis=1).argmax())
-                name, at = self._shards.names[samples.shard[row]], samples.row[row]
+        self._require_limits(arrays, samples)
+        return arrays
+
+    def _require_limits(self, arrays: Arrays, samples: Samples) -> None:
+        """Raise `UserError` that names file, row and value if one is not what the model takes."""
+        seq_len = self._shards.seq_len
+        for key, limit in value_limits(seq_len, self._vocab_size).items():
+            if key not in arrays:
+                continue
+            values = arrays[key].reshape(len(samples), -1)
+            if key == LENGTHS_KEY:
+                values = values.sum(axis=1, keepdims=True)
+            wrong = int(values.max()) if int(values.max()) >= limit else min(0, int(values.min()))
+            if not wrong:
+                continue
+            row = int((values == wrong).any(axis=1).argmax())
+            name, at = self._shards.names[samples.shard[row]], samples.row[row]
+            if key in ("input_ids", "masked_lm_ids"):
                 raise UserError(
-                    f"{name}: {key} of row {at} holds id {largest}, but the model's vocabulary has {self._vocab_size}; "
+                    f"{name}: {key} of row {at} holds id {wrong}, but the model's vocabulary has {limit}; "
                     f"use the model the data was made for, or the data made for the model"
                 )
-        return arrays
+            raise UserError(
+                f"{name}: {key} of row {at} holds {wrong}; allowed is 0 to {limit - 1} in rows of {seq_len} tokens; "
+                f"fetch or make this file again"
+            )
 
     def _micro_batch(self, arrays: Arrays) -> BertBatch:
         rows, seq_len = arrays["input_ids"].shape

@@ -137,8 +137,8 @@ class ShardSet:
         return cls(directory, names, np.array(rows, np.int64), first)
 
     @property
-    def identity(self) -> str:
-        """sha256, in hex, of names, row counts and sequence length: tells another data set apart, cheaply."""
+    def shape_identity(self) -> str:
+        """sha256, in hex, of names, row counts and sequence length: what old checkpoints know a data set by."""
         record = [self.names, self.rows_per_shard.tolist(), self.seq_len]
         if self.sequences_per_row is not None:
             record.append(self.sequences_per_row)
@@ -254,18 +254,10 @@ def validate_file(
         rows, S = shape.rows, shape.seq_len
         if sum(file[key].nbytes for key in shape.keys) > _UNPACKED_RATIO_MAX * path.stat().st_size:
             raise UserError(f"{path} claims {rows} rows but is far too small to hold them; fetch or make it again")
-        limits = {
-            "input_ids": vocab_size,
-            "input_mask": 2,
-            "segment_ids": 2,
-            "masked_lm_positions": S,
-            "masked_lm_ids": vocab_size,
-            "next_sentence_labels": 2,
-            LENGTHS_KEY: S + 1,
-        }
+        limits = value_limits(S, vocab_size)
         for start in range(0, rows, _VALIDATED_ROWS):
             for key in shape.keys:
-                limit = limits[key]
+                limit = limits.get(key)
                 values: Array = file[key][start : start + _VALIDATED_ROWS]
                 if not values.size:
                     continue
@@ -277,6 +269,13 @@ def validate_file(
                 here = slice(start, start + _VALIDATED_ROWS)
                 _require_lengths(path, file[LENGTHS_KEY][here], file["input_mask"][here], start)
     return rows
+
+
+def value_limits(seq_len: int, vocab_size: int | None) -> dict[str, int]:
+    """What the values of each dataset are less than; without a `vocab_size` those of ids are left out."""
+    ids = {} if vocab_size is None else {"input_ids": vocab_size, "masked_lm_ids": vocab_size}
+    flags = {"input_mask": 2, "segment_ids": 2, "next_sentence_labels": 2}
+    return {**ids, **flags, "masked_lm_positions": seq_len, LENGTHS_KEY: seq_len + 1}
 
 
 def _require_lengths(path: Path, lengths: Array, mask: Array, start: int) -> None:

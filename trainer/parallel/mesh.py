@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
@@ -161,6 +162,24 @@ class Mesh:
                 work()
             self.barrier()
 
+    def by_root(self, work: Callable[[], T]) -> T:
+        """What `work` returns in the root, in every worker; it may take longer than workers wait for each other."""
+        if self.world_size == 1:
+            return work()
+        box: list[T] = []
+        with ThreadPoolExecutor(1, thread_name_prefix="root") as pool:
+            future = pool.submit(work) if self.is_root else None
+            done = 0
+            while not done:
+                if future is not None:
+                    done = len(wait([future], timeout=_ROOT_POLL_S).done)
+                (done,) = self.sum_on_host([done])
+            if future is not None:
+                box.append(future.result())
+        told = self.tell(box)
+        assert told is not None
+        return told[0]
+
     def tell(self, value: T | None) -> T | None:
         """The root's `value`, in every worker; the others' is not looked at."""
         if self.world_size == 1:
@@ -179,5 +198,7 @@ class Mesh:
         return sums
 
 
+#: Seconds after which the others hear again that the root is not done yet.
+_ROOT_POLL_S = 1.0
 #: What torchrun sets, and what holds without it.
 _TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import abc
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from trainer.data.loader import Reader
@@ -43,8 +44,8 @@ class Workload(abc.ABC):
     vocab_size: int = 0
     #: Threads of the CPU that its steps are worth, at most; None: all there are.
     threads: int | None = None
-    #: Tells the data set from any other.
-    identity: str
+    #: What earlier versions recorded in place of `identity`.
+    former_identity: str = ""
 
     @staticmethod
     @abc.abstractmethod
@@ -67,6 +68,11 @@ class Workload(abc.ABC):
     @abc.abstractmethod
     def has_weight_decay(self, name: str) -> bool:
         """Whether weight decay applies to the parameter called `name`."""
+
+    @abc.abstractmethod
+    def identity(self, cache: Path, say: Callable[[str], None]) -> str:
+        """Tells the data set from any other, by its content. What is read to know it is remembered in the directory
+        `cache`; `say` is told when that takes long. Raises `UserError`."""
 
     @abc.abstractmethod
     def reader(self, *, static_shapes: bool) -> Reader:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from trainer.config import PRESETS, ModelConfig
+from trainer.data.identity import content_identity
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
 from trainer.errors import UserError
@@ -34,7 +35,7 @@ class BertWorkload(Workload):
         self.vocab_size = model.vocab_size
         self.shards = shards
         self.rows_per_shard = shards.rows_per_shard
-        self.identity = shards.identity
+        self.former_identity = shards.shape_identity
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +74,9 @@ class BertWorkload(Workload):
 
     def has_weight_decay(self, name: str) -> bool:
         return has_weight_decay(name)
+
+    def identity(self, cache: Path, say: Callable[[str], None]) -> str:
+        return content_identity(self.shards.directory, self.shards.names, cache, say)
 
     def reader(self, *, static_shapes: bool) -> BatchReader:
         return BatchReader(self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes)

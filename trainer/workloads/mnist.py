@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -103,7 +103,6 @@ class MnistWorkload(Workload):
     def __init__(self, images: Images) -> None:
         self.images = images
         self.rows_per_shard = np.array([len(images)])
-        self.identity = images.identity
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +123,9 @@ class MnistWorkload(Workload):
 
     def has_weight_decay(self, name: str) -> bool:
         return not name.endswith("bias")
+
+    def identity(self, cache: Path, say: Callable[[str], None]) -> str:
+        return self.images.identity
 
     def reader(self, *, static_shapes: bool) -> Images:
         return self.images  # the order has no smaller batches

@@ -1,0 +1,91 @@
+"""What tells a data set from any other: the sha256 of each of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError
+from trainer.files import disk_errors, read_json, replace_json, sha256_of
+
+#: Remembered hashes, by path: [size, mtime in ns, inode, sha256].
+CACHE = "data_identity.json"
+#: A file that was written so short a time ago might still change without another time stamp, in seconds.
+_SETTLED_S = 2.0
+#: Data of which the hashing is announced: seconds of work.
+_LARGE_BYTES = 1 << 30
+
+
+def content_identity(directory: Path, names: Sequence[str], cache: Path, say: Callable[[str], None]) -> str:
+    """sha256, in hex, behind `content:`, of the names and contents of the files `names` of `directory`.
+
+    The hash of a file is its stage's manifest's where that has one and the file has its size and is not newer; else it
+    is computed, and remembered in the directory `cache`. Raises `UserError`.
+    """
+    known = _recorded(directory, names)
+    remembered = read_json(cache / CACHE) or {}
+    stamps = {name: _stamp(directory / name) for name in names if name not in known}
+    for name, stamp in stamps.items():
+        entry = remembered.get(str((directory / name).absolute()))
+        if isinstance(entry, list) and entry[:-1] == stamp:
+            known[name] = entry[-1]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        size = sum(stamps[name][0] for name in unknown)
+        if size > _LARGE_BYTES:
+            say(f"reading {len(unknown)} files, {size / 1e9:.1f} GB, of {directory} once, to know this data set again")
+        known |= _hashed(directory, unknown, stamps)
+        _remember(cache, directory, {name: [*stamps[name], known[name]] for name in unknown}, remembered)
+    record = [[name, known[name]] for name in names]
+    return "content:" + hashlib.sha256(json.dumps(record).encode()).hexdigest()
+
+
+def _recorded(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    """sha256 by name from the directory's manifest, of files that are as it describes them."""
+    manifest = directory / "manifest.json"
+    record = read_json(manifest)
+    if record is None:
+        return {}
+    written = manifest.stat().st_mtime_ns
+    wanted, found = set(names), {}
+    for output in record.get("outputs") or []:
+        name = output["path"]
+        if name in wanted:
+            stat = (directory / name).stat()
+            if stat.st_size == output["bytes"] and stat.st_mtime_ns <= written:
+                found[name] = str(output["sha256"])
+    return found
+
+
+def _stamp(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+
+
+def _hashed(directory: Path, names: list[str], stamps: dict[str, list[int]]) -> dict[str, str]:
+    def digest(name: str) -> str:
+        path = directory / name
+        try:
+            found = sha256_of(path)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}; fetch or make this file again") from error
+        if _stamp(path) != stamps[name]:
+            raise UserError(f"{path} was changed while it was read; wait until the data set is complete")
+        return found
+
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="identity") as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+def _remember(cache: Path, directory: Path, entries: dict[str, list[Any]], remembered: dict[str, Any]) -> None:
+    settled = time.time_ns() - int(_SETTLED_S * 1e9)
+    entries = {str((directory / name).absolute()): entry for name, entry in entries.items() if entry[1] < settled}
+    with disk_errors(cache / CACHE):
+        cache.mkdir(parents=True, exist_ok=True)
+        replace_json(cache / CACHE, {**remembered, **entries})
