@@ -20,6 +20,7 @@ from stages.checkpoints import checkpoint_files, is_remote, local_source, source
 from stages.report import PAGE
 from trainer.config import ModelConfig
 from trainer.files import write_json
+from trainer.secrets import Secret
 
 
 class Reported(Stage):
@@ -177,7 +178,7 @@ class ConvertCheckpoint(ModelStage):
     the one that [phase2] start_from names, of whatever format, in place of phase 1."""
 
     @property
-    def given(self) -> str:
+    def given(self) -> Secret:
         """The checkpoint to start from instead of phase 1's; empty: phase 1's."""
         return self.settings.phase2.start_from
 

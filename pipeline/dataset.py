@@ -15,6 +15,7 @@ from stages.corpus import BLANK_LINE, BUILTIN, kind_of
 from stages.sources import source_inputs
 from stages.text import PlainTextSource
 from trainer.errors import UserError
+from trainer.secrets import Secret
 
 
 def dataset_of(phase: int) -> Stage:
@@ -123,7 +124,7 @@ class DownloadDataset(Stage):
     phase = luigi.IntParameter(description="1 or 2")
 
     @property
-    def url(self) -> str:
+    def url(self) -> Secret:
         return self.settings.dataset.url(self.phase)
 
     def inputs(self) -> dict[str, Any]:

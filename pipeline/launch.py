@@ -22,6 +22,7 @@ from stages.manifest import HELD_FINGERPRINT_VARIABLE
 from trainer.errors import EXIT_INTERRUPTED
 from trainer.files import PROGRESS, disk_errors
 from trainer.process import PARENT_VARIABLE
+from trainer.secrets import hidden_words, redact
 
 #: Seconds between two live lines (progress bars) where the console is not a terminal.
 LIVE_INTERVAL_S = 10.0
@@ -29,7 +30,7 @@ LIVE_INTERVAL_S = 10.0
 
 def say(line: str) -> None:
     """A line for the person at the console."""
-    print(line, file=sys.stderr, flush=True)
+    print(redact(line), file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Command:
         environment = {
             **os.environ,
             **start.environment,
+            **hidden_words(words),
             HELD_FINGERPRINT_VARIABLE: fingerprint,
             **({} if start.prefix else {PARENT_VARIABLE: str(os.getpid())}),
             "PYTHONUNBUFFERED": "1",
@@ -190,7 +192,8 @@ def _show(command: Command, log: Path, watch: _Watch, *, silent: bool) -> None:
     terminal = sys.stderr.isatty()
     shown = time.monotonic()
     with log.open("a") as file:
-        for line, is_live in _lines(command, watch):
+        for raw, is_live in _lines(command, watch):
+            line = redact(raw)
             if not is_live:
                 file.write(line + "\n")
                 file.flush()

@@ -63,14 +63,14 @@ class Nightly(MixinNaiveBulkComplete, luigi.Task):
 
     def _run_chain(self, lock: int) -> None:
         directory, clock, started = self.shelf.directory(self.date), time.monotonic(), utc_now()
-        config = self.shelf.prepare(self.date)
+        environment = self.shelf.prepare(self.date)
         say(f"night {self.date}: started in {directory}")
         ending = launch.run(
             ["-m", "pipeline.one_night"],
             directory=directory,
             fingerprint="",
             keep_open=(lock,),
-            start=launch.Start(environment={"LUIGI_CONFIG_PATH": str(config)}),
+            start=launch.Start(environment=environment),
         )
         if ending.interrupted or ending.status == EXIT_INTERRUPTED:
             say(f"night {self.date}: interrupted; the same command goes on from here")
@@ -107,7 +107,7 @@ class Nightly(MixinNaiveBulkComplete, luigi.Task):
         url = self.settings.nights.webhook
         if url:
             problem = notify.by_webhook(
-                url, event=event, task="Nightly", date=str(self.date), status=status, line=line,
+                url.reveal(), event=event, task="Nightly", date=str(self.date), status=status, line=line,
                 work_dir=str(self.shelf.directory(self.date)),
             )  # fmt: skip
             if problem is not None:

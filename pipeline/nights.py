@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import datetime
 import glob
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,11 @@ from luigi.configuration import get_config
 from luigi.interface import core
 
 from pipeline.sections import SECTIONS, Nights, Settings, section_name
+from pipeline.settings import SECRETS_VARIABLE
 from pipeline.shelf import holder
 from trainer.errors import DiskError, UserError
 from trainer.files import TEMPORARY_SUFFIX, disk_errors, read_json, sweep_temporaries, write_json
+from trainer.secrets import Secret, address_identity
 
 #: The settings that a night runs with, in its directory: LUIGI_CONFIG_PATH for `python -m pipeline status` and `why`.
 CONFIG = "night.cfg"
@@ -41,17 +44,21 @@ class Shelf:
     def _record(self, name: str) -> Path:
         return self.path / f"{name}.json"
 
-    def prepare(self, date: datetime.date) -> Path:
-        """The night's directory, with its settings; returns the file of settings. Raises `DiskError`."""
+    def prepare(self, date: datetime.date) -> dict[str, str]:
+        """The night's directory, with its settings; returns the environment of its chain. Raises `DiskError`."""
         directory = self.directory(date)
         with disk_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             link = directory / "tensorboard"  # one TensorBoard shows all nights
             if not link.is_symlink():
                 link.symlink_to(Path("../../tensorboard"))
+            config, hidden = _config(self._settings, date, directory)
             with (directory / CONFIG).open("w") as file:
-                _config(self._settings, date, directory).write(file)
-        return directory / CONFIG
+                file.write(
+                    "# Without logins and signatures of addresses: a night gets them from the one that starts it.\n"
+                )
+                config.write(file)
+        return {"LUIGI_CONFIG_PATH": str(directory / CONFIG), SECRETS_VARIABLE: json.dumps(hidden)}
 
     def record(self, date: datetime.date, facts: dict[str, Any]) -> None:
         """The night is complete. Raises `DiskError`."""
@@ -113,6 +120,8 @@ def _texts(settings: Settings) -> dict[str, dict[str, str]]:
 
 
 def _dated(text: str, date: datetime.date) -> str:
+    if isinstance(text, Secret):
+        return Secret.address(_dated(text.reveal(), date))
     parts = {"date": date.isoformat(), "year": f"{date:%Y}", "month": f"{date:%m}", "day": f"{date:%d}"}
     for name, value in parts.items():
         text = text.replace(f"{{{name}}}", value)
@@ -120,7 +129,7 @@ def _dated(text: str, date: datetime.date) -> str:
 
 
 def _text(value: object) -> str:
-    return "" if value is None else str(value)
+    return value if isinstance(value, Secret) else "" if value is None else str(value)
 
 
 def _is_date(name: str) -> bool:
@@ -130,8 +139,12 @@ def _is_date(name: str) -> bool:
         return False
 
 
-def _config(settings: Settings, date: datetime.date, directory: Path) -> configparser.ConfigParser:
-    """The settings of a night, and luigi's own, those that were given on its command line included."""
+def _config(
+    settings: Settings, date: datetime.date, directory: Path
+) -> tuple[configparser.ConfigParser, dict[str, dict[str, str]]]:
+    """The settings of a night, and luigi's own, those that were given on its command line included; and beside it those
+    with secrets as they are, by section and key. In the file an address stands as its identity, which is enough for
+    `status` and `why`."""
     given = get_config()
     sections = {section: dict(given.items(section)) for section in _LUIGI_SECTIONS if given.has_section(section)}
     names = ("local_scheduler", "scheduler_host", "scheduler_port", "scheduler_url", "log_level")
@@ -140,10 +153,16 @@ def _config(settings: Settings, date: datetime.date, directory: Path) -> configp
         sections[section] = {key: _dated(text, date) for key, text in values.items()}
     sections["run"]["work_dir"] = str(directory)
     sections["email"] = {"format": "none"}
-    config = configparser.ConfigParser(interpolation=None)
+    config, hidden = configparser.ConfigParser(interpolation=None), dict[str, dict[str, str]]()
     for section, values in sections.items():
-        config[section] = {key: value.replace("%", "%%") for key, value in values.items()}
-    return config
+        config[section] = {}
+        for key, value in values.items():
+            secret = value if isinstance(value, Secret) else Secret.address(value)
+            whole = secret.reveal()
+            if secret.hides:
+                hidden.setdefault(section, {})[key] = whole
+            config[section][key] = (address_identity(whole) if secret.hides else whole).replace("%", "%%")
+    return config, hidden
 
 
 def results(directory: Path) -> dict[str, Any]:

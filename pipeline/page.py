@@ -19,6 +19,7 @@ from stages.manifest import IDENTITY
 from stages.report import PAGE, refresh
 from stages.view.curves import MetricsFile
 from stages.view.run import Run, StageRecord
+from trainer.secrets import redact
 
 #: What the page and the card show; others may hold what proves who asks.
 _SHOWN = ("run", "corpus", "dataset", "model", "phase1", "phase2", "precision", "cluster", "evaluation")
@@ -33,7 +34,7 @@ def shown(settings: Settings) -> dict[str, dict[str, str]]:
 
 
 def _text(value: Any) -> str:
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else redact(str(value))
 
 
 def stage_directories(task: Stage) -> list[Path]:

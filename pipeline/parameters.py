@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import luigi
 
 from trainer.errors import UserError
+from trainer.secrets import Secret
 
 T = TypeVar("T")
 
@@ -36,6 +37,20 @@ class Text(Setting[str]):
         if self._choices and x not in self._choices:
             raise self.refuse(x, ", ".join(self._choices))
         return x
+
+
+class Address(Setting[Secret]):
+    """An address or a path; what in it proves who asks is shown nowhere."""
+
+    def parse(self, x: str) -> Secret:
+        return Secret.address(x)
+
+
+class Hidden(Setting[Secret]):
+    """A text that is shown nowhere."""
+
+    def parse(self, x: str) -> Secret:
+        return Secret(x)
 
 
 class Sha256OrEmpty(Setting[str]):

@@ -9,12 +9,13 @@ from typing import Any
 import luigi
 
 from pipeline.cluster import Cluster, Kubernetes, Slurm
-from pipeline.parameters import Number, Sha256OrEmpty, Switch, Text, Whole, WholeOrEmpty
+from pipeline.parameters import Address, Hidden, Number, Sha256OrEmpty, Switch, Text, Whole, WholeOrEmpty
 from stages.corpus import DOCUMENT_ENDS
 from stages.mnist import CHECKSUMS
 from stages.sources import CONNECTIONS_MAX
 from trainer.config import OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
 from trainer.errors import UserError
+from trainer.secrets import Secret
 
 
 class Run(luigi.Config):
@@ -37,12 +38,12 @@ class Corpus(luigi.Config):
 
 
 class Dataset(luigi.Config):
-    phase1_url = Text()
-    phase2_url = Text()
+    phase1_url = Address()
+    phase2_url = Address()
     phase1_sha256 = Sha256OrEmpty()
     phase2_sha256 = Sha256OrEmpty()
     s3_profile = Text()
-    s3_endpoint = Text()
+    s3_endpoint = Address()
     connections = Whole(1, CONNECTIONS_MAX)
     keep_archive = Switch()
     dupe_factor = Whole(1, 1000)
@@ -51,7 +52,7 @@ class Dataset(luigi.Config):
     whole_word_mask = Switch()
     shards = Whole(1, 100_000)
 
-    def url(self, phase: int) -> str:
+    def url(self, phase: int) -> Secret:
         return self.phase1_url if phase == 1 else self.phase2_url
 
     def sha256(self, phase: int) -> str:
@@ -109,7 +110,7 @@ class Phase1(Phase):
 
 
 class Phase2(Phase):
-    start_from = Text()
+    start_from = Address()
 
 
 class Precision(luigi.Config):
@@ -121,7 +122,7 @@ class Evaluation(luigi.Config):
 
 
 class Mnist(luigi.Config):
-    url = Text()
+    url = Address()
     checksums = Text(CHECKSUMS)
     epochs = Whole(1)
     batch_size = Whole(1)
@@ -133,7 +134,7 @@ class Mnist(luigi.Config):
 
 class Nights(luigi.Config):
     keep = Whole(1)
-    webhook = Text()
+    webhook = Hidden()
 
 
 SECTIONS: tuple[type[luigi.Config], ...] = (

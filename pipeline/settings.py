@@ -9,6 +9,7 @@ from __future__ import annotations
 import configparser
 import difflib
 import functools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ _LUIGI_SECTIONS = frozenset(
         *("email", "smtp", "sendgrid", "task_history", "task_status", "metrics", "prometheus", "cors"),
     )
 )
+
+
+#: Secret settings of this process: a JSON object of sections, as objects of keys.
+SECRETS_VARIABLE = "SETTINGS_SECRETS"
 
 
 @functools.cache
@@ -61,6 +66,15 @@ def add_defaults() -> None:
         for key, value in defaults.items(section):
             if not config.has_option(section, key):
                 config.set(section, key, value.replace("%", "%%"))
+    _add_secrets()
+
+
+def _add_secrets() -> None:
+    """Lay over it the settings that a file does not hold as they are secret: those that a night gives its chain."""
+    hidden = json.loads(os.environ.pop(SECRETS_VARIABLE, "{}"))
+    for section, values in hidden.items():
+        for key, value in values.items():
+            get_config().set(section, key, value.replace("%", "%%"))
 
 
 def _refuse_unknown() -> None:

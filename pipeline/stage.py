@@ -34,11 +34,19 @@ from stages.manifest import (
 )
 from trainer.errors import EXIT_INTERRUPTED, LockHeld, UserError
 from trainer.files import read_json, utc_now
+from trainer.secrets import Secret, redact
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:
     """`--name=value` for each, as the stages' commands take them; what is empty is left out."""
-    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value != ""]
+    words: list[str] = []
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, Secret) and value:  # a word of its own, which its launcher hides
+            words += [option, value]
+        elif value != "":
+            words.append(f"{option}={value}")
+    return words
 
 
 class Leave(KeyboardInterrupt, SystemExit):
@@ -166,6 +174,10 @@ class Stage(luigi.Task):
         """What this stage, which is complete, counted."""
         counts: dict[str, Any] = self.manifest()["counts"]
         return counts
+
+    def on_failure(self, exception: BaseException) -> str:
+        """What luigi's mail and luigid say: the traceback, without secrets."""
+        return redact(str(super().on_failure(exception)))  # type: ignore[no-untyped-call]
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
         """What goes on while the stage runs."""

@@ -21,6 +21,7 @@ from stages.transfer import STATE
 from trainer.config import ModelConfig
 from trainer.errors import CheckpointError, UserError
 from trainer.files import disk_errors, read_json, sha256_of
+from trainer.secrets import Secret
 
 #: Where a remote source is put, in the stage directory, until it is converted.
 DOWNLOAD = "download"
@@ -30,12 +31,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|M|G|T)?i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
-def is_remote(source: str) -> bool:
+def is_remote(source: Secret) -> bool:
     return urlsplit(source).scheme in _REMOTE
 
 
 @contextmanager
-def brought(source: str, work: StageDirectory, transport: Transport) -> Iterator[Path]:
+def brought(source: Secret, work: StageDirectory, transport: Transport) -> Iterator[Path]:
     """The checkpoint at `source` as a local path; what is remote is downloaded first, and removed when the block ends
     well. Raises `UserError`."""
     if not is_remote(source):
@@ -57,17 +58,17 @@ def brought(source: str, work: StageDirectory, transport: Transport) -> Iterator
         (work.path / STATE).unlink(missing_ok=True)
 
 
-def local_source(source: str) -> Path:
+def local_source(source: Secret) -> Path:
     """The path of a checkpoint on this machine. Raises `CheckpointError` if there is none."""
     if is_remote(source):
         raise CheckpointError(f"{source} is not on this machine; fetch it with stages.convert, or download it first")
-    path = Path(source.removeprefix("file://"))
+    path = Path(source.reveal().removeprefix("file://"))
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}; check the path")
     return path
 
 
-def source_identity(source: str) -> str:
+def source_identity(source: Secret) -> str:
     """What tells a checkpoint from any other: our own's manifest; else names, sizes and both ends of its files.
 
     (The end of a .pt holds checksums of all it holds.) Raises `UserError`.

@@ -26,6 +26,7 @@ from stages.room import require_room
 from stages.sources import add_transport_options, transport_of
 from trainer.errors import UserError
 from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
+from trainer.secrets import revealed_by_parent
 
 #: Format → the directory in OUT that it becomes; a .pt is in OUT itself, where the script looks for it.
 RESULT = {"native": "checkpoint", "hf": "model"}
@@ -88,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m stages.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("source", metavar="IN", help="the checkpoint")
+    p.add_argument("source", type=revealed_by_parent, metavar="IN", help="the checkpoint")
     p.add_argument(
         "out", type=Path, nargs="?", metavar="OUT",
         help="stage directory to fill: OUT/checkpoint (native), OUT/model (hf) or OUT/ckpt_<step>.pt (pt)",

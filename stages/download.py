@@ -31,6 +31,7 @@ from stages.transfer import State
 from stages.workers import processes_asked_for
 from trainer.errors import DiskError, UserError
 from trainer.files import read_json, write_json
+from trainer.secrets import Secret, revealed_by_parent
 
 STAGE = "download_dataset"
 FORMAT_VERSION = 1
@@ -46,7 +47,7 @@ PACKED_RATIO = 4
 class DownloadOptions:
     """Where the shards come from, and what they must be (None: whatever they are)."""
 
-    url: str
+    url: Secret
     seq_len: int | None = None
     #: Predictions of a sequence, at most.
     max_pred_len: int | None = None
@@ -194,7 +195,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m stages.download", description="Fetch, unpack and check ready HDF5 shards."
     )
     add = options.add_argument
-    add("url", help="s3://bucket/key, https://, http:// or file:// URL or path of a .tar, .tar.gz or .tar.zst; "
+    add("url", type=revealed_by_parent,
+        help="s3://bucket/key, https://, http:// or file:// URL or path of a .tar, .tar.gz or .tar.zst; "
         "or path of a folder of HDF5 shards")  # fmt: skip
     add("--out", type=Path, required=True, metavar="DIR", help="stage directory to make or go on with")
     add("--seq-len", type=int, help="tokens that every row must have (default: as they are)")

@@ -17,7 +17,8 @@ from stages.remote import (
     refuse_status,
     version_of,
 )
-from trainer.errors import UserError
+from trainer.errors import UserError, one_line
+from trainer.secrets import Secret
 
 if TYPE_CHECKING:
     import requests
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 class HttpRemote:
     """One object on a web server. Redirects are followed anew for each part, so signed ones may run out."""
 
-    def __init__(self, address: str, url: str, *, connections: int) -> None:
-        """`address` is asked for; `url` is what messages call it."""
+    def __init__(self, address: Secret, *, connections: int) -> None:
         import requests
         from requests.adapters import HTTPAdapter
 
-        self.url = url
+        #: What messages call it.
+        self.url = str(address)
         self._address = address
         self._session = requests.Session()
         adapter = HTTPAdapter(pool_connections=4, pool_maxsize=connections, max_retries=0)
@@ -73,7 +74,7 @@ class HttpRemote:
         headers = {"Accept-Encoding": "identity", **headers}
         with self._network_errors():
             answer = self._session.get(
-                self._address, headers=headers, stream=True, timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
+                self._address.reveal(), headers=headers, stream=True, timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
             )
         with answer:
             yield answer
@@ -122,11 +123,10 @@ def _raise_connection_error(error: Exception) -> NoReturn:
     raise Transient(_innermost(reason or error)) from error
 
 
-def _innermost(error: object) -> str:
+def _innermost(error: Exception) -> str:
     """The words of the system or library that first saw the error, in one line."""
-    while isinstance(error, BaseException):
+    while True:
         inner = error.__cause__ or error.__context__ or next((a for a in error.args if isinstance(a, Exception)), None)
-        if inner is None:
-            break
+        if not isinstance(inner, Exception):
+            return one_line(error)
         error = inner
-    return " ".join(str(error).split()) or type(error).__name__

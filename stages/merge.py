@@ -25,6 +25,7 @@ from stages.room import require_room
 from stages.view.card import CARD
 from trainer.errors import UserError
 from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably, sha256_of
+from trainer.secrets import revealed_by_parent
 
 MODEL = "model"
 FORMAT_VERSION = 2
@@ -89,7 +90,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m stages.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("source", metavar="IN", help="a checkpoint of any format that stages.convert reads")
+    p.add_argument(
+        "source", type=revealed_by_parent, metavar="IN", help="a checkpoint of any format that stages.convert reads"
+    )
     p.add_argument("out", type=Path, metavar="OUT", help=f"stage directory to fill; the result is OUT/{MODEL}")
     p.add_argument("--tokenizer", type=Path, help="directory with the tokenizer's files, to lay beside the model")
     p.add_argument("--dtype", choices=("bf16", "fp32"), help="type of the parameters written (default: as they are)")

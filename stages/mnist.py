@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from stages.command import run
 from stages.fetch import fetch
@@ -12,6 +13,7 @@ from stages.manifest import Identity, Output, StageDirectory
 from stages.sources import Transport, add_transport_options, open_source, source_identity, transport_of
 from trainer.errors import UserError
 from trainer.files import durable_file
+from trainer.secrets import Secret, revealed_by_parent
 
 STAGE = "download_mnist"
 FORMAT_VERSION = 1
@@ -27,7 +29,7 @@ FILES = {
 CHECKSUMS = ("mnist", "none")
 
 
-def source_inputs(url: str) -> dict[str, str]:
+def source_inputs(url: Secret) -> dict[str, str]:
     """The identity of each file below `url`. Raises `UserError` if one of them is not there on this machine."""
     try:
         return {name: source_identity(_file(url, name)) for name in FILES}
@@ -36,13 +38,15 @@ def source_inputs(url: str) -> dict[str, str]:
         raise UserError(f"{seen}; give the folder or address that has MNIST's files {', '.join(FILES)}") from None
 
 
-def _file(url: str, name: str) -> str:
+def _file(url: Secret, name: str) -> Secret:
     if not url:
         raise UserError("the address of MNIST is empty")
-    return f"{url.rstrip('/')}/{name}"
+    whole = url.reveal()
+    folder, question, query = whole.partition("?") if urlsplit(url).scheme in ("http", "https") else (whole, "", "")
+    return Secret.address(f"{folder.rstrip('/')}/{name}{question}{query}")
 
 
-def download_mnist(work: StageDirectory, url: str, *, checksums: str, transport: Transport) -> dict[str, Any]:
+def download_mnist(work: StageDirectory, url: Secret, *, checksums: str, transport: Transport) -> dict[str, Any]:
     """Fill `work` with the four files, and finish it; returns the counts.
 
     Raises `UserError`: a file is not there, not the original one, or not of the form.
@@ -63,7 +67,7 @@ def download_mnist(work: StageDirectory, url: str, *, checksums: str, transport:
     return counts
 
 
-def _bring(work: StageDirectory, url: str, final: Path, sha256: str | None, transport: Transport) -> None:
+def _bring(work: StageDirectory, url: Secret, final: Path, sha256: str | None, transport: Transport) -> None:
     """Make `final` the file behind `url`, which has that sha256 (None: any)."""
     source = open_source(url, transport)
     if not isinstance(source, Path):
@@ -85,7 +89,12 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m stages.mnist", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    p.add_argument("url", metavar="URL", help=f"https://, s3://, file:// or path of the folder with {', '.join(FILES)}")
+    p.add_argument(
+        "url",
+        type=revealed_by_parent,
+        metavar="URL",
+        help=f"https://, s3://, file:// or path of the folder with {', '.join(FILES)}",
+    )
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="stage directory to make or go on with")
     p.add_argument("--checksums", choices=CHECKSUMS, default="mnist", help="mnist: only the original files; none: any")
     add_transport_options(p)

@@ -19,6 +19,7 @@ from stages.remote import (
     version_of,
 )
 from trainer.errors import UserError, one_line
+from trainer.secrets import Secret, public_address
 
 #: The profile that stands for whatever credentials boto3 finds by itself (environment, files, the machine's role).
 DEFAULT_PROFILE = "default"
@@ -27,7 +28,7 @@ DEFAULT_PROFILE = "default"
 class S3Store:
     """A bucket, and a client for it."""
 
-    def __init__(self, bucket: str, *, profile: str, endpoint: str, connections: int) -> None:
+    def __init__(self, bucket: str, *, profile: str, endpoint: Secret, connections: int) -> None:
         """`profile` and `endpoint` may be empty: unsigned, and AWS itself."""
         import boto3
         from botocore import UNSIGNED
@@ -48,7 +49,7 @@ class S3Store:
         )
         with self.errors(f"s3://{bucket}/"):
             session = boto3.Session(profile_name=profile if profile not in ("", DEFAULT_PROFILE) else None)
-            self.client: Any = session.client("s3", endpoint_url=endpoint or None, config=config)
+            self.client: Any = session.client("s3", endpoint_url=endpoint.reveal() or None, config=config)
 
     def object(self, key: str) -> S3Remote:
         return S3Remote(self, key)
@@ -113,7 +114,7 @@ class S3Remote:
     """One object in a bucket."""
 
     def __init__(self, store: S3Store, key: str) -> None:
-        self.url = f"s3://{store.bucket}/{key}"
+        self.url = public_address(f"s3://{store.bucket}/{key}")
         self._store, self._key = store, key
 
     def head(self) -> Version:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 from stages.intake import folder_shards
 from stages.remote import Remote
 from trainer.errors import UserError
+from trainer.secrets import Secret, address_identity, revealed_by_parent
 
 CONNECTIONS_MAX = 64
 _SAMPLE_BYTES = 64 << 10
-#: Parameters with which AWS signs an address; they say nothing about what is behind it.
-_SIGNATURE = "x-amz-"
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Transport:
     #: Profile of the AWS configuration whose credentials sign requests to S3; empty: unsigned.
     s3_profile: str = ""
     #: Address of another server that speaks S3; empty: AWS.
-    s3_endpoint: str = ""
+    s3_endpoint: Secret = field(default_factory=lambda: Secret(""))
     keep_archive: bool = False
     #: Processes that check shards, 1 or more.
     processes: int = 1
@@ -44,7 +43,10 @@ def add_transport_options(p: argparse._ActionsContainer) -> None:
         "--s3-profile", default="", metavar="NAME",
         help="AWS profile that signs requests to S3; 'default': whatever boto3 finds; left out: unsigned",
     )  # fmt: skip
-    p.add_argument("--s3-endpoint", default="", metavar="ADDRESS", help="another server that speaks S3; left out: AWS")
+    p.add_argument(
+        "--s3-endpoint", type=revealed_by_parent, default=Secret(""), metavar="ADDRESS",
+        help="another server that speaks S3; left out: AWS",
+    )  # fmt: skip
 
 
 def transport_of(args: argparse.Namespace) -> Transport:
@@ -59,12 +61,12 @@ class Fetcher:
     """How one kind of URL is handled."""
 
     #: What tells the content behind the URL from any other, as well as can be told without the network.
-    identity: Callable[[str], str]
+    identity: Callable[[Secret], str]
     #: The file or folder of this machine behind the URL, or the object that has to be fetched.
-    open: Callable[[str, Transport], Path | Remote]
+    open: Callable[[Secret, Transport], Path | Remote]
 
 
-def source_identity(url: str) -> str:
+def source_identity(url: Secret) -> str:
     """What tells the content behind `url` from any other, cheaply and without the network.
 
     Raises `UserError` if it cannot be had.
@@ -72,26 +74,33 @@ def source_identity(url: str) -> str:
     return _fetcher(url).identity(url)
 
 
-def source_inputs(url: str, sha256: str | None) -> dict[str, str]:
+def source_inputs(url: Secret, sha256: str | None) -> dict[str, str]:
     """The identity of a source: of a file or folder, its content; of an object in the network, its address, so that
     a finished stage needs no network. Raises `UserError`."""
     return {"source": source_identity(url), **({"sha256": sha256} if sha256 else {})}
 
 
-def open_source(url: str, transport: Transport) -> Path | Remote:
+def open_source(url: Secret, transport: Transport) -> Path | Remote:
     """The file or folder of this machine behind the URL, or the object to fetch. Raises `UserError`."""
     return _fetcher(url).open(url, transport)
 
 
-def _fetcher(url: str) -> Fetcher:
-    scheme = urlsplit(url).scheme
+def _fetcher(url: Secret) -> Fetcher:
+    scheme = _scheme(url)
     if scheme not in FETCHERS:
         allowed = ", ".join(f"{name}://" for name in FETCHERS if name)
         raise UserError(f"cannot fetch {url}: {scheme}:// is unknown; allowed are {allowed} and plain paths")
     return FETCHERS[scheme]
 
 
-def _local_path(url: str) -> Path:
+def _scheme(url: str) -> str:
+    try:
+        return urlsplit(url).scheme
+    except ValueError as error:  # half an IPv6 address, say
+        raise UserError(f"{url} is no address ({error}); check it") from None
+
+
+def _local_path(url: Secret) -> Path:
     parts = urlsplit(url)
     if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
         raise UserError(f"{url} names the host {parts.netloc}; write file:///absolute/path (three slashes)")
@@ -101,7 +110,7 @@ def _local_path(url: str) -> Path:
     return path
 
 
-def _local_identity(url: str) -> str:
+def _local_identity(url: Secret) -> str:
     """sha256 over names, sizes and both ends of every file: content decides, and terabytes need not be read."""
     path = _local_path(url)
     shards = [(file.name, file) for file in folder_shards(path)] if path.is_dir() else [("", path)]
@@ -121,27 +130,32 @@ def digest_of_ends(files: Iterable[tuple[str, Path]], sample_bytes: int) -> str:
     return digest.hexdigest()
 
 
-def _open_local(url: str, transport: Transport) -> Path:
+def _open_local(url: Secret, transport: Transport) -> Path:
     return _local_path(url)
 
 
-def _public(url: str) -> str:
-    """A web address without login, signature and fragment: its identity, and what messages call it."""
-    parts = urlsplit(url)
-    if not parts.hostname:
-        raise UserError(f"{url} names no host; write {parts.scheme}://host/path")
-    query = [(k, v) for k, v in parse_qsl(parts.query, keep_blank_values=True) if not k.lower().startswith(_SIGNATURE)]
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, urlencode(query), ""))
+def _web_identity(url: Secret) -> str:
+    _require_host(url)
+    return address_identity(url.reveal())
 
 
-def _open_http(url: str, transport: Transport) -> Remote:
+def _open_http(url: Secret, transport: Transport) -> Remote:
     from stages.http import HttpRemote
 
-    return HttpRemote(url, _public(url), connections=transport.connections)
+    _require_host(url)
+    return HttpRemote(url, connections=transport.connections)
 
 
-def _bucket_and_key(url: str) -> tuple[str, str]:
-    bucket, _, key = url.removeprefix("s3://").partition("/")
+def _require_host(url: Secret) -> None:
+    if not urlsplit(url).hostname:
+        raise UserError(f"{url} names no host; write {urlsplit(url).scheme}://host/path")
+
+
+def _bucket_and_key(url: Secret) -> tuple[str, str]:
+    whole = url.reveal().removeprefix("s3://")
+    bucket, _, key = whole.partition("/")
+    if "@" in bucket:
+        raise UserError(f"{url} was given with a login; leave it out, and name a profile of your AWS configuration")
     if not bucket or not key:
         raise UserError(f"{url} is no object in S3; write s3://bucket/key")
     if key.endswith("/"):
@@ -149,11 +163,12 @@ def _bucket_and_key(url: str) -> tuple[str, str]:
     return bucket, key
 
 
-def _s3_identity(url: str) -> str:
-    return f"s3://{'/'.join(_bucket_and_key(url))}"
+def _s3_identity(url: Secret) -> str:
+    _bucket_and_key(url)
+    return address_identity(url.reveal())
 
 
-def _open_s3(url: str, transport: Transport) -> Remote:
+def _open_s3(url: Secret, transport: Transport) -> Remote:
     from stages.s3 import S3Store
 
     bucket, key = _bucket_and_key(url)
@@ -166,6 +181,6 @@ def _open_s3(url: str, transport: Transport) -> Remote:
     return store.object(key)
 
 
-_LOCAL, _WEB = Fetcher(_local_identity, _open_local), Fetcher(_public, _open_http)
+_LOCAL, _WEB = Fetcher(_local_identity, _open_local), Fetcher(_web_identity, _open_http)
 #: URL scheme ("" for a plain path) → fetcher.
 FETCHERS = {"s3": Fetcher(_s3_identity, _open_s3), "https": _WEB, "http": _WEB, "file": _LOCAL, "": _LOCAL}

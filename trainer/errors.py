@@ -7,7 +7,7 @@ Exception
     ├── NodeMissing    a machine of the run did not come
     └── CheckpointError  a checkpoint that cannot be used
 
-A UserError's message says what was seen, what is allowed and what to do, in one line.
+A UserError's message says what was seen, what is allowed and what to do, in one line, and holds no secret.
 Mistakes of the programmer are asserts and other exceptions, with their tracebacks.
 """
 
@@ -16,6 +16,8 @@ from __future__ import annotations
 import errno
 import shutil
 from pathlib import Path
+
+from trainer.secrets import redact
 
 #: Exit status of a run that was asked to stop, saved its state and can go on (EX_TEMPFAIL of sysexits.h).
 EXIT_INTERRUPTED = 75
@@ -29,6 +31,9 @@ EXIT_USER_ERROR = 1
 
 class UserError(Exception):
     """Something the person who started the command can put right."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class LockHeld(UserError):
@@ -59,8 +64,8 @@ class DiskError(UserError):
 
 
 def one_line(error: Exception) -> str:
-    """What an exception of a library says, as a part of our line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """What an exception of a library says, as a part of our line, without secrets."""
+    return redact(" ".join(str(error).split())) or type(error).__name__
 
 
 def existing_parent(path: Path) -> Path:

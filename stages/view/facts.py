@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stages.view.run import Run
-from stages.view.text import duration, number, percent, size, without_secrets
+from stages.view.text import duration, number, percent, size
+from trainer.secrets import redact
 
 #: A table: its title, its head, its rows.
 Table = tuple[str, tuple[str, ...], list[list[str]]]
@@ -100,7 +101,7 @@ def data_table(run: Run) -> list[list[str]]:
     tokens = run.counts("tokenize_corpus")
     if tokens:
         if source:
-            rows.append(["text", without_secrets(source)])
+            rows.append(["text", redact(source)])
         rows += [
             [name, number(tokens[key])]
             for name, key in (
@@ -115,7 +116,7 @@ def data_table(run: Run) -> list[list[str]]:
     for phase in (1, 2):
         url = run.settings.get("dataset", {}).get(f"phase{phase}_url")
         if run.counts(f"download_dataset-phase{phase}") and url:
-            rows.append([f"ready examples, phase {phase}", without_secrets(url)])
+            rows.append([f"ready examples, phase {phase}", redact(url)])
         made = run.counts(f"shard_dataset-phase{phase}")
         if made:
             rows.append([f"examples, phase {phase}", f"{made['training_rows']:,} + {made['test_rows']:,} held out"])
@@ -132,7 +133,7 @@ def size_table(run: Run) -> list[list[str]]:
 
 def settings_tables(run: Run) -> list[Table]:
     """The settings: the two phases side by side, then each other section."""
-    sections = {name: {key: without_secrets(text) for key, text in keys.items()} for name, keys in run.settings.items()}
+    sections = {name: {key: redact(text) for key, text in keys.items()} for name, keys in run.settings.items()}
     found: list[Table] = []
     phases = [name for name in sections if name.endswith(("phase1", "phase2")) and sections[name]]
     by_stem: dict[str, list[str]] = {}

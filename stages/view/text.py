@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from datetime import datetime
 
 
@@ -46,8 +45,3 @@ def size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
-
-
-def without_secrets(value: str) -> str:
-    """Addresses without what they may carry to prove who asks: `user:password@` and everything behind a `?`."""
-    return re.sub(r"(\w+://)(?:[^/\s@]*@)?([^\s?]*)(\?\S*)?", r"\1\2", value)

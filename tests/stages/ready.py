@@ -15,6 +15,7 @@ from stages.manifest import StageDirectory
 from stages.sources import Transport
 from trainer.data.shards import write_shard
 from trainer.errors import UserError
+from trainer.secrets import Secret
 
 
 def write(path: Path, *, rows: int = 6, S: int = 16, P: int = 2, largest: int = 99) -> Path:
@@ -66,7 +67,7 @@ def pack(folder: Path, mode: str) -> Path:
 
 
 def download(url: object, out: Path, *, transport: Transport | None = None, **limits: Any) -> dict[str, Any]:
-    options = DownloadOptions(str(url), **limits)
+    options = DownloadOptions(Secret.address(str(url)), **limits)
     with StageDirectory.begin(out, options.identity) as work:
         return download_dataset(work, options, transport)
 

@@ -22,6 +22,7 @@ from tests.chain import Chain
 from tests.stages.ready import bytes_of, download, pack, refused, write_random_shards
 from tests.stages.web import Fault, cut, serving, stall, status, then
 from tests.support import assert_one_line_error, forked, write_dataset
+from trainer.secrets import Secret
 
 MIB = 1 << 20
 KEY = "training_datasets/shards.tar"
@@ -66,7 +67,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_the_same_bytes_arrive_unsigned(bucket: Any, endpoint: str, shards: Path, tmp_path: Path) -> None:
-    counts = download(f"s3://data/{KEY}", tmp_path / "out", transport=Transport(s3_endpoint=endpoint))
+    counts = download(f"s3://data/{KEY}", tmp_path / "out", transport=Transport(s3_endpoint=Secret.address(endpoint)))
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     head = bucket.head_object(Bucket="data", Key=KEY)
     assert (counts["source"]["etag"], counts["source"]["length"]) == (head["ETag"], head["ContentLength"])
@@ -81,7 +82,7 @@ def test_a_profile_reads_what_is_private(
     else:  # boto3's own search: here the environment
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-    transport = Transport(s3_endpoint=endpoint, s3_profile=profile)
+    transport = Transport(s3_endpoint=Secret.address(endpoint), s3_profile=profile)
     download(f"s3://private/{KEY}", tmp_path / "out", transport=transport)
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
 
@@ -98,7 +99,9 @@ def test_what_is_wrong_is_said_in_one_line(bucket: Any, endpoint: str, tmp_path:
         (f"s3://data/{KEY}", "nobody", "The config profile (nobody) could not be found; check the address, s3_profile"),
         (f"s3://data/{KEY}", "default", "Unable to locate credentials; check the address, s3_profile"),
     ):
-        message = refused(url, tmp_path / "out", transport=Transport(s3_endpoint=endpoint, s3_profile=profile))
+        message = refused(
+            url, tmp_path / "out", transport=Transport(s3_endpoint=Secret.address(endpoint), s3_profile=profile)
+        )
         assert message.startswith(url[: url.index("/", 5) + 1]), message
         assert words in message
 
@@ -109,14 +112,16 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         ("http://127.0.0.1:1", "Could not connect to the endpoint URL"),
         ("nonsense", "Invalid endpoint: nonsense; check the address, s3_profile and s3_endpoint"),
     ):
-        message = refused("s3://data/x.tar", tmp_path / "out", transport=Transport(s3_endpoint=endpoint))
+        message = refused(
+            "s3://data/x.tar", tmp_path / "out", transport=Transport(s3_endpoint=Secret.address(endpoint))
+        )
         assert words in message
 
 
 def test_a_bucket_in_another_region_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """AWS's answers, by hand: moto has one region's worth of addresses."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
-    store, asked = stages.s3.S3Store("data", profile="", endpoint="", connections=1), []
+    store, asked = stages.s3.S3Store("data", profile="", endpoint=Secret(""), connections=1), []
 
     def answer(request: Any, **_: object) -> AWSResponse:
         asked.append(request.url)
@@ -150,7 +155,11 @@ def test_an_object_changed_between_two_reads_starts_over(
         return read(self, version, start, stop)
 
     monkeypatch.setattr(stages.s3.S3Remote, "read", spied)
-    download("s3://data/changing.tar", tmp_path / "out", transport=Transport(s3_endpoint=endpoint, connections=1))
+    download(
+        "s3://data/changing.tar",
+        tmp_path / "out",
+        transport=Transport(s3_endpoint=Secret.address(endpoint), connections=1),
+    )
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     assert calls[:4] == [0, MIB, 2 * MIB, 0]
     assert "note: s3://data/changing.tar was changed while it was fetched" in capsys.readouterr().err
@@ -166,7 +175,11 @@ def test_what_passes_is_tried_again(shards: Path, tmp_path: Path, fault: Fault) 
         web.faults.extend([fault] * 5)
         web.probe_faults.append(status(503))
         endpoint = web.url.removesuffix(f"/data/{KEY}")
-        download(f"s3://data/{KEY}", tmp_path / "out", transport=Transport(s3_endpoint=endpoint, connections=2))
+        download(
+            f"s3://data/{KEY}",
+            tmp_path / "out",
+            transport=Transport(s3_endpoint=Secret.address(endpoint), connections=2),
+        )
         assert bytes_of(tmp_path / "out") == bytes_of(shards)
         assert web.sent == len(web.data) + 1
         assert len(web.parts) == 4 + 5
@@ -183,7 +196,11 @@ def test_a_stall_is_given_up_and_ranges_come_at_the_same_time(
         web.faults.extend([*[then(meeting.wait)] * 3, stall(never)])
         endpoint = web.url.removesuffix(f"/data/{KEY}")
         try:
-            download(f"s3://data/{KEY}", tmp_path / "out", transport=Transport(s3_endpoint=endpoint, connections=3))
+            download(
+                f"s3://data/{KEY}",
+                tmp_path / "out",
+                transport=Transport(s3_endpoint=Secret.address(endpoint), connections=3),
+            )
         finally:
             never.set()
         assert not meeting.broken
