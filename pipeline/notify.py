@@ -29,7 +29,9 @@ def by_webhook(url: str, **facts: Any) -> str | None:
     problem = ""
     for wait_s in (*_RETRY_S, None):
         try:
-            status = requests.post(url, json={**facts, "host": socket.gethostname()}, timeout=_ANSWER_S).status_code
+            body = {**facts, "host": socket.gethostname()}
+            # A redirect would become a GET without the facts, and may lead anywhere.
+            status = requests.post(url, json=body, timeout=_ANSWER_S, allow_redirects=False).status_code
             if status < 300:
                 return None
             problem = f"it answered with status {status}"

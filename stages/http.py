@@ -28,16 +28,12 @@ class HttpRemote:
     """One object on a web server. Redirects are followed anew for each part, so signed ones may run out."""
 
     def __init__(self, address: Secret, *, connections: int) -> None:
-        import requests
-        from requests.adapters import HTTPAdapter
+        from stages.session import DownloadSession
 
         #: What messages call it.
         self.url = str(address)
         self._address = address
-        self._session = requests.Session()
-        adapter = HTTPAdapter(pool_connections=4, pool_maxsize=connections, max_retries=0)
-        self._session.mount("http://", adapter)
-        self._session.mount("https://", adapter)
+        self._session = DownloadSession(connections=connections)
 
     def head(self) -> Version:
         """What is there now, by a request for its first byte: servers that sign addresses refuse HEAD."""
