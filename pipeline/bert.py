@@ -27,7 +27,7 @@ class Reported(Stage):
     """A stage that keeps WORK/report.html fresh while it runs."""
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
-        return page.kept_fresh(BertPhase2())  # type: ignore[no-untyped-call]
+        return page.kept_fresh(BertPhase2())
 
 
 class ModelStage(Reported):

@@ -13,6 +13,7 @@ from pipeline.shelf import holder
 from stages.lock import hold
 from trainer.errors import LockHeld, UserError
 from trainer.files import disk_errors, read_json, replace_json
+from trainer.process import is_ignored
 
 SUMMARY = "TensorBoard for all trainings below the work directory; luigid shows its address beside each stage"
 #: In the work directory: links to what is shown, the address, and the lock of the TensorBoard that serves it.
@@ -61,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
     work_dir = load().work_dir
     directory = work_dir / DIRECTORY
     over = threading.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: over.set())
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if not is_ignored(signum):
+            signal.signal(signum, lambda *_: over.set())
     try:
         with hold(directory):
             link_runs(work_dir)

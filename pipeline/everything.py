@@ -15,12 +15,12 @@ class Everything(Goal):
     """All goals that somebody has had: BERT, and the MLP where something of it is there."""
 
     def requires(self) -> dict[str, Stage]:
-        goals: list[Goal] = [BertPhase2()]  # type: ignore[no-untyped-call]
+        goals: list[Goal] = [BertPhase2()]
         if any(list(load().work_dir.glob(f"{label}-*")) for label in _MLP_LABELS):
-            goals.append(MnistMlp())  # type: ignore[no-untyped-call]
+            goals.append(MnistMlp())
         return {name: task for goal in goals for name, task in goal.requires().items()}
 
 
 def everything() -> Goal:
     """What all chains are for."""
-    return Everything()  # type: ignore[no-untyped-call]
+    return Everything()

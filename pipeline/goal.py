@@ -5,10 +5,11 @@ from __future__ import annotations
 import luigi
 
 from pipeline.stage import Stage
+from pipeline.task import PipelineTask
 from trainer.errors import UserError
 
 
-class Goal(luigi.Task):
+class Goal(PipelineTask):
     """Everything up to some stages, and a few lines at the end."""
 
     def complete(self) -> bool:

@@ -12,25 +12,45 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from pipeline import console
 from stages.attempts import How
 from stages.manifest import HELD_FINGERPRINT_VARIABLE
 from trainer.errors import EXIT_INTERRUPTED
 from trainer.files import PROGRESS, disk_errors
-from trainer.process import PARENT_VARIABLE
+from trainer.process import PARENT_VARIABLE, is_ignored
 from trainer.secrets import hidden_words, redact
 
 #: Seconds between two live lines (progress bars) where the console is not a terminal.
 LIVE_INTERVAL_S = 10.0
 
 
+#: Seconds after the first signal in which others are taken for the same request: a closed terminal sends several.
+_SAME_REQUEST_S = 1.0
+
+
 def say(line: str) -> None:
     """A line for the person at the console."""
-    print(redact(line), file=sys.stderr, flush=True)
+    console.write(redact(line) + "\n")
+
+
+@contextlib.contextmanager
+def handling(signums: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle these signals in the block, except those that are ignored, as under nohup. In other threads than the main
+    one nothing can be handled."""
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {signum: signal.signal(signum, handler) for signum in signums if not is_ignored(signum)}
+    try:
+        yield
+    finally:
+        for signum, handled in before.items():
+            signal.signal(signum, handled)
 
 
 @dataclass(frozen=True)
@@ -75,7 +95,7 @@ class Start:
     #: Whether it is shown on the console, too.
     is_shown: bool = True
     #: Signals to this process that ask the command to stop, and what it is sent then.
-    signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)
+    signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     stop_signal: signal.Signals = signal.SIGTERM
 
 
@@ -102,12 +122,19 @@ class Command:
             start_new_session=True,
         )
         self.stopped_by: int | None = None
+        self._stopped_at = 0.0
         self._stop_signal = start.stop_signal
 
     def stop(self, signum: int, frame: FrameType | None) -> None:
-        """A signal handler: the first asks the command to save and stop, the second kills it."""
-        self.send(self._stop_signal if self.stopped_by is None else signal.SIGKILL)
-        self.stopped_by = self.stopped_by or signum
+        """A signal handler: the first asks the command to save and stop, a second one later kills it. A terminal that
+        is closed never kills: its signal comes from the kernel and from the shell."""
+        if signum == signal.SIGHUP:
+            console.detach_if_closed()
+        if self.stopped_by is None:
+            self.stopped_by, self._stopped_at = signum, time.monotonic()
+            self.send(self._stop_signal)
+        elif signum != signal.SIGHUP and time.monotonic() - self._stopped_at > _SAME_REQUEST_S:
+            self.send(signal.SIGKILL)
 
     def send(self, signum: signal.Signals) -> None:
         """Signal the command's process group; its workers die with their parent."""
@@ -126,26 +153,22 @@ def run(
 ) -> Ending:
     """Run `python words…` to its end, its output on the console and appended to its log, DIRECTORY/stage.log.
 
-    SIGINT and SIGTERM to this process are handed on as SIGTERM; a second one as SIGKILL. A command that neither says
-    anything nor touches its progress.json for `hang_timeout_s` seconds is killed.
+    SIGINT, SIGTERM and SIGHUP to this process are handed on as SIGTERM; a second SIGINT or SIGTERM as SIGKILL. A command
+    that neither says anything nor touches its progress.json for `hang_timeout_s` seconds is killed.
     """
     start = start or Start()
     log = directory / start.log
     began = log.stat().st_size if log.exists() else 0
     command = Command(words, start, fingerprint=fingerprint, keep_open=keep_open)
-    handlers = {}
-    if threading.current_thread() is threading.main_thread():
-        handlers = {signum: signal.signal(signum, command.stop) for signum in start.signals}
     watch = _Watch(directory / PROGRESS, hang_timeout_s)
-    try:
-        with disk_errors(log):
-            _show(command, log, watch, silent=not start.is_shown)
-        status = command.process.wait()
-    finally:
-        command.send(signal.SIGKILL)  # nothing of it stays, whatever went wrong here
-        command.process.communicate()
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+    with handling(start.signals, command.stop):
+        try:
+            with disk_errors(log):
+                _show(command, log, watch, silent=not start.is_shown)
+            status = command.process.wait()
+        finally:
+            command.send(signal.SIGKILL)  # nothing of it stays, whatever went wrong here
+            command.process.communicate()
     return Ending(status, command.stopped_by, watch.hung, _last_error(log, began))
 
 
@@ -200,12 +223,12 @@ def _show(command: Command, log: Path, watch: _Watch, *, silent: bool) -> None:
             if silent:
                 continue
             if not is_live:
-                print(f"\r\x1b[K{line}" if terminal else line, file=sys.stderr, flush=True)
+                say(f"\r\x1b[K{line}" if terminal else line)
             elif terminal:
-                print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+                console.write(f"\r\x1b[K{line}")
             elif time.monotonic() - shown >= LIVE_INTERVAL_S:
                 shown = time.monotonic()
-                print(line, file=sys.stderr, flush=True)
+                say(line)
 
 
 def _lines(command: Command, watch: _Watch) -> Iterator[tuple[str, bool]]:

@@ -11,9 +11,10 @@ from luigi import worker
 from luigi.retcodes import retcode
 from luigi.task import MixinNaiveBulkComplete
 
-from pipeline import launch, nights, notify, settings
+from pipeline import launch, nights, notify
 from pipeline.launch import say
-from pipeline.stage import Leave, refusals
+from pipeline.luigi_workers import Leave, leaving
+from pipeline.task import PipelineTask
 from stages.lock import hold
 from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
 from trainer.files import utc_now
@@ -22,7 +23,7 @@ from trainer.files import utc_now
 _LAST_LINES = 30
 
 
-class Nightly(MixinNaiveBulkComplete, luigi.Task):
+class Nightly(MixinNaiveBulkComplete, PipelineTask):
     """The chain up to the evaluated model, once for each date; one at a time, and the last [nights] keep stay."""
 
     date: luigi.DateParameter = luigi.DateParameter(description="the night, as 2026-11-21")
@@ -30,9 +31,7 @@ class Nightly(MixinNaiveBulkComplete, luigi.Task):
     resources = {f"nightly-{os.getpid()}": 1}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
-        with refusals():
-            self.settings = settings.load()
+        super().__init__(*args, **kwargs)
         self.shelf = nights.Shelf(self.settings)
 
     def complete(self) -> bool:
@@ -50,16 +49,17 @@ class Nightly(MixinNaiveBulkComplete, luigi.Task):
 
     def run(self) -> None:
         """Raises `UserError` if the night failed, `Leave` if it was interrupted or another one is at it."""
-        try:
-            with hold(self.shelf.path) as lock:
-                if not self.complete():
-                    self._run_chain(lock)
-        except LockHeld as error:
-            say(f"error: {error}")
-            raise Leave(retcode().already_running) from None
-        except UserError:
-            _wait_for_nothing()
-            raise
+        with leaving():
+            try:
+                with hold(self.shelf.path) as lock:
+                    if not self.complete():
+                        self._run_chain(lock)
+            except LockHeld as error:
+                say(f"error: {error}")
+                raise Leave(retcode().already_running) from None
+            except UserError:
+                _wait_for_nothing()
+                raise
 
     def _run_chain(self, lock: int) -> None:
         directory, clock, started = self.shelf.directory(self.date), time.monotonic(), utc_now()

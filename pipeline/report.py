@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the page and say where it is."""
     path: Path = args.out or load().work_dir / PAGE
-    now = view(BertPhase2())  # type: ignore[no-untyped-call]
+    now = view(BertPhase2())
     refresh(path, now)
     print(f"{path}: {now.headline[1]}")
     return 0

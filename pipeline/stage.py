@@ -6,22 +6,23 @@ import contextlib
 import functools
 import logging
 import re
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import luigi
 from luigi.retcodes import retcode
 
-from pipeline import latest, launchers, settings
+from pipeline import latest, launchers
 from pipeline.launch import Ending, say
 from pipeline.launchers.base import Detached, Work
 from pipeline.launchers.jobs import Job
 from pipeline.launchers.local import await_node_0
+from pipeline.luigi_workers import Leave, leaving
 from pipeline.one_line import OneLine
 from pipeline.plain_sight import reports
+from pipeline.task import PipelineTask, refusals
 from stages.lock import LOCK, hold
 from stages.manifest import (
     FAILURE,
@@ -49,26 +50,7 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
     return words
 
 
-class Leave(KeyboardInterrupt, SystemExit):
-    """Leaves luigi at once with an exit code. Luigi hands a KeyboardInterrupt on, and makes a failed task with a
-    traceback of everything else; being a SystemExit too, it ends the process with `code`."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
-@contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """A `UserError` in the block, which is before anything has started, ends luigi with one line."""
-    try:
-        yield
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise Leave(retcode().scheduling_error) from None
-
-
-class Stage(luigi.Task):
+class Stage(PipelineTask):
     """A task that owns one directory, `WORK/<stage>[-phase<N>]-<fingerprint[:10]>/`.
 
     It is complete when the manifest there names its fingerprint and the outputs listed are there. `run` claims the
@@ -83,11 +65,6 @@ class Stage(luigi.Task):
     on_all_nodes: ClassVar[bool] = False
     #: Whether its command, started again, goes on from where it was.
     resumes: ClassVar[bool] = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
-        with refusals():
-            self.settings = settings.load()
 
     # What subclasses say.
 
@@ -186,12 +163,13 @@ class Stage(luigi.Task):
     def run(self) -> None:
         """Fill the directory. Raises `UserError` (the task fails), or `Leave` when somebody else is at it."""
         follows = self.settings.cluster.follows
-        with contextlib.nullcontext() if follows else self.beside():
-            if follows:
-                self._follow()
-            else:
-                self._fill()
-        say(f"{self.label}: complete")
+        with leaving():
+            with contextlib.nullcontext() if follows else self.beside():
+                if follows:
+                    self._follow()
+                else:
+                    self._fill()
+            say(f"{self.label}: complete")
 
     def _fill(self) -> None:
         try:

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; 0 whatever the states are."""
     goal = everything()
     if args.watch is not None:
-        bert = BertPhase2()  # type: ignore[no-untyped-call]
+        bert = BertPhase2()
         return watch(functools.partial(view, bert), lambda width: table(rows(goal), width), args.watch)
     found = rows(goal)
     if args.json:

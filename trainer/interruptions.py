@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from trainer.files import SAVE_REQUEST
-from trainer.process import STOP_SIGNALS
+from trainer.process import heeded_signals
 
 if TYPE_CHECKING:
     from requests import Session
@@ -41,7 +41,7 @@ class Interruptions:
 
     def begin(self) -> None:
         """From here on signals and notices count, rather than ending the process."""
-        for signum in STOP_SIGNALS:
+        for signum in heeded_signals():
             signal.signal(signum, self._on_signal)
         if self._watch is not None:
             self._watch.start()

@@ -15,8 +15,11 @@ PARENT_VARIABLE = "STAGE_PARENT_PID"
 #: Which of several machines this is, and the address of the first: torchrun's own names for its defaults.
 NODE_RANK_VARIABLE, MASTER_ADDR_VARIABLE = "PET_NODE_RANK", "PET_MASTER_ADDR"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-#: SIGUSR1 is what a scheduler sends ahead of its time limit.
-STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+#: What asks a process of ours to save and stop. SIGUSR1: a scheduler, ahead of its time limit. SIGHUP: a terminal that
+#: is closed.
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
+#: Numbers of those that torchrun's starter ignores, as under nohup: torchrun itself would not hand that on to workers.
+IGNORED_VARIABLE = "TRAINER_IGNORED_SIGNALS"
 
 
 def node_rank() -> int:
@@ -29,9 +32,21 @@ def stop_early_on_signals() -> None:
 
     (`trainer.torchrun` blocks the signals for itself, and its children begin with them blocked.)
     """
+    heeded = heeded_signals()
     for signum in STOP_SIGNALS:
-        signal.signal(signum, lambda *_: os._exit(EXIT_INTERRUPTED))
+        signal.signal(signum, (lambda *_: os._exit(EXIT_INTERRUPTED)) if signum in heeded else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def is_ignored(signum: int) -> bool:
+    """Whether whoever started this process has it ignore a signal, as nohup does with SIGHUP."""
+    return signal.getsignal(signum) == signal.SIG_IGN
+
+
+def heeded_signals() -> frozenset[signal.Signals]:
+    """The stop signals, without those that this process was started to ignore."""
+    ignored = {int(number) for number in os.environ.get(IGNORED_VARIABLE, "").split()}
+    return frozenset(signum for signum in STOP_SIGNALS if signum not in ignored and not is_ignored(signum))
 
 
 def shell_status(code: int) -> int:

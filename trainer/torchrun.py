@@ -18,7 +18,14 @@ from torch.distributed.run import main, parse_args
 
 from trainer.errors import EXIT_INTERRUPTED, EXIT_NODE_MISSING, EXIT_SOFTWARE, EXIT_USER_ERROR, NodeMissing, UserError
 from trainer.nodes import choose_interface, meet
-from trainer.process import PARENT_VARIABLE, STOP_SIGNALS, die_with_starter, shell_status
+from trainer.process import (
+    IGNORED_VARIABLE,
+    PARENT_VARIABLE,
+    STOP_SIGNALS,
+    die_with_starter,
+    heeded_signals,
+    shell_status,
+)
 
 
 def run() -> int:
@@ -26,8 +33,10 @@ def run() -> int:
     69 if another node did not come."""
     die_with_starter()
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # the workers' parent: they see if it died before they began
+    heeded = heeded_signals()
+    os.environ[IGNORED_VARIABLE] = " ".join(str(int(signum)) for signum in STOP_SIGNALS - heeded)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    threading.Thread(target=_hand_on_signals, daemon=True).start()
+    threading.Thread(target=_hand_on_signals, args=(heeded,), daemon=True).start()
     # What went wrong is in the workers' own words; torchrun's log repeats it as a table and a traceback.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
@@ -68,10 +77,10 @@ def _meet_others() -> TCPStore | None:
     return store
 
 
-def _hand_on_signals() -> None:
+def _hand_on_signals(heeded: frozenset[signal.Signals]) -> None:
     """Blocked in this process, a stop signal waits here, whatever handler torchrun has set for it."""
     while True:
-        signal.sigwait(STOP_SIGNALS)
+        signal.sigwait(heeded)
         workers = psutil.Process().children()
         if not workers:
             os._exit(EXIT_INTERRUPTED)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from pipeline.launch import Ending, say
+from pipeline import console
+from pipeline.launch import Ending, handling, say
 from pipeline.launchers.base import Detached, Work
 from stages.lock import JOB
 from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
@@ -182,7 +181,7 @@ class Job:
     def wait(self, *, from_start: bool) -> Ending:
         """Show its log (all that it has said, or only what is new) and its states until it is over; then forget it.
 
-        Raises `Detached` on SIGINT and SIGTERM: the job goes on. `UserError`.
+        Raises `Detached` on SIGINT, SIGTERM and SIGHUP: the job goes on. `UserError`.
         """
         log = self.directory / LOG
         tail = _Tail(log, self.record["log_began"] if from_start or not log.exists() else log.stat().st_size)
@@ -261,23 +260,17 @@ class _Tail:
             text = file.read()
             whole = text[: text.rfind(b"\n") + 1]
             self._position += len(whole)
-            sys.stderr.write(whole.decode(errors="replace"))
-            sys.stderr.flush()
+            if whole:
+                console.write(whole.decode(errors="replace"))
 
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """In the block SIGINT and SIGTERM are only noted."""
+    """In the block SIGINT, SIGTERM and SIGHUP are only noted."""
     noted: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
         noted.append(signum)
 
-    handlers = {}
-    if threading.current_thread() is threading.main_thread():
-        handlers = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), note):
         yield noted
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
