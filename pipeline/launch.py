@@ -153,8 +153,8 @@ def run(
 ) -> Ending:
     """Run `python words…` to its end, its output on the console and appended to its log, DIRECTORY/stage.log.
 
-    SIGINT, SIGTERM and SIGHUP to this process are handed on as SIGTERM; a second SIGINT or SIGTERM as SIGKILL. A command
-    that neither says anything nor touches its progress.json for `hang_timeout_s` seconds is killed.
+    SIGINT, SIGTERM and SIGHUP to this process are handed on as SIGTERM; a second SIGINT or SIGTERM as SIGKILL. A
+    command that neither says anything nor touches its progress.json for `hang_timeout_s` seconds is killed.
     """
     start = start or Start()
     log = directory / start.log

@@ -30,7 +30,7 @@ class Leave(KeyboardInterrupt, SystemExit):
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
-        self.code = code
+        self.code = self.status = code
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def leaving() -> Iterator[None]:
         if multiprocessing.parent_process() is None:
             raise
         # Not as an exception: luigi would report a failed task before its main process sees the exit status.
-        _exit(leave.code)
+        _exit(leave.status)
 
 
 def install() -> None:

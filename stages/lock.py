@@ -69,6 +69,16 @@ def is_held(directory: Path) -> bool:
     return False
 
 
+def is_alive(pid: object) -> bool:
+    """Whether process `pid` of this machine runs. One that has ended and whose parent has not noticed does not."""
+    import psutil  # only where somebody holds a lock
+
+    try:
+        return isinstance(pid, int) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def _lock(fd: int, directory: Path) -> None:
     """Take the lock, or raise `LockHeld`. Who only looks whether it is held is waited for, and so are the children of
     a holder that was killed, while they die."""
@@ -79,7 +89,7 @@ def _lock(fd: int, directory: Path) -> None:
         except BlockingIOError:
             holder = read_json(directory / LOCK) or {}
         here = holder.get("host") == socket.gethostname()
-        dead = not holder or (here and not Path(f"/proc/{holder.get('pid')}").exists())
+        dead = not holder or (here and not is_alive(holder.get("pid")))
         if time.monotonic() - began < (_DYING_S if dead else _GLANCE_S):
             time.sleep(0.02)
             continue
