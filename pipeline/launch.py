@@ -22,7 +22,7 @@ from pipeline import console
 from stages.attempts import How
 from stages.manifest import HELD_FINGERPRINT_VARIABLE
 from trainer.errors import EXIT_INTERRUPTED
-from trainer.files import PROGRESS, disk_errors
+from trainer.files import ALIVE, PROGRESS, disk_errors
 from trainer.process import PARENT_VARIABLE, is_ignored
 from trainer.secrets import hidden_words, redact
 
@@ -154,13 +154,13 @@ def run(
     """Run `python words…` to its end, its output on the console and appended to its log, DIRECTORY/stage.log.
 
     SIGINT, SIGTERM and SIGHUP to this process are handed on as SIGTERM; a second SIGINT or SIGTERM as SIGKILL. A
-    command that neither says anything nor touches its progress.json for `hang_timeout_s` seconds is killed.
+    command that neither says anything nor touches progress.json or alive for `hang_timeout_s` seconds is killed.
     """
     start = start or Start()
     log = directory / start.log
     began = log.stat().st_size if log.exists() else 0
     command = Command(words, start, fingerprint=fingerprint, keep_open=keep_open)
-    watch = _Watch(directory / PROGRESS, hang_timeout_s)
+    watch = _Watch([directory / PROGRESS, directory / ALIVE], hang_timeout_s)
     with handling(start.signals, command.stop):
         try:
             with disk_errors(log):
@@ -175,10 +175,11 @@ def run(
 class _Watch:
     """Tells whether a command has been silent for too long."""
 
-    def __init__(self, progress: Path, timeout_s: float | None) -> None:
-        self._progress = progress
+    def __init__(self, touched: list[Path], timeout_s: float | None) -> None:
+        """`touched`: files that a command touches to show that it gets on."""
+        self._touched = touched
         self._timeout_s = timeout_s
-        self._seen: int | None = None
+        self._seen: dict[Path, int] = {}
         self._alive_at = time.monotonic()
         self.hung = False
 
@@ -186,11 +187,12 @@ class _Watch:
         self._alive_at = time.monotonic()
 
     def is_hung(self) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            touched = self._progress.stat().st_mtime_ns
-            if touched != self._seen:
-                self._seen = touched
-                self.heard()
+        for path in self._touched:
+            with contextlib.suppress(FileNotFoundError):
+                touched = path.stat().st_mtime_ns
+                if touched != self._seen.get(path):
+                    self._seen[path] = touched
+                    self.heard()
         self.hung = self._timeout_s is not None and time.monotonic() - self._alive_at > self._timeout_s
         return self.hung
 

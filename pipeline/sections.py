@@ -24,6 +24,7 @@ class Run(luigi.Config):
     log_interval = Whole(1)
     processes = Whole(0)
     report_interval_s = Number(0)
+    stage_hang_timeout_s = Number(0)
 
 
 class Corpus(luigi.Config):

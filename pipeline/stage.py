@@ -65,6 +65,8 @@ class Stage(PipelineTask):
     on_all_nodes: ClassVar[bool] = False
     #: Whether its command, started again, goes on from where it was.
     resumes: ClassVar[bool] = False
+    #: How often its command has hung.
+    _hangs = 0
 
     # What subclasses say.
 
@@ -226,12 +228,13 @@ class Stage(PipelineTask):
         )
 
     def hang_timeout_s(self) -> float | None:
-        """Seconds of silence after which the command is killed; None: never."""
-        return None
+        """Seconds without a sign of life after which the command is killed; None: never."""
+        return self.settings.run.stage_hang_timeout_s or None
 
     def may_restart(self, ending: Ending) -> bool:
-        """Whether a command that ended so is to be started again."""
-        return False
+        """Whether a command that ended so is to be started again: after a hang, once."""
+        self._hangs += ending.hung
+        return ending.hung and self._hangs == 1
 
     def _run_command(self, lock: int, job: Job | None) -> None:
         """Run the command, again and again as long as that may help; or wait for the job that runs it already."""

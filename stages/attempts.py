@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.errors import DiskError
-from trainer.files import METRICS, PROGRESS, disk_errors, failpoint
+from trainer.files import ALIVE, METRICS, PROGRESS, disk_errors, failpoint
 
 ATTEMPTS = "attempts.jsonl"
 #: hung: killed after too long a silence. killed: gone without a word, with the process that started it.
 How = Literal["complete", "interrupted", "failed", "hung", "killed", "running"]
-_SIGNS_OF_LIFE = ("stage.log", PROGRESS, METRICS)
+_SIGNS_OF_LIFE = ("stage.log", PROGRESS, ALIVE, METRICS)
 _ERROR_CHARACTERS = 500
 
 

@@ -4,6 +4,7 @@ A stage directory DIR holds
     lock            who is at work on it (an advisory lock; see `hold`)
     stage.json      the identity of what is being made here, written first
     progress.json   how far a running stage is, rewritten about once a second
+    alive           touched while a stage that luigi has started computes (see `stages.progress`)
     failure.json    why the last run failed, until the next one starts: {"error", "at"}
     attempts.jsonl  when it was at work, and how that ended (see `stages.attempts`)
     …               the outputs
@@ -21,7 +22,6 @@ import hashlib
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +29,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from stages.lock import LOCK, hold
+from stages.progress import Progress, signs_of_life
 from trainer.errors import DiskError, UserError
 from trainer.files import (
+    ALIVE,
     PROGRESS,
     TEMPORARY_SUFFIX,
-    disk_errors,
     read_json,
-    replace_json,
     sha256_of,
     sweep_temporaries,
     utc_now,
@@ -145,7 +145,8 @@ class StageDirectory:
             record = read_json(path / IDENTITY)
             assert record is not None, f"{path / IDENTITY} was not written by the parent"
             assert record["fingerprint"] == held, f"{path / IDENTITY} is not the parent's"
-            yield cls(path, Identity.of_record(record))
+            with signs_of_life(path):
+                yield cls(path, Identity.of_record(record))
             return
         made = identity()
         with hold(path):
@@ -167,7 +168,10 @@ def claim(path: Path, identity: Identity) -> None:
     Raises: `AlreadyComplete`; `UserError` when `path` holds something else.
     """
     before = read_json(path / IDENTITY)
-    bookkeeping = {LOCK, *(name + end for name in (IDENTITY, PROGRESS, FAILURE) for end in ("", TEMPORARY_SUFFIX))}
+    bookkeeping = {
+        LOCK,
+        *(name + end for name in (IDENTITY, PROGRESS, ALIVE, FAILURE) for end in ("", TEMPORARY_SUFFIX)),
+    }
     ours = (".log", TEMPORARY_SUFFIX) if before is not None else (".log",)
     holds_outputs = any(p.name not in bookkeeping and not p.name.endswith(ours) for p in path.iterdir())
     same = before is not None and before["fingerprint"] == identity.fingerprint
@@ -241,7 +245,8 @@ def finish(
             "versions": versions,
         },
     )
-    (path / PROGRESS).unlink(missing_ok=True)
+    for name in (PROGRESS, ALIVE):
+        (path / name).unlink(missing_ok=True)
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -257,43 +262,3 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
                 name = key if part == "parameters" else f"{part}.{key}"
                 return f"{name}: {a.get(key)} → {b.get(key)}"
     return ""
-
-
-class Progress:
-    """A tqdm bar on stderr that also rewrites progress.json; a context manager.
-
-    progress.json: {"label", "done", "total", "unit", "per_s", "updated"}.
-    """
-
-    def __init__(self, path: Path, label: str, total: int, unit: str, done: int) -> None:
-        from tqdm import tqdm
-
-        self._path = path
-        self._bar = tqdm(
-            desc=label, total=total, initial=done, unit=" " + unit, unit_scale=True, mininterval=0.5, ncols=100,
-            file=sys.stderr, leave=True,
-        )  # fmt: skip
-        self._record = {"label": label, "total": total, "unit": unit}
-        self._first, self._began, self._written = done, time.monotonic(), 0.0
-
-    def update(self, n: int = 1) -> None:
-        """`n` more units are done."""
-        self._bar.update(n)
-        now = time.monotonic()
-        if now - self._written < 1.0:
-            return
-        self._written = now
-        per_s = (self._bar.n - self._first) / max(now - self._began, 1e-9)
-        record = {**self._record, "done": self._bar.n, "per_s": round(per_s, 3), "updated": utc_now()}
-        with disk_errors(self._path):
-            replace_json(self._path, record)
-
-    def note(self, line: str) -> None:
-        """A line beside the bar."""
-        self._bar.write(f"note: {line}", file=sys.stderr)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()

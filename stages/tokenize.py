@@ -19,8 +19,9 @@ import numpy as np
 
 from stages.command import run
 from stages.corpus import BUILTIN, DOCUMENT_ENDS, CorpusOptions, sentences
-from stages.manifest import Output, Progress, StageDirectory
+from stages.manifest import Output, StageDirectory
 from stages.parts import Parts, in_batches, share_held_out, split_documents
+from stages.progress import Progress
 from stages.room import require_room
 from stages.source import Document, Source, text_of
 from stages.tokens import (

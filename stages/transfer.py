@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from stages.manifest import Progress, StageDirectory
+from stages.manifest import StageDirectory
+from stages.progress import Progress
 from stages.remote import Remote, Transient, Version
 from trainer.errors import UserError
 from trainer.files import disk_errors, failpoint, read_json, write_json

@@ -14,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import TypeVar
 
+from stages.progress import HEARTBEAT
 from trainer.errors import UserError
 from trainer.process import die_with_parent
 
@@ -80,7 +81,9 @@ class Workers:
 
 def _how_to_start() -> str:
     """A forked worker has all imports: it starts 0.25 s earlier. But a fork of a process with threads can hang."""
-    return "fork" if sys.platform == "linux" and threading.active_count() == 1 else "spawn"
+    # The heartbeat holds no lock that a worker needs.
+    others = [thread for thread in threading.enumerate() if thread.name != HEARTBEAT]
+    return "fork" if sys.platform == "linux" and len(others) == 1 else "spawn"
 
 
 def _begin_worker(parent: int) -> None:

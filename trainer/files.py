@@ -23,6 +23,8 @@ from trainer.errors import DiskError
 TEMPORARY_SUFFIX = ".tmp"
 #: How far a running stage or training is: for programs, rewritten all the time, gone at the end.
 PROGRESS = "progress.json"
+#: Touched while a stage's processes compute, gone at the end.
+ALIVE = "alive"
 #: What a training says of its steps, a JSON object a line.
 METRICS = "metrics.jsonl"
 #: A file of this name in a training's directory asks for a checkpoint at the end of the step; it is taken away then.

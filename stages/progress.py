@@ -1,0 +1,96 @@
+"""How a stage shows that it gets on: a bar, progress.json, and the file `alive` where it computes without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.errors import DiskError
+from trainer.files import ALIVE, disk_errors, replace_json, utc_now
+
+#: Name of the thread that looks for signs of life.
+HEARTBEAT = "heartbeat"
+#: Seconds between two looks at the processor time, and how much of it there has to be: threads and pools that only wait
+#: use a tenth of that.
+_LOOK_S, _LEAST_CPU_S = 5.0, 0.05
+
+
+class Progress:
+    """A tqdm bar on stderr that also rewrites progress.json; a context manager.
+
+    progress.json: {"label", "done", "total", "unit", "per_s", "updated"}.
+    """
+
+    def __init__(self, path: Path, label: str, total: int, unit: str, done: int) -> None:
+        from tqdm import tqdm
+
+        self._path = path
+        self._bar = tqdm(
+            desc=label, total=total, initial=done, unit=" " + unit, unit_scale=True, mininterval=0.5, ncols=100,
+            file=sys.stderr, leave=True,
+        )  # fmt: skip
+        self._record = {"label": label, "total": total, "unit": unit}
+        self._first, self._began, self._written = done, time.monotonic(), 0.0
+
+    def update(self, n: int = 1) -> None:
+        """`n` more units are done."""
+        self._bar.update(n)
+        now = time.monotonic()
+        if now - self._written < 1.0:
+            return
+        self._written = now
+        per_s = (self._bar.n - self._first) / max(now - self._began, 1e-9)
+        record = {**self._record, "done": self._bar.n, "per_s": round(per_s, 3), "updated": utc_now()}
+        with disk_errors(self._path):
+            replace_json(self._path, record)
+
+    def note(self, line: str) -> None:
+        """A line beside the bar."""
+        self._bar.write(f"note: {line}", file=sys.stderr)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+
+@contextlib.contextmanager
+def signs_of_life(directory: Path) -> Iterator[None]:
+    """Touch DIRECTORY/alive in the block as long as this process or its children compute: who started the stage kills
+    it if there is no sign of life for too long. What is stopped, in a deadlock or waits for a dead disk gives none."""
+    over = threading.Event()
+    thread = threading.Thread(target=_beat, args=(directory / ALIVE, over), name=HEARTBEAT, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _beat(path: Path, over: threading.Event) -> None:
+    used = _cpu_s()
+    while not over.wait(_LOOK_S):
+        now = _cpu_s()
+        if abs(now - used) >= _LEAST_CPU_S:  # less than before: a child has ended
+            with contextlib.suppress(DiskError), disk_errors(path):  # a full disk is the stage's to tell
+                path.touch()
+        used = now
+
+
+def _cpu_s() -> float:
+    """Processor seconds of this process, but for this thread, and of all its descendants."""
+    import psutil
+
+    total = -time.thread_time()
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
