@@ -18,13 +18,12 @@ from trainer.data.bert_batch import IGNORED
 from trainer.data.order import Samples, shuffled
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
-from trainer.devices.base import Device, DeviceOptions
-from trainer.devices.select import select
+from trainer.devices.base import Device
+from trainer.devices.select import select_alone
 from trainer.errors import CheckpointError, UserError
 from trainer.files import sha256_of, write_json
 from trainer.models.bert import BertForPreTraining
 from trainer.models.sums import at_least_fp32
-from trainer.parallel.mesh import Mesh
 
 PATTERN = "*_test_*.hdf5"
 
@@ -57,7 +56,8 @@ def evaluate(
                 (words.argmax(-1) == batch.masked_labels).sum(),
                 (pairs.argmax(-1) == batch.next_sentence_labels).sum(),
             )
-            sums += [float(value) for value in (*losses, *right)]
+            # One transfer: on a lazy device each value fetched alone is a graph of its own, forward pass included.
+            sums += torch.stack([value.float() for value in (*losses, *right)]).tolist()
             masked += counts[0]
             sequences += counts[1]
             bar.update(len(batch.input_ids))
@@ -122,8 +122,7 @@ def main() -> None:
     parameters = {"max_pred_len": args.max_pred_len, "max_samples": args.max_samples}
     with StageDirectory.begin(args.out, lambda: Identity("evaluate", 1, parameters=parameters, inputs=inputs)) as work:
         counts: dict[str, Any] = {"samples": 0}
-        device = select(args.device, Mesh(), DeviceOptions())
-        device.start(Mesh())
+        device = select_alone(args.device)
         if any(args.data.glob(PATTERN)):
             counts = evaluate(
                 work,

@@ -16,11 +16,10 @@ from trainer.checkpoint.format import MANIFEST
 from trainer.checkpoint.manager import require_valid
 from trainer.config import DEVICES
 from trainer.data.order import Samples
-from trainer.devices.base import Device, DeviceOptions
-from trainer.devices.select import select
+from trainer.devices.base import Device
+from trainer.devices.select import select_alone
 from trainer.files import sha256_of, write_json
 from trainer.models.mlp import MLP
-from trainer.parallel.mesh import Mesh
 from trainer.parallel.tensor import TensorParallel
 from trainer.resume import Start, load_into
 from trainer.state import TrainState
@@ -30,22 +29,24 @@ from trainer.workloads.mnist import HELD_OUT, Images
 def evaluate(work: StageDirectory, model: MLP, images: Images, *, device: Device, batch_size: int) -> dict[str, Any]:
     """Measure `model` on all of `images`; the loss is a mean in nats, the accuracy a share of 1."""
     order = np.arange(len(images))
-    loss, right, batches = 0.0, 0, 0
+    sums, batches = np.zeros(2), 0
     model.to(device.torch_device).eval()
     began = time.monotonic()
     with work.progress("evaluate", len(images), "images") as bar, torch.no_grad():
         for batch in images.micro_batches(Samples(np.zeros_like(order), order), batch_size)[0]:
             batch = device.put(batch)
             guesses = model.log_probabilities(batch.images)
-            loss += float(torch.nn.functional.nll_loss(guesses, batch.labels, reduction="sum"))
-            right += int((guesses.argmax(-1) == batch.labels).sum())
+            batch_loss = torch.nn.functional.nll_loss(guesses, batch.labels, reduction="sum")
+            batch_right = (guesses.argmax(-1) == batch.labels).sum()
+            # One transfer: on a lazy device each value fetched alone is a graph of its own, forward pass included.
+            sums += torch.stack([batch_loss, batch_right.to(batch_loss.dtype)]).tolist()
             batches += 1
             bar.update(len(batch.labels))
     rate = batches / (time.monotonic() - began)
     return {
         "images": len(images),
-        "loss": loss / len(images),
-        "accuracy": right / len(images),
+        "loss": sums[0] / len(images),
+        "accuracy": sums[1] / len(images),
         "iterations_per_s": rate,
     }
 
@@ -70,7 +71,7 @@ def main() -> None:
     images = Images(args.data, HELD_OUT)
     inputs = {"checkpoint": sha256_of(args.checkpoint / MANIFEST), "data": images.identity}
     with StageDirectory.begin(args.out, lambda: Identity("evaluate_mlp", 1, inputs=inputs)) as work:
-        device = select(args.device, Mesh(), DeviceOptions())
+        device = select_alone(args.device)
         model = MLP()
         start = Start(args.checkpoint, TrainState.read(args.checkpoint), weights_only=True)
         load_into(dict(model.named_parameters()), start, "model", vocab_size=0, ranks=TensorParallel())

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from stages.mnist import FILES
+from tests import neuron_machine
 from tests.chain import LUIGI
 from tests.e2e.test_failpoints import outputs, points
 from tests.images import write_images
@@ -65,6 +66,27 @@ SMALL = {"checksums": "none", "epochs": 2, "batch_size": 8, "ckpt_interval_steps
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("images"), training=160)
+
+
+@pytest.mark.parametrize("device", ["xla", "neuron"])
+def test_the_chain_trains_and_evaluates_on_an_xla_device(images: Path, tmp_path: Path, device: str) -> None:
+    """torch_xla is the real one, on the CPU; neuron is the real device file over a stand-in machine. The accuracy is
+    that of the same checkpoint, evaluated on the CPU."""
+    pytest.importorskip("torch_xla")
+    env = neuron_machine.machine(tmp_path / "machine")
+    done = luigi(tmp_path / "work", "--Cluster-device", device, env=env, **{**SMALL, "url": images})
+    assert f"device {device}" in done.stderr, done.stderr
+    evaluated = counts(tmp_path / "work", "evaluate_mlp")
+    latest = tmp_path / "work" / "latest"
+    checkpoint = latest / "train_mlp" / counts(tmp_path / "work", "train_mlp")["checkpoint"]
+    on_cpu = forked(
+        "stages.evaluate_mlp", checkpoint, latest / "download_mnist", "--out", tmp_path / "cpu", "--device", "cpu"
+    )
+    assert on_cpu.returncode == 0, on_cpu.stdout
+    wanted = json.loads((tmp_path / "cpu" / "evaluation.json").read_text())
+    assert evaluated["accuracy"] == wanted["accuracy"]
+    # fp32 sums in another order; 1e-5 is a hundred times their rounding.
+    assert evaluated["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
 def test_a_killed_chain_ends_with_the_same_bytes(images: Path, tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
     return _compiling(CpuDevice(mesh.local_world_size, options.threads), options)
 
 
+def select_alone(name: str) -> Device:
+    """The device called `name`, started, for a process that computes without other workers. Raises `UserError`."""
+    device = select(name, Mesh(), DeviceOptions())
+    device.start(Mesh())
+    return device
+
+
 def _compiling(device: Device, options: DeviceOptions) -> Device:
     """The device, with torch.compile where it is asked for."""
     if options.compile:

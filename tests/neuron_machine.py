@@ -1,0 +1,91 @@
+"""A stand-in for a Trainium machine: `neuron-ls`, `neuron_parallel_compile` and the package torch-neuronx.
+
+Its cores are XLA's CPU. Everything of ours runs as it would there: the device, its environment, the trial, the cache.
+What the stand-ins do is what AWS's documentation says of the real ones: graphs and compiled modules are in the cache
+that NEURON_CC_FLAGS (`--cache_dir`), else NEURON_COMPILE_CACHE_URL, else the default names, each program reading its
+own environment; a graph whose lock file is there is waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+#: Where a program of the stand-in that is told no cache looks, below its folder.
+DEFAULT_CACHE = "default-cache"
+
+_CACHE = '''
+import os, pathlib, re, sys
+
+def cache():
+    named = re.findall(r"--cache_dir[= ](\\S+)", os.environ.get("NEURON_CC_FLAGS", ""))
+    return pathlib.Path(named[-1] if named else os.environ.get("NEURON_COMPILE_CACHE_URL", {default!r}))
+
+def wait_for_locks():
+    for lock in cache().rglob("*.lock"):
+        sys.exit(f"Another process must be compiling {{lock}}: the real one would wait for ever")
+'''
+
+_PACKAGE = """
+import atexit
+assert "torch_xla" in sys.modules, "imported before torch_xla"
+assert "--model-type=transformer" in os.environ["NEURON_CC_FLAGS"], os.environ["NEURON_CC_FLAGS"]
+wait_for_locks()
+
+def extract():
+    from torch_xla.debug import metrics
+    for number in range(metrics.counter_value("UncachedCompile") or 0):
+        module = cache() / "neuronxcc-2.0" / f"MODULE_{number}+abc"
+        module.mkdir(parents=True, exist_ok=True)
+        (module / "model.hlo_module.pb.gz").write_text("graph")
+        (module / "compile_flags.json").write_text(os.environ["NEURON_CC_FLAGS"])
+
+if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") == "1":
+    atexit.register(extract)
+"""
+
+_COMPILER = """
+import subprocess
+wait_for_locks()
+done = subprocess.run(sys.argv[1:], env={**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1"})
+if done.returncode:
+    sys.exit(done.returncode)
+for graph in cache().rglob("model.hlo_module.pb.gz"):
+    if os.environ.get("UNCOMPILED") != graph.parent.name:
+        (graph.parent / "model.neff").write_text("compiled")
+"""
+
+
+def install_package(site: Path, name: str, version: str, about: str, module: str = "") -> None:
+    """Lay an installed package into `site`: its metadata, and a module."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\n{about}\n")
+    (site / f"{name}.py").write_text(module)
+
+
+def install_program(folder: Path, name: str, text: str) -> None:
+    """Lay an executable into `folder`/bin."""
+    program = folder / "bin" / name
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(text)
+    program.chmod(0o755)
+
+
+def hardware(folder: Path, *, cores: Sequence[int]) -> dict[str, str]:
+    """The environment of a machine whose `neuron-ls` lists devices with those many cores; its packages come from
+    `folder`/site."""
+    devices = [{"neuron_device": index, "nc_count": count} for index, count in enumerate(cores)]
+    install_program(folder, "neuron-ls", f"#!/bin/sh\n[ \"$1\" = -j ] && echo '{json.dumps(devices)}'\n")
+    path = [str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": ":".join(path), "PJRT_DEVICE": "CPU"}
+
+
+def machine(folder: Path, *, cores: Sequence[int] = (2,)) -> dict[str, str]:
+    """The environment of a machine that has the packages, too."""
+    cache = _CACHE.format(default=str(folder / DEFAULT_CACHE))
+    install_package(folder / "site", "torch_neuronx", "2.9.0.2.13", "Stand-in.", cache + _PACKAGE)
+    install_program(folder, "neuron_parallel_compile", f"#!/usr/bin/env python3\n{cache}{_COMPILER}")
+    return hardware(folder, cores=cores)
