@@ -21,7 +21,7 @@ def main() -> int:
     # Only now, 2 s of imports: an orphan or a stopped worker is gone by then.
     from trainer.options import device_options, parse, to_config
     from trainer.parallel.mesh import Mesh
-    from trainer.spawn import is_spawned, spawn
+    from trainer.spawn import spawn
 
     mesh = Mesh()
     try:
@@ -30,8 +30,8 @@ def main() -> int:
             from trainer.doctor import examine
 
             return examine(print)
-        if args.spawn and not is_spawned():
-            return spawn(args.spawn, args.device, main)
+        if args.spawn is not None:
+            spawn(args.spawn, sys.argv[1:])
         mesh = Mesh.of_environment(args.tensor_parallel_size)
         config, workload = to_config(args, mesh)
         from trainer.devices.select import select

@@ -134,8 +134,9 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
         "--compile_cache", default=None, help="directory for compiled graphs (default: the compiler's)"
     )
     machine.add_argument(
-        "--spawn", type=int, default=0, metavar="N",
-        help="start N workers with torch_xla's xmp.spawn instead of torchrun (NEURON_NUM_DEVICES of the DDP tutorial)",
+        "--spawn", type=int, default=None, metavar="N",
+        help="start N workers on this machine, as torchrun --nproc_per_node=N would (NEURON_NUM_DEVICES of the DDP "
+        "tutorial)",
     )  # fmt: skip
     machine.add_argument("--doctor", action="store_true", help="say what this machine has and lacks, and end")
     machine.add_argument(

@@ -90,15 +90,3 @@ def test_xla_and_torchrun_must_see_the_same_workers() -> None:
     XlaDevice.check_worlds(Mesh(world_size=4), 1)
     with pytest.raises(UserError, match=r"one XLA device a process, but sees 2 .*torchrun"):
         XlaDevice.check_worlds(Mesh(world_size=2), 2)
-
-
-def test_xmp_spawn_starts_one_worker_and_refuses_threads(data: Path, model: Path, tmp_path: Path) -> None:
-    given = {"data_dir": data, "model_config": model, "grad_accum_usteps": 4, **COMMON}
-    out = tmp_path / "spawned"
-    done = train(output_dir=out, device="xla", spawn=1, max_steps=6, **given)
-    assert done.returncode == 0, done.stdout
-    assert len(metrics(out)) == 6
-    refused = train(output_dir=tmp_path, device="xla", spawn=2, **given)
-    assert_one_line_error(refused, "--spawn 2 starts threads", "time out", "torchrun --nproc_per_node=2")
-    refused = train(output_dir=tmp_path, device="cpu", spawn=2, **given)
-    assert_one_line_error(refused, "device xla or neuron, not cpu", "torchrun")

@@ -60,7 +60,7 @@ class XlaDevice(Device):
         if world_size != 1:
             raise UserError(
                 f"XLA on the CPU reduces through gloo and expects one XLA device a process, but sees {world_size} "
-                f"(CPU_NUM_DEVICES?); start workers with torchrun or --spawn, one device each"
+                f"(CPU_NUM_DEVICES?); start workers with torchrun or --spawn, which give each one device"
             )
 
     def describe(self) -> str:
@@ -174,23 +174,3 @@ class XlaDevice(Device):
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         return None
-
-
-def spawn_workers(work: Callable[..., None], argument: Any, *, single: bool) -> None:
-    """Call `work(index, argument)` in a process for each device of this machine, or, `single`, in this one."""
-    import torch_xla.distributed.xla_multiprocessing as xmp
-
-    xmp.spawn(work, args=(argument,), nprocs=1 if single else None)
-
-
-def torchrun_variables() -> dict[str, str]:
-    """What torchrun would have set for this worker, which `spawn_workers` has started."""
-    import torch_xla.runtime as xr
-
-    numbers = {
-        "RANK": xr.global_ordinal(),
-        "LOCAL_RANK": xr.local_ordinal(),
-        "WORLD_SIZE": xr.world_size(),
-        "LOCAL_WORLD_SIZE": xr.local_process_count(),
-    }
-    return {name: str(number) for name, number in numbers.items()}
