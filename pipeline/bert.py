@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import luigi
 
-from pipeline import page, summary
+from pipeline import compilers, page, summary
 from pipeline.dataset import DownloadDataset, ShardDataset, dataset_of
 from pipeline.goal import Goal
 from pipeline.launch import say
@@ -17,6 +16,7 @@ from pipeline.outside import file_identity
 from pipeline.stage import Stage, option_words
 from pipeline.training import Training
 from stages.checkpoints import checkpoint_files, is_remote, local_source, source_identity
+from stages.precompile import FORMAT_VERSION
 from stages.report import PAGE
 from trainer.config import ModelConfig
 from trainer.files import write_json
@@ -53,6 +53,7 @@ class ModelStage(Reported):
 class Precompile(ModelStage):
     """Builds and compiles every graph the phase needs, before a device waits for it."""
 
+    format_version = FORMAT_VERSION
     phase = luigi.IntParameter(description="1 or 2")
     on_cluster = on_all_nodes = True
 
@@ -81,23 +82,15 @@ class Precompile(ModelStage):
             "device": cluster.device,
             **cluster.layout,
             "compile": cluster.compile,
-            "versions": _compilers(),
+            "versions": compilers.versions(),
+            **compilers.flags(cluster.device),
         }
 
     def command(self) -> list[str]:
         trial = Pretrain(phase=self.phase).trial_command(self.directory)
         compiles = ["--compile"] if self.settings.cluster.compile else []
         return ["-m", "stages.precompile", "--out", str(self.directory), "--device", self.settings.cluster.device,
-                *compiles, "--", *trial]  # fmt: skip
-
-
-def _compilers() -> dict[str, str]:
-    """Versions of what makes graphs."""
-    versions = {}
-    for package in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
+                "--nodes", str(self.nodes), *compiles, "--", *trial]  # fmt: skip
 
 
 class Pretrain(ModelStage, Training):

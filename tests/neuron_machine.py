@@ -16,7 +16,7 @@ from pathlib import Path
 #: Where a program of the stand-in that is told no cache looks, below its folder.
 DEFAULT_CACHE = "default-cache"
 
-_CACHE = '''
+_CACHE = """
 import os, pathlib, re, sys
 
 def cache():
@@ -26,7 +26,7 @@ def cache():
 def wait_for_locks():
     for lock in cache().rglob("*.lock"):
         sys.exit(f"Another process must be compiling {{lock}}: the real one would wait for ever")
-'''
+"""
 
 _PACKAGE = """
 import atexit
@@ -47,11 +47,12 @@ if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") == "1":
 """
 
 _COMPILER = """
-import subprocess
+import subprocess, time
 wait_for_locks()
 done = subprocess.run(sys.argv[1:], env={**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1"})
 if done.returncode:
     sys.exit(done.returncode)
+time.sleep(float(os.environ.get("SLOW", "0")))
 for graph in cache().rglob("model.hlo_module.pb.gz"):
     if os.environ.get("UNCOMPILED") != graph.parent.name:
         (graph.parent / "model.neff").write_text("compiled")

@@ -23,8 +23,8 @@ IGNORED_VARIABLE = "TRAINER_IGNORED_SIGNALS"
 
 
 def node_rank() -> int:
-    """Which of several machines this is; 0 where there is one."""
-    return int(os.environ.get(NODE_RANK_VARIABLE, "0"))
+    """Which of several machines this is; 0 where there is one. torchrun tells its workers as GROUP_RANK."""
+    return int(os.environ.get("GROUP_RANK") or os.environ.get(NODE_RANK_VARIABLE, "0"))
 
 
 def stop_early_on_signals() -> None:

@@ -1,15 +1,21 @@
-"""Precompile: on XLA's CPU for real; for Neuron around a stand-in of its compiler."""
+"""Precompile: on XLA's CPU for real; for Neuron on the stand-in machine of `tests.neuron_machine`."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.images import write_images
+from tests.neuron_machine import DEFAULT_CACHE, machine
 from tests.support import (
+    ROOT,
     assert_one_line_error,
     command,
     losses,
@@ -20,17 +26,6 @@ from tests.support import (
     write_model_config,
 )
 
-#: What this stand-in of neuron_parallel_compile does is what the trainer and the stage see of the real one: it sets
-#: the variable under which graphs are extracted, runs the command, and leaves modules in the compiler's cache.
-STAND_IN = """#!/bin/sh
-export NEURON_EXTRACT_GRAPHS_ONLY=1
-"$@" || exit $?
-module="$CACHE/neuronxcc-2.0/MODULE_123+abc"
-mkdir -p "$module"
-touch "$module/model.hlo_module.pb.gz"
-[ -n "$UNCOMPILED" ] || touch "$module/model.neff"
-"""
-
 
 @pytest.fixture
 def work(tmp_path: Path) -> dict[str, object]:
@@ -39,6 +34,13 @@ def work(tmp_path: Path) -> dict[str, object]:
         "data_dir": data, "model_config": model, "batch_size": 4, "grad_accum_usteps": 2, "max_steps": 6,
         "warmup_steps": 1, "max_pred_len": 5, "precision": "fp32",
     }  # fmt: skip
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> dict[str, object]:
+    """Work whose graphs compile fast."""
+    images = write_images(tmp_path / "images", training=80)
+    return {"workload": "mnist", "data_dir": images, "batch_size": 8, "epochs": 1, "device": "neuron"}
 
 
 def precompile(out: Path, device: str, *trial: str, env: dict[str, str] | None = None):  # type: ignore[no-untyped-def]
@@ -91,30 +93,78 @@ def test_a_trial_writes_nothing_and_believes_no_loss(work: dict[str, object], tm
     assert diverged.returncode == 1
 
 
-def neuron_env(tmp_path: Path, **more: str) -> dict[str, str]:
-    program = tmp_path / "bin" / "neuron_parallel_compile"
-    program.parent.mkdir()
-    program.write_text(STAND_IN)
-    program.chmod(0o755)
-    return {"PATH": f"{program.parent}:{os.environ['PATH']}", "CACHE": str(tmp_path / "out" / "cache"), **more}
-
-
-def test_neurons_compiler_runs_the_command_and_its_cache_is_the_stages(work: dict[str, object], tmp_path: Path) -> None:
-    """The trial itself runs on the CPU here: `--device` of the training command says so."""
-    out = tmp_path / "out"
-    trial = ["-m", "trainer", *options(**work, device="cpu")]
-    done = precompile(out, "neuron", *trial, env=neuron_env(tmp_path))
+def test_neurons_graphs_are_those_that_training_meets(small: dict[str, object], tmp_path: Path) -> None:
+    """The device's own file, over a stand-in machine. The user's flags stay; the user's cache is not the stage's."""
+    pytest.importorskip("torch_xla")
+    out, env = tmp_path / "out", {**machine(tmp_path / "machine"), "NEURON_CC_FLAGS": "-O1 --cache_dir=/nowhere"}
+    given = options(**small)
+    done = precompile(out, "neuron", "-m", "trainer", *given, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    (graph,) = json.loads((out / "graphs.json").read_text())["graphs"]
-    assert graph["hash"] == "123+abc"
-    assert (out / "cache" / "neuronxcc-2.0" / "MODULE_123+abc" / "model.neff").exists()
+    record = json.loads((out / "graphs.json").read_text())
+    assert [graph["operations"] for graph in record["graphs"]] == [None, None]
+    assert [module["hash"] for module in record["modules"]] == ["0+abc", "1+abc"]
+    module = out / "cache" / "node-0" / "neuronxcc-2.0" / "MODULE_0+abc"
+    assert (module / "model.neff").exists()
+    flags = (module / "compile_flags.json").read_text().split()
+    assert "-O1" in flags
+    assert [flag for flag in flags if "cache_dir" in flag] == [f"--cache_dir={out / 'cache' / 'node-0'}"]
     assert not (out / "trial").exists()
+    assert not (tmp_path / "machine" / DEFAULT_CACHE).exists()
+
+    # A trainer that was killed while it compiled has left a lock.
+    (module / "model.hlo_module.pb.lock").touch()
+    cached = options(graphs=out / "graphs.json", compile_cache=out / "cache", output_dir=tmp_path / "trained")
+    trained = command("-m", "trainer", *given, *cached, env=env)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert "warning" not in trained.stdout
+    assert "removed" in trained.stdout
+    (out / "graphs.json").write_text(json.dumps({"graphs": record["graphs"][:1]}))
+    cached[-1] = str(tmp_path / "again")
+    trained = command("-m", "trainer", *given, *cached, env=env)
+    warnings = [line for line in trained.stdout.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1, trained.stdout
+    assert record["graphs"][1]["hash"] in warnings[0]
 
 
-def test_a_graph_that_did_not_compile_is_one_line(work: dict[str, object], tmp_path: Path) -> None:
-    trial = ["-m", "trainer", *options(**work, device="cpu")]
-    done = precompile(tmp_path / "out", "neuron", *trial, env=neuron_env(tmp_path, UNCOMPILED="1"))
-    assert_one_line_error(done, "MODULE_123+abc was not compiled", "model.log")
+def test_two_nodes_compile_into_caches_of_their_own(small: dict[str, object], tmp_path: Path) -> None:
+    """The first is complete only when the second has compiled, too. (Each has a trial of its own here: the stand-in's
+    cores cannot meet.)"""
+    pytest.importorskip("torch_xla")
+    out, env = tmp_path / "out", machine(tmp_path / "machine")
+    words = [sys.executable, "-m", "stages.precompile", "--out", str(out), "--device", "neuron", "--nodes", "2", "--"]
+    words += ["-m", "trainer", *options(**small)]
+    first, second = (
+        subprocess.Popen(words, cwd=ROOT, env={**os.environ, **env, "PET_NODE_RANK": rank, "SLOW": slow},
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank, slow in (("0", "0"), ("1", "5"))
+    )  # fmt: skip
+    try:
+        while second.poll() is None:
+            assert not (out / "manifest.json").exists()
+            time.sleep(0.1)
+        said = [process.communicate(timeout=120)[0] for process in (first, second)]
+    finally:
+        for process in (first, second):
+            process.kill()
+    assert [first.returncode, second.returncode] == [0, 0], said
+    modules = [sorted(path.relative_to(out / "cache" / node) for path in (out / "cache" / node).rglob("model.neff"))
+               for node in ("node-0", "node-1")]  # fmt: skip
+    assert len(modules[0]) == 2
+    assert modules[0] == modules[1]
+
+
+def test_a_graph_that_did_not_compile_is_one_line_and_compiled_later(small: dict[str, object], tmp_path: Path) -> None:
+    """Even if the compiler was killed, and has left its lock in the stage's cache."""
+    pytest.importorskip("torch_xla")
+    out, env = tmp_path / "out", machine(tmp_path / "machine")
+    trial = ("-m", "trainer", *options(**small))
+    failed = precompile(out, "neuron", *trial, env={**env, "UNCOMPILED": "MODULE_1+abc"})
+    assert_one_line_error(failed, "MODULE_1+abc was not compiled", "model.log")
+    lock = out / "cache" / "node-0" / "neuronxcc-2.0" / "MODULE_1+abc" / "model.hlo_module.pb.lock"
+    lock.touch()
+    done = precompile(out, "neuron", *trial, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"removed {lock}" in done.stderr
 
 
 def test_a_trial_that_fails_is_one_line_more(work: dict[str, object], tmp_path: Path) -> None:

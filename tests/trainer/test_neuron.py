@@ -1,39 +1,19 @@
-"""What is around Trainium. No NeuronCore is in any machine here: `neuron-ls` and `torch_neuronx` are stand-ins, and
-the device's graphs run on XLA's CPU."""
+"""What is around Trainium, on the stand-in machine of `tests.neuron_machine`: its graphs run on XLA's CPU."""
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.neuron_machine import hardware, install_package, machine
 from tests.support import assert_one_line_error, command, options, write_dataset, write_model_config
 from trainer.devices.base import DeviceOptions
 from trainer.devices.neuron import NeuronDevice, check_workers, environment, settle, visible_cores
+from trainer.devices.neuron_cache import use_cache
 from trainer.errors import UserError
 from trainer.parallel.mesh import Mesh
-
-
-def package(folder: Path, name: str, version: str, about: str) -> None:
-    """An installed package: its metadata, and an empty module."""
-    info = folder / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\n{about}\n")
-    (folder / f"{name}.py").write_text("")
-
-
-def stand_in_machine(folder: Path, *, cores: list[int]) -> dict[str, str]:
-    """The environment of a machine whose `neuron-ls` tells of devices with those many cores."""
-    program = folder / "bin" / "neuron-ls"
-    program.parent.mkdir(parents=True)
-    devices = [{"neuron_device": index, "nc_count": count} for index, count in enumerate(cores)]
-    program.write_text(f"#!/bin/sh\n[ \"$1\" = -j ] && echo '{json.dumps(devices)}'\n")
-    program.chmod(0o755)
-    path = [str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": ":".join(path)}
 
 
 @pytest.fixture
@@ -46,6 +26,10 @@ def work(tmp_path: Path) -> list[str]:
     )  # fmt: skip
 
 
+#: Flags of ours, as for a stage that has a cache.
+OURS = "--model-type=transformer --cache_dir=/ours"
+
+
 def test_the_variables_follow_precision_and_nodes() -> None:
     one = environment(DeviceOptions("fp32"), nodes=1)
     assert one == {
@@ -56,7 +40,7 @@ def test_the_variables_follow_precision_and_nodes() -> None:
     }
     assert environment(DeviceOptions("bf16-sr"), nodes=1)["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
     for precision in ("autocast", "auto"):
-        flags = environment(DeviceOptions(precision, compile_cache="/c"), nodes=1)["NEURON_CC_FLAGS"].split()
+        flags = environment(DeviceOptions(precision), nodes=1, cache=Path("/c"))["NEURON_CC_FLAGS"].split()
         assert flags[2:] == ["--auto-cast=none", "--cache_dir=/c"]
     many = environment(DeviceOptions("fp32"), nodes=2)
     assert many.items() - one.items() == {
@@ -78,6 +62,50 @@ def test_the_users_variables_win_and_that_is_said() -> None:
     ours, lines = settle({"NEURON_RT_EXEC_TIMEOUT": "600", "FI_PROVIDER": "efa"}, {"NEURON_RT_EXEC_TIMEOUT": "90"})
     assert ours == {"FI_PROVIDER": "efa"}
     assert lines == ["NEURON_RT_EXEC_TIMEOUT=90 (yours; ours would be 600)", "FI_PROVIDER=efa"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "merged", "remark"),
+    [
+        ("", f"{OURS}", None),
+        ("-O1 --x='a b'", f"-O1 --x='a b' {OURS}", None),
+        ("--model-type=generic", "--model-type=generic --cache_dir=/ours", "your --model-type=generic instead of"),
+        ("--model-type=transformer -O2", "--model-type=transformer -O2 --cache_dir=/ours", None),
+        ("-O1 --cache_dir=/theirs", f"-O1 {OURS}", "your --cache_dir=/theirs is not used"),
+        ("--cache_dir /theirs -O1", f"-O1 {OURS}", "your --cache_dir=/theirs is not used"),
+        ("--cache_dir=/ours", OURS, None),
+    ],
+)
+def test_compiler_flags_are_merged_one_by_one(theirs: str, merged: str, remark: str | None) -> None:
+    chosen, (line,) = settle({"NEURON_CC_FLAGS": OURS}, {"NEURON_CC_FLAGS": theirs})
+    assert chosen == {"NEURON_CC_FLAGS": merged}
+    assert line.startswith(f"NEURON_CC_FLAGS={merged}")
+    assert (remark in line) if remark else line == f"NEURON_CC_FLAGS={merged}"
+
+
+def test_without_a_cache_of_ours_theirs_stays() -> None:
+    chosen, _ = settle({"NEURON_CC_FLAGS": "--model-type=transformer"}, {"NEURON_CC_FLAGS": "--cache_dir=/theirs"})
+    assert chosen == {"NEURON_CC_FLAGS": "--cache_dir=/theirs --model-type=transformer"}
+
+
+def test_stale_locks_go_and_held_ones_stay(tmp_path: Path) -> None:
+    """Removed only while no other process works with the cache."""
+    lock = tmp_path / "neuronxcc-2.0" / "MODULE_1+a" / "model.hlo_module.pb.lock"
+    lock.parent.mkdir(parents=True)
+    kept = lock.with_name("model.neff")
+    for path in (lock, kept):
+        path.touch()
+    said: list[str] = []
+    with use_cache(tmp_path, said.append):
+        assert not lock.exists()
+        assert str(lock) in said[0]
+        lock.touch()
+        with use_cache(tmp_path, said.append):
+            assert lock.exists()
+    with use_cache(tmp_path, said.append):
+        assert not lock.exists()
+    assert kept.exists()
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize("name", ["XLA_USE_BF16", "XLA_DOWNCAST_BF16"])
@@ -132,8 +160,8 @@ def test_a_machine_without_the_packages_says_where_they_are(work: list[str]) -> 
 def test_packages_that_hold_nothing_are_recognised(work: list[str], tmp_path: Path) -> None:
     """The text is that of the public registry's torch-neuronx 1.0."""
     about = "WRONG PACKAGE. Please install the package from Neuron Repository"
-    package(tmp_path / "site", "torch_neuronx", "1.0", about)
-    env = stand_in_machine(tmp_path, cores=[2])
+    install_package(tmp_path / "site", "torch_neuronx", "1.0", about)
+    env = hardware(tmp_path, cores=[2])
     assert_one_line_error(command("-m", "trainer", *work, env=env), "torch-neuronx 1.0", "hold nothing", "uninstall")
     examined = command("-m", "trainer", "--doctor", env=env)
     assert examined.returncode == 1
@@ -142,8 +170,8 @@ def test_packages_that_hold_nothing_are_recognised(work: list[str], tmp_path: Pa
 
 
 def test_the_doctor_gives_the_next_command(tmp_path: Path) -> None:
-    package(tmp_path / "site", "torch_neuronx", "2.9.0.2.11", "The real one, for all that can be seen.")
-    examined = command("-m", "trainer", "--doctor", env=stand_in_machine(tmp_path, cores=[2] * 16))
+    install_package(tmp_path / "site", "torch_neuronx", "2.9.0.2.11", "The real one, for all that can be seen.")
+    examined = command("-m", "trainer", "--doctor", env=hardware(tmp_path, cores=[2] * 16))
     assert examined.returncode == 0, examined.stdout + examined.stderr
     assert "32 NeuronCores" in examined.stdout
     assert examined.stdout.splitlines()[-1].startswith("next    LUIGI_CONFIG_PATH=configs/trn1-bert-large.cfg luigi")
@@ -151,19 +179,14 @@ def test_the_doctor_gives_the_next_command(tmp_path: Path) -> None:
 
 def test_the_device_trains_with_a_stand_in_runtime(work: list[str], tmp_path: Path) -> None:
     """One worker, its graphs on XLA's CPU: the order of things up to the first step is the real one."""
-    package(tmp_path / "site", "torch_neuronx", "2.9.0.2.11", "Stand-in.")
-    (tmp_path / "site" / "torch_neuronx.py").write_text(
-        "import os, sys\n"
-        "assert 'torch_xla' in sys.modules and os.environ['NEURON_RT_EXEC_TIMEOUT'] == '77'\n"
-        "assert os.environ['NEURON_CC_FLAGS'].endswith('--auto-cast=none')\n"
-    )
     env = {
-        **stand_in_machine(tmp_path, cores=[2]), "PJRT_DEVICE": "CPU", "NEURON_RT_EXEC_TIMEOUT": "77",
-        "NEURON_RT_VISIBLE_CORES": "0",
+        **machine(tmp_path), "NEURON_RT_EXEC_TIMEOUT": "77", "NEURON_RT_VISIBLE_CORES": "0",
+        "NEURON_CC_FLAGS": "--model-type=transformer -O1",
     }  # fmt: skip
     done = command("-m", "trainer", *work, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NEURON_RT_EXEC_TIMEOUT=77 (yours; ours would be 600)" in done.stdout
     assert "NEURON_RT_STOCHASTIC_ROUNDING_EN=0;" in done.stdout
+    assert "NEURON_CC_FLAGS=--model-type=transformer -O1 --retry_failed_compilation --auto-cast=none" in done.stdout
     assert "precision autocast" in done.stdout
     assert (tmp_path / "out" / "checkpoints" / "ckpt_3" / "manifest.json").exists()

@@ -19,31 +19,32 @@ _REPORT, _DUMP = "graphs.txt", "hlo"
 class GraphReport:
     """Made before `torch_xla` is imported; it then reports into files of `directory`."""
 
-    def __init__(self, directory: Path | None, *, with_operations: bool) -> None:
-        """`directory` None: no report; `with_operations`: have every graph's text written too, to count them."""
-        self._report: Path | None = None
-        if directory is None:
-            return
+    def __init__(self, directory: Path, *, with_operations: bool) -> None:
+        """`with_operations`: have every graph's text written too, to count them; XLA's CPU and GPU can."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._report, self._dump = directory / _REPORT, directory / _DUMP
+        self._report = directory / _REPORT
+        self._dump = directory / _DUMP if with_operations else None
         self._report.unlink(missing_ok=True)
         os.environ["PT_XLA_DEBUG_LEVEL"] = "1"  # compilations, not executions
         os.environ["PT_XLA_DEBUG_FILE"] = str(self._report)
-        if with_operations:
+        if self._dump is not None:
             flags = os.environ.get("XLA_FLAGS", "")
             os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={self._dump} --xla_dump_hlo_as_text".strip()
 
     def hashes(self) -> list[str]:
         """Of all graphs so far, in the order in which they were compiled."""
-        return _HASH.findall(self._report.read_text()) if self._report and self._report.exists() else []
+        return _HASH.findall(self._report.read_text()) if self._report.exists() else []
 
     def listed(self, seconds: list[float]) -> list[dict[str, Any]]:
-        """hash, operations and seconds of each graph; `seconds`: torch_xla's own, in order."""
-        texts = sorted(self._dump.glob("module_*.SyncTensorsGraph.*.before_optimizations.txt"))
-        operations = [text.read_text().count(" = ") for text in texts]
+        """hash, operations (None: not counted) and seconds of each graph; `seconds`: torch_xla's own, in order."""
+        hashes = self.hashes()
+        operations: list[int | None] = [None] * len(hashes)
+        if self._dump is not None:
+            texts = sorted(self._dump.glob("module_*.SyncTensorsGraph.*.before_optimizations.txt"))
+            operations = [text.read_text().count(" = ") for text in texts]
         return [
             {"hash": name, "operations": count, "seconds": round(s, 3)}
-            for name, count, s in zip(self.hashes(), operations, seconds, strict=True)
+            for name, count, s in zip(hashes, operations, seconds, strict=True)
         ]
 
 

@@ -7,6 +7,7 @@ No machine here has one: what is around it is tested, with stand-ins named as su
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -14,14 +15,17 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.devices.base import DeviceOptions
+from trainer.devices.neuron_cache import CC_FLAGS, merge_flags, node_cache, use_cache
 from trainer.devices.xla import XlaDevice
 from trainer.errors import UserError
 from trainer.parallel.mesh import Group, Mesh
+from trainer.process import node_rank
 
 #: Where the packages come from: those of these names in the public registry install and do nothing.
 REPOSITORY = "pip.repos.neuron.amazonaws.com"
@@ -38,18 +42,18 @@ _AUTOMATIC = "autocast"
 _BF16_PEAK = 95e12
 
 
-def environment(options: DeviceOptions, *, nodes: int) -> dict[str, str]:
-    """Variables that must be set before `torch_xla` is imported."""
+def environment(options: DeviceOptions, *, nodes: int, cache: Path | None = None) -> dict[str, str]:
+    """Variables that must be set before `torch_xla` is imported; `cache`: this machine's directory for graphs."""
     flags = ["--model-type=transformer", "--retry_failed_compilation"]
     precision = _AUTOMATIC if options.precision == "auto" else options.precision
     if precision == "autocast":
         flags.append("--auto-cast=none")
-    if options.compile_cache is not None:
-        flags.append(f"--cache_dir={options.compile_cache}")
+    if cache is not None:
+        flags.append(f"--cache_dir={cache}")
     variables = {
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1" if precision == "bf16-sr" else "0",
         "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0",
-        "NEURON_CC_FLAGS": " ".join(flags),
+        CC_FLAGS: " ".join(flags),
         "NEURON_RT_EXEC_TIMEOUT": "600",
     }
     if nodes > 1:
@@ -64,7 +68,8 @@ def environment(options: DeviceOptions, *, nodes: int) -> dict[str, str]:
 
 
 def settle(wanted: Mapping[str, str], given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """What of `wanted` is to be set beside the variables `given` by the user, which win; and a line for each.
+    """What of `wanted` is to be set beside the variables `given` by the user, which win; and a line for each. Compiler
+    flags are merged, one by one.
 
     Raises `UserError` for variables that no longer do what they did.
     """
@@ -74,11 +79,17 @@ def settle(wanted: Mapping[str, str], given: Mapping[str, str]) -> tuple[dict[st
                 f"{name}={given[name]} is set, which torch-neuronx no longer supports; unset it, and choose "
                 f"--precision autocast, or bf16 weights with stochastic rounding, --precision bf16-sr"
             )
-    lines = [
-        f"{name}={given[name]} (yours; ours would be {value})" if name in given else f"{name}={value}"
-        for name, value in wanted.items()
-    ]
-    return {name: value for name, value in wanted.items() if name not in given}, lines
+    chosen, lines = {}, []
+    for name, value in wanted.items():
+        if name not in given:
+            chosen[name] = value
+            lines.append(f"{name}={value}")
+        elif name == CC_FLAGS:
+            chosen[name], remarks = merge_flags(given[name], value)
+            lines.append(f"{name}={chosen[name]}" + (f" ({', '.join(remarks)})" if remarks else ""))
+        else:
+            lines.append(f"{name}={given[name]} (yours; ours would be {value})")
+    return chosen, lines
 
 
 def wrong_packages() -> list[str]:
@@ -162,10 +173,14 @@ class NeuronDevice(XlaDevice):
         require_packages()
         if mesh.local_rank == 0:
             check_workers(mesh.local_world_size, cores(), os.environ.get("NEURON_RT_VISIBLE_CORES"))
-        wanted, self._settings = settle(environment(options, nodes=mesh.nodes), os.environ)
+        cache = None if options.compile_cache is None else node_cache(Path(options.compile_cache), node_rank())
+        wanted, self._settings = settle(environment(options, nodes=mesh.nodes, cache=cache), os.environ)
         os.environ.update(wanted)
         os.environ.setdefault("PJRT_DEVICE", "NEURON")
-        super().__init__(dataclasses.replace(options, reports=None))  # its compiler keeps its own account
+        if cache is not None and mesh.local_rank == 0:  # before any worker here compiles: they have not met yet
+            self._cache_mark = use_cache(cache, functools.partial(print, flush=True))
+        # How many operations a graph has, only neuronx-cc could say: XLA_FLAGS are of XLA's own compilers.
+        super().__init__(dataclasses.replace(options, count_operations=False))
         load_runtime()
         import torch_xla.distributed.xla_backend  # noqa: F401 (registers the process group's backend)
 

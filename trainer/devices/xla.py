@@ -32,7 +32,9 @@ class XlaDevice(Device):
 
     def __init__(self, options: DeviceOptions) -> None:
         self._options = options
-        self._report = GraphReport(options.reports, with_operations=options.count_operations)
+        self._graph_report = None
+        if options.reports is not None:
+            self._graph_report = GraphReport(options.reports, with_operations=options.count_operations)
         os.environ.setdefault("PJRT_DEVICE", "CPU")
         import torch_xla
         import torch_xla.core.xla_builder as xla_builder
@@ -111,6 +113,11 @@ class XlaDevice(Device):
 
     def graph_hashes(self) -> list[str]:
         return self._report.hashes()
+
+    @property
+    def _report(self) -> GraphReport:
+        assert self._graph_report is not None, "graphs are listed only by the worker that was told where to report"
+        return self._graph_report
 
     def number(self, value: float, dtype: torch.dtype) -> torch.Tensor:
         # (1,) rather than (): torch_xla makes the scalars 0 and 1 part of the program.
