@@ -47,12 +47,11 @@ if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") == "1":
 """
 
 _COMPILER = """
-import subprocess, time
+import subprocess
 wait_for_locks()
 done = subprocess.run(sys.argv[1:], env={**os.environ, "NEURON_EXTRACT_GRAPHS_ONLY": "1"})
 if done.returncode:
     sys.exit(done.returncode)
-time.sleep(float(os.environ.get("SLOW", "0")))
 for graph in cache().rglob("model.hlo_module.pb.gz"):
     if os.environ.get("UNCOMPILED") != graph.parent.name:
         (graph.parent / "model.neff").write_text("compiled")

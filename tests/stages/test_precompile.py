@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.chain import wait_until
 from tests.images import write_images
 from tests.neuron_machine import DEFAULT_CACHE, machine
 from tests.support import (
@@ -127,30 +127,32 @@ def test_neurons_graphs_are_those_that_training_meets(small: dict[str, object], 
 
 
 def test_two_nodes_compile_into_caches_of_their_own(small: dict[str, object], tmp_path: Path) -> None:
-    """The first is complete only when the second has compiled, too. (Each has a trial of its own here: the stand-in's
-    cores cannot meet.)"""
+    """The first is complete only when the second has compiled, too. (Each has a trial of its own here, one after the
+    other: the stand-in's cores cannot meet.)"""
     pytest.importorskip("torch_xla")
     out, env = tmp_path / "out", machine(tmp_path / "machine")
     words = [sys.executable, "-m", "stages.precompile", "--out", str(out), "--device", "neuron", "--nodes", "2", "--"]
     words += ["-m", "trainer", *options(**small)]
-    first, second = (
-        subprocess.Popen(words, cwd=ROOT, env={**os.environ, **env, "PET_NODE_RANK": rank, "SLOW": slow},
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank, slow in (("0", "0"), ("1", "5"))
+    first = subprocess.Popen(
+        words, cwd=ROOT, env={**os.environ, **env, "PET_NODE_RANK": "0"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        while second.poll() is None:
-            assert not (out / "manifest.json").exists()
-            time.sleep(0.1)
-        said = [process.communicate(timeout=120)[0] for process in (first, second)]
+        wait_until((out / "node-0.json").exists)
+        assert not (out / "manifest.json").exists()
+        second = command(*words[1:], env={**env, "PET_NODE_RANK": "1"})
+        assert second.returncode == 0, second.stdout + second.stderr
+        said, _ = first.communicate(timeout=120)
     finally:
-        for process in (first, second):
-            process.kill()
-    assert [first.returncode, second.returncode] == [0, 0], said
-    modules = [sorted(path.relative_to(out / "cache" / node) for path in (out / "cache" / node).rglob("model.neff"))
-               for node in ("node-0", "node-1")]  # fmt: skip
-    assert len(modules[0]) == 2
-    assert modules[0] == modules[1]
+        first.kill()
+    assert first.returncode == 0, said
+    assert (out / "manifest.json").exists()
+    first_modules, second_modules = (
+        sorted(path.relative_to(out / "cache" / node) for path in (out / "cache" / node).rglob("model.neff"))
+        for node in ("node-0", "node-1")
+    )
+    assert len(first_modules) == 2
+    assert first_modules == second_modules
 
 
 def test_a_graph_that_did_not_compile_is_one_line_and_compiled_later(small: dict[str, object], tmp_path: Path) -> None:
