@@ -75,7 +75,7 @@ def source_identity(source: Secret) -> str:
     """
     if is_remote(source):
         return url_identity(source)
-    from trainer.checkpoint.format import MANIFEST
+    from trainer.checkpoint.directory import MANIFEST
 
     path = local_source(source)
     if (path / MANIFEST).is_file():

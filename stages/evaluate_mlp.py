@@ -12,7 +12,7 @@ import torch
 
 from stages.command import run
 from stages.manifest import Identity, Output, StageDirectory
-from trainer.checkpoint.format import MANIFEST
+from trainer.checkpoint.directory import MANIFEST
 from trainer.checkpoint.manager import require_valid
 from trainer.config import DEVICES
 from trainer.data.order import Samples
@@ -21,7 +21,8 @@ from trainer.devices.select import select_alone
 from trainer.files import sha256_of, write_json
 from trainer.models.mlp import MLP
 from trainer.parallel.tensor import TensorParallel
-from trainer.resume import Start, load_into
+from trainer.resume import load_into
+from trainer.resume_point import Start
 from trainer.state import TrainState
 from trainer.workloads.mnist import HELD_OUT, Images
 

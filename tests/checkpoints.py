@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.support import MODEL, forked
-from trainer.checkpoint.format import MANIFEST, encode_manifest, read_tensors, tensor_file
+from trainer.checkpoint.directory import MANIFEST, encode_manifest
+from trainer.checkpoint.format import read_tensors, tensor_file
 from trainer.checkpoint.interop.names import moment_names
 from trainer.checkpoint.interop.write import entry_of
 from trainer.checkpoint.manager import CheckpointManager

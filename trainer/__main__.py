@@ -36,6 +36,7 @@ def main() -> int:
         config, workload = to_config(args, mesh)
         from trainer.devices.select import select
         from trainer.loop import Trainer
+        from trainer.resume_point import how_to_go_on
 
         device = select(config.device, mesh, device_options(config, workload, mesh))
         mesh = mesh.connect(device.backend, config.collective_timeout_s, alone=config.data_parallel == "ddp")
@@ -57,7 +58,7 @@ def main() -> int:
         # Without waiting for threads: other workers may be in a collective operation that will never end.
         os._exit(EXIT_SOFTWARE)
     if not done:
-        say("stopped as asked; the state is saved: the same command with --resume_ckpt goes on")
+        say(f"stopped as asked; the state is saved: {how_to_go_on(config)}")
     return 0 if done else EXIT_INTERRUPTED
 
 

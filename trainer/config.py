@@ -139,12 +139,12 @@ class TrainConfig:
     ckpt_interval_minutes: float = field(metadata=_HOW)
     #: Checkpoints kept, newest first; -1: all.
     num_ckpts_to_keep: int = field(metadata=_HOW)
-    #: Leave the optimizer's state out of checkpoints.
+    #: Leave the optimizer's state out of the checkpoint that ends the phase.
     minimal_ckpt: bool = field(metadata=_HOW)
     resume: bool = field(metadata=_HOW)
-    #: A checkpoint directory to start from, instead of the newest in `output_dir`.
+    #: The checkpoint that training in `output_dir` begins with; or one of its own, to roll back to.
     resume_ckpt_path: Path | None = field(metadata=_HOW)
-    #: The global step to resume from; -1: the newest.
+    #: The global step to roll back to; -1: go on from the newest.
     resume_step: int = field(metadata=_HOW)
     #: Names of what the run may change that it resumes, although it decides the result.
     allow_changes: tuple[str, ...] = field(metadata=_HOW)

@@ -6,6 +6,8 @@ Everything that this project calls finished goes through here, so a reader sees 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -21,6 +23,9 @@ from trainer.errors import DiskError
 
 #: Names that end so are unfinished; whoever holds the lock of their directory may remove them.
 TEMPORARY_SUFFIX = ".tmp"
+#: What a directory is called while another takes its name, where a file system cannot exchange names.
+_REPLACED_SUFFIX = ".replaced"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 #: How far a running stage or training is: for programs, rewritten all the time, gone at the end.
 PROGRESS = "progress.json"
 #: Touched while a stage's processes compute, gone at the end.
@@ -83,16 +88,40 @@ def fsync_directory(path: Path) -> None:
 def rename_durably(temporary: Path, final: Path) -> None:
     """Give `temporary` (already fsynced) its final name and make that durable; raises `DiskError`.
 
-    A file replaces the one before in one step. A directory takes the place of one that a dead run left: whoever calls
-    this for a directory has found that nothing counts on the old one.
+    What had the name before is replaced in one step, a directory, too: whenever the process dies, one of both is there.
     """
     failpoint(f"rename-before:{final.name}")
     with disk_errors(final):
-        if temporary.is_dir() and final.exists():
-            shutil.rmtree(final)
-        os.replace(temporary, final)
+        replaces = temporary.is_dir() and final.exists()
+        if replaces:
+            _exchange(temporary, final)
+        else:
+            os.replace(temporary, final)
         failpoint(f"rename-after:{final.name}")
         fsync_directory(final.parent)
+        if replaces:
+            shutil.rmtree(temporary)
+
+
+def _exchange(temporary: Path, final: Path) -> None:
+    """Have two directories exchange their names; raises OSError.
+
+    In one step where the file system can (not NFS). Elsewhere the old one is called `.replaced` for a moment, from
+    which `sweep_temporaries` takes it back.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None:
+        if rename(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise OSError(number, os.strerror(number), str(final))
+    replaced = final.with_name(final.name + _REPLACED_SUFFIX)
+    final.rename(replaced)
+    failpoint(f"rename-between:{final.name}")
+    temporary.rename(final)
+    failpoint(f"rename-replaced:{final.name}")
+    replaced.rename(temporary)
 
 
 @contextlib.contextmanager
@@ -186,6 +215,11 @@ def sha256_of(path: Path) -> str:
 def sweep_temporaries(directory: Path) -> list[str]:
     """Remove what dead runs left unfinished directly in `directory`; returns the names. The caller holds its lock."""
     swept = []
+    for path in list(directory.iterdir()):
+        if path.name.endswith(_REPLACED_SUFFIX):
+            final = path.with_name(path.name.removesuffix(_REPLACED_SUFFIX))
+            # Killed between two renames: the old one has its name back, or is replaced by now.
+            path.rename(path.with_name(final.name + TEMPORARY_SUFFIX) if final.exists() else final)
     for path in directory.iterdir():
         if path.name.endswith(TEMPORARY_SUFFIX):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -29,7 +29,8 @@ from trainer.parallel.plan import split_of
 from trainer.parallel.shares import without_padding
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
-from trainer.resume import Start, deciding_settings, find_start, load_into, resume_state, say_start
+from trainer.resume import deciding_settings, load_into, resume_state, say_start
+from trainer.resume_point import Start, agree_on_start, checkpoint_directory, left_behind
 from trainer.state import TrainState
 from trainer.workloads.base import Workload
 
@@ -49,7 +50,7 @@ class Trainer:
     ) -> None:
         self.config, self.device, self.mesh = config, device, mesh
         self.manager = CheckpointManager(
-            config.output_dir / "checkpoints", keep=config.num_ckpts_to_keep, say=say,
+            checkpoint_directory(config), keep=config.num_ckpts_to_keep, say=say,
             rank=mesh.tensor_parallel_rank, size=mesh.tensor_parallel_size, timeout_s=config.collective_timeout_s,
         )  # fmt: skip
         self.ranks = TensorParallel(
@@ -58,12 +59,9 @@ class Trainer:
             lambda tensors, sums: device.all_reduce(tensors, mesh.tensor_parallel_group, sums=sums),
             device.random_region,
         )
-        start = None
-        if mesh.is_root:
-            if not config.trial:
-                self.manager.prepare()
-            start = find_start(config, self.manager)
-        start = mesh.tell(start)
+        if mesh.is_root and not config.trial:
+            self.manager.prepare()
+        start = agree_on_start(config, self.manager, mesh, say)
 
         global_batch_size = config.global_batch_size(mesh.data_parallel_size)
         order = SampleOrder(workload.rows_per_shard, seed=config.seed, global_batch_size=global_batch_size)
@@ -94,6 +92,7 @@ class Trainer:
             micro_batch_size=config.micro_batch_size,
             torch_version=torch.__version__,
             settings=deciding_settings(config),
+            origin="" if start is None else start.origin,
         )
         mesh.in_turns(functools.partial(self._make_model, workload, start), at_once=_LOADING_AT_ONCE)
         self.losses = len(workload.losses)
@@ -113,9 +112,12 @@ class Trainer:
         )
         if start is not None and not start.weights_only:
             self.state = resume_state(self.state, start, config, workload, say)
-            mesh.in_turns(functools.partial(self._load_optimizer, start, workload), at_once=_LOADING_AT_ONCE)
+            if start.state.step < config.max_steps:  # a finished phase needs none, and may have none (--minimal_ckpt)
+                mesh.in_turns(functools.partial(self._load_optimizer, start, workload), at_once=_LOADING_AT_ONCE)
             self.optimizer.set_steps_done(self.state.step)
         say_start(start, self.state, say)
+        if mesh.is_root and not config.trial:
+            self.manager.set_aside(left_behind(config, self.manager, start))
         saves = mesh.data_parallel_rank == 0 and not config.trial
         self._host_copy = self._prepare_saving(workload, say) if saves else None
         writes = mesh.is_root and not config.trial
@@ -125,7 +127,8 @@ class Trainer:
         )
         self._graphs = GraphList(config, device, say) if mesh.is_root and config.graphs is not None else None
         self._saved_at = time.monotonic()
-        self._saved_step = self.state.step if start is not None and not start.weights_only else -1
+        # Before its first step a run has nothing to save that is not in the checkpoint it started from.
+        self._saved_step = -1 if start is None else self.state.step
         watches_spot = config.spot_watch and mesh.local_rank == 0 and not config.trial
         self._interruptions = Interruptions(config.output_dir, is_root=writes, watches_spot=watches_spot)
         #: Micro-steps between two questions whether to stop; until one step has been measured, one.
@@ -167,6 +170,7 @@ class Trainer:
                 self._graphs.check()
         self.save()
         self.device.finish_closures()
+        self.mesh.wait_while(lambda: self.manager.is_writing)
         self.manager.finish()
         self._interruptions.end()
         self.metrics.close(self.state, workers=self.mesh.world_size)
@@ -222,9 +226,7 @@ class Trainer:
         masters = self.parameters.masters()
         optimizer = self.optimizer.state() | {f"{MASTER}.{name}": tensor for name, tensor in masters.items()}
         if self.config.minimal_ckpt:
-            # The best weights there are, under the model's names.
-            model, optimizer = model | masters, {}
-            say("checkpoints hold the weights only: phase 2 can start from them, but this phase cannot be resumed")
+            say("the checkpoint that ends the phase will hold the weights only")
         stored = functools.partial(without_padding, vocab_size=workload.vocab_size, ranks=self.ranks)
         copy = HostCopy(model, optimizer, self.device.host_memory, stored)
         self.manager.begin(copy.touch)
@@ -238,9 +240,12 @@ class Trainer:
         self.metrics.flush(durable=True)  # all steps of a checkpoint are recorded
         failpoint(f"recorded:{self.state.global_step}")
         self._saved_at, self._saved_step = time.monotonic(), self.state.step
+        self.mesh.wait_while(lambda: self.manager.is_writing)
         if self._host_copy is not None:
             self.manager.finish()
-            self.manager.save(self._host_copy.take(self.state, self.device.copy_to_host))
+            snapshot = self._host_copy.take(self.state, self.device.copy_to_host)
+            is_last = self.state.step >= self.config.max_steps
+            self.manager.save(snapshot.minimal() if is_last and self.config.minimal_ckpt else snapshot)
 
     def _agree(self, upcoming: Step | None, *, step_s: float | None = None) -> tuple[list[int], bool, bool]:
         """What all workers hold after this step: the counts of the next global batch, whether to stop, whether to

@@ -34,6 +34,17 @@ DATA_PARALLEL_HELP = (
     f"the same bytes"
 )
 
+RESUME_STEP_HELP = (
+    "roll back to the checkpoint of this global step, which implies --resume_ckpt: newer ones are set aside in "
+    "OUTPUT_DIR/checkpoints/abandoned-N, each time; -1: go on from the newest"
+)
+RESUME_CKPT_PATH_HELP = (
+    "the checkpoint (a directory) that training in OUTPUT_DIR begins with, which implies --resume_ckpt: one of phase "
+    "1 gives phase 2 its weights, one of the same phase is gone on from. The same command again goes on from "
+    "OUTPUT_DIR's own newest checkpoint, if that began with this one, else it is refused. One of OUTPUT_DIR's own, of "
+    "the same phase, is rolled back to, as by --resume_step"
+)
+
 
 def parser(workload: str = BERT) -> argparse.ArgumentParser:
     """Every option of a workload, its unit, and its default; the tutorials' options keep their names and defaults."""
@@ -105,8 +116,8 @@ def _add_training(p: argparse.ArgumentParser) -> None:
 def _add_checkpoints(p: argparse.ArgumentParser) -> None:
     ckpt = p.add_argument_group("checkpoints")
     ckpt.add_argument("--resume_ckpt", action="store_true", help="go on from the newest whole checkpoint, if any")
-    ckpt.add_argument("--resume_step", type=int, default=-1, help="resume from this global step; -1: the newest")
-    ckpt.add_argument("--resume_ckpt_path", type=Path, default=None, help="a checkpoint directory to start from")
+    ckpt.add_argument("--resume_step", type=int, default=-1, help=RESUME_STEP_HELP)
+    ckpt.add_argument("--resume_ckpt_path", type=Path, default=None, help=RESUME_CKPT_PATH_HELP)
     ckpt.add_argument(
         "--allow_changes", nargs="+", default=[], metavar="NAME",
         help="what a resumed run may change although it decides the result; the checkpoints record the change. One of "
@@ -122,7 +133,8 @@ def _add_checkpoints(p: argparse.ArgumentParser) -> None:
     ckpt.add_argument("--num_ckpts_to_keep", type=int, default=2, help="newest checkpoints to keep; -1: all")
     ckpt.add_argument(
         "--minimal_ckpt", action="store_true",
-        help="leave the optimizer out: a third of the size, good to start phase 2 from, but not to resume from",
+        help="leave the optimizer out of the checkpoint that ends the phase: a third of the size, and all that phase 2 "
+        "needs; those before it have it, so that an interrupted phase can go on",
     )  # fmt: skip
 
 
@@ -191,7 +203,7 @@ def to_config(args: argparse.Namespace, mesh: Mesh) -> tuple[TrainConfig, Worklo
         ckpt_interval_minutes=args.ckpt_interval_minutes,
         num_ckpts_to_keep=args.num_ckpts_to_keep,
         minimal_ckpt=args.minimal_ckpt,
-        resume=args.resume_ckpt,
+        resume=args.resume_ckpt or args.resume_ckpt_path is not None or args.resume_step != -1,
         resume_ckpt_path=args.resume_ckpt_path,
         resume_step=args.resume_step,
         allow_changes=tuple(args.allow_changes),

@@ -1,75 +1,22 @@
-"""Where a run starts: from nothing, from its own newest checkpoint, or (phase 2) from the weights of phase 1."""
+"""Loads what a run starts from: its own checkpoint, or (phase 2) the weights of phase 1."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.checkpoint.format import MASTER, has_master, read_tensors, tensor_file
-from trainer.checkpoint.manager import CheckpointManager, require_valid
 from trainer.config import TrainConfig, deciding
-from trainer.errors import CheckpointError, UserError
+from trainer.errors import CheckpointError
 from trainer.parallel.shares import put_piece, put_share, whole_shape, without_padding
 from trainer.parallel.tensor import TensorParallel
+from trainer.resume_point import Start
 from trainer.state import TrainState
 from trainer.workloads.base import Workload
-
-
-@dataclass(frozen=True)
-class Start:
-    """The checkpoint to begin with, and whether all of it counts or only its weights."""
-
-    checkpoint: Path
-    state: TrainState
-    weights_only: bool
-
-
-def find_start(config: TrainConfig, manager: CheckpointManager) -> Start | None:
-    """The checkpoint that `config` asks to start from; None: begin with initial weights.
-
-    An interrupted phase is resumed from its own newest whole checkpoint. A phase 2 without one takes the weights of
-    phase 1, from `resume_ckpt_path` or the output directory. Raises `CheckpointError`.
-    """
-    if not config.resume:
-        if manager.paths():
-            raise UserError(
-                f"{manager.directory} holds checkpoints up to step {manager.paths()[0][0]}; add --resume_ckpt to go on "
-                f"from there, or give another --output_dir"
-            )
-        return None
-    for path in manager.valid(config.resume_step):
-        state = TrainState.read(path)
-        if state.phase == config.phase:
-            return Start(path, state, weights_only=False)
-    if config.resume_ckpt_path is not None:
-        require_valid(config.resume_ckpt_path)
-        return _start_of_phase(config, config.resume_ckpt_path)
-    if config.phase == 2:
-        for path in manager.valid(config.phase1_end_step):
-            return _start_of_phase(config, path)
-        raise CheckpointError(
-            f"phase 2 starts from phase 1's checkpoint of step {config.phase1_end_step}, and {manager.directory} has "
-            f"none; give it with --resume_ckpt_path, or its step with --phase1_end_step"
-        )
-    if config.resume_step != -1:
-        raise CheckpointError(f"{manager.directory} has no whole checkpoint of step {config.resume_step}")
-    return None
-
-
-def _start_of_phase(config: TrainConfig, path: Path) -> Start:
-    state = TrainState.read(path)
-    if config.phase == 2 and state.phase == 1 and state.global_step != config.phase1_end_step:
-        raise CheckpointError(
-            f"{path} is of step {state.global_step}, but phase 1 is said to end at step {config.phase1_end_step}; "
-            f"give --phase1_end_step {state.global_step}, or another checkpoint"
-        )
-    return Start(path, state, weights_only=state.phase != config.phase)
 
 
 def deciding_settings(config: TrainConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from trainer.checkpoint.format import STATE
+from trainer.checkpoint.directory import STATE
 from trainer.config import CHANGEABLE
 from trainer.errors import CheckpointError
 
@@ -44,6 +44,9 @@ class TrainState:
     settings: dict[str, Any] = field(default_factory=dict)
     #: What a resumed run has changed of that: {"step", "name", "old", "new"}, by global step.
     changes: list[dict[str, Any]] = field(default_factory=list)
+    #: sha256 of the manifest of the checkpoint that training in this output directory began with; empty: initial
+    #: weights; None: not known.
+    origin: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

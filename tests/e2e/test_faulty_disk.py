@@ -24,7 +24,7 @@ from tests.support import (
     write_dataset,
     write_model_config,
 )
-from trainer.checkpoint.format import why_invalid
+from trainer.checkpoint.directory import why_invalid
 
 
 @pytest.fixture(scope="module", autouse=True)

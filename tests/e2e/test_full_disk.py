@@ -10,7 +10,7 @@ import pytest
 from tests.chain import Chain
 from tests.conftest import Disk
 from tests.support import assert_same_bytes, train, write_dataset, write_model_config
-from trainer.checkpoint.format import why_invalid
+from trainer.checkpoint.directory import why_invalid
 
 
 def used_kib(path: Path) -> int:

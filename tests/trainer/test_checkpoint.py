@@ -14,7 +14,8 @@ import safetensors.torch
 import torch
 
 from tests.support import FORKS
-from trainer.checkpoint.format import read_tensors, why_invalid, write_tensors
+from trainer.checkpoint.directory import why_invalid
+from trainer.checkpoint.format import read_tensors, write_tensors
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.errors import CheckpointError, DiskError

@@ -134,23 +134,32 @@ def test_phase_2_begins_with_the_loss_of_phase_1s_weights(data: Path, model: Pat
     assert expected < losses(tmp_path / "phase1")[0] - 0.05
 
 
-def test_a_minimal_checkpoint_starts_phase_2_and_resumes_nothing(data: Path, model: Path, tmp_path: Path) -> None:
+def test_a_minimal_checkpoint_ends_a_phase_that_can_be_interrupted(data: Path, model: Path, tmp_path: Path) -> None:
+    """Whatever stops the phase, the same command goes on; at its end there are the weights, and phase 2 begins."""
     out, given = tmp_path / "out", {**COMMON, "data_dir": data, "model_config": model, "grad_accum_usteps": 4}
-    given["precision"] = "fp32"
-    done = train(output_dir=out, max_steps=10, steps_this_run=5, minimal_ckpt=True, **given)
-    assert "checkpoints hold the weights only" in done.stdout, done.stdout
-    whole = run(data, model, tmp_path / "whole", max_steps=10, steps_this_run=5)
-    files = {path.name for path in (out / "checkpoints" / "ckpt_5").iterdir()}
-    assert files == {path.name for path in (whole / "checkpoints" / "ckpt_5").iterdir()} - {
+    given |= {"precision": "fp32", "max_steps": 6, "resume_ckpt": True}
+    words = {"output_dir": out, "minimal_ckpt": True, **given}
+    stopped = train(env={"FAILPOINT": "step:4.0", "FAILPOINT_ACTION": "terminate"}, **words)
+    assert stopped.returncode == 75, stopped.stdout
+    assert "the same command with --resume_ckpt goes on" in stopped.stdout
+    done = train(**words)
+    assert done.returncode == 0, done.stdout
+    assert "resuming from" in done.stdout
+    assert "ckpt_4" in done.stdout
+    again = train(**words)
+    assert again.returncode == 0, again.stdout
+    whole = run(data, model, tmp_path / "whole", max_steps=6)
+    files = {path.name for path in (out / "checkpoints" / "ckpt_6").iterdir()}
+    assert files == {path.name for path in (whole / "checkpoints" / "ckpt_6").iterdir()} - {
         "optimizer-00-of-01.safetensors"
     }
-    refused = train(output_dir=out, max_steps=10, resume_ckpt=True, **given)
-    assert_one_line_error(refused, "ckpt_5", "minimal_ckpt", "cannot be resumed", "another --output_dir")
+    refused = train(**{**words, "max_steps": 10})
+    assert refused.returncode == 1, refused.stdout
 
-    phase2 = {"phase2": True, "phase1_end_step": 5, "resume_ckpt": True, "max_steps": 6}
+    phase2 = {"phase2": True, "phase1_end_step": 6, "resume_ckpt": True, "max_steps": 6}
     for directory in (out, whole):
         run(data, model, directory, **phase2)
-    ours, theirs = (tensors(directory / "checkpoints" / "ckpt_11") for directory in (out, whole))
+    ours, theirs = (tensors(directory / "checkpoints" / "ckpt_12") for directory in (out, whole))
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
 

@@ -1,7 +1,8 @@
 """Saves, finds and prunes the checkpoints of one run.
 
 A copy of the state in host memory is written from a thread while training goes on: one write at a time, its failure
-raised at the next step, older checkpoints removed only once the new one is durable. Ranks that share a model write
+raised at the next step, older checkpoints removed only once the new one is durable, and only as many newer ones are
+known to be whole as are to be kept. Ranks that share a model write
 their shares at the same time; the first waits for all, and makes them one checkpoint.
 """
 
@@ -9,20 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.format import tensor_file, why_invalid, write_manifest, write_tensors
+from trainer.checkpoint.directory import Unreadable, checkpoints, set_aside, why_invalid
+from trainer.checkpoint.format import tensor_file, write_manifest, write_tensors
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.errors import CheckpointError, DiskError, UserError
 from trainer.files import (
     TEMPORARY_SUFFIX,
     disk_errors,
+    failpoint,
     read_json,
     rename_durably,
     replace_json,
@@ -30,8 +32,8 @@ from trainer.files import (
     write_json,
 )
 
-_NAME = re.compile(r"ckpt_(\d+)")
-#: What a rank leaves beside its files when they are durable, or failed, and how often the first looks for it.
+#: What a rank leaves beside its files when it begins and when they are durable, or it failed; how often the first
+#: looks for it.
 _NOTE, _POLL_S = "rank-{:02}.json", 0.05
 
 
@@ -43,13 +45,17 @@ class CheckpointManager:
         timeout_s: float = 600,
     ) -> None:  # fmt: skip
         """`keep`: how many to keep, -1 all; `say`: told when a checkpoint is skipped, and why. Rank `rank` of `size`
-        that share the model; `timeout_s`: seconds that the first waits for the others' shares."""
+        that share the model; `timeout_s`: seconds that the first waits for the others to begin their shares."""
         self.directory = directory
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._keep = keep
         self._say = say
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        #: Found whole, every byte of them, or written by this process.
+        self._whole: set[Path] = set()
+        #: Skipped because they could not be read, though they may be whole.
+        self.unreadable: list[Path] = []
 
     def prepare(self) -> None:
         """Make the directory and sweep unfinished checkpoints of dead runs. Raises `DiskError`."""
@@ -60,21 +66,36 @@ class CheckpointManager:
 
     def paths(self) -> list[tuple[int, Path]]:
         """(global step, path) of everything named like a checkpoint, newest first."""
-        if not self.directory.is_dir():
-            return []
-        found = [(int(m[1]), path) for path in self.directory.iterdir() if (m := _NAME.fullmatch(path.name))]
-        return sorted(found, reverse=True)
+        try:
+            return checkpoints(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.directory}: {error.strerror}; check its permissions") from error
 
-    def valid(self, step: int = -1) -> Iterator[Path]:
-        """Whole checkpoints, newest first (only that of global step `step`, unless -1); says why it skips others."""
-        for at, path in self.paths():
-            if step not in (-1, at):
-                continue
-            reason = why_invalid(path)
+    def why_invalid(self, path: Path) -> str | None:
+        """Why `path` is not a whole checkpoint, or None if it is; reads all of it."""
+        reason = why_invalid(path)
+        if reason is None:
+            self._whole.add(path)
+        return reason
+
+    def valid(self) -> Iterator[Path]:
+        """Whole checkpoints, newest first; says why it skips others."""
+        for _, path in self.paths():
+            reason = self.why_invalid(path)
             if reason is None:
                 yield path
             else:
                 self._say(f"skipping checkpoint {path}: {reason}")
+                if isinstance(reason, Unreadable):
+                    self.unreadable.append(path)
+
+    def set_aside(self, paths: Iterable[Path]) -> None:
+        """Leave the checkpoints `paths` behind, newest first; says where they are then. Raises `DiskError`."""
+        paths = list(paths)
+        place = set_aside(self.directory, paths)
+        if place is not None:
+            names = ", ".join(path.name for path in paths)
+            self._say(f"set aside {names}, which training goes on without: now in {place}")
 
     def save(self, snapshot: Snapshot) -> None:
         """Start writing `snapshot`, once the write before is finished. Raises that one's error."""
@@ -90,6 +111,11 @@ class CheckpointManager:
         if self._pending is not None and self._pending.done():
             self.finish()
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether `finish` would wait."""
+        return self._pending is not None and not self._pending.done()
+
     def finish(self) -> None:
         """Wait until the write under way is durable. Raises its error."""
         pending, self._pending = self._pending, None
@@ -102,18 +128,19 @@ class CheckpointManager:
         try:
             with disk_errors(temporary):
                 temporary.mkdir(exist_ok=self._size > 1)
+                if self._rank:
+                    replace_json(temporary / _NOTE.format(self._rank), {})
             files = write_shard(temporary, snapshot, self._rank, self._size)
-            if self._size > 1:
-                write_json(temporary / _NOTE.format(self._rank), {"files": files})
             if self._rank:
+                write_json(temporary / _NOTE.format(self._rank), {"files": files})
                 return
             files += self._others_files(temporary)
             write_manifest(temporary, snapshot.state.global_step, snapshot.state.to_json(), files)
-            # Only a damaged one can be there already: a valid one would have been resumed from.
             rename_durably(temporary, final)
+            self._whole.add(final)
         except UserError as error:
             if self._rank:
-                # The first would wait for this share until its time is over.
+                # The first would wait for this share.
                 with contextlib.suppress(OSError):
                     replace_json(temporary / _NOTE.format(self._rank), {"error": str(error)})
             elif self._size == 1:  # others may be writing there still, and would find it gone; `prepare` sweeps
@@ -126,10 +153,11 @@ class CheckpointManager:
         files: list[dict[str, Any]] = []
         deadline = time.monotonic() + self._timeout_s
         for rank in range(1, self._size):
-            while (note := read_json(directory / _NOTE.format(rank))) is None:
-                if time.monotonic() > deadline:
+            # A share takes as long as it takes: a rank that dies meanwhile takes this one with it.
+            while not (note := read_json(directory / _NOTE.format(rank))):
+                if note is None and time.monotonic() > deadline:
                     raise DiskError(
-                        f"{directory}: rank {rank} has not written its share within {self._timeout_s:g} s; is the "
+                        f"{directory}: rank {rank} has not begun its share within {self._timeout_s:g} s; is the "
                         f"directory the same for all workers? run the same again to go on from the last checkpoint"
                     )
                 time.sleep(_POLL_S)
@@ -137,17 +165,24 @@ class CheckpointManager:
                 raise DiskError(f"rank {rank} has not written its share: {note['error']}")
             files += note["files"]
         with disk_errors(directory):
-            for rank in range(self._size):
+            for rank in range(1, self._size):
                 (directory / _NOTE.format(rank)).unlink(missing_ok=True)
         return files
 
     def _prune(self) -> None:
-        if self._keep < 0:
+        """Remove what is older than the newest whole ones that are to be kept."""
+        found = [path for _, path in self.paths()]
+        if self._keep < 0 or len(found) <= self._keep:
             return
-        for _, path in self.paths()[max(1, self._keep) :]:
+        whole = 0
+        for path in found:
+            if whole < max(1, self._keep):
+                whole += path in self._whole or self.why_invalid(path) is None
+                continue
             doomed = path.with_name(path.name + TEMPORARY_SUFFIX)
             with disk_errors(path):
                 path.rename(doomed)
+                failpoint(f"prune:{path.name}")
                 shutil.rmtree(doomed)
 
 

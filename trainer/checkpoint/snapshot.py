@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.format import MASTER
 from trainer.state import TrainState
 
 
@@ -19,6 +20,11 @@ class Snapshot:
     model: dict[str, Tensor]
     #: Empty in a minimal checkpoint.
     optimizer: dict[str, Tensor]
+
+    def minimal(self) -> Snapshot:
+        """The same without the optimizer: the best weights there are, under the model's names."""
+        weights = {name: self.optimizer.get(f"{MASTER}.{name}", tensor) for name, tensor in self.model.items()}
+        return Snapshot(self.state, weights, {})
 
 
 class HostCopy:

@@ -117,6 +117,17 @@ class TensorFile:
         self._digest = hashlib.sha256()
         try:
             self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        try:
+            self._read_header()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _read_header(self) -> None:
+        path = self.path
+        try:
             size = os.fstat(self._file.fileno()).st_size
             raw = self._file.read(8)
             length = int.from_bytes(raw, "little")
@@ -130,7 +141,7 @@ class TensorFile:
                 for name, entry in header.items()
             }
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {error.strerror}; check the path") from error
+            raise _unreadable(path, error) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} cannot be read as safetensors ({error}); use another checkpoint, or copy it here again"
@@ -162,7 +173,11 @@ class TensorFile:
             self._read_chunk(at + offset, view[offset : offset + _CHUNK_BYTES])
 
     def _read_chunk(self, at: int, view: memoryview) -> None:
-        if os.preadv(self._file.fileno(), [view], at) != len(view):
+        try:
+            count = os.preadv(self._file.fileno(), [view], at)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        if count != len(view):
             raise CheckpointError(f"{self.path} became shorter while it was read; use another checkpoint")
         if self._sha256 is not None and at == self._hashed:
             self._digest.update(view)
@@ -182,6 +197,10 @@ class TensorFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot read {path}: {error.strerror}; check the path, or use another checkpoint")
 
 
 def write_tensor_file(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
@@ -18,6 +19,8 @@ from trainer.errors import UserError
 from trainer.parallel.shared_memory import SharedMemory, everybodys
 
 T = TypeVar("T")
+#: Seconds between two questions whether a worker is still busy.
+_LOOK_EVERY_S = 0.05
 
 
 class Links(NamedTuple):
@@ -164,19 +167,7 @@ class Mesh:
 
     def by_root(self, work: Callable[[], T]) -> T:
         """What `work` returns in the root, in every worker; it may take longer than workers wait for each other."""
-        if self.world_size == 1:
-            return work()
-        box: list[T] = []
-        with ThreadPoolExecutor(1, thread_name_prefix="root") as pool:
-            future = pool.submit(work) if self.is_root else None
-            done = 0
-            while not done:
-                if future is not None:
-                    done = len(wait([future], timeout=_ROOT_POLL_S).done)
-                (done,) = self.sum_on_host([done])
-            if future is not None:
-                box.append(future.result())
-        told = self.tell(box)
+        told = self.tell(self.patiently(lambda: [work()] if self.is_root else []))
         assert told is not None
         return told[0]
 
@@ -188,6 +179,25 @@ class Mesh:
         dist.broadcast_object_list(box, src=0, group=self.host_group, device=torch.device("cpu"))
         return box[0]
 
+    def from_all(self, value: T) -> list[T]:
+        """Each worker's `value`, by rank, in every worker."""
+        return [value] if self.world_size == 1 else everybodys(value, self.host_group)
+
+    def wait_while(self, is_busy: Callable[[], bool]) -> None:
+        """Wait until no worker `is_busy`. They ask each other all the time, so it may take longer than a collective
+        operation may; a worker that has died still ends it."""
+        while self.world_size > 1 and self.sum_on_host([is_busy()])[0]:
+            time.sleep(_LOOK_EVERY_S)
+
+    def patiently(self, work: Callable[[], T]) -> T:
+        """What `work` returns here, once it is done in every worker, however long that takes."""
+        if self.world_size == 1:
+            return work()
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="patient") as executor:
+            future = executor.submit(work)
+            self.wait_while(lambda: not future.done())
+            return future.result()
+
     def sum_on_host(self, values: Sequence[int]) -> list[int]:
         """Element-wise sums of small lists of integers over all workers."""
         if self.world_size == 1:
@@ -198,7 +208,5 @@ class Mesh:
         return sums
 
 
-#: Seconds after which the others hear again that the root is not done yet.
-_ROOT_POLL_S = 1.0
 #: What torchrun sets, and what holds without it.
 _TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

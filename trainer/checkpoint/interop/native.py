@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.checkpoint.format import MANIFEST, MASTER, STATE, why_invalid
+from trainer.checkpoint.directory import MANIFEST, STATE, why_invalid
+from trainer.checkpoint.format import MASTER
 from trainer.checkpoint.interop.contents import KINDS, MODEL, OPTIMIZER, Contents
 from trainer.checkpoint.interop.sources import Renamed, Source
 from trainer.checkpoint.tensor_file import TensorFile

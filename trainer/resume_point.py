@@ -1,0 +1,221 @@
+"""Which checkpoint a run goes on from, and which ones it leaves behind.
+
+A checkpoint of the same phase that is named, by its step or by its path in the output directory, is rolled back to:
+what is newer is set aside. A checkpoint from elsewhere, or of the phase before, is what the output directory's training
+begins with: the same command again goes on from its own newest checkpoint, and refuses to where that one began with
+another. Nothing is set aside before all of it has been loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.checkpoint.directory import MANIFEST, checkpoint_step, why_invalid
+from trainer.checkpoint.format import tensor_file
+from trainer.checkpoint.manager import CheckpointManager, require_valid
+from trainer.config import TrainConfig
+from trainer.errors import CheckpointError, UserError
+from trainer.files import sha256_of
+from trainer.parallel.mesh import Mesh
+from trainer.state import TrainState
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint to begin with, and whether all of it counts or only its weights."""
+
+    checkpoint: Path
+    state: TrainState
+    weights_only: bool
+    #: sha256 of the manifest of the checkpoint that the output directory's training began with; None: not known.
+    origin: str | None = None
+
+
+def agree_on_start(
+    config: TrainConfig, manager: CheckpointManager, mesh: Mesh, say: Callable[[str], None]
+) -> Start | None:
+    """The checkpoint that `config` asks to start from, the same on all workers; None: begin with initial weights.
+
+    The root chooses; where another worker cannot read its share of it, all take the next. Raises `UserError`.
+    """
+    found = _starts(config, manager)
+    while True:
+        start = mesh.by_root(lambda: next(found))
+        if start is None:
+            return None
+        check = functools.partial(_why_unusable, start, mesh)
+        problems = list(enumerate(mesh.from_all(mesh.patiently(check))))
+        bad = [f"worker {worker} cannot use it: {reason}" for worker, reason in problems if reason is not None]
+        if not bad:
+            return start
+        say(f"skipping checkpoint {start.checkpoint}: {bad[0]}")
+
+
+def left_behind(config: TrainConfig, manager: CheckpointManager, start: Start | None) -> list[Path]:
+    """The checkpoints of the output directory that are not of the branch that begins with `start`, newest first."""
+    if start is None or start.checkpoint.parent != manager.directory:
+        return [path for _, path in manager.paths()]
+    is_finished = not start.weights_only and start.state.step >= config.stop_step
+    if is_finished and _named(config, manager.directory)[1] == -1:
+        return []  # nothing is going to be trained
+    return [path for step, path in manager.paths() if step > start.state.global_step]
+
+
+def how_to_go_on(config: TrainConfig) -> str:
+    """What to do after an interruption."""
+    _, step = _named(config, checkpoint_directory(config))
+    if step == -1:
+        return "the same command with --resume_ckpt goes on"
+    option = "--resume_ckpt_path" if config.resume_step == -1 else "--resume_step"
+    return f"the same command with --resume_ckpt and without {option} goes on; with it, it rolls back to {step} again"
+
+
+def checkpoint_directory(config: TrainConfig) -> Path:
+    return config.output_dir / "checkpoints"
+
+
+def _named(config: TrainConfig, directory: Path) -> tuple[Path | None, int]:
+    """The checkpoint from elsewhere that training in `directory` begins with, and the global step to roll back to; None
+    and -1 where the options do not say. Raises `UserError` if they contradict each other."""
+    given = config.resume_ckpt_path
+    own_step = None if given is None else checkpoint_step(given)
+    if given is None or own_step is None or given.resolve().parent != directory.resolve():
+        return given, config.resume_step
+    if config.resume_step not in (-1, own_step):
+        raise UserError(
+            f"--resume_ckpt_path {given} and --resume_step {config.resume_step} differ; leave one of them out"
+        )
+    if config.resume_step == -1 and config.phase == 2 and own_step == config.phase1_end_step:
+        return None, -1  # where phase 2 begins without it, too
+    return None, own_step
+
+
+def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[Start | None]:
+    """What can be started from, best first; None, the last of them: initial weights. Raises `UserError`."""
+    if not config.resume:
+        if manager.paths():
+            raise UserError(
+                f"{manager.directory} holds checkpoints up to step {manager.paths()[0][0]}; add --resume_ckpt to go on "
+                f"from there, or give another --output_dir"
+            )
+        yield None
+    given, step = _named(config, manager.directory)
+    if step != -1:
+        yield _rolled_back(config, manager, step, given)
+        raise CheckpointError(
+            f"the checkpoint of step {step} cannot be used by every worker; put that right, or name another"
+        )
+    later, rejected = None, None
+    for path in manager.valid():
+        state = TrainState.read(path)
+        if state.phase > config.phase:
+            later = later or path
+        elif state.phase == config.phase:
+            if later is not None and state.step < config.stop_step:
+                raise UserError(
+                    f"{later} is of phase {config.phase + 1}, which has begun already; to roll back to {path} give "
+                    f"--resume_step {state.global_step}"
+                )
+            _require_origin(path, state, given)
+            yield Start(path, state, weights_only=False, origin=state.origin)
+            rejected = path
+    unreadable = [path for path in manager.unreadable if (checkpoint_step(path) or 0) > config.phase1_end_step]
+    if later is not None or rejected is not None or unreadable:
+        reason = (
+            f"{later} is of phase {config.phase + 1}" if later else f"{rejected or unreadable[0]} cannot be read now"
+        )
+        raise CheckpointError(
+            f"{manager.directory} has no checkpoint that phase {config.phase} can go on from, but {reason}; put that "
+            f"right, or give another --output_dir"
+        )
+    yield from _beginnings(config, manager, given)
+
+
+def _beginnings(config: TrainConfig, manager: CheckpointManager, given: Path | None) -> Iterator[Start | None]:
+    """What a phase without a checkpoint of its own can begin with."""
+    if given is not None:
+        require_valid(given)
+        for path in manager.valid():
+            raise _of_another_training(path, given)
+        yield _beginning(config, given)
+        raise CheckpointError(f"checkpoint {given} cannot be used by every worker; put that right, or give another one")
+    if config.phase == 2:
+        path = manager.directory / f"ckpt_{config.phase1_end_step}"
+        if manager.why_invalid(path) is None:
+            yield _beginning(config, path)
+        raise CheckpointError(
+            f"phase 2 starts from phase 1's checkpoint of step {config.phase1_end_step}, and {manager.directory} has "
+            f"none that is whole; give it with --resume_ckpt_path, or its step with --phase1_end_step"
+        )
+    yield None
+
+
+def _beginning(config: TrainConfig, path: Path) -> Start:
+    """Training that begins with the checkpoint `path`. Raises `CheckpointError`."""
+    state = TrainState.read(path)
+    if config.phase == 2 and state.phase == 1 and state.global_step != config.phase1_end_step:
+        raise CheckpointError(
+            f"{path} is of step {state.global_step}, but phase 1 is said to end at step {config.phase1_end_step}; "
+            f"give --phase1_end_step {state.global_step}, or another checkpoint"
+        )
+    return Start(path, state, weights_only=state.phase != config.phase, origin=_origin_of(path))
+
+
+def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, given: Path | None) -> Start:
+    """The output directory's own checkpoint of `step`; or the one that its training begins with, if it is of that step.
+    Raises `CheckpointError`."""
+    path = manager.directory / f"ckpt_{step}"
+    if not path.exists():
+        if given is not None:
+            require_valid(given)
+            if TrainState.read(given).global_step == step:
+                for own in manager.valid():
+                    _require_origin(own, TrainState.read(own), given)
+                return _beginning(config, given)
+        there = ", ".join(str(at) for at, _ in manager.paths()) or "none"
+        raise CheckpointError(f"{manager.directory} has no checkpoint of step {step}; there: {there}")
+    reason = manager.why_invalid(path)
+    if reason is not None:
+        raise CheckpointError(f"checkpoint {path} cannot be used: {reason}; name another one")
+    state = TrainState.read(path)
+    if state.phase == config.phase:
+        _require_origin(path, state, given)
+        return Start(path, state, weights_only=False, origin=state.origin)
+    if state.phase > config.phase:
+        raise CheckpointError(f"{path} is of phase {state.phase}; add --phase2 to go on from it, or name another one")
+    return _beginning(config, path)
+
+
+def _require_origin(path: Path, state: TrainState, given: Path | None) -> None:
+    """Raise `CheckpointError` if training from `given` has not led to `path`, the output directory's own."""
+    if given is not None and state.origin not in (None, _origin_of(given)):
+        raise _of_another_training(path, given)
+
+
+def _of_another_training(path: Path, given: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is of a training that did not begin with {given}; leave --resume_ckpt_path out to go on from "
+        f"{path.name}, or give another --output_dir"
+    )
+
+
+def _origin_of(path: Path) -> str:
+    """What tells the checkpoint `path` from all others. Raises `CheckpointError`."""
+    try:
+        return sha256_of(path / MANIFEST)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path / MANIFEST}: {error.strerror}; give a ckpt_<step> directory"
+        ) from error
+
+
+def _why_unusable(start: Start, mesh: Mesh) -> str | None:
+    """Why this worker cannot load its share of a checkpoint that the root, which has read all of it, found whole."""
+    if mesh.is_root:
+        return None
+    size, rank = start.state.tensor_parallel_size, mesh.tensor_parallel_rank
+    needed = {tensor_file(kind, rank if size > 1 else 0, size) for kind in ("model", "optimizer")}
+    return why_invalid(start.checkpoint, verify=needed.__contains__)
