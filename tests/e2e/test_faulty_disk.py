@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -25,6 +27,7 @@ from tests.support import (
     write_model_config,
 )
 from trainer.checkpoint.directory import why_invalid
+from trainer.files import sweep_temporaries
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,6 +54,88 @@ def test_the_shim_reaches_real_writes(tmp_path: Path) -> None:
     program = f"import os; os.write(os.open({str(tmp_path / 'x')!r}, os.O_CREAT | os.O_WRONLY), b'x')"
     assert "Input/output error" in command("-c", program, env=faulty(tmp_path, 1)).stderr
     assert command("-c", program, env=faulty(tmp_path, 2)).returncode == 0
+    (tmp_path / "y").write_text("y")
+    for number, error in (("5", "Input/output error"), ("13", "Permission denied")):
+        env = {"FAULTY_UNREADABLE": str(tmp_path / "y"), "FAULTY_ERRNO": number}
+        assert error in command("-c", f"open({str(tmp_path / 'y')!r}).read()", env=env).stderr
+
+
+REPLACING = """
+import sys
+from pathlib import Path
+from trainer.files import rename_durably
+rename_durably(*map(Path, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_directory_is_replaced_without_a_moment_in_which_there_is_none(tmp_path: Path, exchanges: bool) -> None:
+    """Killed at each point. Where names cannot be exchanged, sweeping puts back what was in its place."""
+    env = {} if exchanges else {"FAULTY_EXCHANGE": "1"}
+    log = tmp_path / "points"
+    final, temporary = tmp_path / "at" / "final", tmp_path / "at" / "final.tmp"
+
+    def prepared() -> None:
+        shutil.rmtree(tmp_path / "at", ignore_errors=True)
+        for directory, content in ((final, "old"), (temporary, "new")):
+            directory.mkdir(parents=True)
+            (directory / "content").write_text(content)
+
+    prepared()
+    straight = {**env, "FAILPOINT": "none", "FAILPOINT_LOG": str(log)}
+    assert command("-c", REPLACING, str(temporary), str(final), env=straight).returncode == 0
+    assert [path.name for path in (tmp_path / "at").iterdir()] == ["final"]
+    points = log.read_text().split()
+    assert len(points) == (2 if exchanges else 4)
+    for point in points:
+        prepared()
+        done = command("-c", REPLACING, str(temporary), str(final), env={**env, "FAILPOINT": point})
+        assert done.returncode == -signal.SIGKILL
+        if not exchanges:
+            sweep_temporaries(tmp_path / "at")
+        expected = "old" if point in ("rename-before:final", "rename-between:final") else "new"
+        assert (final / "content").read_text() == expected, point
+        sweep_temporaries(tmp_path / "at")
+        assert [path.name for path in (tmp_path / "at").iterdir()] == ["final"]
+
+
+@pytest.mark.parametrize("error", [5, 13])
+@pytest.mark.parametrize(("workers", "split", "rank"), [(1, 1, 0), (2, 1, 1), (2, 2, 0), (2, 2, 1)])
+def test_a_checkpoint_that_cannot_be_read_is_passed_over_by_all(
+    tmp_path: Path, error: int, workers: int, split: int, rank: int
+) -> None:
+    """EIO and EACCES, wherever one worker meets them: all go on from the checkpoint before, to the same bytes."""
+    data, model = write_dataset(tmp_path / "data", [21]), write_model_config(tmp_path)
+    values = {**TRAINING, "data_dir": data, "model_config": model, "grad_accum_usteps": 1, "max_steps": 3,
+              "ckpt_interval_steps": 1, "num_ckpts_to_keep": -1, "tensor_parallel_size": split}  # fmt: skip
+    assert train(workers, output_dir=tmp_path / "straight", **values).returncode == 0
+    out = tmp_path / "out"
+    assert train(workers, output_dir=out, **values, steps_this_run=2).returncode == 0
+    newest = out / "checkpoints" / "ckpt_2"
+    files = {path.name for path in newest.glob("*.safetensors") if split == 1 or f"-{rank:02}-of-" in path.name}
+    assert len(files) == 2
+    for name in files:
+        again = Path(shutil.copytree(out, tmp_path / f"again-{name}"))
+        env = {"FAULTY_UNREADABLE": str(again / "checkpoints" / "ckpt_2" / name), "FAULTY_RANK": str(rank)}
+        done = train(workers, env={**env, "FAULTY_ERRNO": str(error)}, output_dir=again, **values)
+        assert done.returncode == 0, done.stdout
+        reason = f"{name} cannot be read: {os.strerror(error)}"
+        assert [line for line in done.stdout.splitlines() if "skipping" in line and reason in line], done.stdout
+        assert "resuming from" in done.stdout
+        assert "ckpt_1 at step 1" in done.stdout
+        assert_same_bytes(again / "checkpoints" / "ckpt_3", tmp_path / "straight" / "checkpoints" / "ckpt_3")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_training_does_not_begin_anew_because_its_only_checkpoint_cannot_be_read(tmp_path: Path, workers: int) -> None:
+    data, model = write_dataset(tmp_path / "data", [21]), write_model_config(tmp_path)
+    values = {**TRAINING, "data_dir": data, "model_config": model, "grad_accum_usteps": 1, "num_ckpts_to_keep": 1}
+    out = tmp_path / "out"
+    assert train(workers, output_dir=out, **values, steps_this_run=2).returncode == 0
+    env = {"FAULTY_UNREADABLE": str(out / "checkpoints" / "ckpt_2"), "FAULTY_ERRNO": "13"}
+    done = train(workers, env=env, output_dir=out, **values)
+    assert_workers_error(done, 0, "ckpt_2 cannot be read now", "put that right", size=workers)
+    assert why_invalid(out / "checkpoints" / "ckpt_2") is None
 
 
 def fail_everywhere(module: str, words: tuple[object, ...], tmp_path: Path, *, least: int) -> None:
