@@ -17,7 +17,7 @@ from trainer.data.loader import Loader, Step, record_samples
 from trainer.data.order import ORDER_VERSION, SampleOrder, hash_of
 from trainer.devices.base import Device
 from trainer.devices.graphs import GraphList
-from trainer.files import failpoint
+from trainer.files import METRICS, failpoint
 from trainer.interruptions import Interruptions
 from trainer.metrics import Metrics, StepRecord
 from trainer.optim.parameters import SharedModel
@@ -117,7 +117,7 @@ class Trainer:
             self.optimizer.set_steps_done(self.state.step)
         say_start(start, self.state, say)
         if mesh.is_root and not config.trial:
-            self.manager.set_aside(left_behind(config, self.manager, start))
+            self.manager.set_aside(left_behind(config, self.manager, start), config.output_dir / METRICS)
         saves = mesh.data_parallel_rank == 0 and not config.trial
         self._host_copy = self._prepare_saving(workload, say) if saves else None
         writes = mesh.is_root and not config.trial

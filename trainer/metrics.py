@@ -15,7 +15,7 @@ from typing import Any
 from trainer.config import TrainConfig
 from trainer.errors import UserError
 from trainer.event_file import EventFile
-from trainer.files import METRICS, PROGRESS, disk_errors, failpoint, replace_json, write_json
+from trainer.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, replace_json, write_json
 from trainer.results import TrainTime, phase_results, recorded_steps, steps_of_phase
 from trainer.state import TrainState
 from trainer.workloads.base import Work, Workload
@@ -63,7 +63,7 @@ class Metrics:
         """`peak_flops_per_s`: of all workers' devices together, None where it is not known.
 
         Goes on behind the records of `start`'s steps in the output directory; later ones there are dropped, because
-        their steps are done again.
+        their steps are done again. Where nothing is left to train they are of something else, and stay.
         """
         self._config = config
         self._workload = workload
@@ -80,17 +80,21 @@ class Metrics:
         if not is_root:
             return
         self._path = config.output_dir / METRICS
+        self._was_over = start.step >= config.stop_step
         with disk_errors(self._path):
-            _drop_after(self._path, start.global_step)
+            if not self._was_over:
+                _drop_after(self._path, start.global_step)
             self._file = self._path.open("a")
             recorded = steps_of_phase(self._path, start)
             self._train_time = TrainTime(config.output_dir, start.phase, recorded, resumes=config.resume)
-            self._board = EventFile(config.output_dir / "tensorboard", first_step=start.global_step + 1)
+            self._board: EventFile | None = None
+            if not self._was_over:
+                self._board = EventFile(config.output_dir / "tensorboard", first_step=start.global_step + 1)
 
     def start_clock(self) -> None:
         """The first step begins now."""
         self._last = time.monotonic()
-        if self._is_root:
+        if self._is_root and not self._was_over:
             self._train_time.start()
 
     def record(self, record: StepRecord, values: list[float]) -> None:
@@ -155,6 +159,7 @@ class Metrics:
         now = time.monotonic()
         if now - self._drawn >= _BOARD_INTERVAL_S or state.step == self._config.stop_step:
             self._drawn = now
+            assert self._board is not None
             with disk_errors(self._path):
                 self._board.add(step, scalars)
         if now - self._written >= _WRITE_INTERVAL_S:
@@ -181,7 +186,8 @@ class Metrics:
             with disk_errors(self._path):
                 self._file.write("".join(lines))
                 self._file.flush()
-                self._board.flush()
+                if self._board is not None:
+                    self._board.flush()
                 self._train_time.write()
                 replace_json(self._config.output_dir / PROGRESS, self._progress)
         if durable and self._is_root:
@@ -197,7 +203,8 @@ class Metrics:
         failpoint("training-end:recorded")
         with disk_errors(self._path):
             self._file.close()
-            self._board.close()
+            if self._board is not None:
+                self._board.close()
             self._train_time.write()
         failpoint("training-end:timed")
         (self._config.output_dir / PROGRESS).unlink(missing_ok=True)
@@ -210,7 +217,11 @@ class Metrics:
             "batch_size": self._config.micro_batch_size,
             **self._workload.summary(),
         }
-        write_json(self._config.metrics_file, summary)
+        written = read_json(self._config.metrics_file) or {}
+        if self._was_over and written.get("global_step", -1) >= state.global_step:
+            summary = written  # they were complete before this run, and may be the next phase's by now
+        else:
+            write_json(self._config.metrics_file, summary)
         for line in self._workload.last_words(summary):
             self._say(line)
 

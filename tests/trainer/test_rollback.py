@@ -3,6 +3,7 @@ on without is set aside, and nothing whole is ever lost."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import subprocess
@@ -69,7 +70,7 @@ def names(out: Path) -> dict[str, list[str]]:
     directory = out / "checkpoints"
     found = {"": sorted(path.name for path in directory.glob("ckpt_*"))}
     assert all(why_invalid(directory / name) is None for name in found[""])
-    return found | {place.name: sorted(path.name for path in place.iterdir()) for place in abandoned(directory)}
+    return found | {place.name: sorted(path.name for path in place.glob("ckpt_*")) for place in abandoned(directory)}
 
 
 def test_a_damaged_newest_checkpoint_costs_no_whole_one(training: Training, out: Path, straight: Path) -> None:
@@ -95,7 +96,9 @@ def test_what_is_rolled_back_from_is_set_aside_and_the_new_branch_stays(
     said = training.run(out, resume_ckpt=True, resume_step=2, num_ckpts_to_keep=2, steps_this_run=3)
     assert "set aside ckpt_6, ckpt_4" in said
     assert names(out) == {"": ["ckpt_2", "ckpt_3"], "abandoned-1": ["ckpt_4", "ckpt_6"]}
-    assert all(why_invalid(path) is None for path in (out / "checkpoints" / "abandoned-1").iterdir())
+    aside = out / "checkpoints" / "abandoned-1"
+    assert all(why_invalid(path) is None for path in aside.glob("ckpt_*"))
+    assert [json.loads(line)["step"] for line in (aside / "metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
     assert "ckpt_3 at step 3" in training.run(out, resume_ckpt=True, num_ckpts_to_keep=2)
     assert names(out) == {"": ["ckpt_6", "ckpt_8"], "abandoned-1": ["ckpt_4", "ckpt_6"]}
     assert_same_bytes(out / "checkpoints" / "ckpt_8", straight)
@@ -147,6 +150,17 @@ def test_a_checkpoint_from_elsewhere_begins_a_directory_of_its_own(
     assert names(out) == {"": ["ckpt_2", "ckpt_4", "ckpt_6"]}
 
 
+def test_a_finished_training_changes_nothing_when_it_is_run_again(training: Training, out: Path) -> None:
+    training.run(out, resume_ckpt=True)
+
+    def contents() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    before = contents()
+    training.run(out, resume_ckpt=True)
+    assert contents() == before
+
+
 def phase2(given: Path | None = None) -> dict[str, object]:
     start = {} if given is None else {"resume_ckpt_path": given}
     return {"phase2": True, "resume_ckpt": True, "phase1_end_step": 6, "max_steps": 4, **start}
@@ -176,13 +190,13 @@ def test_phase_2_stopped_before_its_first_step_leaves_phase_1s_checkpoint(traini
 
 def test_phase_1_is_not_begun_again_where_phase_2_has_begun(training: Training, out: Path) -> None:
     training.run(out, **phase2(), steps_this_run=1)
-    before = names(out)
+    before = names(out), {name: (out / name).read_bytes() for name in ("results.json", "metrics.jsonl")}
     training.run(out, resume_ckpt=True, steps_this_run=6)  # it is finished: nothing to do
+    assert before == (names(out), {name: (out / name).read_bytes() for name in before[1]})
     assert_one_line_error(training.try_it(out, resume_ckpt=True), "is of phase 2", "--resume_step 6")
     for name in ("ckpt_2", "ckpt_4", "ckpt_6"):
         shutil.rmtree(out / "checkpoints" / name)
     assert_one_line_error(training.try_it(out, resume_ckpt=True), "ckpt_7 is of phase 2", "another --output_dir")
-    assert before[""][-1] == "ckpt_7"
     assert names(out) == {"": ["ckpt_7"]}
 
 
@@ -203,7 +217,7 @@ def test_a_kill_while_checkpoints_are_set_aside_or_pruned_loses_nothing(
         rolled_back = name.startswith("prune")
         training.run(out, **({"resume_ckpt": True, "num_ckpts_to_keep": 1} if rolled_back else words))
         assert names(out)[""] == ["ckpt_8"], name
-        kept = {path.name for place in abandoned(out / "checkpoints") for path in place.iterdir()}
+        kept = {path.name for place in abandoned(out / "checkpoints") for path in place.glob("ckpt_*")}
         assert kept == {"ckpt_4", "ckpt_6"}, name
         assert_same_bytes(out / "checkpoints" / "ckpt_8", straight)
         shutil.rmtree(out)

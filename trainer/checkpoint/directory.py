@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,9 @@ def whole_checkpoints(directory: Path) -> Iterator[tuple[int, Path]]:
     return ((step, path) for step, path in checkpoints(directory) if why_invalid(path, verify=False) is None)
 
 
-def set_aside(directory: Path, paths: Iterable[Path]) -> Path | None:
-    """Move the checkpoints `paths` of `directory`, newest first, to where nobody takes them for its own; returns the
-    place, None if there was nothing to move. Raises `DiskError`.
+def set_aside(directory: Path, paths: Iterable[Path], records: Path) -> Path | None:
+    """Move the checkpoints `paths` of `directory`, newest first, to where nobody takes them for its own, with a copy of
+    the file `records`, if there is one; returns the place, None if there was nothing to move. Raises `DiskError`.
 
     Newest first: whenever this is cut short, the newest that is left is one that was to be left behind, or the one to
     go on from.
@@ -110,6 +111,8 @@ def set_aside(directory: Path, paths: Iterable[Path]) -> Path | None:
         number += 1
     with disk_errors(place):
         place.mkdir()
+        if records.exists():
+            shutil.copyfile(records, place / records.name)
     fsync_directory(directory)
     for path in paths:
         failpoint(f"set-aside-before:{path.name}")

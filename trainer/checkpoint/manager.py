@@ -89,10 +89,11 @@ class CheckpointManager:
                 if isinstance(reason, Unreadable):
                     self.unreadable.append(path)
 
-    def set_aside(self, paths: Iterable[Path]) -> None:
-        """Leave the checkpoints `paths` behind, newest first; says where they are then. Raises `DiskError`."""
+    def set_aside(self, paths: Iterable[Path], records: Path) -> None:
+        """Leave the checkpoints `paths` behind, newest first, with a copy of their steps' `records`; says where they
+        are then. Raises `DiskError`."""
         paths = list(paths)
-        place = set_aside(self.directory, paths)
+        place = set_aside(self.directory, paths, records)
         if place is not None:
             names = ", ".join(path.name for path in paths)
             self._say(f"set aside {names}, which training goes on without: now in {place}")
