@@ -1,11 +1,15 @@
-"""`python -m pipeline clean`: the stage directories that nothing needs any more, their sizes, and their removal."""
+"""`python -m pipeline clean`: the stage directories that nothing needs any more and the checkpoints that trainings have
+set aside, their sizes, and their removal."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
+import functools
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +17,7 @@ from pipeline.differences import first_difference
 from pipeline.everything import everything
 from pipeline.goal import Goal, chain
 from pipeline.launchers import find_job
-from pipeline.shelf import Place, Shelf, holder
+from pipeline.shelf import Place, Shelf, abandoned_checkpoints, holder, size_bytes
 from pipeline.stage import Stage
 from stages.lock import LOCK
 from stages.manifest import IDENTITY, MANIFEST
@@ -30,6 +34,8 @@ class Plan:
     superseded: list[tuple[Place, str]]
     #: Those that the present settings have no use for and that stay all the same.
     kept: list[tuple[Place, str]]
+    #: Checkpoints that trainings which stay have set aside.
+    abandoned: list[tuple[Place, Path]]
 
 
 def plan(goal: Goal) -> Plan:
@@ -60,7 +66,8 @@ def plan(goal: Goal) -> Plan:
     by_label = {task.label: task for task in tasks}
     superseded = [(p, _why(p, by_label.get(p.label))) for p in shelf.places if p.fingerprint not in reasons]
     kept = [(p, reasons[p.fingerprint]) for p in shelf.places if p.fingerprint in reasons.keys() - current.keys()]
-    return Plan(superseded, kept)
+    abandoned = [(p, path) for p in shelf.places if p.fingerprint in reasons for path in abandoned_checkpoints(p.path)]
+    return Plan(superseded, kept, abandoned)
 
 
 def _upstream(place: Place) -> list[str]:
@@ -74,37 +81,40 @@ def _why(place: Place, task: Stage | None) -> str:
     return f"{state}made with other settings ({first_difference(place.record, task.identity.record())})"
 
 
-def size_bytes(directory: Path) -> int:
-    """What removing `directory` frees: its files, but for those that have another name elsewhere."""
-    total = 0
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            stat = os.lstat(os.path.join(parent, name))
-            total += stat.st_size if stat.st_nlink == 1 else 0
-    return total
-
-
 def remove(place: Place, shelf_dir: Path) -> None:
     """Remove a stage directory under its lock. Raises `LockHeld`, `UserError`.
 
     manifest.json goes first and stage.json last: a removal that is cut short leaves an unfinished stage, which the
     next one finds again.
     """
+    with _locked(place):
+        if place.path.resolve() in Shelf(shelf_dir).linked():
+            raise LockHeld(f"{place.path} has become the latest of its stage meanwhile; it stays")
+        order = {MANIFEST: 0, LOCK: 2, IDENTITY: 3}
+        for path in sorted(place.path.iterdir(), key=lambda path: order.get(path.name, 1)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        place.path.rmdir()
+
+
+def remove_abandoned(place: Place, path: Path) -> None:
+    """Remove checkpoints that the training in `place` has set aside, under its lock. Raises `LockHeld`, `UserError`."""
+    with _locked(place):
+        shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def _locked(place: Place) -> Iterator[None]:
+    """Hold the lock of a stage directory that no job is at work in. Raises `LockHeld`; `UserError` for an OSError."""
     try:
         fd = os.open(place.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if place.path.resolve() in Shelf(shelf_dir).linked():
-                raise LockHeld(f"{place.path} has become the latest of its stage meanwhile; it stays")
             if (job := find_job(place.path)) is not None and job.is_alive():
                 raise LockHeld(f"{place.path} is in use now by {job}; it stays")
-            order = {MANIFEST: 0, LOCK: 2, IDENTITY: 3}
-            for path in sorted(place.path.iterdir(), key=lambda path: order.get(path.name, 1)):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-            place.path.rmdir()
+            yield
         finally:
             os.close(fd)
     except BlockingIOError:
@@ -125,24 +135,37 @@ def run(args: argparse.Namespace) -> int:
     for place, reason in found.kept:
         print(f"kept        {place.path}: {reason}")
     total, failed = 0, 0
-    for place, reason in found.superseded:
-        freed = size_bytes(place.path)
-        done = "superseded"
+    removals: list[tuple[str, Path, str, Callable[[], None]]] = [
+        ("superseded", place.path, reason, functools.partial(remove, place, place.path.parent))
+        for place, reason in found.superseded
+    ]
+    removals += [
+        (
+            "set aside ",
+            path,
+            "checkpoints that training went on without",
+            functools.partial(remove_abandoned, place, path),
+        )
+        for place, path in found.abandoned
+    ]
+    for what, path, reason, remove_it in removals:
+        freed = size_bytes(path)
+        done = what
         if args.remove:
             try:
-                remove(place, place.path.parent)
+                remove_it()
                 done = "removed   "
             except UserError as error:
-                print(f"kept        {place.path}: {error}")
+                print(f"kept        {path}: {error}")
                 failed += 1
                 continue
         total += freed
-        print(f"{done}  {place.path}: {size(freed)}, {reason}")
-    if not found.superseded:
+        print(f"{done}  {path}: {size(freed)}, {reason}")
+    if not removals:
         print("nothing is superseded")
     elif args.remove:
         print(f"freed {size(total)}")
     else:
-        count = "1 directory" if len(found.superseded) == 1 else f"{len(found.superseded)} directories"
+        count = "1 directory" if len(removals) == 1 else f"{len(removals)} directories"
         print(f"{size(total)} in {count}; nothing was removed: --remove does that")
     return 1 if failed else 0

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 from pipeline.differences import cause
 from pipeline.goal import Goal, chain, is_complete, would_run
-from pipeline.shelf import Shelf, holder, last_checkpoint_step
+from pipeline.shelf import Shelf, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
 from pipeline.stage import Stage
 from pipeline.training import Training
 from stages.attempts import last_sign_of_life
 from stages.manifest import IDENTITY, MANIFEST, last_failure
+from stages.view.text import size
 from trainer.errors import UserError
 from trainer.files import PROGRESS, read_json
 
@@ -71,7 +72,7 @@ def _row(task: Stage, shelf: Shelf, *, needed: bool) -> Row:
     for ask in (_complete, _running, _failed, _damaged, _interrupted):
         found = ask(task, there)
         if found is not None:
-            return found
+            return _with_abandoned(task, found)
     stale = any(place.is_complete for place in shelf.others(task.label, fingerprint))
     if stale:
         details = [f"made with other settings: {cause(task, shelf)}"]
@@ -144,6 +145,16 @@ def _interrupted(task: Stage, row: Row) -> Row | None:
         detail=", ".join(details) or "goes on with what is not there yet",
         when=datetime.fromtimestamp(when, UTC).strftime(UTC_FORMAT),
     )
+
+
+def _with_abandoned(task: Stage, row: Row) -> Row:
+    """`row`, and what a training has set aside, which takes room until somebody removes it."""
+    places = abandoned_checkpoints(task.directory)
+    if not places:
+        return row
+    names = [path.name for place in places for path in sorted(place.glob("ckpt_*"))]
+    said = f"set aside: {', '.join(names) or places[0].name}, {size(sum(map(size_bytes, places)))} (clean --remove)"
+    return dataclasses.replace(row, detail="; ".join(filter(None, [row.detail, said])))
 
 
 def _with_progress(task: Stage, row: Row) -> Row:

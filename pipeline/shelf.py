@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,11 +15,11 @@ from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Job, Unreachable
 from stages.lock import LOCK, is_held
 from stages.manifest import IDENTITY, MANIFEST, why_incomplete
+from trainer.checkpoint.directory import CHECKPOINTS, STATE, abandoned, whole_checkpoints
 from trainer.errors import UserError
 from trainer.files import read_json
 
 _NAME = re.compile(r"(?P<label>[a-z][a-z0-9_]*(?:-phase[0-9]+)?)-(?P<short>[0-9a-f]{10})")
-_CHECKPOINT = re.compile(r"ckpt_([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,24 @@ def _state(job: Job) -> str | None:
 
 
 def last_checkpoint_step(directory: Path) -> int | None:
-    """The optimizer step, within its phase, of the newest finished checkpoint in a training's directory."""
-    found = [(int(m[1]), path) for path in directory.glob("checkpoints/*") if (m := _CHECKPOINT.fullmatch(path.name))]
-    for _, path in sorted(found, reverse=True):
-        state = read_json(path / "state.json")
-        if state is not None and (path / MANIFEST).exists():
+    """The optimizer step, within its phase, of the newest whole checkpoint in a training's directory."""
+    for _, path in whole_checkpoints(directory / CHECKPOINTS):
+        state = read_json(path / STATE)
+        if state is not None:
             return int(state["step"])
     return None
+
+
+def abandoned_checkpoints(directory: Path) -> list[Path]:
+    """What a training in `directory` has set aside when it was rolled back, or went on without."""
+    return abandoned(directory / CHECKPOINTS)
+
+
+def size_bytes(directory: Path) -> int:
+    """What removing `directory` frees: its files, but for those that have another name elsewhere."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            stat = os.lstat(os.path.join(parent, name))
+            total += stat.st_size if stat.st_nlink == 1 else 0
+    return total

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpoint.directory import MANIFEST, checkpoint_step, why_invalid
+from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, checkpoint_step, why_invalid
 from trainer.checkpoint.format import tensor_file
 from trainer.checkpoint.manager import CheckpointManager, require_valid
 from trainer.config import TrainConfig
@@ -74,7 +74,7 @@ def how_to_go_on(config: TrainConfig) -> str:
 
 
 def checkpoint_directory(config: TrainConfig) -> Path:
-    return config.output_dir / "checkpoints"
+    return config.output_dir / CHECKPOINTS
 
 
 def _named(config: TrainConfig, directory: Path) -> tuple[Path | None, int]:

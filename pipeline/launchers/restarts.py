@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
 from trainer.errors import EXIT_NODE_MISSING, EXIT_USER_ERROR
 
 #: Restarts in a row without one more checkpoint before training is given up.
@@ -34,9 +35,8 @@ class Restarts:
 
 
 def checkpoint_steps(directory: Path) -> set[int]:
-    """The global steps of the durable checkpoints in a training's directory."""
-    names = (path.name.removeprefix("ckpt_") for path in (directory / "checkpoints").glob("ckpt_*"))
-    return {int(name) for name in names if name.isdigit()}
+    """The global steps of the whole checkpoints in a training's directory: those of the branch that it is on."""
+    return {step for step, _ in whole_checkpoints(directory / CHECKPOINTS)}
 
 
 def newest_checkpoint(directory: Path) -> int:

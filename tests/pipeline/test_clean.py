@@ -14,7 +14,7 @@ import pytest
 from stages import manifest
 from stages.lock import hold
 from tests.chain import Chain, finished_chain
-from tests.support import assert_one_line_error, command
+from tests.support import assert_one_line_error, command, flip_a_byte
 
 
 @pytest.fixture(scope="module")
@@ -224,3 +224,24 @@ def test_with_an_input_missing_nobody_knows_what_is_needed_and_nothing_goes(chai
 
 def test_an_empty_work_directory_has_nothing_to_remove(tmp_path: Path) -> None:
     assert Chain(tmp_path).ask("clean").stdout == "nothing is superseded\n"
+
+
+def test_checkpoints_that_were_set_aside_are_shown_listed_and_removed(chain: Chain, tmp_path: Path) -> None:
+    """The newest is damaged: training goes on from the one before, and leaves it aside."""
+    copy = chain.copy(tmp_path / "copy")
+    directory = copy.latest("pretrain-phase1")
+    flip_a_byte(directory / "checkpoints" / "ckpt_8" / "model-00-of-01.safetensors")
+    (directory / "manifest.json").unlink()
+    copy.run("Pretrain", "--phase", "1")
+    aside = directory / "checkpoints" / "abandoned-1"
+    assert (aside / "ckpt_8").is_dir()
+    assert "set aside: ckpt_8" in copy.status()["pretrain-phase1"]["detail"]
+    said = copy.ask("clean").stdout
+    assert [line for line in said.splitlines() if line.startswith(f"set aside   {aside}: ")], said
+    with hold(directory):
+        assert str(aside) in copy.ask("clean", "--remove", status=1).stdout
+    assert aside.exists()
+    assert f"removed     {aside}" in copy.ask("clean", "--remove").stdout
+    assert not aside.exists()
+    assert copy.status()["pretrain-phase1"]["detail"] == ""
+    assert copy.ask("clean").stdout == "nothing is superseded\n"
