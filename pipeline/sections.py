@@ -46,6 +46,8 @@ class Dataset(luigi.Config):
     s3_profile = Text()
     s3_endpoint = Address()
     connections = Whole(1, CONNECTIONS_MAX)
+    low_speed_limit_bytes_per_s = Number(0)
+    low_speed_time_s = Number(1)
     keep_archive = Switch()
     dupe_factor = Whole(1, 1000)
     masked_lm_prob = Number(0.001, 1)
@@ -62,7 +64,8 @@ class Dataset(luigi.Config):
     @property
     def transport(self) -> dict[str, Any]:
         """How stages fetch things, as their options."""
-        return {"connections": self.connections, "s3_profile": self.s3_profile, "s3_endpoint": self.s3_endpoint}
+        names = ("connections", "s3_profile", "s3_endpoint", "low_speed_limit_bytes_per_s", "low_speed_time_s")
+        return {name: getattr(self, name) for name in names}
 
 
 class Model(luigi.Config):

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 from stages.fetch import fetch
 from stages.manifest import Output, StageDirectory
+from stages.partial import STATE
 from stages.room import require_room
 from stages.sources import Transport, digest_of_ends, open_source
 from stages.sources import source_identity as url_identity
-from stages.transfer import STATE
 from trainer.config import ModelConfig
 from trainer.errors import CheckpointError, UserError
 from trainer.files import disk_errors, read_json, sha256_of
@@ -49,7 +49,7 @@ def brought(source: Secret, work: StageDirectory, transport: Transport) -> Itera
     with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
     fetch(
-        remote, work, path, connections=transport.connections, sha256=None,
+        remote, work, path, connections=transport.connections, least_rate=transport.least_rate, sha256=None,
         begin=lambda version, missing, is_same: require_room(work.path, missing, f"{source} needs"),
     )  # fmt: skip
     yield path

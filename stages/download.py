@@ -24,10 +24,10 @@ from stages.command import run
 from stages.fetch import fetch, require_sha256
 from stages.intake import PATTERNS, Arrival, Limits, folder_shards, is_shard, linked, take_in, unpacked
 from stages.manifest import MANIFEST, Identity, Output, StageDirectory
+from stages.partial import State
 from stages.remote import Remote, Version
 from stages.room import require_room
 from stages.sources import Transport, add_transport_options, open_source, source_inputs, transport_of
-from stages.transfer import State
 from stages.workers import processes_asked_for
 from trainer.errors import DiskError, UserError
 from trainer.files import read_json, write_json
@@ -100,7 +100,15 @@ def _from_network(
             _forget(work.path)
         _require_room(work.path, source.url, archive=missing, contents=_contents(source.url, version.length))
 
-    version = fetch(source, work, archive, connections=transport.connections, sha256=options.sha256, begin=begin)
+    version = fetch(
+        source,
+        work,
+        archive,
+        connections=transport.connections,
+        least_rate=transport.least_rate,
+        sha256=options.sha256,
+        begin=begin,
+    )
     try:
         outputs, counts = _take_in(work, archive, source.url, options, transport)
     except DamagedArchive as error:

@@ -6,11 +6,13 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from stages.manifest import StageDirectory
-from stages.remote import Changed, Remote, Transient, Version
-from stages.transfer import PART, Span, State, Transfer, Tries
+from stages.partial import PART, Span, State
+from stages.remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Changed, LeastRate, Remote, Transient, Version
+from stages.transfer import Transfer, Tries
 from trainer.errors import UserError
 from trainer.files import rename_durably
 
@@ -25,6 +27,7 @@ def fetch(
     final: Path,
     *,
     connections: int,
+    least_rate: LeastRate,
     sha256: str | None,
     begin: Callable[[Version, int, bool], None],
 ) -> Version:
@@ -37,15 +40,15 @@ def fetch(
     """
     if final.exists():
         before = State.read(work.path)
-        if before is not None and (not before.refused or before.version.is_same_as(look(remote))):
+        if before is not None and (not before.refused or before.version.is_same_as(look(remote, least_rate))):
             return before.version
         _say(f"note: {remote.url} is not what {final.name} was fetched from any more; starting over")
         final.unlink()
     for _ in range(_VERSIONS_MAX):
-        state = _resumed(remote, work.path, begin)
+        state = _resumed(remote, work.path, least_rate, begin)
         try:
             if state.bytes < state.version.length:
-                Transfer(remote, work, state, connections).run()
+                Transfer(remote, work, state, connections, least_rate).run()
         except Changed as error:
             _say(f"note: {remote.url} was changed while it was fetched ({error}); starting over")
             (work.path / PART).unlink()
@@ -61,23 +64,47 @@ def fetch(
     raise UserError(f"{remote.url} was changed {_VERSIONS_MAX} times while it was fetched; try when it is left alone")
 
 
-def look(remote: Remote) -> Version:
+def look(remote: Remote, least_rate: LeastRate) -> Version:
     """What is behind `remote` now, asked for until there is an answer; raises `UserError`."""
     tries = Tries(remote.url, threading.Event(), lambda line: _say(f"note: {line}"))
     while True:
         try:
-            return remote.head()
+            return _within(least_rate, remote.head)
         except Transient as error:
             tries.failed(error)
 
 
-def _resumed(remote: Remote, directory: Path, begin: Callable[[Version, int, bool], None]) -> State:
+def _within(least_rate: LeastRate, ask: Callable[[], Version]) -> Version:
+    """The answer to a request for a byte. Raises `Transient` if its headers drip in: a read's timeout, which begins
+    anew with each byte, does not see that."""
+    if not least_rate.bytes_per_s:
+        return ask()
+    # Not waited for when it takes too long, and no hindrance to the process' end: so no executor's.
+    answer: Future[Version] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    limit_s = CONNECT_TIMEOUT_S + READ_TIMEOUT_S + least_rate.time_s
+    try:
+        return answer.result(timeout=limit_s)
+    except TimeoutError:
+        raise Transient(f"no whole answer in {limit_s:g} s") from None
+
+
+def _resumed(
+    remote: Remote, directory: Path, least_rate: LeastRate, begin: Callable[[Version, int, bool], None]
+) -> State:
     """What there is of the object's present version; of a whole one the network is not asked."""
     before, part = State.read(directory), directory / PART
     there = part.exists()
     if before is not None and there and before.bytes == before.version.length and not before.refused:
         return before
-    version = look(remote)
+    version = look(remote, least_rate)
     is_same = before is not None and before.version.is_same_as(version)
     have: list[Span] = []
     if before is not None and is_same and there and version.resumable:

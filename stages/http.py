@@ -7,13 +7,13 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from stages.remote import (
-    CHUNK_BYTES,
     CONNECT_TIMEOUT_S,
     READ_TIMEOUT_S,
     Changed,
     Transient,
     Version,
     check_part,
+    chunks_of,
     refuse_status,
     version_of,
 )
@@ -59,8 +59,7 @@ class HttpRemote:
                 self._refuse(answer)
                 check_part(answer.status_code, answer.headers, version, start, stop)
                 with self._network_errors():
-                    while data := answer.raw.read(CHUNK_BYTES, decode_content=False):
-                        yield data
+                    yield from chunks_of(lambda size: answer.raw.read(size, decode_content=False))
         except _UnknownHost as error:
             raise Transient(str(error)) from error
 

@@ -72,7 +72,7 @@ def _bring(work: StageDirectory, url: Secret, final: Path, sha256: str | None, t
     source = open_source(url, transport)
     if not isinstance(source, Path):
         fetch(
-            source, work, final, connections=transport.connections, sha256=sha256,
+            source, work, final, connections=transport.connections, least_rate=transport.least_rate, sha256=sha256,
             begin=lambda version, missing, is_same: None,
         )  # fmt: skip
         return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -14,8 +15,8 @@ from trainer.errors import UserError
 #: Seconds to wait for a connection, and for the next byte of an answer.
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 30.0
-#: Bytes handed on at a time.
-CHUNK_BYTES = 256 << 10
+#: Bytes read at a time: the first of an answer, and the most.
+_FIRST_CHUNK_BYTES, CHUNK_BYTES = 256, 256 << 10
 
 _WAIT_AND_TRY_AGAIN = frozenset({408, 425, 429})
 
@@ -50,6 +51,17 @@ class Version:
         return f"{self.length:,} bytes, {self.etag or self.modified or 'neither ETag nor date'}"
 
 
+@dataclass(frozen=True)
+class LeastRate:
+    """What a connection has to bring, else it is dropped and its range asked for again (curl's --speed-limit and
+    --speed-time)."""
+
+    #: 0: a connection may be as slow as it likes.
+    bytes_per_s: float = 1000.0
+    #: Seconds over which that is measured.
+    time_s: float = 60.0
+
+
 class Transient(Exception):
     """An answer, or the lack of one, that another try may better."""
 
@@ -81,6 +93,23 @@ class Remote(Protocol):
         Raises also `Changed`.
         """
         ...
+
+
+def chunks_of(read: Callable[[int], bytes]) -> Generator[bytes, None, None]:
+    """What `read(size)` gives until it gives nothing, in sizes that take a fraction of a second each: `read` returns
+    when all of it has come, and so long nobody sees that a slow connection brings something."""
+    size = _FIRST_CHUNK_BYTES
+    while True:
+        began = time.monotonic()
+        data = read(size)
+        seconds = time.monotonic() - began
+        if not data:
+            return
+        yield data
+        if seconds < 0.1:
+            size = min(2 * size, CHUNK_BYTES)
+        elif seconds > 1:
+            size = max(size // 2, _FIRST_CHUNK_BYTES)
 
 
 def version_of(url: str, status: int, headers: Mapping[str, str]) -> Version:

@@ -8,13 +8,13 @@ from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
 from stages.remote import (
-    CHUNK_BYTES,
     CONNECT_TIMEOUT_S,
     READ_TIMEOUT_S,
     Changed,
     Transient,
     Version,
     check_part,
+    chunks_of,
     refuse_status,
     version_of,
 )
@@ -135,8 +135,7 @@ class S3Remote:
         with contextlib.closing(body):
             check_part(*_status_and_headers(answer), version, start, stop)
             with self._store.errors(self.url, first=False):
-                while data := body.read(CHUNK_BYTES):
-                    yield data
+                yield from chunks_of(body.read)
 
 
 def _status_and_headers(answer: dict[str, Any]) -> tuple[int, dict[str, str]]:

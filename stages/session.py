@@ -48,7 +48,9 @@ class DownloadSession(requests.Session):
         """Called for each redirect, with the request that follows it."""
         assert response.request.url is not None
         assert prepared_request.url is not None
-        if not self.should_strip_auth(response.request.url, prepared_request.url):
+        if not self.should_strip_auth(  # type: ignore[no-untyped-call]
+            response.request.url, prepared_request.url
+        ):
             return
         prepared_request.headers.pop("Authorization", None)
         parts = urlsplit(prepared_request.url)

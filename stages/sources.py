@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from stages.intake import folder_shards
-from stages.remote import Remote
+from stages.remote import LeastRate, Remote
 from trainer.errors import UserError
 from trainer.secrets import Secret, address_identity, revealed_by_parent
 
@@ -28,6 +28,7 @@ class Transport:
     s3_profile: str = ""
     #: Address of another server that speaks S3; empty: AWS.
     s3_endpoint: Secret = field(default_factory=lambda: Secret(""))
+    least_rate: LeastRate = LeastRate()
     keep_archive: bool = False
     #: Processes that check shards, 1 or more.
     processes: int = 1
@@ -47,13 +48,31 @@ def add_transport_options(p: argparse._ActionsContainer) -> None:
         "--s3-endpoint", type=revealed_by_parent, default=Secret(""), metavar="ADDRESS",
         help="another server that speaks S3; left out: AWS",
     )  # fmt: skip
+    p.add_argument(
+        "--low-speed-limit-bytes-per-s", type=float, default=LeastRate.bytes_per_s, metavar="RATE",
+        help=f"a connection that brings less is dropped and tried again; 0: never ({LeastRate.bytes_per_s:g})",
+    )  # fmt: skip
+    p.add_argument(
+        "--low-speed-time-s", type=float, default=LeastRate.time_s, metavar="S",
+        help=f"seconds over which that is measured ({LeastRate.time_s:g})",
+    )  # fmt: skip
 
 
 def transport_of(args: argparse.Namespace) -> Transport:
-    """What the options say. Raises `UserError` for a number of connections that is not allowed."""
+    """What the options say. Raises `UserError` for a number that is not allowed."""
     if not 1 <= args.connections <= CONNECTIONS_MAX:
         raise UserError(f"--connections is {args.connections}; give 1 to {CONNECTIONS_MAX}")
-    return Transport(connections=args.connections, s3_profile=args.s3_profile, s3_endpoint=args.s3_endpoint)
+    if not (args.low_speed_limit_bytes_per_s >= 0 and args.low_speed_time_s >= 1):
+        raise UserError(
+            f"--low-speed-limit-bytes-per-s is {args.low_speed_limit_bytes_per_s:g} and --low-speed-time-s "
+            f"{args.low_speed_time_s:g}; give 0 or more, and 1 or more"
+        )
+    return Transport(
+        connections=args.connections,
+        s3_profile=args.s3_profile,
+        s3_endpoint=args.s3_endpoint,
+        least_rate=LeastRate(args.low_speed_limit_bytes_per_s, args.low_speed_time_s),
+    )
 
 
 @dataclass(frozen=True)

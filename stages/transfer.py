@@ -13,17 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from stages.manifest import StageDirectory
+from stages.partial import PART, Span, State, joined
 from stages.progress import Progress
-from stages.remote import Remote, Transient, Version
+from stages.remote import LeastRate, Remote, Transient
 from trainer.errors import UserError
-from trainer.files import disk_errors, failpoint, read_json, write_json
-
-PART = "download.part"
-STATE = "download.json"
+from trainer.files import disk_errors, failpoint
 
 #: Failures in a row after which a range is given up, and the seconds waited after the first; each wait is twice the
 #: one before, give or take a quarter.
@@ -39,39 +36,13 @@ _SAVE_INTERVAL_S = 1.0
 #: Seconds between two lines about trouble.
 _TROUBLE_INTERVAL_S = 10.0
 
-Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class State:
-    """What download.json says."""
-
-    url: str
-    version: Version
-    #: What is there: ascending ranges [start, stop).
-    have: list[Span]
-    #: Whether what came of it was refused, so that the object is looked at again before it is used again.
-    refused: bool = False
-
-    @classmethod
-    def read(cls, directory: Path) -> State | None:
-        record = read_json(directory / STATE)
-        if record is None:
-            return None
-        have = [(int(start), int(stop)) for start, stop in record["have"]]
-        return cls(record["url"], Version(**record["version"]), have, record["refused"])
-
-    def write(self, directory: Path) -> None:
-        """Durably; raises `DiskError`."""
-        write_json(directory / STATE, asdict(self))
-
-    @property
-    def bytes(self) -> int:
-        return sum(stop - start for start, stop in self.have)
-
 
 class _Stopped(Exception):
     """Another thread has failed, or the person has had enough."""
+
+
+class _TooSlow(Transient):
+    """A connection that brings something, but less than the least rate."""
 
 
 @dataclass
@@ -81,18 +52,47 @@ class _Range:
     start: int
     stop: int
     at: int
+    tries: Tries
+    #: Who fetches it, and how many others were given up before.
+    thread: threading.Thread | None = None
+    turn: int = 0
+    #: Where this try began; where and when the measuring of its rate did (None: nothing is asked for now).
+    began: int = 0
+    measured_from: int = 0
+    measured_since: float | None = None
+
+    def begin(self) -> None:
+        self.began = self.measured_from = self.at
+        self.measured_since = time.monotonic()
+
+    def too_slow(self, least: LeastRate) -> _TooSlow | None:
+        """Looked at often enough, what is wrong with the rate of the last `least.time_s` seconds, if anything."""
+        now, since = time.monotonic(), self.measured_since
+        if not least.bytes_per_s or since is None or now - since < least.time_s:
+            return None
+        came, seconds = self.at - self.measured_from, now - since
+        if came < least.bytes_per_s * seconds:
+            return _TooSlow(f"it sent {came:,} bytes in {seconds:.0f} s, less than {least.bytes_per_s:g} bytes/s")
+        self.measured_from, self.measured_since = self.at, now
+        return None
 
 
 class Transfer:
     """The threads that fetch what is missing, and the one that waits for them."""
 
-    def __init__(self, remote: Remote, work: StageDirectory, state: State, connections: int) -> None:
-        self._remote, self._work, self._state = remote, work, state
-        self._ranges = list(_cut(state, connections))
-        self._queue = deque(self._ranges)
+    def __init__(
+        self, remote: Remote, work: StageDirectory, state: State, connections: int, least_rate: LeastRate
+    ) -> None:
+        self._remote, self._work, self._state, self._least_rate = remote, work, state, least_rate
         self._connections = connections if state.version.resumable else 1
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        self._ranges = [
+            _Range(start, stop, start, Tries(remote.url, self._stop, self._note))
+            for start, stop in _cut(state, connections)
+        ]
+        self._queue = deque(self._ranges)
+        self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._trouble: str | None = None
         self._trouble_said = float("-inf")
@@ -105,14 +105,12 @@ class Transfer:
         try:
             with disk_errors(part):
                 os.ftruncate(self._fd, self._state.version.length)
-            # Daemons: a stalled one must not keep a process that is to end.
-            threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(self._connections)]
             length, done = self._state.version.length, self._state.bytes
             with self._work.progress("download", length, "B", done=done) as bar:
-                for thread in threads:
-                    thread.start()
+                for _ in range(self._connections):
+                    self._start()
                 try:
-                    self._watch(threads, bar, done)
+                    self._watch(bar, done)
                 finally:
                     with self._lock:  # nothing is written after this
                         self._stop.set()
@@ -122,10 +120,18 @@ class Transfer:
         if self._error is not None:
             raise self._error
 
-    def _watch(self, threads: list[threading.Thread], bar: Progress, shown: int) -> None:
+    def _start(self, piece: _Range | None = None, error: Transient | None = None) -> None:
+        """A connection more; one that goes on with `piece`, of which another was given up for `error`."""
+        # Daemons: a stalled one must not keep a process that is to end.
+        thread = threading.Thread(target=self._serve, args=(piece, error), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _watch(self, bar: Progress, shown: int) -> None:
         saved = time.monotonic()
-        while any(thread.is_alive() for thread in threads) and not self._stop.is_set():
-            next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.1)
+        while not self._stop.is_set() and (alive := [thread for thread in self._threads if thread.is_alive()]):
+            alive[0].join(0.1)
+            self._give_up_slow_ones()
             there = self._bytes()
             bar.update(there - shown)
             shown = there
@@ -137,6 +143,18 @@ class Transfer:
                 bar.note(line)
         bar.update(self._bytes() - shown)
 
+    def _give_up_slow_ones(self) -> None:
+        """Their threads may be in a read that no bytes end: they are left behind, and write nothing any more."""
+        for piece in self._ranges:
+            with self._lock:
+                error = piece.too_slow(self._least_rate) if piece.at < piece.stop else None
+                if error is None:
+                    continue
+                assert piece.thread is not None
+                self._threads.remove(piece.thread)
+                piece.turn, piece.measured_since = piece.turn + 1, None
+            self._start(piece, error)
+
     def _bytes(self) -> int:
         return self._state.bytes + sum(piece.at - piece.start for piece in self._ranges)
 
@@ -147,17 +165,21 @@ class Transfer:
         with disk_errors(self._work.path / PART):
             os.fsync(self._fd)
         failpoint("download-save")
-        State(self._state.url, self._state.version, _joined(spans)).write(self._work.path)
+        State(self._state.url, self._state.version, joined(spans)).write(self._work.path)
 
-    def _serve(self) -> None:
+    def _serve(self, piece: _Range | None, error: Transient | None) -> None:
         """A connection: one range after the other."""
         try:
+            if piece is not None and error is not None:
+                self._failed(piece, error)
             while not self._stop.is_set():
-                try:
-                    piece = self._queue.popleft()
-                except IndexError:
-                    return
+                if piece is None:
+                    try:
+                        piece = self._queue.popleft()
+                    except IndexError:
+                        return
                 self._fetch(piece)
+                piece = None
         except _Stopped:
             pass
         except BaseException as error:  # raised again by `run`
@@ -166,28 +188,41 @@ class Transfer:
                 self._stop.set()
 
     def _fetch(self, piece: _Range) -> None:
-        tries = Tries(self._remote.url, self._stop, self._note)
+        with self._lock:
+            piece.thread, turn = threading.current_thread(), piece.turn
         while piece.at < piece.stop:
-            began = piece.at
             try:
+                with self._lock:
+                    piece.begin()
                 with contextlib.closing(self._remote.read(self._state.version, piece.at, piece.stop)) as chunks:
                     for data in chunks:
-                        self._write(piece, data)
+                        self._write(piece, turn, data)
                 if piece.at < piece.stop:
                     raise Transient(f"the connection ended {piece.stop - piece.at:,} bytes too early")
-            except Transient as error:
-                came = piece.at - began
-                if not self._state.version.resumable:
-                    with self._lock:
-                        piece.at, came = piece.start, 0
-                tries.failed(error, worth=came >= WORTH_BYTES)
+            except Exception as error:
+                with self._lock:
+                    if piece.turn != turn:  # left behind: whatever ended it, it was not waited for
+                        raise _Stopped from error
+                    piece.measured_since = None
+                if not isinstance(error, Transient):
+                    raise
+                self._failed(piece, error)
         failpoint(f"download-range:{piece.start}")
 
-    def _write(self, piece: _Range, data: bytes) -> None:
+    def _failed(self, piece: _Range, error: Transient) -> None:
+        """Wait, or raise `UserError` if a range has failed too often."""
+        # What came while it was too slow is no reason to go on for ever.
+        came = (piece.measured_from if isinstance(error, _TooSlow) else piece.at) - piece.began
+        if not self._state.version.resumable:
+            with self._lock:
+                piece.at, came = piece.start, 0
+        piece.tries.failed(error, worth=came >= WORTH_BYTES)
+
+    def _write(self, piece: _Range, turn: int, data: bytes) -> None:
         if len(data) > piece.stop - piece.at:
             raise Transient(f"the server sent more than the {piece.stop - piece.start:,} bytes asked for")
         with self._lock:
-            if self._stop.is_set():
+            if self._stop.is_set() or piece.turn != turn:
                 raise _Stopped
             with disk_errors(self._work.path / PART):
                 left = memoryview(data)
@@ -222,7 +257,7 @@ class Tries:
             raise _Stopped
 
 
-def _cut(state: State, connections: int) -> Iterator[_Range]:
+def _cut(state: State, connections: int) -> Iterator[Span]:
     """What is missing, in ranges: small enough that every connection has some, the last bytes too."""
     length = state.version.length
     size = min(max(length // (2 * connections), _RANGE_MIN_BYTES), _RANGE_MAX_BYTES)
@@ -231,15 +266,4 @@ def _cut(state: State, connections: int) -> Iterator[_Range]:
     edges = [0, *(edge for span in state.have for edge in span), length]
     for start, stop in zip(edges[::2], edges[1::2], strict=True):
         for at in range(start, stop, size):
-            yield _Range(at, min(at + size, stop), at)
-
-
-def _joined(spans: list[Span]) -> list[Span]:
-    """The same bytes in as few ascending ranges as can be."""
-    joined: list[Span] = []
-    for start, stop in sorted(span for span in spans if span[0] < span[1]):
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return joined
+            yield at, min(at + size, stop)

@@ -75,6 +75,8 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("dataset", "phase2_sha256", "0" * 64, NOTHING),
     ("dataset", "s3_profile", "reader", NOTHING),
     ("dataset", "s3_endpoint", "http://localhost:9000", NOTHING),
+    ("dataset", "low_speed_limit_bytes_per_s", "5", NOTHING),
+    ("dataset", "low_speed_time_s", "5", NOTHING),
     ("dataset", "connections", "3", NOTHING),
     ("dataset", "keep_archive", "true", NOTHING),
     ("dataset", "dupe_factor", "4", SHARDS),

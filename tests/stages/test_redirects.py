@@ -108,7 +108,8 @@ def test_from_https_to_http_is_refused_in_one_line(sites: dict[str, Site], tmp_p
     )
     assert secure.logins == [LOGIN], "the host .netrc names was sent the login, once: nothing is tried again"
     assert (plain.logins, plain.web.probes) == ([], 0)
-    done = forked("stages.download", secure.web.url, "--out", tmp_path / "out2")
+    env = {"REQUESTS_CA_BUNDLE": str(tmp_path / "ca.pem"), "NETRC": str(tmp_path / ".netrc")}
+    done = forked("stages.download", secure.web.url, "--out", tmp_path / "out2", **env)
     assert_one_line_error(done, "which is without encryption")
     assert plain.web.probes == 0
 

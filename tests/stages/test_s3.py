@@ -16,11 +16,11 @@ from urllib3 import HTTPResponse
 
 import stages.s3
 import stages.transfer
-from stages.remote import Version
+from stages.remote import LeastRate, Version
 from stages.sources import Transport
 from tests.chain import Chain
 from tests.stages.ready import bytes_of, download, pack, refused, write_random_shards
-from tests.stages.web import Fault, cut, serving, stall, status, then
+from tests.stages.web import Fault, cut, drip, serving, stall, status, then
 from tests.support import assert_one_line_error, forked, write_dataset
 from trainer.secrets import Secret
 
@@ -206,6 +206,23 @@ def test_a_stall_is_given_up_and_ranges_come_at_the_same_time(
         assert not meeting.broken
         assert len(web.parts) == 4 + 1
         assert bytes_of(tmp_path / "out") == bytes_of(shards)
+
+
+def test_a_connection_below_the_least_rate_is_dropped(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    over = threading.Event()
+    with serving(pack(shards, "").read_bytes(), f"/data/{KEY}") as web:
+        web.faults.append(drip(0.005, over))
+        endpoint = Secret.address(web.url.removesuffix(f"/data/{KEY}"))
+        transport = Transport(s3_endpoint=endpoint, connections=2, least_rate=LeastRate(1000, 3))
+        try:
+            download(f"s3://data/{KEY}", tmp_path / "out", transport=transport)
+        finally:
+            over.set()
+        assert bytes_of(tmp_path / "out") == bytes_of(shards)
+        assert len(web.parts) == 4 + 1
+    assert f"s3://data/{KEY}: it sent " in capsys.readouterr().err
 
 
 def test_the_task_downloads_once_and_then_needs_no_network(bucket: Any, endpoint: str, tmp_path: Path) -> None:

@@ -10,19 +10,22 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import trustme
 
+import stages.fetch
 import stages.http
 import stages.remote
 import stages.transfer
+from stages.remote import LeastRate
 from stages.sources import Transport
 from tests.chain import wait_until
 from tests.stages.ready import bytes_of, download, pack, refused, write_random, write_random_shards
-from tests.stages.web import Fault, Web, cut, serving, stall, status, then
+from tests.stages.web import Fault, Handler, Web, cut, drip, serving, stall, status, then
 from tests.support import ROOT, assert_one_line_error, forked
 from trainer.files import read_json
 
@@ -443,3 +446,97 @@ def test_the_command_says_one_line(web: Web, tmp_path: Path) -> None:
     done = forked("stages.download", web.url, "--out", tmp_path / "out")
     assert_one_line_error(done, web.url, "HTTP 404: there is nothing there; check the address")
     assert os.listdir(tmp_path / "out")  # the stage's own bookkeeping
+
+
+SLOW = LeastRate(bytes_per_s=1000, time_s=3)
+
+
+@pytest.mark.parametrize("headers", [False, True], ids=["body", "headers"])
+def test_a_connection_below_the_least_rate_is_dropped_and_its_range_asked_for_again(
+    web: Web, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], headers: bool
+) -> None:
+    over = threading.Event()
+    web.faults.extend([then(lambda: None), drip(0.1 if headers else 0.005, over, headers=headers)])
+    try:
+        download(web.url, tmp_path / "out", transport=Transport(connections=2, least_rate=SLOW))
+    finally:
+        over.set()
+    assert bytes_of(tmp_path / "out") == bytes_of(shards)
+    assert len(web.parts) == 6 + 1
+    starts = [start for start, _ in ranges_of(web)]
+    again = starts[-1] if headers else max(set(starts) - {at * MIB for at in range(6)})
+    if not headers:
+        assert 0 < again % MIB < 3000, "it goes on from the byte where it was"
+    said = capsys.readouterr().err
+    assert "bytes in 3 s, less than 1000 bytes/s; trying again in" in said
+
+
+def test_a_server_that_stays_too_slow_is_given_up_in_one_line(web: Web, shards: Path, tmp_path: Path) -> None:
+    over, tries = threading.Event(), stages.transfer.TRIES
+    web.faults.extend([drip(0.005, over)] * tries)
+    try:
+        message = refused(web.url, tmp_path / "out", transport=Transport(connections=1, least_rate=SLOW))
+    finally:
+        over.set()
+    assert "less than 1000 bytes/s, and so 7 times in a row; check network and server, then run the same" in message
+    assert len(web.parts) == tries
+    had = recorded(tmp_path / "out")
+    assert 0 < had < tries * 3000
+    web.sent = 0
+    download(web.url, tmp_path / "out")
+    assert web.sent == len(web.data) - had + 1, "what came slowly is not fetched again"
+    assert bytes_of(tmp_path / "out") == bytes_of(shards)
+
+
+def test_an_answer_whose_headers_never_end_is_given_up(
+    web: Web, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first request as well, which asks what is there."""
+    for name in ("CONNECT_TIMEOUT_S", "READ_TIMEOUT_S"):
+        monkeypatch.setattr(stages.fetch, name, 0.0)
+    over = threading.Event()
+    web.probe_faults.append(drip(0.1, over, headers=True))
+    try:
+        download(web.url, tmp_path / "out", transport=Transport(least_rate=LeastRate(1000, 3)))
+    finally:
+        over.set()
+    assert bytes_of(tmp_path / "out") == bytes_of(shards)
+    assert "no whole answer in 3 s; trying again" in capsys.readouterr().err
+    assert web.probes == 2
+
+
+def test_a_slow_connection_above_the_least_rate_is_left_alone(web: Web, shards: Path, tmp_path: Path) -> None:
+    """A few kilobytes a second: reads must not wait for more than comes in the time that is measured."""
+    web.data = web.data[: 12 << 10]
+    web.faults.append(_in_pieces(1 << 10, 0.25))
+    assert "is damaged or cut off" in refused(
+        web.url, tmp_path / "out", transport=Transport(connections=1, least_rate=LeastRate(500, 1.5))
+    )
+    assert len(web.parts) == 1
+
+
+def _in_pieces(size: int, every_s: float) -> Fault:
+    """The whole object, `size` bytes at a time."""
+
+    def send(handler: Handler) -> int:
+        data = handler.web.data
+        handler.send_response(206)
+        handler.send_header("Content-Range", f"bytes 0-{len(data) - 1}/{len(data)}")
+        handler.send_header("Content-Length", str(len(data)))
+        handler.send_header("ETag", str(handler.web.etag))
+        handler.end_headers()
+        for at in range(0, len(data), size):
+            handler.wfile.write(data[at : at + size])
+            time.sleep(every_s)
+        return -1
+
+    return send
+
+
+def test_without_a_least_rate_a_connection_may_take_its_time(web: Web, shards: Path, tmp_path: Path) -> None:
+    over = threading.Event()
+    web.data = web.data[:1024]
+    web.faults.append(drip(0.005, over))
+    message = refused(web.url, tmp_path / "out", transport=Transport(least_rate=LeastRate(0, 1)))
+    assert "is not a tar archive" in message or "is damaged" in message
+    assert len(web.parts) == 1

@@ -140,6 +140,29 @@ def stall(until: threading.Event) -> Fault:
     return wait
 
 
+def drip(byte_every_s: float, until: threading.Event, *, headers: bool = False) -> Fault:
+    """Headers and then the body, or headers already, a byte at a time: more often than any read times out."""
+
+    def send(handler: Handler) -> int:
+        handler.close_connection = True
+        asked = handler.headers["Range"].removeprefix("bytes=")
+        start, last = map(int, asked.split("-"))
+        body = handler.web.data[start : last + 1]
+        head = (
+            f"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {asked}/{len(handler.web.data)}\r\n"
+            f"ETag: {handler.web.etag}\r\nContent-Length: {len(body)}\r\n\r\n"
+        ).encode()
+        with contextlib.suppress(OSError):
+            handler.connection.sendall(b"" if headers else head)
+            for byte in head if headers else body:
+                if until.wait(byte_every_s):
+                    break
+                handler.connection.sendall(bytes([byte]))
+        return -1
+
+    return send
+
+
 def then(action: Callable[[], object]) -> Fault:
     """Do something, then answer as if nothing were."""
 
