@@ -20,9 +20,9 @@ from typing import Any
 
 from pipeline import console
 from stages.attempts import How
-from stages.manifest import HELD_FINGERPRINT_VARIABLE
 from trainer.errors import EXIT_INTERRUPTED
 from trainer.files import ALIVE, PROGRESS, disk_errors
+from trainer.lock import HELD_FINGERPRINT_VARIABLE
 from trainer.process import PARENT_VARIABLE, is_ignored
 from trainer.secrets import hidden_words, redact
 

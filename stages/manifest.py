@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from stages.lock import LOCK, hold
+from stages.lock import hold
 from stages.progress import Progress, signs_of_life
 from trainer.errors import DiskError, UserError
 from trainer.files import (
@@ -41,13 +41,11 @@ from trainer.files import (
     utc_now,
     write_json,
 )
+from trainer.lock import HELD_FINGERPRINT_VARIABLE, LOCK
+from trainer.lock import IDENTITY as IDENTITY
 
 MANIFEST = "manifest.json"
-IDENTITY = "stage.json"
 FAILURE = "failure.json"
-
-#: Set by a parent that holds the lock and wrote stage.json for the stage command it starts.
-HELD_FINGERPRINT_VARIABLE = "STAGE_FINGERPRINT"
 
 
 @dataclass(frozen=True)

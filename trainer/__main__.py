@@ -1,17 +1,26 @@
 """`python -m trainer …`, or `torchrun --nproc_per_node=N -m trainer …` for N workers; `--doctor`: what is here.
 
 Exit status: 0 the steps asked for are done; 75 stopped by a signal, state saved, the same command with --resume_ckpt
-goes on; 1 refused with one line; 2 unknown options; 70 a mistake of ours, with its traceback.
+goes on; 1 refused with one line; 2 unknown options; 70 a mistake of ours, with its traceback; 71 workers' copies of the
+weights differed.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import sys
-import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
+from trainer.errors import EXIT_INTERRUPTED, AgreedError, UserError
+from trainer.lock import hold, is_held_for_us
 from trainer.process import die_with_starter, stop_early_on_signals
+
+if TYPE_CHECKING:
+    from trainer.config import TrainConfig
+    from trainer.devices.base import Device
+    from trainer.parallel.mesh import Mesh
+    from trainer.workloads.base import Workload
 
 
 def main() -> int:
@@ -19,7 +28,8 @@ def main() -> int:
     die_with_starter()
     stop_early_on_signals()
     # Only now, 2 s of imports: an orphan or a stopped worker is gone by then.
-    from trainer.options import device_options, parse, to_config
+    from trainer.failure import end
+    from trainer.options import parse, to_config
     from trainer.parallel.mesh import Mesh
     from trainer.spawn import spawn
 
@@ -33,30 +43,50 @@ def main() -> int:
         if args.spawn is not None:
             spawn(args.spawn, sys.argv[1:])
         mesh = Mesh.of_environment(args.tensor_parallel_size)
-        config, workload = to_config(args, mesh)
-        from trainer.devices.select import select
-        from trainer.loop import Trainer
-        from trainer.resume_point import how_to_go_on
+        return _train(*to_config(args, mesh), mesh)
+    except Exception as error:
+        return end(error, mesh)
 
-        device = select(config.device, mesh, device_options(config, workload, mesh))
-        mesh = mesh.connect(device.backend, config.collective_timeout_s, alone=config.data_parallel == "ddp")
-        device.start(mesh)
-        say = _say if mesh.is_root else _say_nothing
-        say(f"device {device.describe()}; {mesh.world_size} worker(s)")
-        if mesh.not_shared:
-            say(f"workers here cannot share memory ({mesh.not_shared}): their sums go through sockets, and take longer")
-        say(f"config {config}; workload {args.workload}: {workload.describe()}")
-        done = Trainer(config, workload, device, mesh, say).run()
-        mesh.disconnect()
-    except UserError as error:
-        who = "" if mesh.world_size == 1 else f"worker {mesh.rank}: "
-        sys.stderr.write(f"error: {who}{error}\n")  # in one piece: other workers may be saying something, too
-        return EXIT_USER_ERROR
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        # Without waiting for threads: other workers may be in a collective operation that will never end.
-        os._exit(EXIT_SOFTWARE)
+
+@contextlib.contextmanager
+def _locked(config: TrainConfig, mesh: Mesh) -> Iterator[None]:
+    """The root holds the lock of the output directory. Raises `AgreedError`, on all workers, if somebody else does."""
+    problem = None
+    with contextlib.ExitStack() as stack:
+        # A trial writes nothing there.
+        if mesh.is_root and not config.trial and not is_held_for_us(config.output_dir):
+            try:
+                stack.enter_context(hold(config.output_dir))
+            except UserError as error:
+                problem = str(error)
+        problem = mesh.tell(problem)
+        if problem is not None:
+            raise AgreedError(problem)
+        yield
+
+
+def _train(config: TrainConfig, workload: Workload, mesh: Mesh) -> int:
+    from trainer.devices.select import select
+    from trainer.options import device_options
+
+    device = select(config.device, mesh, device_options(config, workload, mesh))
+    mesh = mesh.connect(device.backend, config.collective_timeout_s, alone=config.data_parallel == "ddp")
+    with _locked(config, mesh):
+        return _run(config, workload, device, mesh)
+
+
+def _run(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh) -> int:
+    from trainer.loop import Trainer
+    from trainer.resume_point import how_to_go_on
+
+    device.start(mesh)
+    say = _say if mesh.is_root else _say_nothing
+    say(f"device {device.describe()}; {mesh.world_size} worker(s)")
+    if mesh.not_shared:
+        say(f"workers here cannot share memory ({mesh.not_shared}): their sums go through sockets, and take longer")
+    say(f"config {config}; workload {type(workload).__name__}: {workload.describe()}")
+    done = Trainer(config, workload, device, mesh, say).run()
+    mesh.disconnect()
     if not done:
         say(f"stopped as asked; the state is saved: {how_to_go_on(config)}")
     return 0 if done else EXIT_INTERRUPTED

@@ -5,7 +5,10 @@ Exception
     ├── DiskError      a write failed (full disk, I/O error, no permission)
     ├── LockHeld       somebody else is making the same thing
     ├── NodeMissing    a machine of the run did not come
-    └── CheckpointError  a checkpoint that cannot be used
+    ├── CheckpointError  a checkpoint that cannot be used
+    └── AgreedError    what all workers of a run have found together: one of them says it
+        ├── NonFiniteStep     training has diverged
+        └── ReplicasDiffer    workers that hold the same weights have come to hold others; exit 71
 
 A UserError's message says what was seen, what is allowed and what to do, in one line, and holds no secret.
 Mistakes of the programmer are asserts and other exceptions, with their tracebacks.
@@ -23,6 +26,8 @@ from trainer.secrets import redact
 EXIT_INTERRUPTED = 75
 #: Exit status when a machine of the run did not come (EX_UNAVAILABLE of sysexits.h).
 EXIT_NODE_MISSING = 69
+#: Exit status when workers' copies of the weights differ (EX_OSERR of sysexits.h): another start may go well.
+EXIT_REPLICAS = 71
 #: Exit status of an unexpected exception (EX_SOFTWARE of sysexits.h).
 EXIT_SOFTWARE = 70
 #: Exit status of a command that was refused because of what it was given.
@@ -31,6 +36,9 @@ EXIT_USER_ERROR = 1
 
 class UserError(Exception):
     """Something the person who started the command can put right."""
+
+    #: Of a command that it ends.
+    exit_status = EXIT_USER_ERROR
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(redact(arg) if isinstance(arg, str) else arg for arg in args))
@@ -46,6 +54,20 @@ class NodeMissing(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint is damaged, incomplete or belongs to something else."""
+
+
+class AgreedError(UserError):
+    """What all workers raise at the same time, so that the root says it for all."""
+
+
+class NonFiniteStep(AgreedError):
+    """A step's loss or gradient norm, or the weights after it, are not finite."""
+
+
+class ReplicasDiffer(AgreedError):
+    """Workers that should hold the same weights do not."""
+
+    exit_status = EXIT_REPLICAS
 
 
 class DiskError(UserError):

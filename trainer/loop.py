@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import time
@@ -17,6 +18,7 @@ from trainer.data.loader import Loader, Step, record_samples
 from trainer.data.order import ORDER_VERSION, SampleOrder, hash_of
 from trainer.devices.base import Device
 from trainer.devices.graphs import GraphList
+from trainer.errors import UserError
 from trainer.files import METRICS, failpoint
 from trainer.interruptions import Interruptions
 from trainer.metrics import Metrics, StepRecord
@@ -152,6 +154,14 @@ class Trainer:
     def run(self) -> bool:
         """Train; True when `stop_step` is reached, False when a signal ended it earlier. The state is saved in both
         cases. Raises `NonFiniteLoss`, `DiskError`."""
+        try:
+            return self._run()
+        except UserError:
+            with contextlib.suppress(UserError):
+                self.manager.finish()  # a checkpoint that is being written is still good
+            raise
+
+    def _run(self) -> bool:
         self._interruptions.begin()
         steps = self.device.feed(self.loader.steps(self.state.step, self.config.stop_step))
         upcoming = next(steps, None)
