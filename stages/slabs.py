@@ -92,8 +92,8 @@ def make_shard(task: ShardTask) -> Made:
         mapped = map_contiguous(task.path, file, ("input_mask",))
         packed = map_contiguous(task.path, file, (LENGTHS_KEY,)) if LENGTHS_KEY in file else None
     assert mapped is not None
-    mask = mapped["input_mask"]
-    sequences = len(mask) if packed is None else int(np.count_nonzero(packed[LENGTHS_KEY]))
+    mask = mapped.arrays["input_mask"]
+    sequences = len(mask) if packed is None else int(np.count_nonzero(packed.arrays[LENGTHS_KEY]))
     return Made(Output.of(task.path.parent, task.path), len(mask), sequences, int(np.count_nonzero(mask)))
 
 

@@ -68,9 +68,10 @@ def part_counts(path: Path) -> Counter[str]:
 def read_part(path: Path) -> dict[str, Array]:
     """The three datasets of a part, mapped; raises `UserError` if they are not there or contradict each other."""
     with open_hdf5(path) as file:
-        arrays = map_contiguous(path, file, _KEYS)
-    if arrays is None:
+        mapped = map_contiguous(path, file, _KEYS)
+    if mapped is None:
         raise UserError(f"{path} is not a part of this program's tokens; run stages.tokenize again")
+    arrays = mapped.arrays
     sentences, documents = arrays["sentence_lengths"], arrays["document_lengths"]
     if sentences.sum(dtype=np.int64) != len(arrays["tokens"]) or documents.sum(dtype=np.int64) != len(sentences):
         raise UserError(f"{path} was altered: its lengths contradict each other; run stages.tokenize again")

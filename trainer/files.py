@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from datetime import UTC, datetime
@@ -49,7 +50,7 @@ def failpoint(name: str) -> None:
 def _fail(name: str) -> None:
     """FAILPOINT_LOG: a file that collects the names passed. FAILPOINT_TOKEN: a file that is removed when the point is
     reached, without which nothing happens: once is enough. FAILPOINT_ACTION: kill (the default), terminate, stop,
-    raise."""
+    raise, or `wait SECONDS`."""
     if log := os.environ.get("FAILPOINT_LOG"):
         with open(log, "a") as file:
             file.write(name + "\n")
@@ -61,6 +62,8 @@ def _fail(name: str) -> None:
         except FileNotFoundError:
             return
     action = os.environ.get("FAILPOINT_ACTION", "kill")
+    if action.startswith("wait "):
+        return time.sleep(float(action.removeprefix("wait ")))
     if action == "raise":
         raise RuntimeError(f"failpoint {name}")
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}[action])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import trainer.data.shards as shards_module
+from tests.support import assert_one_line_error, command, write_dataset
 from trainer.data.hdf5 import open_hdf5
 from trainer.data.shards import KEYS, ShardSet, validate_file, write_shard
 from trainer.errors import UserError
@@ -195,3 +196,27 @@ def test_a_file_that_claims_far_more_than_it_can_hold_is_refused_without_reading
             file.create_dataset(key, (10**9, *values.shape[1:]), "i4", chunks=True, compression="gzip")
     with pytest.raises(UserError, match="claims 1000000000 rows but is far too small"):
         validate_file(path)
+
+
+@pytest.mark.parametrize("size", [0, 5000, -1])
+def test_a_shard_cut_short_under_a_reader_is_one_line(tmp_path: Path, size: int) -> None:
+    """In another process, since to read beyond the end of a mapped file kills it without a word."""
+    directory = write_dataset(tmp_path / "data", [300])
+    program = f"""
+import os
+import sys
+import numpy as np
+from pathlib import Path
+from trainer.data.shards import ShardSet
+from trainer.errors import UserError
+shards = ShardSet.open(Path({str(directory)!r}))
+rows = np.arange(300)
+shards.read(0, rows[:3])
+path = shards.directory / shards.names[0]
+os.truncate(path, {size} % path.stat().st_size)  # -1: of all but the last byte
+try:
+    shards.read(0, rows)
+except UserError as error:
+    sys.exit(f"error: {{error}}")
+"""
+    assert_one_line_error(command("-c", program), "synthetic_training_0.hdf5", "has been cut short", "make or fetch it")

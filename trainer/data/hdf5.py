@@ -7,9 +7,11 @@ no HDF5 call per row, any row without its neighbours, and a full disk is an ordi
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,19 +122,48 @@ def open_hdf5(path: Path) -> Iterator[Any]:
         raise UserError(f"{path} is not a whole HDF5 file ({reason}); make or fetch it again") from error
 
 
-def map_contiguous(path: Path, file: Any, keys: tuple[str, ...]) -> dict[str, Array] | None:
-    """Read-only views of datasets `keys` of the open `file`, through one memory map; None if any is not contiguous.
+@dataclass(frozen=True)
+class MappedDatasets:
+    """Read-only views of the datasets of a file, through one memory map."""
 
-    The views outlive `file`.
+    path: Path
+    arrays: dict[str, Array]
+    _map: mmap.mmap
+    #: Where the last of them ends, in the file.
+    _end: int
+
+    def checked(self) -> dict[str, Array]:
+        """The arrays. Raises `UserError` if the file has been cut short: to read on would kill the process (SIGBUS).
+
+        It asks the system for the file's size: cheap enough for each read of several rows.
+        """
+        size = self._map.size()
+        if size < self._end:
+            raise UserError(
+                f"{self.path} has been cut short to {size} bytes, its datasets end at {self._end}; make or fetch it "
+                f"again, then run the same again"
+            )
+        return self.arrays
+
+
+def map_contiguous(path: Path, file: Any, keys: tuple[str, ...]) -> MappedDatasets | None:
+    """Views of datasets `keys` of the open `file`, which they outlive; None if any is not contiguous.
+
+    Raises `UserError` if the file is too short for them.
     """
-    places = {}
+    places, end = {}, 0
     for key in keys:
         dataset = file[key]
         if dataset.id.get_create_plist().get_layout() != h5py.h5d.CONTIGUOUS:
             return None
-        places[key] = (dataset.shape, dataset.dtype, dataset.id.get_offset())
-    whole = np.memmap(path, mode="r")
-    return {
-        key: np.zeros(shape, dtype) if offset is None else np.ndarray(shape, dtype, buffer=whole, offset=offset)
-        for key, (shape, dtype, offset) in places.items()
-    }
+        offset = dataset.id.get_offset()
+        places[key] = (dataset.shape, dataset.dtype, offset)
+        end = max(end, (offset or 0) + dataset.nbytes)
+    with path.open("rb") as opened:
+        whole = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    mapped = MappedDatasets(path, {}, whole, end)
+    arrays = mapped.checked()
+    for key, (shape, dtype, offset) in places.items():
+        is_empty = offset is None
+        arrays[key] = np.zeros(shape, dtype) if is_empty else np.ndarray(shape, dtype, buffer=whole, offset=offset)
+    return mapped

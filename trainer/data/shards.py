@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.hdf5 import Array, Layout, contiguous_file, map_contiguous, open_hdf5
+from trainer.data.hdf5 import Array, Layout, MappedDatasets, contiguous_file, map_contiguous, open_hdf5
 from trainer.errors import UserError
 
 TOKEN_KEYS = ("input_ids", "input_mask", "segment_ids")
@@ -104,7 +104,7 @@ class ShardSet:
         self.max_pred_len = first.max_pred_len
         self.sequences_per_row = first.sequences_per_row
         self.keys = first.keys
-        self._mapped: OrderedDict[int, dict[str, Array]] = OrderedDict()
+        self._mapped: OrderedDict[int, MappedDatasets] = OrderedDict()
         self._decoded: OrderedDict[int, dict[str, Array]] = OrderedDict()
 
     @classmethod
@@ -145,18 +145,18 @@ class ShardSet:
         return hashlib.sha256(json.dumps(record).encode()).hexdigest()
 
     def read(self, shard: int, rows: NDArray[np.int64]) -> dict[str, Array]:
-        """Copies of `rows` of the datasets (`keys`) of shard number `shard`, in their stored (or smaller) dtypes.
-
-        Raises `UserError` if the file cannot be read or is not what it was.
-        """
+        """Copies of `rows` of the datasets (`keys`) of shard number `shard`, in their stored (or smaller) dtypes;
+        raises `UserError` if the file cannot be read or is not what it was."""
         arrays = self._arrays(shard)
         return {key: arrays[key][rows] for key in self.keys}
 
     def _arrays(self, shard: int) -> dict[str, Array]:
-        for cache in (self._mapped, self._decoded):
-            if shard in cache:
-                cache.move_to_end(shard)
-                return cache[shard]
+        if shard in self._mapped:
+            self._mapped.move_to_end(shard)
+            return self._mapped[shard].checked()
+        if shard in self._decoded:
+            self._decoded.move_to_end(shard)
+            return self._decoded[shard]
         path = self.directory / self.names[shard]
         with open_hdf5(path) as file:
             shape = _shape_of(path, file, seq_len=self.seq_len, max_pred_len=None)
@@ -176,7 +176,7 @@ class ShardSet:
                 while len(self._mapped) >= _MAPPED_FILES:
                     self._mapped.popitem(last=False)
                 self._mapped[shard] = mapped
-                return mapped
+                return mapped.arrays
             decoded = {key: _decode(path, key, file) for key in self.keys}
         self._decoded[shard] = decoded
         while (

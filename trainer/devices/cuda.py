@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,8 +18,11 @@ from trainer.devices.base import Device
 from trainer.errors import UserError
 from trainer.models.operations import AttentionMask, Operations
 
-#: Dense bf16 tensor-core peaks, FLOP/s, from NVIDIA's data sheets, by a part of the name torch reports.
-_BF16_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "A10G": 70e12}
+#: Dense bf16 tensor-core peaks, FLOP/s, from NVIDIA's data sheets, by words of the name torch reports.
+_BF16_PEAKS = {
+    "H200": 989e12, "H200 NVL": 835e12, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "A100": 312e12,
+    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12,
+}  # fmt: skip
 
 
 class CudaOperations(Operations):
@@ -118,4 +122,13 @@ class CudaDevice(Device):
         name = torch.cuda.get_device_name(self.torch_device)
         if precision in ("fp32", "fp64"):
             return None
-        return next((peak for part, peak in _BF16_PEAKS.items() if part in name), None)
+        return bf16_peak(name)
+
+
+def bf16_peak(name: str) -> float | None:
+    """The dense bf16 peak, FLOP/s, of the GPU that torch calls `name`; None where it is not known."""
+    words = f" {' '.join(re.split('[ -]+', name))} "
+    for model in sorted(_BF16_PEAKS, key=len, reverse=True):
+        if f" {model} " in words:
+            return _BF16_PEAKS[model]
+    return None

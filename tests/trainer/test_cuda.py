@@ -1,0 +1,33 @@
+"""What is known of NVIDIA's GPUs without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.devices.cuda import bf16_peak
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        # As torch reports them; dense bf16 of NVIDIA's data sheets.
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        # Others whose names contain one of these.
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A1000", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_a_peak_is_that_of_the_gpu_by_its_whole_name(name: str, teraflops: int | None) -> None:
+    assert bf16_peak(name) == (None if teraflops is None else teraflops * 1e12)
