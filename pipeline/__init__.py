@@ -3,11 +3,12 @@
 Imports neither torch nor transformers nor h5py: a finished pipeline answers in under a second.
 """
 
-from pipeline import luigi_workers, redaction
+from pipeline import luigi_workers, notify, redaction
 from pipeline.settings import add_defaults
 
 add_defaults()
 redaction.install()
+notify.install()
 luigi_workers.install()
 
 from pipeline.bert import (  # noqa: E402 (the tasks read settings when they are made)

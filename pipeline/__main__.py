@@ -1,5 +1,5 @@
-"""`python -m pipeline status | why | report | try | clean | cancel | manifest`: what is done, what would run and why,
-how it went, what the model says, what can go, what runs on a cluster; `tensorboard` and `luigid` serve it to a browser.
+"""`python -m pipeline status | why | report | try | clean | cancel | nights | manifest`: what is done, what would run
+and why, how it went, what the model says, what can go, what runs on a cluster; `tensorboard` and `luigid` serve it to a browser.
 
 Every setting may be given as luigi takes it: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
 Exit status: 0 done (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed), 2 unknown option,
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
-from pipeline import board, cancel, central, clean, manifest, report, settings, status, try_model, why
+from pipeline import board, cancel, central, clean, manifest, night_check, report, settings, status, try_model, why
 from trainer.errors import UserError
 
 
@@ -39,6 +39,7 @@ COMMANDS = {
     "try": Command(try_model.SUMMARY, try_model.add_options, try_model.run),
     "clean": Command(clean.SUMMARY, clean.add_options, clean.run),
     "cancel": Command(cancel.SUMMARY, cancel.add_options, cancel.run),
+    "nights": Command(night_check.SUMMARY, night_check.add_options, night_check.run),
     "manifest": Command(manifest.SUMMARY, manifest.add_options, manifest.run),
     "tensorboard": Command(board.SUMMARY, board.add_options, board.run),
     "luigid": Command(central.SUMMARY, central.add_options, central.run),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import time
 from typing import Any
@@ -11,7 +12,7 @@ from luigi import worker
 from luigi.retcodes import retcode
 from luigi.task import MixinNaiveBulkComplete
 
-from pipeline import launch, nights, notify
+from pipeline import launch, night_states, nights, notify
 from pipeline.launch import say
 from pipeline.luigi_workers import Leave, leaving
 from pipeline.task import PipelineTask
@@ -53,9 +54,11 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             try:
                 with hold(self.shelf.path) as lock:
                     if not self.complete():
+                        self._tell_killed()
                         self._run_chain(lock)
             except LockHeld as error:
                 say(f"error: {error}")
+                self._tell_held()
                 raise Leave(retcode().already_running) from None
             except UserError:
                 _wait_for_nothing()
@@ -64,6 +67,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
     def _run_chain(self, lock: int) -> None:
         directory, clock, started = self.shelf.directory(self.date), time.monotonic(), utc_now()
         environment = self.shelf.prepare(self.date)
+        night_states.write(self.shelf.path, self.date, night_states.now("running"))
         say(f"night {self.date}: started in {directory}")
         ending = launch.run(
             ["-m", "pipeline.one_night"],
@@ -74,8 +78,10 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         )
         if ending.interrupted or ending.status == EXIT_INTERRUPTED:
             say(f"night {self.date}: interrupted; the same command goes on from here")
+            self._note_ended("interrupted", "the same command goes on")
             raise Leave(EXIT_INTERRUPTED)
         if ending.status == retcode().already_running:
+            self._note_ended("failed", ending.error.splitlines()[-1])
             raise Leave(ending.status)
         if ending.status:
             said, log = ending.error.splitlines()[-1], directory / "stage.log"
@@ -89,8 +95,8 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         measured = "nothing was held out" if accuracy is None else f"masked-LM accuracy {accuracy:.1%}"
         line = f"night {self.date} is complete: {measured}, model {results['model']}"
         say(line)
-        notify.by_mail(f"Luigi: Nightly {self.date} is complete", f"{line}\n")
-        self.tell("completion", "complete", line)
+        night_states.forget(self.shelf.path, self.date)
+        self.tell(self.date, "completion", "complete", line)
         try:
             self.shelf.prune(self.date, say)
         except DiskError as error:
@@ -102,26 +108,45 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
         return "\n".join([str(exception), "", *last])
 
-    def tell(self, event: str, status: str, line: str) -> None:
-        """Tell the webhook, if there is one; that it does not answer is said, and changes nothing."""
-        url = self.settings.nights.webhook
-        if url:
-            problem = notify.by_webhook(
-                url.reveal(), event=event, task="Nightly", date=str(self.date), status=status, line=line,
-                work_dir=str(self.shelf.directory(self.date)),
-            )  # fmt: skip
-            if problem is not None:
-                say(f"note: {problem}")
+    def tell(self, date: datetime.date, event: str, status: str, line: str) -> None:
+        notify.by_all(self.settings, f"Luigi: Nightly {date} is {status}", line, event=event, status=status, date=date)
+
+    def ended(self, error: BaseException, status: night_states.Status) -> None:
+        """Luigi mails the error itself."""
+        self._note_ended(status, str(error))
+        notify.by_webhook_of(self.settings, event="failure", status=status, date=self.date, line=str(error))
+
+    def _note_ended(self, status: night_states.Status, line: str) -> None:
+        night_states.write_ended(self.shelf.path, self.date, status, line)
+
+    def _tell_killed(self) -> None:
+        """Under the lock: nights before this one, or this one's last start, that ended without a word."""
+        for date, state in list(night_states.killed(self.shelf.path)):
+            line = (
+                f"night {date} was killed without a word (process {state.pid} on {state.host}, started {state.started})"
+            )
+            say(f"note: {line}")
+            night_states.write_ended(self.shelf.path, date, "killed", "")
+            self.tell(date, "failure", "killed", line)
+
+    def _tell_held(self) -> None:
+        """That another night holds this one up, once for each holder. A second start of the running one is no news."""
+        other, who = night_states.running(self.shelf.path)
+        line = f"night {self.date} was not started: {f'night {other}' if other else 'another one'} still runs, {who}"
+        before = night_states.recorded(self.shelf.path, self.date)
+        if other != self.date and (before is None or before.line != line):
+            self._note_ended("held", line)
+            self.tell(self.date, "failure", "held", line)
 
 
 @Nightly.event_handler(luigi.Event.FAILURE)  # type: ignore[no-untyped-call, untyped-decorator]
 def _tell_failed(night: Nightly, error: BaseException) -> None:
-    night.tell("failure", "failed", str(error))
+    night.ended(error, "failed")
 
 
 @Nightly.event_handler(luigi.Event.BROKEN_TASK)  # type: ignore[no-untyped-call, untyped-decorator]
 def _tell_refused(night: Nightly, error: BaseException) -> None:
-    night.tell("failure", "refused", str(error))
+    night.ended(error, "refused")
 
 
 def _wait_for_nothing() -> None:

@@ -70,8 +70,11 @@ class Shelf:
             temporary.replace(self.path / LATEST)
 
     def _complete(self) -> list[str]:
-        """Names of the complete nights whose directories are there, newest first."""
-        return sorted((path.name for path in self._directories() if self._record(path.name).exists()), reverse=True)
+        """Names of the complete nights whose directories are there, newest first. A date that is still to come was a
+        mistake or a wrong clock's: it does not count."""
+        last = last_allowed().isoformat()
+        complete = (path.name for path in self._directories() if self._record(path.name).exists())
+        return sorted((name for name in complete if name <= last), reverse=True)
 
     def _directories(self) -> Iterator[Path]:
         for path in self.path.iterdir():
@@ -90,7 +93,8 @@ class Shelf:
             for path in sorted(self._directories()):
                 if path.name >= complete[keep - 1] or path.name == current.isoformat():
                     continue
-                if any(holder(stage) for stage in path.iterdir()):
+                # Not through links: the TensorBoard of all nights runs in none of them.
+                if any(holder(stage) for stage in path.iterdir() if not stage.is_symlink()):
                     say(f"night {path.name}: kept, as it is in use")
                     continue
                 doomed = path.with_name(path.name + TEMPORARY_SUFFIX)
@@ -99,8 +103,16 @@ class Shelf:
                 say(f"night {path.name}: removed, as {keep} newer {'one is' if keep == 1 else 'are'} complete")
 
 
+def last_allowed() -> datetime.date:
+    """Tomorrow: somewhere it has begun."""
+    return datetime.date.today() + datetime.timedelta(days=1)
+
+
 def require_inputs(settings: Settings, date: datetime.date) -> None:
-    """Raise `UserError`, naming the path, unless every file is there whose name has the date in it."""
+    """Raise `UserError`, naming the path, unless every file is there whose name has the date in it; and for a date that
+    is still to come, since it would be the newest night until then."""
+    if date > last_allowed():
+        raise UserError(f"night {date} is in the future; allowed: up to {last_allowed()}; nothing was started")
     for section, values in _texts(settings).items():
         for key, text in values.items():
             dated = _dated(text, date)

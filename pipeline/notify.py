@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import socket
 import time
 from typing import Any
@@ -9,8 +10,44 @@ from urllib.parse import urlsplit
 
 from luigi import notifications
 
+from pipeline.launch import say
+from pipeline.sections import Settings
+from trainer.errors import one_line
+from trainer.secrets import redact
+
 #: Seconds for one answer, and before each further try.
 _ANSWER_S, _RETRY_S = 10.0, (1.0, 4.0)
+
+
+def install() -> None:
+    """A mail that cannot be sent, of luigi's own too, is said and changes nothing: luigi would end with a traceback."""
+    send: Any = notifications.send_email
+
+    def send_email(*args: Any, **options: Any) -> None:
+        try:
+            send(*args, **options)
+        except Exception as error:  # of smtplib, sockets, boto3, sendgrid, settings: a run does not end for any of them
+            say(f"note: the mail was not sent: {type(error).__name__}: {one_line(error)}; see [email] and [smtp]")
+
+    notifications.send_email = send_email
+
+
+def by_all(settings: Settings, subject: str, line: str, *, event: str, status: str, date: datetime.date) -> None:
+    """Mail and webhook, as far as there are any. That one could not be told is said, and changes nothing."""
+    by_mail(subject, f"{line}\n")
+    by_webhook_of(settings, event=event, status=status, date=date, line=line)
+
+
+def by_webhook_of(settings: Settings, *, event: str, status: str, date: datetime.date, line: str) -> None:
+    """[nights] webhook, if there is one."""
+    url = settings.nights.webhook
+    if url:
+        problem = by_webhook(
+            url.reveal(), event=event, task="Nightly", date=str(date), status=status, line=redact(line),
+            work_dir=str(settings.work_dir.absolute() / "nights" / str(date)),
+        )  # fmt: skip
+        if problem is not None:
+            say(f"note: {problem}")
 
 
 def by_mail(subject: str, text: str) -> None:
@@ -37,7 +74,10 @@ def by_webhook(url: str, **facts: Any) -> str | None:
             problem = f"it answered with status {status}"
             if status < 500:
                 break
-        except requests.RequestException as error:
+        except requests.exceptions.InvalidURL as error:
+            problem = type(error).__name__
+            break
+        except (requests.RequestException, ValueError) as error:  # UnicodeError of a host name that cannot be
             problem = type(error).__name__
         if wait_s is not None:
             time.sleep(wait_s)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import configparser
 import re
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import luigi
+from luigi.configuration.cfg_parser import InterpolationMissingEnvvarError
 
 from trainer.errors import UserError
 from trainer.secrets import Secret
@@ -20,7 +22,15 @@ class Setting(luigi.Parameter[T]):
     def _get_value_from_config(self, section: str, name: str) -> Any:
         """The class Phase1 is the section [phase1]. (A class phase1 would make luigi's `--phase` ambiguous with its
         own `--phase1-lr`; so that is `--Phase1-lr`.)"""
-        return super()._get_value_from_config(section.lower(), name)  # type: ignore[no-untyped-call]
+        try:
+            return super()._get_value_from_config(section.lower(), name)  # type: ignore[no-untyped-call]
+        except InterpolationMissingEnvvarError as error:
+            found = re.search(r"variable (\S+)\. ", str(error))  # luigi keeps it nowhere else
+            raise UserError(f"{name}: the environment variable {found and found[1]} is not set") from None
+        except configparser.InterpolationError:
+            raise UserError(
+                f"{name}: write %% for a % in a file of settings (%%20 for a space in an address)"
+            ) from None
 
     def refuse(self, value: object, allowed: str) -> UserError:
         return UserError(f"{self._attribute_name} = {value} is not allowed; allowed: {allowed}")
@@ -50,6 +60,20 @@ class Hidden(Setting[Secret]):
     """A text that is shown nowhere."""
 
     def parse(self, x: str) -> Secret:
+        return Secret(x)
+
+
+class Webhook(Hidden):
+    """An address that takes a POST, shown nowhere; or nothing."""
+
+    def parse(self, x: str) -> Secret:
+        try:
+            parts = urlsplit(x)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if x and (not usable or re.search(r"\s", x)):
+            raise UserError(f"{self._attribute_name} is no address; allowed: empty, or http:// or https:// with a host")
         return Secret(x)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configparser
+import contextlib
 import logging
 import sys
 from collections.abc import Iterator
@@ -32,7 +34,11 @@ def _given() -> Iterator[str]:
     """Luigi's own secrets, [smtp] password and the like: of its files, and of its command line, which it mails."""
     config = get_config()
     for section in config.sections():
-        yield from (config.get(section, key) for key in config.options(section) if is_secret_name(key))
+        for key in config.options(section):
+            if is_secret_name(key):
+                # What cannot be read as it is written is refused by whoever needs it.
+                with contextlib.suppress(configparser.InterpolationError):
+                    yield config.get(section, key)
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         if name.startswith("--") and is_secret_name(name):

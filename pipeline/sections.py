@@ -9,7 +9,7 @@ from typing import Any
 import luigi
 
 from pipeline.cluster import Cluster, Kubernetes, Slurm
-from pipeline.parameters import Address, Hidden, Number, Sha256OrEmpty, Switch, Text, Whole, WholeOrEmpty
+from pipeline.parameters import Address, Number, Sha256OrEmpty, Switch, Text, Webhook, Whole, WholeOrEmpty
 from stages.corpus import DOCUMENT_ENDS
 from stages.mnist import CHECKSUMS
 from stages.sources import CONNECTIONS_MAX
@@ -138,7 +138,7 @@ class Mnist(luigi.Config):
 
 class Nights(luigi.Config):
     keep = Whole(1)
-    webhook = Hidden()
+    webhook = Webhook()
 
 
 SECTIONS: tuple[type[luigi.Config], ...] = (

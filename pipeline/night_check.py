@@ -1,0 +1,69 @@
+"""`python -m pipeline nights`: how each night went; with --check, for a monitor: tell if one is not complete."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+
+from pipeline import night_states, nights, notify
+from pipeline.launch import say
+from pipeline.night_states import NightState
+from pipeline.settings import load
+from trainer.errors import UserError
+
+SUMMARY = "how each night went; --check tells by mail and webhook if the last one failed or is missing"
+#: Nights that are listed.
+_SHOWN = 30
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="look at one night only: exit status 0 if it is complete or running, else 1, told by mail and webhook",
+    )
+    parser.add_argument("--date", default=None, help="with --check, the night, as 2026-11-21 (today)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List or check. Raises `UserError`."""
+    settings = load()
+    directory = nights.Shelf(settings).path
+    if args.check:
+        date = _date(args.date)
+        state = night_states.state_of(directory, date)
+        line = _line(date, state)
+        if state.status in ("complete", "running"):
+            print(line)
+            return 0
+        if state.status == "missing":
+            other, who = night_states.running(directory)
+            if other is not None and night_states.state_of(directory, other).status == "running":
+                line += f"; night {other} still runs ({who})"
+        say(f"error: {line}")
+        notify.by_all(
+            settings, f"Luigi: Nightly {date} is {state.status}", line, event="check", status=state.status, date=date
+        )
+        return 1
+    if args.date is not None:
+        raise UserError("--date is for --check; without it all nights are listed")
+    for date in sorted(night_states.dates(directory), reverse=True)[:_SHOWN]:
+        print(_line(date, night_states.state_of(directory, date)))
+    return 0
+
+
+def _date(text: str | None) -> datetime.date:
+    try:
+        return datetime.date.today() if text is None else datetime.date.fromisoformat(text)
+    except ValueError:
+        raise UserError(f"--date {text} is not allowed; allowed: a date, as 2026-11-21") from None
+
+
+def _line(date: datetime.date, state: NightState) -> str:
+    """`night 2026-11-21: failed: … (started …)`."""
+    said = {
+        "missing": "missing: it was never started",
+        "killed": f"killed without a word, process {state.pid} on {state.host}; its log may tell",
+    }.get(state.status, state.status)
+    started = f" (started {state.started})" if state.started else ""
+    return f"night {date}: {said}{': ' if state.line else ''}{state.line}{started}"

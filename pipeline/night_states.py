@@ -1,0 +1,111 @@
+"""How each night is doing, in WORK/nights/<date>.state.json: what the next night, and whoever checks, can tell.
+
+    {"status": "running", "started": "…Z", "host": "node-3", "pid": 4711, "line": ""}
+
+A complete night has <date>.json instead. A night that is "running" while nobody holds the lock was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from stages.lock import LOCK, is_held
+from trainer.errors import DiskError
+from trainer.files import read_json, utc_now, write_json
+from trainer.secrets import redact
+
+_SUFFIX = ".state.json"
+Status = Literal["complete", "running", "interrupted", "failed", "refused", "held", "killed", "missing"]
+
+
+@dataclass(frozen=True)
+class NightState:
+    """What is known of one night."""
+
+    status: Status
+    #: When it was started, UTC; empty: it was not.
+    started: str = ""
+    host: str = ""
+    pid: int = 0
+    #: Why it failed, was refused or held, for a person.
+    line: str = ""
+
+
+def now(status: Status, line: str = "") -> NightState:
+    """The state of a night that this process runs."""
+    return NightState(status, utc_now(), socket.gethostname(), os.getpid(), line)
+
+
+def write(nights: Path, date: datetime.date, state: NightState) -> None:
+    """Raises `DiskError`."""
+    write_json(nights / f"{date}{_SUFFIX}", asdict(state))
+
+
+def write_ended(nights: Path, date: datetime.date, status: Status, line: str) -> None:
+    """Note how a night ended; best effort, as the disk may be what it failed of."""
+    with contextlib.suppress(DiskError):
+        nights.mkdir(parents=True, exist_ok=True)
+        before = recorded(nights, date)
+        started = before.started if before is not None else ""
+        write(nights, date, NightState(status, started, socket.gethostname(), os.getpid(), redact(line)))
+
+
+def forget(nights: Path, date: datetime.date) -> None:
+    (nights / f"{date}{_SUFFIX}").unlink(missing_ok=True)
+
+
+def recorded(nights: Path, date: datetime.date) -> NightState | None:
+    """What the night itself has noted last."""
+    record = read_json(nights / f"{date}{_SUFFIX}")
+    try:
+        return None if record is None else NightState(**record)
+    except TypeError:
+        return None
+
+
+def state_of(nights: Path, date: datetime.date) -> NightState:
+    """How the night is doing now. Nothing is changed."""
+    complete = read_json(nights / f"{date}.json")
+    if complete is not None:
+        return NightState("complete", str(complete.get("started", "")))
+    state = recorded(nights, date)
+    if state is None:
+        return NightState("missing")
+    if state.status == "running" and not is_held(nights):
+        return NightState("killed", state.started, state.host, state.pid)
+    return state
+
+
+def killed(nights: Path) -> Iterator[tuple[datetime.date, NightState]]:
+    """Nights that ended without a word, oldest first. The caller holds the lock: none of them runs."""
+    for date in sorted(dates(nights)):
+        state = recorded(nights, date)
+        if state is not None and state.status == "running" and not (nights / f"{date}.json").exists():
+            yield date, state
+
+
+def running(nights: Path) -> tuple[datetime.date | None, str]:
+    """The night that holds the lock, if it has said which it is; and who holds it since when, in words."""
+    holder = read_json(nights / LOCK) or {}
+    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} since {holder.get('started', '?')}"
+    for date in dates(nights):
+        state = recorded(nights, date)
+        if state is not None and state.status == "running" and state.pid == holder.get("pid"):
+            return date, who
+    return None, who
+
+
+def dates(nights: Path) -> set[datetime.date]:
+    """All nights that something is known of."""
+    found = set()
+    for path in nights.glob("*.json"):
+        with contextlib.suppress(ValueError):
+            found.add(datetime.date.fromisoformat(path.name.removesuffix(_SUFFIX).removesuffix(".json")))
+    return found

@@ -1,0 +1,170 @@
+"""Nights that were killed, held up, refused or never started: who hears of it; and trouble with telling."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from stages.lock import hold
+from tests.chain import Chain, finished_chain, wait_until, write_corpus
+from tests.pipeline.test_nightly import Post, chain, night_of, old_night, post, provide, words
+from tests.support import assert_one_line_error
+
+__all__ = ["chain", "post"]
+TODAY = datetime.date.today()
+LONGER = ("--Phase1-lr", "0.002", "--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "0")
+
+
+@pytest.fixture
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    return finished_chain(tmp_path_factory)
+
+
+def one_stage_left(chain: Chain, date: str, finished: Chain) -> Path:
+    """A night that has only its evaluation to do."""
+    night = provide(chain, date, finished)
+    shutil.rmtree((night / "latest" / "evaluate").resolve())
+    return night
+
+
+def test_a_running_tensorboard_keeps_no_night(chain: Chain, finished: Chain) -> None:
+    one_stage_left(chain, "2026-11-21", finished)
+    for date in ("2026-11-01", "2026-11-02"):
+        old_night(chain, date, complete=True)
+        (night_of(chain, date) / "tensorboard").symlink_to(Path("../../tensorboard"))
+    with hold(chain.work / "tensorboard"):
+        done = chain.run(*words(chain, "Nightly", "--date", "2026-11-21"))
+    assert "in use" not in done.stderr
+    assert not night_of(chain, "2026-11-01").exists()
+    assert night_of(chain, "2026-11-02").exists()
+
+
+def test_a_night_in_the_future_is_refused_and_old_ones_of_it_count_for_nothing(chain: Chain, finished: Chain) -> None:
+    late = TODAY + datetime.timedelta(days=2)
+    done = chain.run(*words(chain, "Nightly", "--date", str(late)), status=35)
+    assert f"night {late} is in the future; allowed: up to {TODAY + datetime.timedelta(days=1)}" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not night_of(chain, str(late)).exists()
+    # One that was made before this was refused.
+    old_night(chain, "2099-01-01", complete=True)
+    old_night(chain, "2026-11-01", complete=True)
+    night = one_stage_left(chain, "2026-11-21", finished)
+    chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), "--Nights-keep", "1")
+    assert (chain.work / "nights" / "latest").resolve() == night
+    assert not night_of(chain, "2026-11-01").exists()
+    assert night_of(chain, "2099-01-01").exists()
+
+
+def test_the_next_night_tells_of_one_that_was_killed_once(chain: Chain, post: Post, finished: Chain) -> None:
+    night = provide(chain, "2026-11-20", finished)
+    process = chain.start(*words(chain, "Nightly", "--date", "2026-11-20"), *LONGER)
+    try:
+        wait_until(lambda: bool(list(night.glob("pretrain-phase1-*/progress.json"))))
+        assert "running" in chain.ask("nights").stdout
+        assert chain.ask("nights", "--check", "--date", "2026-11-20").returncode == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert (post.mails, post.hooks) == ([], [])
+    done = chain.ask("nights", "--check", "--date", "2026-11-20", status=1)
+    assert_one_line_error(done, "night 2026-11-20: killed without a word")
+    for date in ("2026-11-21", "2026-11-22"):
+        one_stage_left(chain, date, finished)
+    told = [(facts["event"], facts["date"], facts["status"]) for facts in post.hooks]
+    assert told == [("check", "2026-11-20", "killed")]
+    chain.run(*words(chain, "Nightly", "--date", "2026-11-21"))
+    (killed, complete) = post.hooks[1:]
+    assert (killed["event"], killed["date"], killed["status"]) == ("failure", "2026-11-20", "killed")
+    assert str(process.pid) in killed["line"]
+    assert complete["status"] == "complete"
+    chain.run(*words(chain, "Nightly", "--date", "2026-11-22"))
+    assert [facts["status"] for facts in post.hooks[3:]] == ["complete"]
+    assert post.subjects()[1] == "Luigi: Nightly 2026-11-20 is killed"
+
+
+def test_a_night_that_another_holds_up_is_told_once(chain: Chain, post: Post) -> None:
+    for date in ("2026-11-20", "2026-11-21"):
+        provide(chain, date)
+        write_corpus(chain.directory / "text" / date / "corpus.txt")
+    process = chain.start(*words(chain, "Nightly", "--date", "2026-11-20"), *LONGER)
+    try:
+        wait_until(lambda: night_of(chain, "2026-11-20").exists())
+        chain.run(*words(chain, "Nightly", "--date", "2026-11-20"), status=10)
+        assert post.hooks == [], "a second start of the running night"
+        for _ in range(2):
+            chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), status=10)
+        check = chain.ask("nights", "--check", "--date", "2026-11-21", status=1)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+    held, checked = post.hooks
+    assert (held["event"], held["date"], held["status"]) == ("failure", "2026-11-21", "held")
+    assert f"night 2026-11-20 still runs, process {process.pid} on " in held["line"]
+    assert " since 20" in held["line"]
+    assert (checked["event"], checked["status"]) == ("check", "held")
+    assert f"process {process.pid}" in check.stderr
+    assert len(post.mails) == 2
+
+
+def test_the_check_tells_of_a_night_that_is_missing(chain: Chain, post: Post) -> None:
+    done = chain.ask("nights", "--check", status=1)
+    assert_one_line_error(done, f"night {TODAY}: missing: it was never started")
+    (facts,) = post.hooks
+    assert (facts["event"], facts["date"], facts["status"]) == ("check", str(TODAY), "missing")
+    assert post.subjects() == [f"Luigi: Nightly {TODAY} is missing"]
+    (chain.work / "nights").mkdir(parents=True)
+    (chain.work / "nights" / f"{TODAY}.json").write_text(json.dumps({"started": "2026-11-21T01:00:00Z"}))
+    assert "complete" in chain.ask("nights", "--check").stdout
+    assert len(post.hooks) == 1
+    refused = chain.ask("nights", "--check", "--date", "yesterday", status=35)
+    assert_one_line_error(refused, "--date yesterday is not allowed", status=35)
+
+
+def test_trouble_with_telling_fails_no_complete_night(chain: Chain, finished: Chain) -> None:
+    """No mail server, and a host that cannot be a name."""
+    one_stage_left(chain, "2026-11-21", finished)
+    chain.config.write_text(chain.config.read_text().replace("port = ", "port = 1\n#"))
+    webhook = ("--Nights-webhook", f"http://{'a' * 70}.example.org/hook")
+    done = chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), *webhook)
+    assert "night 2026-11-21 is complete" in done.stderr
+    assert done.stderr.count("note: the mail was not sent: ConnectionRefusedError") == 1
+    assert done.stderr.count("was not told of it") == 1
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_no_mail_server_leaves_a_failed_night_its_status(chain: Chain) -> None:
+    chain.config.write_text(chain.config.read_text().replace("port = ", "port = 1\n#"))
+    (chain.directory / "text" / "2026-11-21").mkdir(parents=True)
+    (chain.directory / "text" / "2026-11-21" / "corpus.txt").write_bytes(b"A sentence.\n\xff\xfe broken\n")
+    done = chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), status=30)
+    assert "note: the mail was not sent: ConnectionRefusedError" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "address", ["http://[bad", "hooks.example.org/abc", "http://", "https://host:99999/", "http://a b/"]
+)
+def test_a_webhook_that_is_no_address_is_refused_at_once_and_not_shown(chain: Chain, address: str) -> None:
+    done = chain.run("Nightly", "--date", "2026-11-21", "--Nights-webhook", address, status=35)
+    assert_one_line_error(done, "[nights] webhook is no address", status=35)
+    assert address.split("/")[-1] in ("", "[bad") or address not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("[nights]\nwebhook = http://127.0.0.1/a%20b", "[nights] webhook: write %% for a %"),
+        ("[dataset]\nphase1_url = http://127.0.0.1/a%20b.tar", "[dataset] phase1_url: write %% for a %"),
+        ("[nights]\nwebhook = ${NOT_SET_HERE}", "[nights] webhook: the environment variable NOT_SET_HERE is not set"),
+    ],
+)
+def test_what_luigi_cannot_read_is_one_line(tmp_path: Path, setting: str, said: str) -> None:
+    assert "NOT_SET_HERE" not in os.environ
+    done = Chain(tmp_path, setting + "\n").run("Nightly", "--date", "2026-11-21", status=35)
+    assert_one_line_error(done, said, status=35)
