@@ -1,5 +1,6 @@
 """`python -m pipeline status | why | report | try | clean | cancel | nights | manifest`: what is done, what would run
-and why, how it went, what the model says, what can go, what runs on a cluster; `tensorboard` and `luigid` serve it to a browser.
+and why, how it went, what the model says, what can go, what runs on a cluster; `tensorboard` and
+`luigid` serve it to a browser.
 
 Every setting may be given as luigi takes it: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
 Exit status: 0 done (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed), 2 unknown option,

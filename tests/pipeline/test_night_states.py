@@ -127,23 +127,23 @@ def test_the_check_tells_of_a_night_that_is_missing(chain: Chain, post: Post) ->
 
 
 def test_trouble_with_telling_fails_no_complete_night(chain: Chain, finished: Chain) -> None:
-    """No mail server, and a host that cannot be a name."""
+    """A way to mail that is not installed, and a host that cannot be a name."""
     one_stage_left(chain, "2026-11-21", finished)
-    chain.config.write_text(chain.config.read_text().replace("port = ", "port = 1\n#"))
+    chain.config.write_text(chain.config.read_text().replace("[email]", "[email]\nmethod = sendgrid"))
     webhook = ("--Nights-webhook", f"http://{'a' * 70}.example.org/hook")
     done = chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), *webhook)
     assert "night 2026-11-21 is complete" in done.stderr
-    assert done.stderr.count("note: the mail was not sent: ConnectionRefusedError") == 1
+    assert done.stderr.count("note: the mail was not sent: ") == 1
     assert done.stderr.count("was not told of it") == 1
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_no_mail_server_leaves_a_failed_night_its_status(chain: Chain) -> None:
-    chain.config.write_text(chain.config.read_text().replace("port = ", "port = 1\n#"))
+def test_mail_that_cannot_be_sent_leaves_a_failed_night_its_status(chain: Chain) -> None:
+    chain.config.write_text(chain.config.read_text().replace("[email]", "[email]\nmethod = sendgrid"))
     (chain.directory / "text" / "2026-11-21").mkdir(parents=True)
     (chain.directory / "text" / "2026-11-21" / "corpus.txt").write_bytes(b"A sentence.\n\xff\xfe broken\n")
     done = chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), status=30)
-    assert "note: the mail was not sent: ConnectionRefusedError" in done.stderr
+    assert "note: the mail was not sent: " in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -160,7 +160,7 @@ def test_a_webhook_that_is_no_address_is_refused_at_once_and_not_shown(chain: Ch
     ("setting", "said"),
     [
         ("[nights]\nwebhook = http://127.0.0.1/a%20b", "[nights] webhook: write %% for a %"),
-        ("[dataset]\nphase1_url = http://127.0.0.1/a%20b.tar", "[dataset] phase1_url: write %% for a %"),
+        ("[mnist]\nurl = http://127.0.0.1/a%20b.tar", "[mnist] url: write %% for a %"),
         ("[nights]\nwebhook = ${NOT_SET_HERE}", "[nights] webhook: the environment variable NOT_SET_HERE is not set"),
     ],
 )
