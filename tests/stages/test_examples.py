@@ -105,6 +105,23 @@ def test_pairs_are_what_they_claim_to_be() -> None:
     assert (np.diff(owner[a]) < 0).mean() > 0.4
 
 
+@pytest.mark.parametrize("segment", ["a", "b"])
+def test_segments_are_cut_at_either_end_by_chance(segment: str) -> None:
+    """Of n tokens that a segment loses, k go at the front with the probability of k heads in n throws."""
+    lengths = np.full(4000, 100)  # two documents of long sentences: every pair is cut
+    pairs = plan_pairs(lengths, np.array([2000, 2000]), Form(128, 20), rng=np.random.default_rng(0))
+    start, length = pairs[f"{segment}_start"].astype(int) % 100, pairs[f"{segment}_length"].astype(int)
+    lost = 100 - length
+    whole = (lost > 0) & (lost < 100)  # what is left of one sentence
+    front, lost = start[whole], lost[whole]
+    assert len(lost) > 1000
+    assert (front <= lost).all()
+    # Heads less half of the throws: mean 0, variance a quarter of the throws; within five standard errors each.
+    error = (front - lost / 2) / np.sqrt(lost / 4)
+    assert abs(error.mean()) < 5 / np.sqrt(len(error))
+    assert abs((error**2).mean() - 1) < 5 * np.sqrt(2 / len(error))
+
+
 def test_a_single_document_gives_only_pairs_that_follow_each_other() -> None:
     pairs = plan_pairs(np.full(50, 10), np.array([50]), Form(64, 20), rng=np.random.default_rng(0))
     assert len(pairs) > 0
@@ -164,12 +181,16 @@ def test_masks_follow_the_rules_of_the_paper(whole_word_mask: bool) -> None:
     np.testing.assert_allclose(shares, [0.8, 0.1, 0.1], atol=5 * 0.4 / np.sqrt(len(was)) + 1e-3)
 
 
-def test_every_place_is_masked_as_often_as_any_other() -> None:
+@pytest.mark.parametrize("whole_word_mask", [False, True])
+def test_every_place_is_masked_as_often_as_any_other(whole_word_mask: bool) -> None:
+    """Whole words, too, where each piece is one."""
+    form = Form(32, 5, whole_word_mask=whole_word_mask)
+    vocabulary = dataclasses.replace(VOCAB, continues=np.zeros(1000, bool))
     tokens = np.arange(5, 1000).astype(np.uint16)
     pairs = np.zeros(20_000, PAIR)
     pairs["a_length"], pairs["b_start"], pairs["b_length"] = 15, 100, 14
     rng = np.random.default_rng(1)
-    arrays = complete_rows(gather_rows(tokens, pairs, VOCAB, 32), pairs, Form(32, 5), VOCAB, rng=rng)
+    arrays = complete_rows(gather_rows(tokens, pairs, vocabulary, 32), pairs, form, vocabulary, rng=rng)
     positions = arrays["masked_lm_positions"]
     seen = np.bincount(positions[positions > 0].astype(int), minlength=32)
     assert seen[[0, 16, 31]].tolist() == [0, 0, 0]
@@ -181,8 +202,15 @@ def test_every_place_is_masked_as_often_as_any_other() -> None:
 def test_whole_words_are_masked_whole() -> None:
     before, arrays, pairs = made(Form(128, 20, whole_word_mask=True))
     checked = 0
+    #: Of pieces that continue a word and begin a segment: whether they are masked (and the one before the [SEP]).
+    first_of_a, first_of_b = [], []
     for row, positions, pair in zip(before, arrays["masked_lm_positions"], pairs, strict=True):
         chosen = set(positions[positions > 0].tolist())
+        if VOCAB.continues[row[1]]:
+            first_of_a.append(1 in chosen)
+        begin = int(pair["a_length"]) + 2
+        if VOCAB.continues[row[begin]]:
+            first_of_b.append((begin in chosen, begin - 2 in chosen))
         special = {0, int(pair["a_length"]) + 1, int(pair["a_length"]) + int(pair["b_length"]) + 2}
         for place in range(1, max(special)):
             if place in special or place - 1 in special or not VOCAB.continues[row[place]]:
@@ -190,3 +218,10 @@ def test_whole_words_are_masked_whole() -> None:
             assert (place in chosen) == (place - 1 in chosen)
             checked += 1
     assert checked > 1000
+    # A segment begins with a word of its own: 15 % of them are masked, whatever is masked before the [SEP].
+    assert len(first_of_a) > 100
+    assert 0.05 < np.mean(first_of_a) < 0.25
+    of_b, before_sep = np.array(first_of_b).T
+    assert len(of_b) > 100
+    assert (of_b & ~before_sep).any()
+    assert (~of_b & before_sep).any()

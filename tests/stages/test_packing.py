@@ -33,7 +33,14 @@ def packed(lengths: Array, form: Form = FORM) -> Array:
     return pack(lengths, form.masked_positions(np.arange(form.seq_len + 1)), form.row)
 
 
-@pytest.mark.parametrize("form", [FORM, dataclasses.replace(FORM, sequences_per_row=2, max_pred_len=77)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        FORM,
+        dataclasses.replace(FORM, sequences_per_row=2, max_pred_len=77),
+        dataclasses.replace(FORM, max_pred_len=60),  # fewer than two sequences of 256 have
+    ],
+)
 @pytest.mark.parametrize("sequences", [1, 2, 3, 50, 20_000])
 def test_every_sequence_is_in_one_row_and_no_row_holds_more_than_it_can(form: Form, sequences: int) -> None:
     lengths = lengths_like_wikipedia(sequences)

@@ -122,9 +122,10 @@ def test_every_shard_draws_from_the_whole_corpus_and_nothing_is_lost(tmp_path: P
         patch.setattr(slabs, "_SLAB_BYTES", 20_000)  # several slabs a shard
         patch.setattr(plans, "_WINDOW_BYTES", 9_000)  # and several windows a slab, of one part or more
         shard_dataset(work, tokens, options, processes=1)
-    part_of_sentence = {}
+    part_of_sentence, texts = {}, []
     for number, path in enumerate(part_paths(tokens, TRAINING)):
         part = read_part(path)
+        texts.append("".join(map(chr, part["tokens"])))
         for sentence in np.split(part["tokens"], np.cumsum(part["sentence_lengths"])[:-1]):
             part_of_sentence[sentence.tobytes()] = number
     shards = ShardSet.open(tmp_path)
@@ -136,6 +137,10 @@ def test_every_shard_draws_from_the_whole_corpus_and_nothing_is_lost(tmp_path: P
             zip(arrays["masked_lm_positions"], arrays["masked_lm_ids"], strict=True)
         ):
             ids[row, positions[positions > 0]] = labels[positions > 0]
+        # Both segments are pieces of the same part.
+        for row in ids:
+            first, second, _ = "".join(map(chr, row[1:])).split(chr(3), 2)
+            assert any(first in text and second in text for text in texts)
         # Rows whose first segment is a single whole sentence tell which part of the corpus they come from.
         found = [row[1 : row.tolist().index(3)].tobytes() for row in ids]
         origin = Counter(part_of_sentence[sentence] for sentence in found if sentence in part_of_sentence)
@@ -145,6 +150,20 @@ def test_every_shard_draws_from_the_whole_corpus_and_nothing_is_lost(tmp_path: P
         seen |= {sentence for row in ids for sentence in (row[1 : row.tolist().index(3)].tobytes(),)}
     # Two thirds of the sentences are short enough to be a first segment in one of three repetitions.
     assert len(seen & part_of_sentence.keys()) > 0.3 * len(part_of_sentence)
+
+
+def test_what_masking_knows_of_the_vocabulary_is_what_hugging_faces_tokenizer_says(tokens: Path) -> None:
+    from transformers import BertTokenizerFast
+
+    tokenizer = BertTokenizerFast.from_pretrained(tokens / "tokenizer")
+    ours = slabs.load_vocabulary(tokens)
+    assert (ours.size, ours.cls, ours.sep, ours.mask) == (
+        len(tokenizer), tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id,
+    )  # fmt: skip
+    assert set(ours.ordinary.tolist()) == set(range(len(tokenizer))) - set(tokenizer.all_special_ids)
+    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert ours.continues.tolist() == [piece.startswith("##") for piece in pieces]
+    assert 0 < ours.continues.sum() < len(tokenizer)
 
 
 def test_rows_are_dealt_out_evenly_and_completely() -> None:

@@ -92,6 +92,23 @@ def test_updates_equal_torchs_adamw_with_clipping(layout: Layout, number: Callab
 
 
 @layouts
+@pytest.mark.parametrize("share", [0.5, 2.0, None])
+def test_clipping_is_torchs(layout: Layout, share: float | None) -> None:
+    """Gradients are scaled down to a share of their norm, never up, and not at all without a limit."""
+    ours, theirs = small_model(), copy.deepcopy(small_model())
+    parameters = layout(ours, has_weight_decay, 2, Precision("fp64"))
+    fake_backward(ours, 0)
+    fake_backward(theirs, 0)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in theirs.parameters() if p.grad is not None]).item()
+    largest = None if share is None else share * norm
+    torch.nn.utils.clip_grad_norm_(theirs.parameters(), float("inf") if largest is None else largest)
+    assert parameters.clip(largest).item() == pytest.approx(norm, rel=1e-12)
+    ours_now = dict(parameters.named([group.gradients for group in parameters.groups]))
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(ours_now[name], parameter.grad, rtol=1e-12, atol=0)
+
+
+@layouts
 def test_a_replaced_gradient_is_noticed(layout: Layout) -> None:
     model = small_model()
     parameters = layout(model, has_weight_decay, 2, Precision("fp64"))

@@ -71,6 +71,27 @@ def test_the_shuffle_is_even() -> None:
     assert np.abs(places / epochs - (n - 1) / 2).max() < 4 * error
 
 
+def test_the_order_of_shards_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each shard is a block, over many epochs: as above."""
+    monkeypatch.setattr(module, "BLOCK_ROWS", 1)
+    n, epochs = 20, 400
+    places = np.zeros(n)
+    order = make([1] * n, batch=n)
+    for epoch in range(epochs):
+        places[order.step(epoch).shard] += np.arange(n)
+    error = np.sqrt((n**2 - 1) / 12 / epochs)
+    assert np.abs(places / epochs - (n - 1) / 2).max() < 4 * error
+
+
+def test_blocks_are_shuffled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The orders of two blocks' rows do not correlate: within five standard errors."""
+    monkeypatch.setattr(module, "BLOCK_ROWS", 1)
+    n = 1000
+    order = make([n, n], batch=n)
+    first, second = (order.step(step).row for step in (0, 1))
+    assert abs(np.corrcoef(first, second)[0, 1]) < 5 / np.sqrt(n)
+
+
 def test_the_hash_is_splitmix64() -> None:
     """First outputs of the published generator from state 1234567 (as listed by Rosetta Code)."""
     golden = 0x9E3779B97F4A7C15

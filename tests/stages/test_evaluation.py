@@ -1,0 +1,125 @@
+"""What is measured on held-out data is what Hugging Face's model gives, and what torch gives for the MLP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stages import evaluate_mlp
+from stages.evaluate import PATTERN, evaluate
+from stages.manifest import Identity, StageDirectory
+from tests.images import write_images
+from tests.support import MODEL, synthetic_rows
+from trainer.config import ModelConfig
+from trainer.data.shards import ShardSet, write_shard
+from trainer.devices.cpu import CpuDevice
+from trainer.models.bert import BertForPreTraining
+from trainer.models.mlp import MLP
+from trainer.workloads.mnist import HELD_OUT, Images
+
+ROWS = 31
+
+
+@pytest.fixture
+def ours() -> BertForPreTraining:
+    """With dropout, which must not show, and weights wide enough for logits that differ."""
+    model = BertForPreTraining(ModelConfig(**{**MODEL, "initializer_range": 0.3}))
+    model.initialise(seed=1)
+    return model
+
+
+def hugging_faces(ours: BertForPreTraining) -> Any:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.BertForPreTraining(transformers.BertConfig(**ours.config.to_hugging_face()))
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    theirs.tie_weights()
+    return theirs.eval()
+
+
+def measured(ours: BertForPreTraining, data: Path, out: Path, *, max_samples: int = 10_000) -> dict[str, Any]:
+    with StageDirectory.begin(out, lambda: Identity("evaluate", 1)) as work:
+        return evaluate(
+            work, ours, ShardSet.open(data, PATTERN), device=CpuDevice(), batch_size=4, max_samples=max_samples
+        )
+
+
+@torch.no_grad()
+def test_it_measures_what_hugging_face_computes(ours: BertForPreTraining, tmp_path: Path) -> None:
+    """Row by row, without padding. The labels are chosen so that about two thirds of the masks and half of the pairs
+    are right, and wrong ones are what the model deems least likely."""
+    theirs, rng = hugging_faces(ours), np.random.default_rng(0)
+    arrays = synthetic_rows(ROWS, seq_len=32, max_pred_len=5, seed=0)
+    words, pairs, masks = [], [], 0
+    right_words = right_pairs = 0
+    for row in range(ROWS):
+        length = int(arrays["input_mask"][row].sum())
+        ids, segments = (
+            torch.from_numpy(arrays[name][row : row + 1, :length].astype(np.int64))
+            for name in ("input_ids", "segment_ids")
+        )
+        out = theirs(ids, token_type_ids=segments)
+        for at, position in enumerate(arrays["masked_lm_positions"][row]):
+            if position:
+                logits = out.prediction_logits[0, int(position)]
+                is_right = rng.random() < 2 / 3
+                arrays["masked_lm_ids"][row, at] = label = int(logits.argmax() if is_right else logits.argmin())
+                words.append(F.cross_entropy(logits, torch.tensor(label)).item())
+                right_words += is_right
+                masks += 1
+        logits = out.seq_relationship_logits[0]
+        is_right = row % 2 == 0
+        arrays["next_sentence_labels"][row] = label = int(logits.argmax() if is_right else logits.argmin())
+        pairs.append(F.cross_entropy(logits, torch.tensor(label)).item())
+        right_pairs += is_right
+    write_shard(tmp_path / "x_test_0.hdf5", arrays)
+    found = measured(ours, tmp_path, tmp_path / "out")
+    assert found == {
+        "samples": ROWS,
+        "masked_tokens": masks,
+        "masked_lm_loss": pytest.approx(np.mean(words), rel=1e-4),  # fp32
+        "next_sentence_loss": pytest.approx(np.mean(pairs), rel=1e-4),
+        "masked_lm_accuracy": pytest.approx(right_words / masks),
+        "next_sentence_accuracy": pytest.approx(right_pairs / ROWS),
+    }
+
+
+@torch.no_grad()
+def test_a_limit_takes_a_fair_share_of_all_shards(ours: BertForPreTraining, tmp_path: Path) -> None:
+    """Three shards of 200 rows that are alike but for the label of the pair, which is right in the first alone."""
+    arrays = synthetic_rows(1, seq_len=32, max_pred_len=5, seed=0)
+    length = int(arrays["input_mask"].sum())
+    ids, segments = (torch.from_numpy(arrays[n][:, :length].astype(np.int64)) for n in ("input_ids", "segment_ids"))
+    guess = int(hugging_faces(ours)(ids, token_type_ids=segments).seq_relationship_logits.argmax())
+    many = {name: value.repeat(200, axis=0) for name, value in arrays.items()}
+    for shard in range(3):
+        many["next_sentence_labels"][:] = guess if shard == 0 else 1 - guess
+        write_shard(tmp_path / f"x_test_{shard}.hdf5", many)
+    found = measured(ours, tmp_path, tmp_path / "out", max_samples=300)
+    assert found["samples"] == 300
+    # 300 of 600 rows without repetition, a third of them right: five standard deviations.
+    assert found["next_sentence_accuracy"] == pytest.approx(1 / 3, abs=5 * np.sqrt(2 / 9 / 300 * 300 / 599))
+
+
+@torch.no_grad()
+def test_an_mlp_is_measured_as_by_hand(tmp_path: Path) -> None:
+    """40 images in batches of 16, the last one smaller; 7 of 10 labels are the best guess, the others the worst."""
+    write_images(tmp_path / "images", training=10)
+    images, model = Images(tmp_path / "images", HELD_OUT), MLP()
+    model.initialise(1)
+    x = torch.from_numpy(images.pixels.copy()).float() / 255
+    hidden = (x @ model.fc1.weight.T + model.fc1.bias).clamp(min=0)
+    hidden = (hidden @ model.fc2.weight.T + model.fc2.bias).clamp(min=0)
+    logits = hidden @ model.fc3.weight.T + model.fc3.bias
+    is_right = torch.arange(len(images)) % 10 < 7
+    labels = torch.where(is_right, logits.argmax(1), logits.argmin(1))
+    images.labels = labels.numpy()
+    with StageDirectory.begin(tmp_path / "out", lambda: Identity("evaluate_mlp", 1)) as work:
+        found = evaluate_mlp.evaluate(work, model, images, device=CpuDevice(), batch_size=16)
+    expected = (logits.logsumexp(1) - logits.gather(1, labels[:, None])[:, 0]).mean().item()
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)  # fp32
+    assert (found["images"], found["accuracy"]) == (40, 0.7)

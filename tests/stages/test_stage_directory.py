@@ -1,0 +1,76 @@
+"""What a fingerprint is of, and what makes a stage directory complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.manifest import MANIFEST, Identity, Output, StageDirectory, why_incomplete
+
+IDENTITY = Identity(
+    "shard", 3, 2, parameters={"b": 1, "a": [0.1, None]}, inputs={"text": "x"}, upstream={"tokens": "0" * 64}
+)
+
+
+def test_a_fingerprint_is_the_sha256_of_canonical_json() -> None:
+    """Spelt out, so that a finished stage of an earlier version of this program stays finished."""
+    text = (
+        '{"format_version":3,"inputs":{"text":"x"},"parameters":{"a":[0.1,null],"b":1},"phase":2,"stage":"shard",'
+        f'"upstream":{{"tokens":"{"0" * 64}"}}}}'
+    )
+    assert IDENTITY.fingerprint == hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stage": "share"}, {"format_version": 4}, {"phase": 1}, {"phase": None}, {"parameters": {"b": 1}},
+        {"parameters": {"b": 1, "a": [0.1, 0]}}, {"inputs": {"text": "y"}}, {"upstream": {}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_whatever_decides_the_result_changes_the_fingerprint(change: dict[str, Any]) -> None:
+    assert dataclasses.replace(IDENTITY, **change).fingerprint != IDENTITY.fingerprint
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    with StageDirectory.begin(tmp_path, lambda: IDENTITY) as work:
+        for name in ("a", "b"):
+            (tmp_path / name).write_bytes(b"0123456789")
+        (tmp_path / "kept").write_text("whatever is in it")
+        work.finish([Output.of(tmp_path, tmp_path / name) for name in ("a", "b")], {})
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "present": ["kept"]}))
+    assert why_incomplete(tmp_path, IDENTITY.fingerprint, verify=True) is None
+    return tmp_path
+
+
+@pytest.mark.parametrize("length", [0, 9, 11])
+def test_an_output_of_another_size_is_not_complete(finished: Path, length: int) -> None:
+    (finished / "b").write_bytes(b"0123456789x"[:length])
+    reason = why_incomplete(finished, IDENTITY.fingerprint)
+    assert reason == f"{finished / 'b'} has {length} bytes, its manifest says 10"
+
+
+def test_an_altered_output_is_found_when_all_bytes_are_read(finished: Path) -> None:
+    (finished / "b").write_bytes(b"0123456788")
+    assert why_incomplete(finished, IDENTITY.fingerprint) is None
+    assert "b was altered" in str(why_incomplete(finished, IDENTITY.fingerprint, verify=True))
+
+
+@pytest.mark.parametrize("name", ["a", "b", "kept", MANIFEST])
+def test_a_missing_file_is_not_complete(finished: Path, name: str) -> None:
+    (finished / name).unlink()
+    reason = why_incomplete(finished, IDENTITY.fingerprint)
+    assert reason == ("never finished" if name == MANIFEST else f"{finished / name} is missing")
+
+
+def test_what_was_made_from_other_settings_is_not_complete(finished: Path) -> None:
+    other = dataclasses.replace(IDENTITY, parameters={}).fingerprint
+    assert str(why_incomplete(finished, other)).startswith("made with other settings")

@@ -1,0 +1,110 @@
+"""Rates and utilization: torch counts the floating-point operations, and the records' own times give the rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.support import VOCAB, Workers, metrics, options
+from tests.trainer.known_peak import PEAK_FLOPS_PER_S
+from tests.trainer.test_packed import write_both
+from trainer.config import ModelConfig
+from trainer.data.order import Samples
+from trainer.data.reader import BatchReader
+from trainer.data.shards import ShardSet, write_shard
+from trainer.devices.cpu import CpuOperations
+from trainer.models.bert import BertForPreTraining
+from trainer.workloads.bert import BertWorkload
+
+ROWS, S, P = 8, 32, 4
+#: No two sizes alike, so that none can stand for another.
+CONFIG = ModelConfig(
+    vocab_size=VOCAB, num_hidden_layers=3, hidden_size=24, num_attention_heads=4, intermediate_size=72,
+    max_position_embeddings=S,
+)  # fmt: skip
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> ShardSet:
+    """Rows without padding, all of whose P positions are used: nothing is filled up."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "input_ids": rng.integers(5, VOCAB, (ROWS, S)),
+        "input_mask": np.ones((ROWS, S)),
+        "segment_ids": np.zeros((ROWS, S)),
+        "masked_lm_positions": np.tile(np.arange(1, P + 1), (ROWS, 1)),
+        "masked_lm_ids": rng.integers(5, VOCAB, (ROWS, P)),
+        "next_sentence_labels": rng.integers(0, 2, ROWS),
+    }
+    small = {"input_ids": np.uint16, "masked_lm_positions": np.uint16, "masked_lm_ids": np.uint16}
+    write_shard(tmp_path / "x_training_0.hdf5", {k: v.astype(small.get(k, np.uint8)) for k, v in arrays.items()})
+    return ShardSet.open(tmp_path)
+
+
+def test_floating_point_operations_are_those_that_torch_counts(shards: ShardSet) -> None:
+    """Ours of our model, the usual formula's of Hugging Face's, which computes its head at every token."""
+    transformers = pytest.importorskip("transformers")
+    rows = np.arange(ROWS)
+    (batch,), (counts,) = BatchReader(shards, vocab_size=VOCAB).micro_batches(Samples(0 * rows, rows), ROWS)
+    work = BertWorkload(CONFIG, shards).work(counts)
+    # With dropout: torch counts no fused attention.
+    ours = BertForPreTraining(CONFIG, CpuOperations())
+    ours.initialise(seed=1)
+    with FlopCounterMode(display=False) as counted:
+        sum(ours.train()(batch)).backward()
+    assert work.flops == counted.get_total_flops()
+
+    config = transformers.BertConfig(**CONFIG.to_hugging_face(), attn_implementation="eager")
+    theirs = transformers.BertForPreTraining(config).train()
+    labels = torch.full((ROWS, S), 7)
+    with FlopCounterMode(display=False) as counted:
+        theirs(batch.input_ids, labels=labels, next_sentence_label=batch.next_sentence_labels).loss.backward()
+    assert work.usual_flops == counted.get_total_flops()
+    assert work.samples == ROWS
+
+
+def test_packed_rows_count_what_their_sequences_are(tmp_path: Path) -> None:
+    """Each sequence's own tokens and pairs of them, whichever row it shares."""
+    apart, packed = (ShardSet.open(path) for path in write_both(tmp_path, 41))
+    lengths = apart.read(0, np.arange(41))["input_mask"].sum(1).astype(int)
+    masked = int((apart.read(0, np.arange(41))["masked_lm_positions"] > 0).sum())
+    rows = np.arange(packed.rows)
+    _, counts = BatchReader(packed, vocab_size=VOCAB).micro_batches(Samples(0 * rows, rows), 4)
+    assert np.sum(counts, axis=0).tolist() == [masked, 41, lengths.sum(), (lengths**2).sum()]
+
+
+@pytest.fixture(scope="module")
+def records(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of 14 steps of two workers, 16 sequences each."""
+    out = tmp_path_factory.mktemp("out")
+    words = options(
+        data_dir=data, model_config=model, output_dir=out, precision="fp32", device="cpu", max_steps=14,
+        batch_size=4, grad_accum_usteps=2, warmup_steps=2, max_pred_len=5,
+    )  # fmt: skip
+    done = Workers(2, "tests.trainer.known_peak", words, {}).wait()
+    assert done.returncode == 0, done.stdout
+    return metrics(out)
+
+
+def test_rates_are_those_of_the_latest_ten_steps(records: list[dict[str, Any]]) -> None:
+    """Work over time, not a mean of rates. Steps differ in their masked positions, hence the second assertion's room:
+    the head is less than a fifth of this model."""
+    for at in range(14):
+        recent = records[max(0, at - 9) : at + 1]
+        seconds = sum(record["step_time_s"] for record in recent)
+        assert records[at]["throughput"] == pytest.approx(16 * len(recent) / seconds, rel=1e-9)
+        assert records[at]["flops_per_s"] * seconds / len(recent) == pytest.approx(
+            records[0]["flops_per_s"] * records[0]["step_time_s"], rel=0.2
+        )
+
+
+def test_utilization_is_that_of_all_workers_devices(records: list[dict[str, Any]]) -> None:
+    for record in records:
+        assert record["mfu"] == pytest.approx(record["flops_per_s"] / (2 * PEAK_FLOPS_PER_S), rel=1e-9)
+        # The head at 32 positions a sequence instead of 5 at most.
+        assert record["mfu_usual"] > 1.1 * record["mfu"]
