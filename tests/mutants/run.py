@@ -114,15 +114,16 @@ def copy_project(root: Path, copy: Path) -> None:
 
 def run_tests(copy: Path, tests: Iterable[str], *words: str, timeout_s: float) -> tuple[int | None, list[_Case]]:
     """pytest's exit status (None: it was given up) and what it says of each test."""
-    report = copy.parent / f"{copy.name}.xml"
+    report, log = copy.with_suffix(".xml"), copy.with_suffix(".log")
     report.unlink(missing_ok=True)
     shared = os.environ.get("BERT_SHARED_DIR", str(ROOT.parent / "shared"))
     environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "BERT_SHARED_DIR": shared}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", *words, *tests]
-    process = subprocess.Popen(
-        command, cwd=copy, env={**os.environ, **environment}, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=copy, env={**os.environ, **environment}, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     status: int | None = None
     try:
         status = process.wait(timeout_s)
@@ -158,10 +159,11 @@ def _cases(report: Path) -> Iterator[_Case]:
 
 def failing_before(copy: Path, tests: Sequence[str], *, jobs: int) -> list[str]:
     """The tests that do not pass on the unchanged project, each with what is wrong."""
-    words = ["-n", str(jobs)] if jobs > 1 else []
+    words = ["-n", str(jobs), "--dist", "loadscope"] if jobs > 1 else []
     status, cases = run_tests(copy, tests, *words, timeout_s=BASELINE_TIMEOUT_S)
     if not cases:
-        return [f"pytest ended with {status} before any test was run"]
+        said = copy.with_suffix(".log").read_text().strip().splitlines()[-5:]
+        return [f"pytest ended with {status} before any test was run", *said]
     wrong = [f"{case.name}: {case.trouble}: {case.message}" for case in cases if case.trouble]
     return wrong + [f"{test}: not run" for test in tests if not any(case.is_of(test) for case in cases)]
 
