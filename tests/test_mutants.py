@@ -6,14 +6,15 @@ The list itself is run by `make mutants`, which takes minutes.
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.run import Fault, Outdated, read_faults, run
-from tests.support import ROOT
+from tests.mutants.run import Fault, read_faults
+from tests.support import ROOT, assert_one_line_error, command
 
 FAULTS = read_faults()
 
@@ -76,6 +77,7 @@ def test_skipped():
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
+    """A checkout with two functions and their tests."""
     (tmp_path / "sums.py").write_text(SUM)
     (tmp_path / "test_sums.py").write_text(TESTS)
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
@@ -86,7 +88,22 @@ def fault(old: str, new: str, test: str, within: str | None = None) -> Fault:
     return Fault("sums", f"{old} → {new}", "sums.py", old, new, f"test_sums.py::{test}", within)
 
 
-def test_a_fault_is_caught_by_a_failed_assertion_alone(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def tried(project: Path, faults: list[Fault], *words: str) -> subprocess.CompletedProcess[str]:
+    """The command, of these faults."""
+    lists = project / "faults"
+    lists.mkdir()
+    entries = [
+        {name: value for name, value in vars(fault).items() if value is not None and name != "subject"}
+        for fault in faults
+    ]
+    tables = [
+        "\n".join(["[[fault]]", *(f"{name} = {json.dumps(value)}" for name, value in e.items())]) for e in entries
+    ]
+    (lists / "sums.toml").write_text("\n\n".join(tables))
+    return command("-m", "tests.mutants.run", "--root", str(project), "--faults", str(lists), *words)
+
+
+def test_a_fault_is_caught_by_a_failed_assertion_alone(project: Path) -> None:
     faults = [
         fault("a + b", "a - b", "test_add"),
         fault("a + b", "b - a + 5", "test_add[0]"),
@@ -94,17 +111,27 @@ def test_a_fault_is_caught_by_a_failed_assertion_alone(project: Path, capsys: py
         fault("a + a", "a / a", "test_double"),
         fault("a + b", "a + c", "test_add[1]"),
     ]
-    assert run(project, faults, jobs=2) == 3
-    rows = capsys.readouterr().out.splitlines()
-    verdicts = {line.partition("  ")[0]: line.rpartition(" s  ")[2] for line in rows[1:]}
-    assert verdicts == {
+    done = tried(project, faults, "--jobs", "2")
+    assert done.returncode == 1, done.stdout + done.stderr
+    _, *rows, last = done.stdout.splitlines()
+    assert {line.partition("  ")[0]: line.rpartition(" s  ")[2] for line in rows} == {
         "a + b → a - b": "caught",
         "a + b → b - a + 5": "caught",
         "a + a → a * a": "SURVIVED",
         "a + a → a / a": "no assertion failed: ZeroDivisionError: division by zero",
         "a + b → a + c": "no assertion failed: NameError: name 'c' is not defined",
     }
+    assert last.startswith("5 faults in ")
+    assert last.endswith(" minutes: 2 caught, 3 not caught")
     assert (project / "sums.py").read_text() == SUM
+
+
+def test_with_all_caught_it_ends_with_0(project: Path) -> None:
+    """Of those that were asked for."""
+    faults = [fault("a + b", "a - b", "test_add"), fault("a + a", "a * a", "test_double")]
+    done = tried(project, faults, "test_add")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].endswith(" minutes: 1 caught, 0 not caught")
 
 
 @pytest.mark.parametrize(
@@ -115,14 +142,14 @@ def test_a_fault_is_caught_by_a_failed_assertion_alone(project: Path, capsys: py
         (fault("a + a", "a", "test_add", within="add"), "'a + a' occurs 0 times in add in sums.py"),
         (fault("a + b", "a - b", "test_wrong"), "test_sums.py::test_wrong: failure: assert 2 == 3"),
         (fault("a + b", "a - b", "test_skipped"), "test_sums.py::test_skipped: skipped"),
-        (fault("a + b", "a - b", "test_missing"), "pytest ended with 4 before any test was run"),
+        (fault("a + b", "a - b", "test_missing"), "test_sums.py::test_missing: not run; pytest ended with 4"),
     ],
 )
 def test_a_list_that_does_not_fit_is_refused(project: Path, listed: Fault, said: str) -> None:
-    with pytest.raises(Outdated) as refused:
-        run(project, [listed], jobs=1)
-    assert said in str(refused.value)
+    done = tried(project, [listed])
+    assert said in done.stderr
+    assert_one_line_error(done)
 
 
-def test_a_text_counts_in_its_function_alone(project: Path) -> None:
+def test_a_text_counts_in_its_function_alone() -> None:
     assert fault("return a", "return 2 * a", "test_add", within="double").applied(SUM).count("2 * a") == 1

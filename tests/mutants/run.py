@@ -16,9 +16,9 @@ import argparse
 import ast
 import compileall
 import contextlib
+import importlib
 import os
 import py_compile
-import queue
 import re
 import shutil
 import signal
@@ -27,16 +27,22 @@ import sys
 import tempfile
 import time
 import tomllib
+import traceback
 import xml.etree.ElementTree as ElementTree
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).parent / "faults"
-#: Seconds after which the tests of the unchanged project, or the test of one fault, are given up.
-BASELINE_TIMEOUT_S, FAULT_TIMEOUT_S = 1800.0, 300.0
+#: Seconds after which the tests of a file without a fault, or the test of one fault, are given up.
+BASELINE_TIMEOUT_S, TIMEOUT_S = 1800.0, 300.0
+#: What most tests import, and takes seconds: imported once, before a process is forked for each fault.
+PRELOADED = ("torch", "h5py", "luigi", "requests", "torch.utils.flop_counter", "transformers.models.bert.modeling_bert")
 #: How the message of a failed assertion begins: of `assert`, of `pytest.raises` that saw nothing, of numpy and torch.
 ASSERTION = re.compile(r"assert |AssertionError|Failed: DID NOT ")
 
@@ -68,14 +74,6 @@ class Fault:
             where = self.file if self.within is None else f"{self.within} in {self.file}"
             raise Outdated(f"“{self.what}”: {self.old!r} occurs {found} times in {where}; it must occur once")
         return source[:start] + source[start:end].replace(self.old, self.new) + source[end:]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    fault: Fault
-    seconds: float
-    #: Why the fault was not caught; None: it was.
-    problem: str | None
 
 
 def _extent(source: str, name: str) -> tuple[int, int]:
@@ -112,32 +110,8 @@ def copy_project(root: Path, copy: Path) -> None:
     compileall.compile_dir(copy, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
 
-def run_tests(copy: Path, tests: Iterable[str], *words: str, timeout_s: float) -> tuple[int | None, list[_Case]]:
-    """pytest's exit status (None: it was given up) and what it says of each test."""
-    report, log = copy.with_suffix(".xml"), copy.with_suffix(".log")
-    report.unlink(missing_ok=True)
-    shared = os.environ.get("BERT_SHARED_DIR", str(ROOT.parent / "shared"))
-    environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "BERT_SHARED_DIR": shared}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", *words, *tests]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=copy, env={**os.environ, **environment}, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    status: int | None = None
-    try:
-        status = process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return status, list(_cases(report)) if status is not None and report.exists() else []
-
-
 @dataclass(frozen=True)
-class _Case:
+class Case:
     """What pytest says of one test."""
 
     name: str
@@ -149,95 +123,178 @@ class _Case:
         return self.name == test or self.name.startswith(f"{test}[")
 
 
-def _cases(report: Path) -> Iterator[_Case]:
+@dataclass
+class Run:
+    """pytest in a process of its own, in a copy of the project, perhaps with a fault."""
+
+    tests: list[str]
+    fault: Fault | None = None
+    #: pytest's exit status; None: it was given up.
+    status: int | None = None
+    seconds: float = 0.0
+    cases: list[Case] = field(default_factory=list)
+    #: The end of what it printed.
+    said: str = ""
+
+    def start(self, copy: Path) -> None:
+        self._copy, self._began = copy, time.monotonic()
+        if self.fault is not None:
+            path = copy / self.fault.file
+            self._source = path.read_text()
+            path.write_text(self.fault.applied(self._source))
+        self._report, self._log = copy.with_suffix(".xml"), copy.with_suffix(".log")
+        self._report.unlink(missing_ok=True)
+        sys.stdout.flush()
+        self._pid = os.fork()
+        if not self._pid:
+            status = 70
+            try:
+                status = _pytest(copy, self._log, [f"--junit-xml={self._report}", *self.tests])
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+
+    def kill(self) -> None:
+        """End it, and what its tests have left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+
+    def is_over(self) -> bool:
+        """Whether it has ended, or been given up; the copy is then as it was before."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        self.seconds = time.monotonic() - self._began
+        if not pid and self.seconds < (TIMEOUT_S if self.fault else BASELINE_TIMEOUT_S):
+            return False
+        self.kill()
+        if pid:
+            self.status = os.waitstatus_to_exitcode(status)
+        else:
+            os.waitpid(self._pid, 0)
+        if self._report.exists() and self.status is not None:
+            self.cases = list(_cases(self._report))
+        self.said = "\n  ".join(self._log.read_text(errors="replace").strip().splitlines()[-5:])
+        if self.fault is not None:
+            (self._copy / self.fault.file).write_text(self._source)
+        return True
+
+
+def _pytest(copy: Path, log: Path, words: list[str]) -> int:
+    """Run pytest in this process, which was forked for it; returns its exit status."""
+    os.setsid()
+    os.chdir(copy)
+    with log.open("w") as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+    # The copy's modules, here and in all processes that are started.
+    sys.path[:] = [str(copy), *(path for path in sys.path if Path(path or ".").resolve() not in (ROOT, copy))]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    # Plugins that what is preloaded has imported are not rewritten.
+    ignore = "ignore::pytest.PytestAssertRewriteWarning"
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-W", ignore, *words]))
+
+
+def _cases(report: Path) -> Iterator[Case]:
     for case in ElementTree.parse(report).iter("testcase"):
-        trouble = next(iter(case), None)
+        trouble = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
         message = "" if trouble is None else trouble.get("message", "")
-        yield _Case(name, None if trouble is None else trouble.tag, message)
+        yield Case(name, None if trouble is None else trouble.tag, message)
 
 
-def failing_before(copy: Path, tests: Sequence[str], *, jobs: int) -> list[str]:
-    """The tests that do not pass on the unchanged project, each with what is wrong."""
-    words = ["-n", str(jobs), "--dist", "loadscope"] if jobs > 1 else []
-    status, cases = run_tests(copy, tests, *words, timeout_s=BASELINE_TIMEOUT_S)
-    if not cases:
-        said = copy.with_suffix(".log").read_text().strip().splitlines()[-5:]
-        return [f"pytest ended with {status} before any test was run", *said]
-    wrong = [f"{case.name}: {case.trouble}: {case.message}" for case in cases if case.trouble]
-    return wrong + [f"{test}: not run" for test in tests if not any(case.is_of(test) for case in cases)]
-
-
-def try_fault(fault: Fault, copy: Path) -> Outcome:
-    """Put the fault into `copy`, run its test, and take it out again."""
-    path, began = copy / fault.file, time.monotonic()
-    source = path.read_text()
-    path.write_text(fault.applied(source))
+def in_parallel(runs: Iterable[Run], copies: Iterable[Path]) -> Iterator[Run]:
+    """The runs as they end, one at a time in each copy."""
+    waiting, free, under_way = deque(runs), deque(copies), list[tuple[Run, Path]]()
     try:
-        status, cases = run_tests(copy, [fault.test], "-x", timeout_s=FAULT_TIMEOUT_S)
+        while waiting or under_way:
+            while waiting and free:
+                under_way.append((waiting.popleft(), free.popleft()))
+                under_way[-1][0].start(under_way[-1][1])
+            for run, copy in [pair for pair in under_way if pair[0].is_over()]:
+                under_way.remove((run, copy))
+                free.append(copy)
+                yield run
+            time.sleep(0.05)
     finally:
-        path.write_text(source)
-    problem: str | None
-    failed = next((case for case in cases if case.trouble in ("failure", "error")), None)
-    if status is None:
-        problem = f"given up after {FAULT_TIMEOUT_S:.0f} s"
-    elif status == 0:
-        problem = "SURVIVED"
-    elif status != 1 or failed is None or failed.trouble != "failure" or not ASSERTION.match(failed.message):
-        said = failed.message.splitlines()[0][:100] if failed and failed.message else f"pytest ended with {status}"
-        problem = f"no assertion failed: {said}"
-    else:
-        problem = None
-    return Outcome(fault, time.monotonic() - began, problem)
+        for run, _ in under_way:
+            run.kill()
 
 
-def run(root: Path, faults: Sequence[Fault], *, jobs: int) -> int:
+def failing_before(tests: Iterable[str], copies: Sequence[Path]) -> list[str]:
+    """The tests that do not pass on the unchanged project, each with what is wrong."""
+    by_file = [list(found) for _, found in groupby(sorted(tests), lambda test: test.partition("::")[0])]
+    wrong = []
+    for run in in_parallel(map(Run, by_file), copies):
+        wrong += [f"{case.name}: {case.trouble}: {case.message}" for case in run.cases if case.trouble]
+        missing = [test for test in run.tests if not any(case.is_of(test) for case in run.cases)]
+        if missing and not wrong:
+            wrong.append(f"{missing[0]}: not run; pytest ended with {run.status}:\n  {run.said}")
+    return wrong
+
+
+def problem_of(run: Run) -> str | None:
+    """Why a run's fault is not caught; None: it is."""
+    failed = next((case for case in run.cases if case.trouble in ("failure", "error")), None)
+    if run.status is None:
+        return f"given up after {TIMEOUT_S:.0f} s"
+    if run.status == 0:
+        return "SURVIVED"
+    if run.status == 1 and failed and failed.trouble == "failure" and ASSERTION.match(failed.message):
+        return None
+    said = failed.message.splitlines()[0][:100] if failed and failed.message else f"pytest ended with {run.status}"
+    return f"no assertion failed: {said}"
+
+
+def try_all(root: Path, faults: Sequence[Fault], *, jobs: int) -> int:
     """Try all faults and print a table; returns how many were not caught. Raises `Outdated`."""
     for fault in faults:
         fault.applied((root / fault.file).read_text())
+    for name in PRELOADED if root == ROOT else ():
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for number in range(jobs):
-            copy = Path(scratch) / f"copy{number}"
+        copies = [Path(scratch) / f"copy{number}" for number in range(jobs)]
+        for copy in copies:
             copy_project(root, copy)
-            copies.put(copy)
-        tests = sorted({fault.test for fault in faults})
-        print(f"{len(tests)} tests on the unchanged project", flush=True)
-        if wrong := failing_before(copy, tests, jobs=jobs):
+        tests = {fault.test for fault in faults}
+        print(f"{len(tests)} tests on the unchanged project")
+        if wrong := failing_before(tests, copies):
             raise Outdated("these tests do not pass without any fault:\n  " + "\n  ".join(wrong))
-
-        def tried(fault: Fault) -> Outcome:
-            copy = copies.get()
-            try:
-                return try_fault(fault, copy)
-            finally:
-                copies.put(copy)
-
-        outcomes = []
-        with ThreadPoolExecutor(jobs) as threads:
-            for future in as_completed([threads.submit(tried, fault) for fault in faults]):
-                outcomes.append(future.result())
-                _print_row(outcomes[-1])
-    return sum(outcome.problem is not None for outcome in outcomes)
+        missed = 0
+        for run in in_parallel((Run([fault.test], fault) for fault in faults), copies):
+            problem = problem_of(run)
+            missed += problem is not None
+            _print_row(run, problem)
+    return missed
 
 
-def _print_row(outcome: Outcome) -> None:
-    fault, test = outcome.fault, outcome.fault.test.partition("::")[2]
-    verdict = outcome.problem or "caught"
-    print(f"{fault.what:70} {fault.file:32} {test:60} {outcome.seconds:5.1f} s  {verdict}", flush=True)
+def _print_row(run: Run, problem: str | None) -> None:
+    assert run.fault is not None
+    what, file, test = run.fault.what, run.fault.file, run.fault.test.rpartition("/")[2]
+    print(f"{what:64} {file:30} {test:100} {run.seconds:5.1f} s  {problem or 'caught'}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.run", description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", metavar="WORD", help="faults with all of these words in their entry")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at the same time (default: %(default)s)")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
+    parser.add_argument("--faults", type=Path, default=FAULTS, help="directory of the lists (default: %(default)s)")
     args = parser.parse_args()
-    faults = [fault for fault in read_faults() if all(word in str(fault) for word in args.words)]
+    faults = [fault for fault in read_faults(args.faults) if all(word in str(fault) for word in args.words)]
     if not faults:
-        sys.exit("no fault has these words in its entry; see tests/mutants/faults")
+        sys.exit(f"error: no fault has these words in its entry; see {args.faults}")
+    # Before torch is loaded; as in the tests' own processes. Without the second torch_xla says that it chooses it.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    os.environ.setdefault("BERT_SHARED_DIR", str(ROOT.parent / "shared"))
     began = time.monotonic()
     try:
-        missed = run(ROOT, faults, jobs=max(1, min(args.jobs, len(faults))))
+        missed = try_all(args.root, faults, jobs=max(1, min(args.jobs, len(faults))))
     except (Outdated, subprocess.CalledProcessError) as error:
         sys.exit(f"error: {error}")
     minutes = (time.monotonic() - began) / 60

@@ -36,7 +36,9 @@ def run(data: Path, out: Path, *, workers: int = 1, **values: object) -> Path:
     return out
 
 
-def reference(data: Path, workers: int, epochs: int) -> tuple[list[float], nn.Module]:
+def reference(
+    data: Path, workers: int, epochs: int, max_norm: float = float("inf")
+) -> tuple[list[float], nn.Module]:  # fmt: skip
     """The tutorial's loop, in float64, on the batches of our order: log-softmax, NLL, SGD; losses and the model.
 
     Several workers are one that has all their images: the mean over the global batch is the mean of their means.
@@ -60,6 +62,7 @@ def reference(data: Path, workers: int, epochs: int) -> tuple[list[float], nn.Mo
         optimizer.zero_grad()
         loss = loss_of(model(x[rows]), y[rows])
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         curve.append(loss.item())
     return curve, model
@@ -80,6 +83,15 @@ def test_training_is_the_tutorials(data: Path, tmp_path: Path, workers: int) -> 
     assert sorted(saved) == sorted(names)
     for name, parameter in zip(names, model.parameters(), strict=True):
         np.testing.assert_allclose(saved[name], parameter.detach(), rtol=1e-8, atol=1e-10)
+
+
+def test_gradients_are_clipped_as_torch_clips_them(data: Path, tmp_path: Path) -> None:
+    """Some of them: the norm grows past the limit as the model learns."""
+    out = run(data, tmp_path, epochs=1, precision="fp64", max_grad_norm=0.6)
+    curve, _ = reference(data, 1, epochs=1, max_norm=0.6)
+    np.testing.assert_allclose(losses(out), curve, rtol=1e-8)
+    norms = [record["grad_norm"] for record in metrics(out)]
+    assert min(norms) < 0.6 < max(norms)
 
 
 def test_it_prints_what_the_tutorial_prints(data: Path, tmp_path: Path) -> None:
