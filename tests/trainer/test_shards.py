@@ -137,8 +137,8 @@ def test_the_identity_tells_other_names_counts_and_lengths_apart(tmp_path: Path)
         directory = tmp_path / f"{name}{rows}{S}"
         directory.mkdir()
         write_shard(directory / f"{name}_training_0.hdf5", some_rows(rows, S=S))
-        identities.add(ShardSet.open(directory).identity)
-        assert ShardSet.open(directory).identity in identities
+        identities.add(ShardSet.open(directory).shape_identity)
+        assert ShardSet.open(directory).shape_identity in identities
     assert len(identities) == 4
 
 
