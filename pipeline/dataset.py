@@ -10,6 +10,7 @@ from typing import Any
 import luigi
 
 from pipeline.outside import file_identity
+from pipeline.sections import Settings
 from pipeline.stage import Stage, option_words
 from stages.corpus import BLANK_LINE, BUILTIN, kind_of
 from stages.sources import source_inputs
@@ -19,9 +20,25 @@ from trainer.secrets import Secret
 
 
 def dataset_of(phase: int) -> Stage:
-    """The stage that makes the shards of a phase: a download where [dataset] names one, else a build."""
+    """The stage that makes the shards of a phase: a download where [dataset] names one, else a build.
+
+    Raises `UserError` if the phases that are trained would not have the same kind of data.
+    """
     download = DownloadDataset(phase=phase)
+    _require_one_vocabulary(download.settings)
     return download if download.url else ShardDataset(phase=phase)
+
+
+def _require_one_vocabulary(settings: Settings) -> None:
+    """Downloaded shards come without their vocabulary, so nothing can prove that it is the corpus' own one."""
+    dataset = settings.dataset
+    if settings.phase2.start_from or bool(dataset.phase1_url) == bool(dataset.phase2_url):
+        return
+    given, empty = ("phase1_url", "phase2_url") if dataset.phase1_url else ("phase2_url", "phase1_url")
+    raise UserError(
+        f"[dataset] {given} is set and {empty} is empty: one phase would train on downloaded shards, the other on "
+        f"[corpus] source, with two vocabularies; set both addresses or neither"
+    )
 
 
 class TokenizeCorpus(Stage):

@@ -67,9 +67,6 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     # The built-in text has its own documents.
     ("corpus", "document", "file", NOTHING),
     ("corpus", "max_unknown_share", "0.5", NOTHING),
-    # Ready shards come without a vocabulary: graphs and training no longer take its size from the corpus.
-    ("dataset", "phase1_url", "{tmp}/shards", ("download_dataset-phase1", "precompile-phase1")),
-    ("dataset", "phase2_url", "{tmp}/shards", ("download_dataset-phase2", "precompile-phase2")),
     # Of an archive, and by default there is none (see below).
     ("dataset", "phase1_sha256", "0" * 64, NOTHING),
     ("dataset", "phase2_sha256", "0" * 64, NOTHING),
@@ -239,7 +236,7 @@ def difference(before: dict[str, str], after: dict[str, str]) -> set[str]:
 
 def test_every_setting_has_its_line() -> None:
     """A new setting has to say here what depends on it."""
-    known = {(section, key) for section, key, *_ in [*CASES, *ONE_VALUE]}
+    known = {(section, key) for section, key, *_ in [*CASES, *ONE_VALUE, *DOWNLOADED]}
     assert known == {(sections.section_name(s), name) for s in sections.SECTIONS for name, _ in s.get_params()}
 
 
@@ -307,7 +304,26 @@ def test_how_a_file_is_read_counts(fingerprints: Fingerprints, tmp_path: Path) -
     assert difference(before, fingerprints(("corpus", "source", "{tmp}/a.jsonl"))) == changed_by(TOKENS)
 
 
+#: One of them alone is refused.
 DOWNLOADED = (("dataset", "phase1_url", "{tmp}/shards"), ("dataset", "phase2_url", "{tmp}/shards"))
+
+
+def test_downloaded_shards_take_the_place_of_the_corpus(fingerprints: Fingerprints) -> None:
+    """They come without a vocabulary: graphs and training no longer take its size from the corpus."""
+    after = fingerprints(*DOWNLOADED)
+    direct = ("download_dataset-phase1", "download_dataset-phase2", *COMPILED)
+    assert difference(fingerprints(), after) == changed_by(direct)
+    assert not {*TOKENS, *SHARDS} & set(after)
+
+
+@pytest.mark.parametrize("setting", DOWNLOADED, ids=lambda setting: setting[1])
+def test_one_phase_downloaded_and_the_other_from_the_corpus_is_refused(
+    fingerprints: Fingerprints, tmp_path: Path, setting: tuple[str, str, str]
+) -> None:
+    with pytest.raises(UserError, match=f"{setting[1]} is set and phase._url is empty: .* two vocabularies"):
+        fingerprints(setting)
+    # A phase that is not trained has no data.
+    assert "download_dataset-phase1" not in fingerprints(STARTED, setting)
 
 
 @pytest.mark.parametrize(

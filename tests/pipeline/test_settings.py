@@ -52,7 +52,12 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         ("[phase1]\nmax_pred_len = 129", ["max_pred_len = 129", "seq_len = 128"]),
         ("[dataset]\nphase1_sha256 = 12", ["phase1_sha256 = 12", "empty or 64 hexadecimal digits"]),
         ("[dataset]\nconnections = 65", ["connections = 65", "from 1 to 64"]),
-        ("[dataset]\nphase1_url = s3://bucket", ["s3://bucket is no object in S3; write s3://bucket/key"]),
+        (
+            "[dataset]\nphase1_url = s3://bucket\nphase2_url = s3://bucket/2.tar",
+            ["s3://bucket is no object in S3; write s3://bucket/key"],
+        ),
+        ("[dataset]\nphase1_url = s3://b/1.tar", ["phase1_url is set and phase2_url is empty", "two vocabularies"]),
+        ("[dataset]\nphase2_url = s3://b/2.tar", ["phase2_url is set and phase1_url is empty", "both addresses"]),
         ("[corpus]\nsource = /no/such/*.txt", ["/no/such/*.txt matches no file"]),
         ("[cluster]\nlauncher = pbs", ["launcher = pbs", "local, slurm, kubernetes"]),
         ("[cluster]\nnnodes = 2", ["nnodes = 2 with launcher = local needs master_addr"]),
