@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.results import Result, ratio, say
 from benchmarks.work import ROOT, SHARED, busy_s
 from stages.corpus import BUILTIN, open_sources, raw_documents
+from stages.inputs import InputHashes
 from stages.source import text_of
 
 _MB = 1e6
@@ -56,7 +57,8 @@ class Text:
         self.vocabulary = ("--vocab-file", shared / "vocab/bert-uncased.txt") if found else ("--vocab-size", 8192)
         self._directory = directory
         source = str(shared / "wikitext-2/train.txt") if found else BUILTIN
-        documents = [text_of(document, Counter()) for document in raw_documents(open_sources([source]), Counter())]
+        sources = open_sources([source], InputHashes())
+        documents = [text_of(document, Counter()) for document in raw_documents(sources, Counter())]
         self.lines = [line for document in documents for line in document.split("\n")]
         once = ("\n\n".join(documents) + "\n\n").encode()
         self.path = directory / f"{megabytes:g}.txt"

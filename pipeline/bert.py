@@ -12,10 +12,10 @@ from pipeline import compilers, page, summary
 from pipeline.dataset import DownloadDataset, ShardDataset, dataset_of
 from pipeline.goal import Goal
 from pipeline.launch import say
-from pipeline.outside import file_identity
+from pipeline.outside import input_hashes
 from pipeline.stage import Stage, option_words
 from pipeline.training import Training
-from stages.checkpoints import checkpoint_files, is_remote, local_source, source_identity
+from stages.checkpoints import source_identity
 from stages.precompile import FORMAT_VERSION
 from stages.report import PAGE
 from trainer.config import ModelConfig
@@ -184,14 +184,7 @@ class ConvertCheckpoint(ModelStage):
     def inputs(self) -> dict[str, Any]:
         if not self.given:
             return {}
-        if is_remote(self.given):
-            return {"start_from": source_identity(self.given)}
-        path = local_source(self.given)
-        files = {
-            str(file.relative_to(path)): file_identity(self.settings.work_dir, file) for file in checkpoint_files(path)
-        }
-        # The name of a single file says its step.
-        return {"start_from": files if path.is_dir() else {path.name: files["."]}}
+        return {"start_from": source_identity(self.given, input_hashes(self.settings.work_dir))}
 
     def command(self) -> list[str]:
         convert = ["-m", "stages.convert", "--to", "native"]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import glob
-import platform
+import functools
 from pathlib import Path
 from typing import Any
 
 import luigi
 
-from pipeline.outside import file_identity
+from pipeline.outside import input_hashes
 from pipeline.sections import Settings
 from pipeline.stage import Stage, option_words
-from stages.corpus import BLANK_LINE, BUILTIN, kind_of
+from stages.corpus import FORMAT_VERSION, CorpusOptions
+from stages.manifest import Identity
+from stages.patterns import split
 from stages.sources import source_inputs
-from stages.text import PlainTextSource
 from trainer.errors import UserError
 from trainer.secrets import Secret
 
@@ -44,56 +44,41 @@ def _require_one_vocabulary(settings: Settings) -> None:
 class TokenizeCorpus(Stage):
     """Text → a vocabulary and token ids, once for both phases; held-out documents are kept apart first."""
 
+    format_version = FORMAT_VERSION
+
     def parameters(self) -> dict[str, Any]:
-        corpus = self.settings.corpus
-        vocabulary = {} if corpus.vocab_file else {"vocab_size": corpus.vocab_size}
-        held_out = {} if corpus.held_out_source else {"held_out": corpus.held_out}
-        files = [*self._files(corpus.source), *self._files(corpus.held_out_source)]
-        has_plain_text = any(kind_of(path) is PlainTextSource for path in files)
-        document = {"document": corpus.document} if corpus.document != BLANK_LINE and has_plain_text else {}
-        return {
-            "lower_case": corpus.lower_case,
-            "seed": self.settings.run.seed,
-            **vocabulary,
-            **held_out,
-            **document,
-        }
+        return self._identity.parameters
 
     def inputs(self) -> dict[str, Any]:
+        return self._identity.inputs
+
+    @functools.cached_property
+    def _identity(self) -> Identity:
+        """The command's own: the same text has the same fingerprint, whoever starts the stage."""
+        try:
+            return self._options().open(input_hashes(self.settings.work_dir)).identity()
+        except UserError as error:
+            raise UserError(f"[corpus] {error}") from error
+
+    def _options(self) -> CorpusOptions:
         corpus = self.settings.corpus
-        inputs: dict[str, Any] = {"source": self._text(corpus.source)}
-        if corpus.held_out_source:
-            inputs["held_out_source"] = self._text(corpus.held_out_source)
-        if corpus.vocab_file:
-            inputs["vocab_file"] = file_identity(self.settings.work_dir, Path(corpus.vocab_file))
-        return inputs
-
-    def _text(self, source: str) -> str | list[str]:
-        """The identity of a source: of the built-in text, CPython's version; of files, their contents in order."""
-        if source == BUILTIN:
-            return f"CPython {platform.python_version()}"
-        files = self._files(source)
-        if not files:
-            raise UserError("[corpus] source is empty; allowed: builtin, or files of text")
-        return [kind_of(path).identity_of(file_identity(self.settings.work_dir, path)) for path in files]
-
-    def _files(self, source: str) -> list[Path]:
-        """The files of a source, in order; none are the built-in text's."""
-        files: list[Path] = []
-        for pattern in source.split() if source != BUILTIN else []:
-            paths = sorted(glob.glob(pattern, recursive=True))
-            if not paths:
-                raise UserError(f"[corpus] {pattern} matches no file; check the path, or use 'builtin'")
-            files += map(Path, paths)
-        return files
+        return CorpusOptions(
+            sources=tuple(split(corpus.source)),
+            held_out_sources=tuple(split(corpus.held_out_source)),
+            vocab_file=Path(corpus.vocab_file) if corpus.vocab_file else None,
+            vocab_size=corpus.vocab_size,
+            lower_case=corpus.lower_case,
+            held_out=corpus.held_out,
+            seed=self.settings.run.seed,
+            document=corpus.document,
+            max_unknown_share=corpus.max_unknown_share,
+        )
 
     def command(self) -> list[str]:
         corpus, run = self.settings.corpus, self.settings.run
         command = ["-m", "stages.tokenize", "--out", str(self.directory), "--seed", str(run.seed)]
-        for source in corpus.source.split():
-            command += ["--source", source]
-        for source in corpus.held_out_source.split():
-            command += ["--held-out-source", source]
+        command += [f"--source={source}" for source in split(corpus.source)]
+        command += [f"--held-out-source={source}" for source in split(corpus.held_out_source)]
         if not corpus.held_out_source:
             command += ["--held-out", str(corpus.held_out)]
         if corpus.vocab_file:
@@ -147,7 +132,8 @@ class DownloadDataset(Stage):
     def inputs(self) -> dict[str, Any]:
         if not self.url:
             raise UserError(f"[dataset] phase{self.phase}_url is empty; give an archive or a folder to download from")
-        return source_inputs(self.url, self.settings.dataset.sha256(self.phase))
+        sha256 = self.settings.dataset.sha256(self.phase)
+        return source_inputs(self.url, sha256, input_hashes(self.settings.work_dir))
 
     def parameters(self) -> dict[str, Any]:
         phase = self.settings.phase(self.phase)

@@ -8,6 +8,7 @@ from typing import Any
 from pipeline import summary
 from pipeline.goal import Goal
 from pipeline.launch import say
+from pipeline.outside import input_hashes
 from pipeline.stage import Stage, option_words
 from pipeline.training import Training
 from stages.mnist import source_inputs
@@ -17,7 +18,7 @@ class DownloadMnist(Stage):
     """The four files of MNIST, checked."""
 
     def inputs(self) -> dict[str, Any]:
-        return source_inputs(self.settings.mnist.url)
+        return source_inputs(self.settings.mnist.url, input_hashes(self.settings.work_dir))
 
     def parameters(self) -> dict[str, Any]:
         return {"checksums": self.settings.mnist.checksums}

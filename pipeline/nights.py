@@ -17,6 +17,7 @@ from luigi.interface import core
 from pipeline.sections import SECTIONS, Nights, Settings, section_name
 from pipeline.settings import SECRETS_VARIABLE
 from pipeline.shelf import holder
+from stages.patterns import split
 from trainer.errors import DiskError, UserError
 from trainer.files import TEMPORARY_SUFFIX, disk_errors, read_json, sweep_temporaries, write_json
 from trainer.secrets import Secret, address_identity
@@ -116,9 +117,10 @@ def require_inputs(settings: Settings, date: datetime.date) -> None:
     for section, values in _texts(settings).items():
         for key, text in values.items():
             dated = _dated(text, date)
-            for pattern in dated.split() if dated != text else ():
+            patterns = split(dated) if key in ("source", "held_out_source") else [dated]
+            for pattern in patterns if dated != text else ():
                 path = pattern.removeprefix("file://")
-                if "://" not in path and not glob.glob(path, recursive=True):
+                if "://" not in path and not (Path(path).exists() or glob.glob(path, recursive=True)):
                     raise UserError(f"night {date}: [{section}] {key}: {path} matches no file; nothing was started")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -13,20 +14,20 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stages.fetch import fetch
+from stages.inputs import InputFile, InputHashes, changed
 from stages.manifest import Output, StageDirectory
 from stages.partial import STATE
 from stages.room import require_room
-from stages.sources import Transport, digest_of_ends, open_source
+from stages.sources import Transport, open_source
 from stages.sources import source_identity as url_identity
 from trainer.config import ModelConfig
 from trainer.errors import CheckpointError, UserError
-from trainer.files import disk_errors, read_json, sha256_of
+from trainer.files import disk_errors, read_json
 from trainer.secrets import Secret
 
 #: Where a remote source is put, in the stage directory, until it is converted.
 DOWNLOAD = "download"
 _REMOTE = ("s3", "http", "https")
-_ENDS_BYTES = 256 << 10
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|M|G|T)?i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
@@ -38,9 +39,11 @@ def is_remote(source: Secret) -> bool:
 @contextmanager
 def brought(source: Secret, work: StageDirectory, transport: Transport) -> Iterator[Path]:
     """The checkpoint at `source` as a local path; what is remote is downloaded first, and removed when the block ends
-    well. Raises `UserError`."""
+    well. Raises `UserError`, also when a local one does not stay as it was when it was identified."""
     if not is_remote(source):
-        yield local_source(source)
+        path = local_source(source)
+        with held_still(path, work):
+            yield path
         return
     remote = open_source(source, transport)
     assert not isinstance(remote, Path)
@@ -68,19 +71,36 @@ def local_source(source: Secret) -> Path:
     return path
 
 
-def source_identity(source: Secret) -> str:
-    """What tells a checkpoint from any other: our own's manifest; else names, sizes and both ends of its files.
+@contextmanager
+def held_still(path: Path, work: StageDirectory) -> Iterator[None]:
+    """Raises `UserError` unless the checkpoint is what `work` was begun with, before and after the block."""
+    inputs = work.identity.inputs
+    expected = inputs.get("checkpoint", inputs.get("start_from"))
+    if expected is None:  # made by the stage before
+        yield
+        return
+    files = InputHashes.beside(work.path).hash(checkpoint_files(path))
+    if _identity(path, files) != expected:
+        raise changed(path)
+    yield
+    for file in files:
+        file.require_unchanged()
 
-    (The end of a .pt holds checksums of all it holds.) Raises `UserError`.
+
+def source_identity(source: Secret, hashes: InputHashes) -> str | dict[str, str]:
+    """What tells a checkpoint from any other: the address of a remote one, else the sha256 of its files by name.
+
+    Raises `UserError`.
     """
     if is_remote(source):
-        return url_identity(source)
-    from trainer.checkpoint.directory import MANIFEST
-
+        return url_identity(source, hashes)
     path = local_source(source)
-    if (path / MANIFEST).is_file():
-        return sha256_of(path / MANIFEST)
-    return digest_of_ends(((str(file.relative_to(path)), file) for file in checkpoint_files(path)), _ENDS_BYTES)
+    return _identity(path, hashes.hash(checkpoint_files(path)))
+
+
+def _identity(path: Path, files: list[InputFile]) -> dict[str, str]:
+    # The name of a single file says its step.
+    return {os.path.relpath(file.path, path) if path.is_dir() else path.name: file.sha256 for file in files}
 
 
 def checkpoint_files(path: Path) -> list[Path]:

@@ -21,6 +21,7 @@ from stages.checkpoints import (
     written,
 )
 from stages.command import run
+from stages.inputs import InputHashes
 from stages.manifest import Identity, Output, StageDirectory
 from stages.room import require_room
 from stages.sources import add_transport_options, transport_of
@@ -81,7 +82,7 @@ def identity(args: argparse.Namespace) -> Identity:
         parameters |= {name: str(getattr(args, name)) for name in script}
     config = model_config(args.config)
     parameters["model"] = None if config is None else dataclasses.asdict(config)
-    inputs = {"checkpoint": source_identity(args.source)}
+    inputs = {"checkpoint": source_identity(args.source, InputHashes.beside(args.out))}
     return Identity("convert_checkpoint", FORMAT_VERSION, parameters=parameters, inputs=inputs)
 
 

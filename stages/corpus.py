@@ -6,7 +6,6 @@ whoever tokenizes, in any process. A new kind of file is a class and a line in `
 
 from __future__ import annotations
 
-import glob
 import platform
 import re
 from collections import Counter
@@ -15,19 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stages.inputs import InputFile, InputHashes, digest
 from stages.jsonl import JsonLinesSource
 from stages.manifest import Identity
+from stages.patterns import expand
 from stages.source import Document, FileSource, Source, cannot_read, text_of
 from stages.text import PlainTextSource
 from stages.wikipedia import WikipediaSource
 from trainer.errors import UserError
-from trainer.files import sha256_of
 
 BUILTIN = "builtin"
 STAGE = "tokenize_corpus"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: lines over 16,384 characters are split into sentences in pieces
 #: What ends a document of plain text.
 BLANK_LINE, FILE = DOCUMENT_ENDS = ("blank_line", "file")
+_PACKED, _DUMP = re.compile(r"\.(gz|bz2)$"), re.compile(r"\.xml(-[^./]*)?$")
 
 
 class BuiltinSource:
@@ -55,49 +56,39 @@ class BuiltinSource:
         self.position = self.size
 
 
-def kind_of(path: Path) -> type[FileSource]:
+def kind_of(path: str) -> type[FileSource]:
     """How a file is read, by its name: JSON Lines, a MediaWiki dump (….xml, ….xml-p10p303), or text; packed or not."""
-    name = re.sub(r"\.(gz|bz2)$", "", path.name)
+    name = _PACKED.sub("", path)
     if name.endswith(".jsonl"):
         return JsonLinesSource
-    return WikipediaSource if re.search(r"\.xml(-[^.]*)?$", name) else PlainTextSource
+    return WikipediaSource if _DUMP.search(name) else PlainTextSource
 
 
-def open_sources(specs: Iterable[str], *, document: str = BLANK_LINE) -> list[Source]:
-    """The sources that `specs` ("builtin", files, globs) name, files of a glob in the order of their names.
+def find_files(specs: Iterable[str]) -> list[str]:
+    """What `specs` ("builtin", files, globs) name: `BUILTIN` or a file each, those of a glob sorted by name.
 
-    `document`: what ends a document of plain text, one of `DOCUMENT_ENDS`.
-
-    Raises `UserError`: no such file, a folder, a glob that matches nothing, a source named twice.
+    Raises `UserError`: a spec names no file or a folder, or a file is named twice.
     """
-    sources: list[Source] = []
+    found: list[str] = []
     for spec in specs:
-        if spec == BUILTIN:
-            sources.append(BuiltinSource())
-            continue
-        for path in _expand(spec):
-            sources.append(kind_of(path)(path, one_document=document == FILE))
-    names = Counter(source.name for source in sources)
-    for name, count in names.items():
-        if count > 1:
-            raise UserError(f"source {name} is named {count} times; name each once")
-    return sources
+        found += [spec] if spec == BUILTIN else expand(spec)
+    if len(set(found)) < len(found):
+        name, count = Counter(found).most_common(1)[0]
+        raise UserError(f"source {name} is named {count} times; name each once")
+    return found
 
 
-def _expand(spec: str) -> list[Path]:
-    path = Path(spec)
-    if path.is_dir():
-        raise UserError(f"source {spec} is a folder; name a text file, or a quoted glob such as '{spec.rstrip('/')}/*'")
-    if path.exists():
-        if not path.is_file():
-            raise UserError(f"source {spec} is not a regular file; name a text file, a glob or '{BUILTIN}'")
-        return [path]
-    if not glob.has_magic(spec):
-        raise UserError(f"there is no source file {spec}; name a text file, a glob or '{BUILTIN}'")
-    paths = sorted(p for p in map(Path, glob.glob(spec, recursive=True)) if p.is_file())
-    if not paths:
-        raise UserError(f"no file matches the source {spec}; name a text file, a glob or '{BUILTIN}'")
-    return paths
+def open_sources(specs: Iterable[str], hashes: InputHashes, *, document: str = BLANK_LINE) -> list[Source]:
+    """The sources that `specs` name, hashed. `document`: what ends a document of plain text, one of `DOCUMENT_ENDS`.
+
+    Raises `UserError` as `find_files` does, and for a file that cannot be read.
+    """
+    found = find_files(specs)
+    files = iter(hashes.hash([name for name in found if name != BUILTIN]))
+    return [
+        BuiltinSource() if name == BUILTIN else kind_of(name)(next(files), one_document=document == FILE)
+        for name in found
+    ]
 
 
 def raw_documents(sources: Iterable[Source], dropped: Counter[str]) -> Iterator[Document]:
@@ -148,7 +139,7 @@ def sentences(document: str) -> list[str]:
 def documents(spec: str) -> Iterator[list[str]]:
     """The documents of one source, as lists of sentences; raises `UserError` as `open_sources` and `raw_documents`."""
     dropped: Counter[str] = Counter()
-    for document in raw_documents(open_sources([spec]), dropped):
+    for document in raw_documents(open_sources([spec], InputHashes()), dropped):
         if found := sentences(text_of(document, dropped)):
             yield found
 
@@ -170,7 +161,7 @@ class CorpusOptions:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise UserError(f"no source is given; give --source {BUILTIN}, a file or a glob")
+            raise UserError(f"no source is given; give {BUILTIN}, a file or a glob")
         if not 0 <= self.held_out < 1:
             raise UserError(f"--held-out is {self.held_out}; it is a share of the documents, 0 or more and below 1")
         if self.vocab_size < 1:
@@ -179,29 +170,44 @@ class CorpusOptions:
         if not 0 <= self.max_unknown_share <= 1:
             raise UserError(f"--max-unknown-share is {self.max_unknown_share}; it is a share of the tokens, 0 to 1")
 
-    def open(self) -> tuple[list[Source], list[Source]]:
-        """The sources, and those of held-out text."""
-        return (
-            open_sources(self.sources, document=self.document),
-            open_sources(self.held_out_sources, document=self.document),
+    def identity(self, hashes: InputHashes | None = None) -> Identity:
+        """Reads all the files, for their content is their identity. Raises `UserError`."""
+        return self.open(hashes or InputHashes()).identity()
+
+    def open(self, hashes: InputHashes) -> Corpus:
+        """Find and hash all files. Raises `UserError`."""
+        return Corpus(
+            self,
+            open_sources(self.sources, hashes, document=self.document),
+            open_sources(self.held_out_sources, hashes, document=self.document),
+            None if self.vocab_file is None else hashes.hash([self.vocab_file])[0],
         )
 
-    def identity(self) -> Identity:
-        """Reads all the sources, for their content is their identity."""
-        parameters: dict[str, Any] = {"lower_case": self.lower_case, "seed": self.seed}
-        sources, held_out_sources = self.open()
-        inputs: dict[str, Any] = {"sources": [source.identity() for source in sources]}
-        if self.document != BLANK_LINE and any(isinstance(s, PlainTextSource) for s in (*sources, *held_out_sources)):
-            parameters["document"] = self.document
-        if held_out_sources:
-            inputs["held_out_sources"] = [source.identity() for source in held_out_sources]
-        else:
-            parameters["held_out"] = self.held_out
-        if self.vocab_file is None:
-            parameters["vocab_size"] = self.vocab_size
-        else:
-            from stages.wordpiece import read_vocabulary  # numpy comes with it
 
-            read_vocabulary(self.vocab_file)  # refuse a bad one before anything is made
-            inputs["vocabulary"] = sha256_of(self.vocab_file)
+@dataclass(frozen=True)
+class Corpus:
+    """The sources and the vocabulary of a corpus, all hashed."""
+
+    options: CorpusOptions
+    sources: list[Source]
+    held_out_sources: list[Source]
+    #: The vocabulary that is given; None: one is learned.
+    vocabulary: InputFile | None
+
+    def identity(self) -> Identity:
+        """What decides the tokens: the content of the files, not their paths."""
+        options = self.options
+        parameters: dict[str, Any] = {"lower_case": options.lower_case, "seed": options.seed}
+        inputs: dict[str, Any] = {"sources": digest(source.identity() for source in self.sources)}
+        is_plain = any(isinstance(source, PlainTextSource) for source in (*self.sources, *self.held_out_sources))
+        if options.document != BLANK_LINE and is_plain:
+            parameters["document"] = options.document
+        if self.held_out_sources:
+            inputs["held_out_sources"] = digest(source.identity() for source in self.held_out_sources)
+        else:
+            parameters["held_out"] = options.held_out
+        if self.vocabulary is None:
+            parameters["vocab_size"] = options.vocab_size
+        else:
+            inputs["vocabulary"] = self.vocabulary.sha256
         return Identity(stage=STAGE, format_version=FORMAT_VERSION, parameters=parameters, inputs=inputs)

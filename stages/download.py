@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,21 @@ from typing import Any
 from stages.archive import DamagedArchive
 from stages.command import run
 from stages.fetch import fetch, require_sha256
-from stages.intake import PATTERNS, Arrival, Limits, folder_shards, is_shard, linked, take_in, unpacked
+from stages.inputs import InputHashes, changed
+from stages.intake import PATTERNS, Arrival, Limits, copied, folder_shards, is_shard, take_in, unpacked
 from stages.manifest import MANIFEST, Identity, Output, StageDirectory
 from stages.partial import State
 from stages.remote import Remote, Version
 from stages.room import require_room
-from stages.sources import Transport, add_transport_options, open_source, source_inputs, transport_of
+from stages.sources import (
+    Transport,
+    add_transport_options,
+    file_identity,
+    folder_identity,
+    open_source,
+    source_inputs,
+    transport_of,
+)
 from stages.workers import processes_asked_for
 from trainer.errors import DiskError, UserError
 from trainer.files import read_json, write_json
@@ -55,11 +64,11 @@ class DownloadOptions:
     #: Of the archive, in hex.
     sha256: str | None = None
 
-    def identity(self, phase: int | None = None) -> Identity:
+    def identity(self, phase: int | None = None, hashes: InputHashes | None = None) -> Identity:
         parameters = {"seq_len": self.seq_len, "max_pred_len": self.max_pred_len, "vocab_size": self.vocab_size}
         return Identity(
             stage=STAGE, format_version=FORMAT_VERSION, phase=phase, parameters=parameters,
-            inputs=source_inputs(self.url, self.sha256),
+            inputs=source_inputs(self.url, self.sha256, hashes or InputHashes()),
         )  # fmt: skip
 
     @property
@@ -80,7 +89,7 @@ def download_dataset(
     if isinstance(source, Path):
         if options.sha256 is not None:
             require_sha256(source, str(source), work, options.sha256)
-        outputs, counts = _take_in(work, source, str(source), options, transport)
+        outputs, counts = _from_here(work, source, options, transport)
     else:
         outputs, counts = _before(work.path) or _from_network(work, source, options, transport)
         if not transport.keep_archive:
@@ -88,6 +97,25 @@ def download_dataset(
     work.finish(outputs, counts)
     (work.path / UNPACKED).unlink(missing_ok=True)
     return counts
+
+
+def _from_here(
+    work: StageDirectory, source: Path, options: DownloadOptions, transport: Transport
+) -> tuple[list[Output], dict[str, Any]]:
+    """From a file or folder of this machine, which must be the one that the identity is of, and stay so."""
+    expected = work.identity.inputs["source"]
+    if source.is_dir():
+        outputs, counts = _take_in(work, source, str(source), options, transport)
+        # The copies are what was read, and nobody else writes to them.
+        if folder_identity({output.path: output.sha256 for output in outputs}) != expected:
+            for path in _placed(work.path):
+                path.unlink()
+            raise changed(source)
+        return outputs, counts
+    file = InputHashes.beside(work.path).hash([source])[0]
+    if file_identity(file.sha256) != expected:
+        raise changed(source)
+    return _take_in(work, source, str(source), options, transport, after_each=file.require_unchanged)
 
 
 def _from_network(
@@ -120,7 +148,7 @@ def _from_network(
         State(source.url, version, [(0, version.length)], refused=True).write(work.path)
         raise UserError(str(error).replace(str(archive), source.url)) from error
     counts["source"] = {"url": source.url, **dataclasses.asdict(version)}
-    record = {"outputs": [dataclasses.asdict(output) for output in outputs], "counts": counts}
+    record = {"outputs": [output.record() for output in outputs], "counts": counts}
     write_json(work.path / UNPACKED, record)
     return outputs, counts
 
@@ -162,9 +190,15 @@ def _require_room(directory: Path, name: str, *, archive: int, contents: int) ->
 
 
 def _take_in(
-    work: StageDirectory, source: Path, name: str, options: DownloadOptions, transport: Transport
+    work: StageDirectory,
+    source: Path,
+    name: str,
+    options: DownloadOptions,
+    transport: Transport,
+    after_each: Callable[[], None] = lambda: None,
 ) -> tuple[list[Output], dict[str, Any]]:
-    """All shards of an archive or folder, checked and in their places: outputs and counts."""
+    """All shards of an archive or folder, checked and in their places: outputs and counts. `after_each` is called when
+    a file has been read, before it is checked and gets its name; it may refuse."""
     folder = source.is_dir()
     if not folder:
         _require_room(work.path, name, archive=0, contents=_contents(name, source.stat().st_size))
@@ -173,10 +207,15 @@ def _take_in(
 
     def arrivals() -> Iterator[Arrival]:
         nonlocal skipped
-        for arrival in linked(source) if folder else unpacked(source):
+        for arrival in copied(source, work.path) if folder else unpacked(source):
             bar.update(1 if folder else arrival.size)
             if is_shard(arrival.origin):
-                yield arrival
+
+                def put(temporary: Path, arrival: Arrival = arrival) -> None:
+                    arrival.put(temporary)
+                    after_each()
+
+                yield dataclasses.replace(arrival, put=put)
             else:
                 skipped += 1
 
@@ -226,7 +265,7 @@ def main() -> None:
     transport = dataclasses.replace(
         transport_of(args), keep_archive=args.keep_archive, processes=processes_asked_for(args.processes)
     )
-    with StageDirectory.begin(args.out, options.identity) as work:
+    with StageDirectory.begin(args.out, lambda: options.identity(hashes=InputHashes.beside(args.out))) as work:
         counts = download_dataset(work, options, transport)
     print(f"{counts['training_rows']:,} training and {counts['test_rows']:,} test rows: {args.out}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,8 @@ from trainer.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durab
 
 PATTERNS = {"training": "*_training_*.hdf5", "test": "*_test_*.hdf5"}
 _COPY_BYTES = 4 << 20
+#: Linux: _IOW(0x94, 9, int), on every architecture but MIPS, PowerPC and SPARC, where it fails.
+_FICLONE = 0x40049409
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,11 @@ def _check(task: _Task) -> tuple[_Task, Shard]:
             validate_file(path, vocab_size=task.limits.vocab_size, **limits)
     except UserError as error:
         raise UserError(str(error).replace(str(path), task.origin)) from error
+    stat = path.stat()
     measured = Output.of(task.final.parent, path)
-    output = Output(task.final.name, measured.bytes, measured.sha256)
+    output = Output(
+        task.final.name, measured.bytes, measured.sha256, mtime_ns=stat.st_mtime_ns if stat.st_nlink > 1 else None
+    )
     return task, Shard(shape.rows, shape.seq_len, shape.max_pred_len, output)
 
 
@@ -138,22 +144,58 @@ def folder_shards(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and is_shard(path.name))
 
 
-def linked(folder: Path) -> Iterator[Arrival]:
-    """The shards of a folder, hard links where those can be."""
-    for path in folder_shards(folder):
-        yield Arrival(str(path.relative_to(folder)), path.stat().st_size, _linker(path.resolve()))
+def copied(folder: Path, directory: Path) -> Iterator[Arrival]:
+    """The shards of a folder, for `directory`: clones that share their blocks where the file system can, else copies.
+
+    Where there is no room for copies they are hard links, so that the owner's edits reach them: that is said, and the
+    manifest has what shows an edit.
+    """
+    shards = folder_shards(folder)
+    needed = sum(path.stat().st_size for path in shards if not (directory / path.name).exists())
+    has_room, said = needed < shutil.disk_usage(directory).free, False
+    for path in shards:
+
+        def put(temporary: Path, path: Path = path) -> None:
+            nonlocal said
+            source = path.resolve()
+            temporary.unlink(missing_ok=True)
+            if not _clone(source, temporary):
+                if not has_room and not said:
+                    said = True
+                    print(
+                        f"note: no room in {directory} for {needed:,} bytes of copies, so its shards are hard links to "
+                        f"the files in {folder}; leave these as they are",
+                        file=sys.stderr,
+                    )
+                if has_room or not _link(source, temporary):
+                    shutil.copyfile(source, temporary)
+            _fsync(temporary)
+
+        yield Arrival(str(path.relative_to(folder)), path.stat().st_size, put)
 
 
-def _linker(source: Path) -> Callable[[Path], None]:
-    def put(temporary: Path) -> None:
-        temporary.unlink(missing_ok=True)
+def _clone(source: Path, target: Path) -> bool:
+    """Make `target` a copy that shares its blocks until one of them is written; False where that cannot be."""
+    if sys.platform != "linux":
+        return False
+    import fcntl
+
+    with source.open("rb") as read, target.open("wb") as write:
         try:
-            os.link(source, temporary)  # no copy of what may be a hundred gigabytes
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(source, temporary)
-        _fsync(temporary)
+            fcntl.ioctl(write, _FICLONE, read.fileno())
+        except OSError:  # another file system, or one that cannot
+            return False
+    return True
 
-    return put
+
+def _link(source: Path, target: Path) -> bool:
+    """Make `target` a hard link to `source`; False where that cannot be."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
 
 
 def unpacked(archive: Path) -> Iterator[Arrival]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -61,7 +62,7 @@ class Identity:
     #: Fingerprints of the stages this one is made from, by name.
     upstream: dict[str, str] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """sha256, in hex, of the canonical JSON of all fields."""
         canonical = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -82,6 +83,11 @@ class Output:
     path: str
     bytes: int
     sha256: str
+    #: Of a hard link to somebody else's file, when that was modified last: an edit shows.
+    mtime_ns: int | None = None
+
+    def record(self) -> dict[str, Any]:
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
 
     @classmethod
     def of(cls, directory: Path, path: Path) -> Output:
@@ -102,11 +108,13 @@ def why_incomplete(directory: Path, fingerprint: str, *, verify: bool = False) -
     for output in manifest["outputs"]:
         path = directory / output["path"]
         try:
-            size = path.stat().st_size
+            stat = path.stat()
         except FileNotFoundError:
             return f"{path} is missing"
-        if size != output["bytes"]:
-            return f"{path} has {size} bytes, its manifest says {output['bytes']}"
+        if stat.st_size != output["bytes"]:
+            return f"{path} has {stat.st_size} bytes, its manifest says {output['bytes']}"
+        if output.get("mtime_ns", stat.st_mtime_ns) != stat.st_mtime_ns:
+            return f"{path} was altered: it is a hard link to a file that was edited since"
         if verify and sha256_of(path) != output["sha256"]:
             return f"{path} was altered: its sha256 is not the manifest's"
     for name in manifest.get("present", ()):
@@ -235,7 +243,7 @@ def finish(
         path / MANIFEST,
         {
             **identity.record(),
-            "outputs": [dataclasses.asdict(output) for output in outputs],
+            "outputs": [output.record() for output in outputs],
             **({"present": list(present)} if present else {}),
             "counts": counts,
             "started": started,

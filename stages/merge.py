@@ -12,6 +12,7 @@ from typing import Any
 
 from stages.checkpoints import (
     add_source_options,
+    held_still,
     local_source,
     model_config,
     opened,
@@ -20,11 +21,12 @@ from stages.checkpoints import (
     written,
 )
 from stages.command import run
+from stages.inputs import InputHashes
 from stages.manifest import Identity, Output, StageDirectory
 from stages.room import require_room
 from stages.view.card import CARD
 from trainer.errors import UserError
-from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably, sha256_of
+from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
 from trainer.secrets import revealed_by_parent
 
 MODEL = "model"
@@ -50,15 +52,17 @@ def merge(work: StageDirectory, args: argparse.Namespace) -> None:
     )
     path = local_source(args.source)
     target, temporary = work.path / MODEL, work.path / (MODEL + TEMPORARY_SUFFIX)
-    with opened(path, model_config(args.config), optimizer=args.with_optimizer) as source:
+    with (
+        held_still(path, work),
+        opened(path, model_config(args.config), optimizer=args.with_optimizer) as source,
+    ):
         if args.with_optimizer and not source.with_optimizer:
             raise UserError(f"{path} has no optimizer state to keep; leave --with-optimizer out")
         require_room(work.path, bytes_needed(source, options), "the model needs")
         with disk_errors(temporary):
             temporary.mkdir()
-            for name in TOKENIZER_FILES if args.tokenizer else ():
-                if (args.tokenizer / name).exists():
-                    shutil.copyfile(args.tokenizer / name, temporary / name)
+            for file in _tokenizer_files(args.tokenizer) if args.tokenizer else ():
+                shutil.copyfile(file, temporary / file.name)
         outputs, counts = written(work, source, temporary, "hf", options)
     meets_hugging_face(temporary)
     if (target / CARD).exists():  # made anew, the model keeps the card that was laid beside it
@@ -71,6 +75,10 @@ def merge(work: StageDirectory, args: argparse.Namespace) -> None:
     work.finish(outputs, {**counts, "tokenizer": args.tokenizer is not None})
 
 
+def _tokenizer_files(directory: Path) -> list[Path]:
+    return [directory / name for name in TOKENIZER_FILES if (directory / name).exists()]
+
+
 def identity(args: argparse.Namespace) -> Identity:
     config = model_config(args.config)
     parameters: dict[str, Any] = {
@@ -80,9 +88,10 @@ def identity(args: argparse.Namespace) -> Identity:
         "step": args.step,
         "model": None if config is None else dataclasses.asdict(config),
     }
-    inputs = {"checkpoint": source_identity(args.source)}
+    hashes = InputHashes.beside(args.out)
+    inputs: dict[str, Any] = {"checkpoint": source_identity(args.source, hashes)}
     if args.tokenizer:
-        inputs["tokenizer"] = sha256_of(args.tokenizer / "tokenizer.json")
+        inputs["tokenizer"] = {path.name: hashes.sha256(path) for path in _tokenizer_files(args.tokenizer)}
     return Identity("merge_shards", FORMAT_VERSION, parameters=parameters, inputs=inputs)
 
 

@@ -9,8 +9,16 @@ from urllib.parse import urlsplit
 
 from stages.command import run
 from stages.fetch import fetch
+from stages.inputs import InputHashes, changed
 from stages.manifest import Identity, Output, StageDirectory
-from stages.sources import Transport, add_transport_options, open_source, source_identity, transport_of
+from stages.sources import (
+    Transport,
+    add_transport_options,
+    file_identity,
+    open_source,
+    source_identity,
+    transport_of,
+)
 from trainer.errors import UserError
 from trainer.files import durable_file
 from trainer.secrets import Secret, revealed_by_parent
@@ -29,10 +37,10 @@ FILES = {
 CHECKSUMS = ("mnist", "none")
 
 
-def source_inputs(url: Secret) -> dict[str, str]:
+def source_inputs(url: Secret, hashes: InputHashes) -> dict[str, str]:
     """The identity of each file below `url`. Raises `UserError` if one of them is not there on this machine."""
     try:
-        return {name: source_identity(_file(url, name)) for name in FILES}
+        return {name: source_identity(_file(url, name), hashes) for name in FILES}
     except UserError as error:
         seen = str(error).partition(";")[0]
         raise UserError(f"{seen}; give the folder or address that has MNIST's files {', '.join(FILES)}") from None
@@ -78,6 +86,8 @@ def _bring(work: StageDirectory, url: Secret, final: Path, sha256: str | None, t
         return
     with durable_file(final) as file:
         file.write(source.read_bytes())
+        if work.identity.inputs[final.name] != file_identity(file.sha256):
+            raise changed(source)
         if sha256 is not None and file.sha256 != sha256:
             raise UserError(
                 f"{source} has the sha256 {file.sha256}, MNIST's has {sha256}; fetch it again, or take files that are "
@@ -106,8 +116,8 @@ def main() -> None:
     transport = transport_of(args)
 
     def identity() -> Identity:
-        parameters = {"checksums": args.checksums}
-        return Identity(STAGE, FORMAT_VERSION, parameters=parameters, inputs=source_inputs(args.url))
+        parameters, inputs = {"checksums": args.checksums}, source_inputs(args.url, InputHashes.beside(args.out))
+        return Identity(STAGE, FORMAT_VERSION, parameters=parameters, inputs=inputs)
 
     with StageDirectory.begin(args.out, identity) as work:
         counts = download_mnist(work, args.url, checksums=args.checksums, transport=transport)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from stages.inputs import InputFile
 from stages.workers import processes_asked_for
 from trainer.errors import UserError
-from trainer.files import sha256_of
 
 _BLOCK_BYTES = 1 << 20
 #: Threads that unpack a .bz2 file (six keep up with the XML parser), and what each takes at a time: the library's own
@@ -81,10 +81,11 @@ class FileSource:
     #: Bytes of text in a byte of such a file, about.
     text_share: ClassVar[float] = 1.0
 
-    def __init__(self, path: Path, *, one_document: bool = False) -> None:
-        self.path = path
+    def __init__(self, file: InputFile, *, one_document: bool = False) -> None:
+        self.path = Path(file.path)
         self.one_document = one_document
         self.position = 0
+        self._file = file
 
     @property
     def name(self) -> str:
@@ -92,7 +93,7 @@ class FileSource:
 
     @property
     def size(self) -> int:
-        return self.path.stat().st_size
+        return self._file.state.bytes
 
     @property
     def text_bytes(self) -> int:
@@ -100,32 +101,32 @@ class FileSource:
         return int(self.size * self.text_share * (_PACKED_RATIO if packed else 1))
 
     def identity(self) -> str:
-        try:
-            return self.identity_of(sha256_of(self.path))
-        except OSError as error:
-            raise cannot_read(self, error) from error
-
-    @classmethod
-    def identity_of(cls, sha256: str) -> str:
-        return f"{cls.kind}:{sha256}" if cls.kind else sha256
+        return f"{self.kind}:{self._file.sha256}" if self.kind else self._file.sha256
 
     def documents(self, dropped: Counter[str]) -> Iterator[Document]:
         raise NotImplementedError
 
     def blocks(self) -> Iterator[bytes]:
-        """The content, unpacked, in pieces of about a megabyte. Raises `UserError` where it is damaged or cut."""
+        """The content, unpacked, in pieces of about a megabyte.
+
+        Raises `UserError` where it is damaged or cut, and when the file is no longer the one that was hashed.
+        """
         self.position = position = unpacked = 0
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(self.path.open("rb"))
+            self._file.require_unchanged(raw.fileno())
             try:
                 file = stack.enter_context(self._unpacked(raw))
                 while block := file.read(_BLOCK_BYTES):
+                    self._file.require_unchanged(raw.fileno())  # all bytes read so far, ahead or not, are older
                     self.position = position  # of the block before: of this one nothing has been used yet
                     position = file.tell_compressed() // 8 if hasattr(file, "tell_compressed") else raw.tell()
                     unpacked += len(block)
                     yield block
+                self._file.require_unchanged(raw.fileno())  # a file that was cut ends early
             # EOFError, BadGzipFile, zlib.error: gzip's; RuntimeError, ValueError: rapidgzip's.
             except (EOFError, gzip.BadGzipFile, zlib.error, RuntimeError, ValueError) as error:
+                self._file.require_unchanged(raw.fileno())
                 raise UserError(
                     f"{self.name} is damaged or cut: it cannot be unpacked beyond {unpacked:,} bytes "
                     f"({' '.join(str(error).split())}); fetch it again and compare its checksum"

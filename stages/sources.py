@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from stages.inputs import InputHashes, digest
 from stages.intake import folder_shards
 from stages.remote import LeastRate, Remote
 from trainer.errors import UserError
 from trainer.secrets import Secret, address_identity, revealed_by_parent
 
 CONNECTIONS_MAX = 64
-_SAMPLE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -80,23 +79,20 @@ class Fetcher:
     """How one kind of URL is handled."""
 
     #: What tells the content behind the URL from any other, as well as can be told without the network.
-    identity: Callable[[Secret], str]
+    identity: Callable[[Secret, InputHashes], str]
     #: The file or folder of this machine behind the URL, or the object that has to be fetched.
     open: Callable[[Secret, Transport], Path | Remote]
 
 
-def source_identity(url: Secret) -> str:
-    """What tells the content behind `url` from any other, cheaply and without the network.
-
-    Raises `UserError` if it cannot be had.
-    """
-    return _fetcher(url).identity(url)
-
-
-def source_inputs(url: Secret, sha256: str | None) -> dict[str, str]:
+def source_identity(url: Secret, hashes: InputHashes) -> str:
     """The identity of a source: of a file or folder, its content; of an object in the network, its address, so that
-    a finished stage needs no network. Raises `UserError`."""
-    return {"source": source_identity(url), **({"sha256": sha256} if sha256 else {})}
+    a finished stage needs no network. Raises `UserError` if it cannot be had."""
+    return _fetcher(url).identity(url, hashes)
+
+
+def source_inputs(url: Secret, sha256: str | None, hashes: InputHashes) -> dict[str, str]:
+    """The source, and the sha256 that its archive must have, if one is asked for. Raises `UserError`."""
+    return {"source": source_identity(url, hashes), **({"sha256": sha256} if sha256 else {})}
 
 
 def open_source(url: Secret, transport: Transport) -> Path | Remote:
@@ -129,31 +125,33 @@ def _local_path(url: Secret) -> Path:
     return path
 
 
-def _local_identity(url: Secret) -> str:
-    """sha256 over names, sizes and both ends of every file: content decides, and terabytes need not be read."""
+def _local_identity(url: Secret, hashes: InputHashes) -> str:
     path = _local_path(url)
-    shards = [(file.name, file) for file in folder_shards(path)] if path.is_dir() else [("", path)]
-    return digest_of_ends(shards, _SAMPLE_BYTES)
+    if not path.is_dir():
+        return file_identity(hashes.sha256(path))
+    shards = folder_shards(path)
+    return folder_identity(dict(zip((shard.name for shard in shards), _sha256s(shards, hashes), strict=True)))
 
 
-def digest_of_ends(files: Iterable[tuple[str, Path]], sample_bytes: int) -> str:
-    """sha256, in hex, over names, sizes and `sample_bytes` of both ends of every (name, file)."""
-    digest = hashlib.sha256()
-    for name, file in files:
-        size = file.stat().st_size
-        digest.update(f"{name}\0{size}\0".encode())
-        with file.open("rb") as raw:
-            digest.update(raw.read(sample_bytes))
-            raw.seek(max(0, size - sample_bytes))
-            digest.update(raw.read(sample_bytes))
-    return digest.hexdigest()
+def _sha256s(paths: list[Path], hashes: InputHashes) -> list[str]:
+    return [file.sha256 for file in hashes.hash(paths)]
+
+
+def file_identity(sha256: str) -> str:
+    """The identity of a file on this machine."""
+    return f"sha256:{sha256}"
+
+
+def folder_identity(sha256s: dict[str, str]) -> str:
+    """The identity of a folder of shards, from the sha256 of each by name."""
+    return digest(["folder", *(f"{name} {sha256}" for name, sha256 in sorted(sha256s.items()))])
 
 
 def _open_local(url: Secret, transport: Transport) -> Path:
     return _local_path(url)
 
 
-def _web_identity(url: Secret) -> str:
+def _web_identity(url: Secret, hashes: InputHashes) -> str:
     _require_host(url)
     return address_identity(url.reveal())
 
@@ -182,7 +180,7 @@ def _bucket_and_key(url: Secret) -> tuple[str, str]:
     return bucket, key
 
 
-def _s3_identity(url: Secret) -> str:
+def _s3_identity(url: Secret, hashes: InputHashes) -> str:
     _bucket_and_key(url)
     return address_identity(url.reveal())
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from stages.command import run
 from stages.corpus import BUILTIN, DOCUMENT_ENDS, CorpusOptions, sentences
+from stages.inputs import InputHashes, changed
 from stages.manifest import Output, StageDirectory
 from stages.parts import Parts, in_batches, share_held_out, split_documents
 from stages.progress import Progress
@@ -98,9 +99,14 @@ class _Way:
         return position / self._size * self._done / max(self._read, 1)
 
 
-def tokenize_corpus(work: StageDirectory, options: CorpusOptions, *, processes: int) -> dict[str, Any]:
+def tokenize_corpus(
+    work: StageDirectory, options: CorpusOptions, *, processes: int, hashes: InputHashes | None = None
+) -> dict[str, Any]:
     """Fill `work` with the tokenizer and the token parts, and finish it; returns the counts. Raises `UserError`."""
-    sources, held_out_sources = options.open()
+    corpus = options.open(hashes or InputHashes())
+    sources, held_out_sources = corpus.sources, corpus.held_out_sources
+    if corpus.identity().inputs != work.identity.inputs:
+        raise changed("the text or the vocabulary")
     about = int(_BYTES_PER_BYTE * sum(source.text_bytes for source in (*sources, *held_out_sources)))
     there = sum(path.stat().st_size for split in SPLITS for path in part_paths(work.path, split))
     require_room(work.path, about - there, "the ids of this text need about")
@@ -109,7 +115,7 @@ def tokenize_corpus(work: StageDirectory, options: CorpusOptions, *, processes: 
     seen: Counter[str] = Counter()
     ready: list[Tokens] = []
     with Workers(processes) as workers:
-        vocabulary = make_tokenizer(work, options, share, workers)
+        vocabulary = make_tokenizer(work, corpus, share, workers)
         total = sum(source.size for source in (*sources, *held_out_sources))
         with work.progress("tokenize", total, "B") as bar:
             way = _Way([*sources, *held_out_sources], bar)
@@ -242,7 +248,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="builtin|FILE|GLOB",
-        help="plain text, .jsonl or MediaWiki .xml, as they are or .gz or .bz2; repeatable",
+        help="plain text, .jsonl or MediaWiki .xml, as they are or .gz or .bz2; a glob may have ** for all folders "
+        "below, and a file of that very name comes first; repeatable",
     )
     add("--held-out-source", action="append", default=[], metavar="FILE|GLOB", help="text to evaluate on, all of it")
     add("--out", type=Path, required=True, metavar="DIR", help="stage directory to make or go on with")
@@ -275,8 +282,11 @@ def main() -> None:
         max_unknown_share=args.max_unknown_share,
     )
     processes = processes_asked_for(args.processes)
-    with StageDirectory.begin(args.out, options.identity) as work:
-        counts = tokenize_corpus(work, options, processes=processes)
+    hashes = InputHashes.beside(args.out)
+    if options.vocab_file is not None:
+        read_vocabulary(options.vocab_file)  # a bad one is refused before anything is made
+    with StageDirectory.begin(args.out, lambda: options.identity(hashes)) as work:
+        counts = tokenize_corpus(work, options, processes=processes, hashes=hashes)
     documents = f"{counts['documents']:,} documents and {counts['held_out_documents']:,} held out"
     print(f"{documents}, {counts['tokens']:,} tokens: {args.out}")
 

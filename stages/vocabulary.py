@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import sys
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
-from stages.corpus import CorpusOptions
+from stages.corpus import Corpus
 from stages.manifest import StageDirectory
 from stages.parts import in_batches, split_documents
 from stages.source import Document, text_of
@@ -20,15 +22,16 @@ from stages.workers import Workers
 _SAMPLE_BYTES = 100 << 20
 
 
-def make_tokenizer(work: StageDirectory, options: CorpusOptions, share: float, workers: Workers) -> list[str]:
+def make_tokenizer(work: StageDirectory, corpus: Corpus, share: float, workers: Workers) -> list[str]:
     """Make the tokenizer's files if they are not there yet; returns the vocabulary."""
-    directory = work.path / TOKENIZER
-    if options.vocab_file is not None:
-        vocabulary = read_vocabulary(options.vocab_file)
+    directory, options = work.path / TOKENIZER, corpus.options
+    if corpus.vocabulary is not None:
+        vocabulary = read_vocabulary(Path(corpus.vocabulary.path))
+        corpus.vocabulary.require_unchanged()
     elif (directory / "vocab.txt").exists():
         vocabulary = read_vocabulary(directory / "vocab.txt")
     else:
-        vocabulary = learn_vocabulary(_words(work, options, share, workers), size=options.vocab_size)
+        vocabulary = learn_vocabulary(_words(work, corpus, share, workers), size=options.vocab_size)
         if len(vocabulary) < options.vocab_size:
             print(f"note: this text gives a vocabulary of only {len(vocabulary)} pieces", file=sys.stderr)
     directory.mkdir(exist_ok=True)
@@ -36,9 +39,10 @@ def make_tokenizer(work: StageDirectory, options: CorpusOptions, share: float, w
     return vocabulary
 
 
-def _words(work: StageDirectory, options: CorpusOptions, share: float, workers: Workers) -> Counter[str]:
+def _words(work: StageDirectory, corpus: Corpus, share: float, workers: Workers) -> Counter[str]:
     """How often each word is in the training documents, or in a sample of them where they are many."""
-    sources, _ = options.open()
+    options = corpus.options
+    sources = [copy.copy(source) for source in corpus.sources]  # each has its own position
     size = sum(source.size for source in sources)
     stride = max(1, math.ceil(size / _SAMPLE_BYTES))
     split = split_documents(sources, [], share, options.seed, Counter())

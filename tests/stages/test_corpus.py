@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from stages.corpus import BUILTIN, CorpusOptions, documents, open_sources, raw_documents, sentences
+from stages.inputs import InputHashes
 from stages.source import Document
 from trainer.errors import UserError
 
 
 def read(*specs: object, document: str = "blank_line") -> tuple[list[str], Counter[str]]:
     dropped: Counter[str] = Counter()
-    found: list[Document] = list(raw_documents(open_sources(map(str, specs), document=document), dropped))
+    sources = open_sources(map(str, specs), InputHashes(), document=document)
+    found: list[Document] = list(raw_documents(sources, dropped))
     assert all(isinstance(text, str) for text in found)
     return [str(text) for text in found], dropped
 
@@ -81,7 +83,7 @@ def test_long_lines_and_documents_are_cut_so_that_memory_stays_bounded(tmp_path:
     path.write_text(word * 4_000_000)  # 24 MB without a line end
     tracemalloc.start()
     dropped: Counter[str] = Counter()
-    lengths = [len(document) for document in raw_documents(open_sources([str(path)]), dropped)]
+    lengths = [len(document) for document in raw_documents(open_sources([str(path)], InputHashes()), dropped)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 24_000_000
@@ -99,8 +101,8 @@ def test_a_cut_never_falls_inside_a_character(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
-    assert "there is no source file" in refused(tmp_path / "none.txt")
-    assert "no file matches the source" in refused(tmp_path / "*.txt")
+    assert "none.txt matches no file" in refused(tmp_path / "none.txt")
+    assert "*.txt matches no file" in refused(tmp_path / "*.txt")
     assert "is a folder" in refused(tmp_path)
     for name, content in (("empty", b""), ("controls", b"\x00\x01\x1b\n\x7f\n\n"), ("white", b" \n\t\n")):
         path = tmp_path / name
@@ -162,7 +164,7 @@ def test_a_source_knows_how_far_it_is(tmp_path: Path) -> None:
     text = "".join(f"Document {n}, a line of it.\n\n" for n in range(200_000)).encode()  # 6 MB
     for name, content in (("a.txt", text), ("a.txt.gz", gzip.compress(text, 1)), ("a.txt.bz2", bz2.compress(text))):
         (tmp_path / name).write_bytes(content)
-        (source,) = open_sources([str(tmp_path / name)])
+        (source,) = open_sources([str(tmp_path / name)], InputHashes())
         positions = [source.position for _ in source.documents(Counter())]
         assert positions == sorted(positions)
         assert positions[0] == 0

@@ -9,6 +9,7 @@ import pytest
 
 from stages import parts
 from stages.corpus import open_sources, raw_documents
+from stages.inputs import InputHashes
 from stages.parts import Parts, split_documents
 from stages.tokens import TEST
 
@@ -16,7 +17,7 @@ from stages.tokens import TEST
 def test_held_out_documents_are_a_fixed_share_and_decided_by_the_seed(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("\n\n".join(f"Document {number}." for number in range(500)))
-    sources = open_sources([str(text)])
+    sources = open_sources([str(text)], InputHashes())
     every = list(raw_documents(sources, Counter()))
 
     def held_out(share: float, seed: int) -> list[int]:

@@ -238,14 +238,14 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, stage: Stage) -> None:
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "controls").write_bytes(b"\x00\x01\n\x07\n")
     cases: list[tuple[list[object], str]] = [
-        (["--source", tmp_path / "none"], "there is no source file"),
+        (["--source", tmp_path / "none"], "none matches no file"),
         (["--source", tmp_path / "latin"], "is not UTF-8: byte 0xe9 at offset 3"),
         (["--source", text, "--vocab-file", tmp_path / "vocab"], "lacks [MASK]"),
         (["--source", text, "--vocab-file", tmp_path / "nope"], "cannot read the vocabulary"),
         (["--source", text, "--vocab-size", 12], "a vocabulary of 12 pieces cannot hold"),
         (["--source", text, "--held-out", 1], "--held-out is 1"),
         (["--source", tmp_path / "one"], "the corpus has 1 document; at least 4 are needed"),
-        (["--source", tmp_path / "none*.txt"], "no file matches the source"),
+        (["--source", tmp_path / "none*.txt"], "none*.txt matches no file"),
         (["--source", tmp_path / "empty"], "holds no text: it is empty"),
         (["--source", tmp_path / "controls"], "holds no text: nothing was left (lines: control characters only 2)"),
     ]

@@ -15,6 +15,7 @@ import pytest
 
 from stages import parts
 from stages.corpus import CorpusOptions, open_sources, raw_documents
+from stages.inputs import InputHashes
 from stages.manifest import StageDirectory
 from stages.source import text_of
 from stages.tokenize import tokenize_corpus
@@ -49,7 +50,7 @@ def read(path: Path) -> tuple[dict[str, str], Counter[str]]:
     """Text by title, and the counts."""
     counts: Counter[str] = Counter()
     found = {}
-    for document in raw_documents(open_sources([str(path)]), counts):
+    for document in raw_documents(open_sources([str(path)], InputHashes()), counts):
         assert isinstance(document, WikiPage)
         if text := text_of(document, counts):
             found[document.title] = text
@@ -176,7 +177,7 @@ def test_xml_that_ends_or_breaks_between_pages_is_cut_too(tmp_path: Path, end: s
     write(tmp_path / "d.xml", page("A", PROSE), page("B", PROSE), end=end)
     counts: Counter[str] = Counter()
     titles: list[str] = []
-    documents = raw_documents(open_sources([str(tmp_path / "*.xml")]), counts)
+    documents = raw_documents(open_sources([str(tmp_path / "*.xml")], InputHashes()), counts)
     with pytest.raises(UserError, match=r"d\.xml is cut .* 2 pages were read, 2 of them articles, the last .* 'B'"):
         titles.extend(getattr(document, "title", "") for document in documents)
     assert titles == ["Z", "A", "B"]
@@ -211,7 +212,10 @@ def test_memory_does_not_grow_with_a_dump(tmp_path: Path) -> None:
         path = write(tmp_path / f"{pages}.xml", *(page(f"Town {n}", PROSE * 10) for n in range(pages)))
         (tmp_path / "d.xml.bz2").write_bytes(bz2.compress(path.read_bytes(), 1))
         tracemalloc.start()
-        assert sum(1 for _ in raw_documents(open_sources([str(tmp_path / "d.xml.bz2")]), Counter())) == pages
+        assert (
+            sum(1 for _ in raw_documents(open_sources([str(tmp_path / "d.xml.bz2")], InputHashes()), Counter()))
+            == pages
+        )
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return most
