@@ -22,6 +22,7 @@ from stages.checkpoints import (
 )
 from stages.command import run
 from stages.inputs import InputHashes
+from stages.intake import PATTERNS
 from stages.manifest import Identity, Output, StageDirectory
 from stages.room import require_room
 from stages.sources import add_transport_options, transport_of
@@ -78,8 +79,11 @@ def identity(args: argparse.Namespace) -> Identity:
         "step": args.step,
     }
     if args.to == "pt":
-        script = ("lr", "warmup_steps", "max_steps", "weight_decay", "data_dir")
+        script = ("lr", "warmup_steps", "max_steps", "weight_decay")
         parameters |= {name: str(getattr(args, name)) for name in script}
+        # Of the shards their paths are written, in this order.
+        shards = args.data_dir.glob(PATTERNS["training"]) if args.data_dir else ()
+        parameters["files"] = sorted(map(str, shards))
     config = model_config(args.config)
     parameters["model"] = None if config is None else dataclasses.asdict(config)
     inputs = {"checkpoint": source_identity(args.source, InputHashes.beside(args.out))}

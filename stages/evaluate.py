@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from stages.command import run
+from stages.inputs import InputHashes
 from stages.manifest import Identity, Output, StageDirectory
 from trainer.checkpoint.format import read_tensors
 from trainer.config import DEVICES, ModelConfig
@@ -21,7 +22,7 @@ from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
 from trainer.devices.select import select_alone
 from trainer.errors import CheckpointError, UserError
-from trainer.files import sha256_of, write_json
+from trainer.files import write_json
 from trainer.models.bert import BertForPreTraining
 from trainer.models.sums import at_least_fp32
 
@@ -114,13 +115,22 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def identity(args: argparse.Namespace) -> Identity:
+    """The content of the model and of the held-out shards, not their paths. Raises `UserError`."""
+    hashes = InputHashes.beside(args.out)
+    inputs = {
+        "model": {name: hashes.sha256(args.model / name) for name in ("config.json", "model.safetensors")},
+        "data": {Path(file.path).name: file.sha256 for file in hashes.hash(sorted(args.data.glob(PATTERN)))},
+    }
+    parameters = {"max_pred_len": args.max_pred_len, "max_samples": args.max_samples}
+    return Identity("evaluate", 1, parameters=parameters, inputs=inputs)
+
+
 def main() -> None:
     args = parser().parse_args()
     if not args.data.is_dir():
         raise UserError(f"there is no directory {args.data}; give one with {PATTERN} shards")
-    inputs = {"model": sha256_of(args.model / "model.safetensors"), "data": str(args.data)}
-    parameters = {"max_pred_len": args.max_pred_len, "max_samples": args.max_samples}
-    with StageDirectory.begin(args.out, lambda: Identity("evaluate", 1, parameters=parameters, inputs=inputs)) as work:
+    with StageDirectory.begin(args.out, lambda: identity(args)) as work:
         counts: dict[str, Any] = {"samples": 0}
         device = select_alone(args.device)
         if any(args.data.glob(PATTERN)):

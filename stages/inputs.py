@@ -84,21 +84,18 @@ class InputHashes:
 
         Raises `UserError`: a file cannot be read, or does not stay as it is for as long as reading it takes.
         """
-        known = self._load()
-        found: list[InputFile | None] = []
-        missing: list[int] = []
-        for path in map(str, paths):
-            with _readable(path):
-                state = FileState.of(os.stat(path))
-            entry = known.get(os.path.abspath(path))
-            if entry is not None and entry[1:] == [*state]:
-                found.append(InputFile(path, str(entry[0]), state))
-            else:
+        known, found, missing = self._load(), list[InputFile](), list[int]()
+        names = list(map(str, paths))
+        for name, stat in zip(names, _stats(names), strict=True):
+            state = FileState.of(stat)
+            entry = known.get(_key(name))
+            if entry is None or entry[1:] != [*state]:
                 missing.append(len(found))
-                found.append(InputFile(path, "", state))
-        for at, file in zip(missing, self._hashed([file.path for at in missing if (file := found[at])]), strict=True):
+                entry = [""]
+            found.append(InputFile(name, str(entry[0]), state))
+        for at, file in zip(missing, self._hashed([names[at] for at in missing]), strict=True):
             found[at] = file
-        return [file for file in found if file is not None]
+        return found
 
     def sha256(self, path: str | Path) -> str:
         """The sha256 of one file, in hex."""
@@ -136,7 +133,7 @@ class InputHashes:
 
     def _remember(self, file: InputFile) -> None:
         if file.state.has_settled(time.time_ns()):
-            self._load()[os.path.abspath(file.path)] = [file.sha256, *file.state]
+            self._load()[_key(file.path)] = [file.sha256, *file.state]
 
     def _save(self) -> None:
         """Best effort: several processes may write it, and where it cannot be written files are read again."""
@@ -153,6 +150,24 @@ def digest(identities: Iterable[str]) -> str:
     if len(every) == 1:
         return every[0]
     return "sha256:" + hashlib.sha256(json.dumps(every).encode()).hexdigest()
+
+
+def _key(name: str) -> str:
+    return name if name.startswith("/") else os.path.abspath(name)
+
+
+def _stats(names: list[str]) -> Iterator[os.stat_result]:
+    """One for each file; a context manager for each would take as long as the system does."""
+    at = 0
+    try:
+        for at, name in enumerate(names):  # noqa: B007 (for the message)
+            yield os.stat(name)
+    except OSError as error:
+        raise _cannot_read(names[at], error) from error
+
+
+def _cannot_read(path: object, error: OSError) -> UserError:
+    return UserError(f"cannot read {path}: {error.strerror}; check the path and its permissions")
 
 
 def _read(path: Path) -> dict[str, list[object]]:
@@ -176,4 +191,4 @@ def _readable(path: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from error
+        raise _cannot_read(path, error) from error

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.command import run
+from stages.inputs import InputHashes
 from stages.manifest import Identity, Output, StageDirectory
 from trainer.config import DEVICES
 from trainer.devices.neuron_cache import CC_FLAGS, compiled_modules, merge_flags, node_cache, use_cache
@@ -156,6 +158,16 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def identity(args: argparse.Namespace) -> Identity:
+    """The command, and the content of the model's config that it names. Raises `UserError`."""
+    parameters = {"device": args.device, "compile": args.compile, "command": args.command}
+    options = dict(itertools.pairwise(args.command))
+    inputs = {}
+    if config := options.get("--model_config"):
+        inputs["model_config"] = InputHashes().sha256(config)
+    return Identity("precompile", FORMAT_VERSION, parameters=parameters, inputs=inputs)
+
+
 def main() -> None:
     args = parser().parse_args()
     if (args.device in _STEPS or args.compile) and not args.command:
@@ -163,9 +175,7 @@ def main() -> None:
     if node_rank() > 0:
         try_out(args.out, device=args.device, compiles=args.compile, command=args.command)
         return
-    parameters = {"device": args.device, "compile": args.compile, "command": args.command}
-    identity = Identity("precompile", FORMAT_VERSION, parameters=parameters)
-    with StageDirectory.begin(args.out, lambda: identity) as work:
+    with StageDirectory.begin(args.out, lambda: identity(args)) as work:
         precompile(work, device=args.device, compiles=args.compile, nodes=args.nodes, command=args.command)
 
 

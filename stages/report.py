@@ -10,16 +10,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stages.attempts import ATTEMPTS
 from stages.command import run
-from stages.manifest import IDENTITY, Identity, Output, StageDirectory
+from stages.inputs import InputHashes
+from stages.manifest import IDENTITY, MANIFEST, Identity, Output, StageDirectory
 from stages.view.card import CARD, card, is_edited
 from stages.view.page import page
 from stages.view.run import Run, Settings, StageRecord
 from trainer.errors import UserError
-from trainer.files import TEMPORARY_SUFFIX, disk_errors, durable_file, read_json
+from trainer.files import METRICS, TEMPORARY_SUFFIX, disk_errors, durable_file, read_json
 
 PAGE = "report.html"
 MODEL_CARD = "model-card.md"
+#: What a page shows of a stage.
+_SHOWN = (MANIFEST, METRICS, ATTEMPTS)
 
 
 def report(work: StageDirectory, view: Run) -> None:
@@ -100,6 +104,19 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def identity(args: argparse.Namespace, view: Run) -> Identity:
+    """The stages and what they have left so far, for a page can be made of an unfinished run; and the settings."""
+    hashes = InputHashes()
+    inputs: dict[str, Any] = {
+        stage.label: {name: hashes.sha256(directory / name) for name in _SHOWN if (directory / name).exists()}
+        for stage, directory in zip(view.stages, args.directories, strict=True)
+    }
+    if args.settings:
+        inputs["settings"] = hashes.sha256(args.settings)
+    upstream = {stage.label: str(stage.record["fingerprint"]) for stage in view.stages}
+    return Identity("report", 1, inputs=inputs, upstream=upstream)
+
+
 def main() -> None:
     args = parser().parse_args()
     settings = None
@@ -108,8 +125,7 @@ def main() -> None:
         if settings is None:
             raise UserError(f"--settings {args.settings} is not a JSON object; give {{section: {{key: text}}}}")
     view = view_of(args.directories, settings)
-    upstream = {stage.label: str(stage.record["fingerprint"]) for stage in view.stages}
-    with StageDirectory.begin(args.out, lambda: Identity("report", 1, upstream=upstream)) as work:
+    with StageDirectory.begin(args.out, lambda: identity(args, view)) as work:
         report(work, view)
     print(f"report: {args.out / PAGE}")
 

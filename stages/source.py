@@ -82,14 +82,17 @@ class FileSource:
     text_share: ClassVar[float] = 1.0
 
     def __init__(self, file: InputFile, *, one_document: bool = False) -> None:
-        self.path = Path(file.path)
         self.one_document = one_document
         self.position = 0
         self._file = file
 
     @property
+    def path(self) -> Path:
+        return Path(self._file.path)
+
+    @property
     def name(self) -> str:
-        return str(self.path)
+        return self._file.path
 
     @property
     def size(self) -> int:
@@ -97,7 +100,7 @@ class FileSource:
 
     @property
     def text_bytes(self) -> int:
-        packed = self.path.name.endswith((".gz", ".bz2"))
+        packed = self.name.endswith((".gz", ".bz2"))
         return int(self.size * self.text_share * (_PACKED_RATIO if packed else 1))
 
     def identity(self) -> str:
