@@ -25,9 +25,11 @@ from trainer.errors import UserError
 
 BUILTIN = "builtin"
 STAGE = "tokenize_corpus"
-FORMAT_VERSION = 2  # 2: lines over 16,384 characters are split into sentences in pieces
+FORMAT_VERSION = 2  # 2: lines over 8,192 characters are split into sentences in pieces
 #: What ends a document of plain text.
 BLANK_LINE, FILE = DOCUMENT_ENDS = ("blank_line", "file")
+#: A longer line is split into sentences in pieces of this length.
+_WINDOW_CHARACTERS = 8192
 _PACKED, _DUMP = re.compile(r"\.(gz|bz2)$"), re.compile(r"\.xml(-[^./]*)?$")
 
 
@@ -121,19 +123,36 @@ def _what_was_dropped(dropped: Counter[str]) -> str:
 
 def sentences(document: str) -> list[str]:
     """The sentences of a text, in order, stripped; none reaches over a line end."""
-    from sentencex import segment
-
-    found: list[str] = []
+    found: list[list[str]] = []  # in pieces
     for line in document.split("\n"):
         inside = False
-        for sentence in segment("en", line):
+        for sentence in _segments(line):
             if inside:
-                found[-1] += sentence
+                found[-1].append(sentence)
             else:
-                found.append(sentence)
+                found.append([sentence])
             # The library ends a sentence inside of "tkinter.Tk()"; in scripts with spaces, one must follow.
             inside = sentence[-1].isascii() and not sentence[-1].isspace()
-    return [stripped for sentence in found if (stripped := sentence.strip())]
+    return [stripped for pieces in found if (stripped := "".join(pieces).strip())]
+
+
+def _segments(line: str) -> Iterator[str]:
+    """What sentencex makes of a line.
+
+    It takes quadratic time: seconds for a line of 80,000 Chinese characters. So a long line is given to it in windows;
+    each begins with the last sentence of the one before, which may have been cut.
+    """
+    from sentencex import segment
+
+    start = 0
+    while len(line) - start > _WINDOW_CHARACTERS:
+        *whole, last = segment("en", line[start : start + _WINDOW_CHARACTERS])
+        if not whole:  # no sentence is as long as that: cut it after a space, or anywhere
+            last = last[: last.rfind(" ") + 1] or last
+            whole = [last]
+        yield from whole
+        start += sum(map(len, whole))
+    yield from segment("en", line[start:])
 
 
 def documents(spec: str) -> Iterator[list[str]]:

@@ -30,6 +30,9 @@ CONTINUATION = "##"
 #: Different words remembered by an encoder; about 150 bytes each.
 _CACHED_WORDS = 400_000
 _ALPHABET_MAX = 1000  # single characters in a trained vocabulary, the default of the tokenizers library
+#: Longer words are [UNK], as in the original BERT.
+_WORD_CHARACTERS_MAX = 100
+_TOO_LONG = "\x01"  # likewise in no text
 _SEPARATOR = "\x00"  # a word of its own that no text contains: the normaliser removes it
 
 
@@ -80,8 +83,11 @@ class _Words(dict[str, int]):
         self.starts = array("Q")
         self.lengths = array("H")
         self._add(_SEPARATOR, [])
+        self._add(_TOO_LONG, [token.id for token in model.tokenize("a" * (_WORD_CHARACTERS_MAX + 1))])
 
     def __missing__(self, word: str) -> int:
+        if len(word) > _WORD_CHARACTERS_MAX:  # unknown to any vocabulary, and too long to be remembered
+            return self[_TOO_LONG]
         return self._add(word, [token.id for token in self._model.tokenize(word)])
 
     def _add(self, word: str, ids: list[int]) -> int:
@@ -135,7 +141,7 @@ def build_tokenizer(vocabulary: list[str], *, lower_case: bool) -> Tokenizer:
 
     tokenizer = _untrained(lower_case=lower_case)
     ids = {piece: number for number, piece in enumerate(vocabulary)}
-    tokenizer.model = models.WordPiece(ids, unk_token=UNK, max_input_chars_per_word=100)
+    tokenizer.model = models.WordPiece(ids, unk_token=UNK, max_input_chars_per_word=_WORD_CHARACTERS_MAX)
     tokenizer.decoder = decoders.WordPiece(prefix=CONTINUATION)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{CLS}:0 $A:0 {SEP}:0",
