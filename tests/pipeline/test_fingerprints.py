@@ -58,6 +58,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("run", "log_interval", "3", NOTHING),
     ("run", "processes", "5", NOTHING),
     ("run", "report_interval_s", "5", NOTHING),
+    ("run", "stage_hang_timeout_s", "5", NOTHING),
     ("corpus", "source", "{tmp}/a.txt", TOKENS),
     ("corpus", "held_out_source", "{tmp}/b.txt", TOKENS),
     ("corpus", "held_out", "0.25", TOKENS),
