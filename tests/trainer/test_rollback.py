@@ -13,6 +13,7 @@ import pytest
 
 from tests.support import assert_one_line_error, assert_same_bytes, flip_a_byte, train
 from trainer.checkpoint.directory import abandoned, why_invalid
+from trainer.lock import LOCK
 from trainer.state import TrainState
 
 COMMON = {
@@ -154,7 +155,8 @@ def test_a_finished_training_changes_nothing_when_it_is_run_again(training: Trai
     training.run(out, resume_ckpt=True)
 
     def contents() -> dict[str, bytes]:
-        return {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        files = [path for path in out.rglob("*") if path.is_file() and path.name != LOCK]
+        return {str(path): path.read_bytes() for path in files}
 
     before = contents()
     training.run(out, resume_ckpt=True)
