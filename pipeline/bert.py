@@ -96,6 +96,7 @@ class Precompile(ModelStage):
 class Pretrain(ModelStage, Training):
     """Trains one phase, in processes of its own; an interrupted phase goes on from its last checkpoint."""
 
+    format_version = 2  # 2: initial weights, sample order and dropout from independent streams
     phase = luigi.IntParameter(description="1 or 2")
 
     @property

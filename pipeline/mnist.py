@@ -32,6 +32,8 @@ class DownloadMnist(Stage):
 class TrainMlp(Training):
     """Trains the tutorial's MLP."""
 
+    format_version = 2  # 2: initial weights and sample order from independent streams
+
     def requires(self) -> dict[str, Stage]:
         return {"download_mnist": DownloadMnist()}
 

@@ -15,7 +15,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import HostCopy
 from trainer.config import TrainConfig
 from trainer.data.loader import Loader, Step, record_samples
-from trainer.data.order import ORDER_VERSION, SampleOrder, hash_of
+from trainer.data.order import ORDER_VERSION, SampleOrder
 from trainer.devices.base import Device
 from trainer.devices.graphs import GraphList
 from trainer.errors import UserError
@@ -33,13 +33,12 @@ from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
 from trainer.resume import deciding_settings, load_into, resume_state, say_start
 from trainer.resume_point import Start, agree_on_start, checkpoint_directory, left_behind
+from trainer.seeds import derive_seed
 from trainer.state import TrainState
 from trainer.workloads.base import Workload
 
 #: Workers of a machine that hold a copy of the model in host memory at the same time while they start.
 _LOADING_AT_ONCE = 8
-#: Stands for the update where else the number of a micro-batch makes a seed.
-_UPDATE = (1 << 64) - 1
 #: Seconds, about, between two questions whether to stop within a step that is longer than that.
 _ASK_INTERVAL_S = 5.0
 
@@ -204,9 +203,7 @@ class Trainer:
                 return False
             failpoint(f"micro-step:{self.state.global_step}.{usteps}.{self.mesh.rank}")
             micro_batch = usteps * self.mesh.data_parallel_size + self.mesh.data_parallel_rank
-            seed = seed_of(config.seed, self.state.global_step, micro_batch)
-            self.device.seed(seed)
-            self.ranks.seed(seed)
+            self._seed(derive_seed(config.seed, "dropout", self.state.global_step, micro_batch))
             is_last = usteps + 1 == config.grad_accum_usteps
             with self.forward.micro_step(is_last=is_last):
                 with self.precision.forward_context(self.device.torch_device.type):
@@ -222,7 +219,7 @@ class Trainer:
             config.schedule, step.index,
             peak=config.lr, warmup_steps=config.warmup_steps, max_steps=config.max_steps,
         )  # fmt: skip
-        self.device.seed(seed_of(config.seed, self.state.global_step, _UPDATE))  # what rounds by chance draws from it
+        self._seed(derive_seed(config.seed, "stochastic rounding", self.state.global_step))
         self.optimizer.step(rate)
         self.parameters.zero_gradients()
         self.state = self.state.advanced(step.epoch)
@@ -230,6 +227,11 @@ class Trainer:
         record = StepRecord(self.state, rate, counts, self.device.compiled_graphs())
         self.device.step_closure(functools.partial(self.metrics.record, record), torch.cat([losses, norm[None]]))
         return True
+
+    def _seed(self, seed: int) -> None:
+        """Seed all that is random until the next call."""
+        self.device.seed(seed)
+        self.ranks.seed(seed)
 
     def _prepare_saving(self, workload: Workload, say: Callable[[str], None]) -> HostCopy:
         model: dict[str, torch.Tensor] = dict(self.model.named_parameters())
@@ -276,11 +278,6 @@ class Trainer:
         steps, minutes = self.config.ckpt_interval_steps, self.config.ckpt_interval_minutes
         due = steps > 0 and self.state.step > 0 and self.state.step % steps == 0
         return due or (minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
-
-
-def seed_of(seed: int, global_step: int, micro_batch: int) -> int:
-    """The seed of what is random in one micro-batch: a number in [0, 2⁶³)."""
-    return hash_of(seed, global_step, index=micro_batch) >> 1
 
 
 def _data_identity(config: TrainConfig, workload: Workload, say: Callable[[str], None]) -> str:

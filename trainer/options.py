@@ -11,6 +11,7 @@ from trainer.config import CHANGEABLE, DATA_PARALLEL, DEVICES, OPTIMIZERS, PRECI
 from trainer.data.order import SampleOrder
 from trainer.devices.base import DeviceOptions
 from trainer.parallel.mesh import Mesh
+from trainer.seeds import derive_seed
 from trainer.workloads import WORKLOADS
 from trainer.workloads.base import Workload
 
@@ -232,6 +233,7 @@ def device_options(config: TrainConfig, workload: Workload, mesh: Mesh) -> Devic
         count_operations=config.trial,
         compile=config.compile,
         threads=workload.threads,
+        rounding_seed=derive_seed(config.seed, "Neuron stochastic rounding"),
     )
 
 

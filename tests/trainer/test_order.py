@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trainer.data import order as module
-from trainer.data.order import SampleOrder, hash64, hash_of
+from trainer.data.order import SampleOrder, hash64
 from trainer.errors import UserError
 
 
@@ -102,12 +102,6 @@ def test_the_hash_is_splitmix64() -> None:
 def test_fewer_samples_than_a_batch_are_refused() -> None:
     with pytest.raises(UserError, match="6 samples, fewer than one global batch of 7"):
         make([2, 4])
-
-
-@pytest.mark.parametrize("words", [(), (1, 2), (12349, 2**40), (-3, 2**63)])
-def test_one_number_hashes_as_it_does_in_an_array(words: tuple[int, ...]) -> None:
-    for index in (0, 7, 2**64 - 1):
-        assert hash_of(*words, index=index) == int(hash64(*words, index=np.array([index], dtype=np.uint64))[0])
 
 
 def test_steps_read_together_are_the_steps() -> None:

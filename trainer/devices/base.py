@@ -45,6 +45,8 @@ class DeviceOptions:
     compile: bool = False
     #: Threads of the CPU that the work is worth, at most; None: all there are.
     threads: int | None = None
+    #: Seed of stochastic rounding that the hardware does, the same on all workers, so that replicas stay alike.
+    rounding_seed: int = 0
 
 
 class Device(abc.ABC):

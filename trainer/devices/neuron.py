@@ -52,7 +52,7 @@ def environment(options: DeviceOptions, *, nodes: int, cache: Path | None = None
         flags.append(f"--cache_dir={cache}")
     variables = {
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1" if precision == "bf16-sr" else "0",
-        "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0",
+        "NEURON_RT_STOCHASTIC_ROUNDING_SEED": str(options.rounding_seed % 2**31),  # fits any 32-bit integer
         CC_FLAGS: " ".join(flags),
         "NEURON_RT_EXEC_TIMEOUT": "600",
     }

@@ -10,8 +10,6 @@ whole micro-batch, V: vocabulary. A row is one sequence, or, packed, several tha
 
 from __future__ import annotations
 
-import zlib
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +17,7 @@ from torch.nn import functional as F
 from trainer.config import ModelConfig
 from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.models.base import Model
+from trainer.models.initial import InitialValues
 from trainer.models.operations import AttentionMask, Operations
 from trainer.models.sums import Embedding, LayerNorm, at_least_fp32
 from trainer.parallel.shares import put_share, whole_shape
@@ -236,16 +235,15 @@ class BertForPreTraining(Model):
 
         Each tensor depends on (seed, its name) alone, so neither order nor parallel layout changes it.
         """
+        draw = InitialValues(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("LayerNorm.weight"):
                 parameter.fill_(1.0)
             elif name.endswith("bias"):
                 parameter.zero_()
             else:
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) * 2**31 + seed)
-                # fp32 on the CPU on purpose: the same numbers for every device and precision.
                 shape = whole_shape(name, tuple(parameter.shape), self.config.vocab_size, self._ranks.size)
-                values = torch.empty(shape).normal_(0.0, self.config.initializer_range, generator=generator)
+                values = draw.normal(name, shape, self.config.initializer_range)
                 if name == WORD_EMBEDDINGS:
                     values[0].zero_()  # [PAD]
                 put_share(parameter, name, values, self._ranks)

@@ -5,7 +5,6 @@ B: images in the micro-batch.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 
 from trainer.data.batch import Batch
 from trainer.models.base import Model
+from trainer.models.initial import InitialValues
 
 PIXELS = 28 * 28
 CLASSES = 10
@@ -55,7 +55,7 @@ class MLP(Model):
 
         Each tensor depends on (seed, its name) alone.
         """
+        draw = InitialValues(seed)
         for name, parameter in self.named_parameters():
             inputs = getattr(self, name.split(".")[0]).in_features
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) * 2**31 + seed)
-            parameter.copy_(torch.empty(parameter.shape).uniform_(-1, 1, generator=generator) * inputs**-0.5)
+            parameter.copy_(draw.uniform(name, tuple(parameter.shape), inputs**-0.5))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.data.order import hash_of
 from trainer.models.sums import Embedding
 from trainer.parallel.plan import padded_length
+from trainer.seeds import derive_seed
 
 #: Sums (True) or maxima (False) of tensors over the ranks, in place.
 AllReduce = Callable[[list[Tensor], bool], None]
@@ -71,7 +71,7 @@ class TensorParallel:
     # Randomness: the same on all ranks, but in what is split.
 
     def seed(self, seed: int) -> None:
-        """A micro-step begins whose randomness outside of what is split has this seed."""
+        """A micro-step or an update begins whose randomness outside of what is split has this seed."""
         self._seed, self._regions = seed, 0
 
     def region(self) -> contextlib.AbstractContextManager[None]:
@@ -80,7 +80,7 @@ class TensorParallel:
             return contextlib.nullcontext()
         assert self._random_region is not None
         self._regions += 1
-        return self._random_region(hash_of(self._seed, self._regions, index=self.rank) >> 1)
+        return self._random_region(derive_seed(self._seed, "tensor-parallel region", self._regions, self.rank))
 
 
 class _Copy(torch.autograd.Function):
