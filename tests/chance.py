@@ -49,7 +49,9 @@ def assert_mean_zero(rows: ArrayLike, variances: ArrayLike = 1.0, *, names: list
     v = np.broadcast_to(np.asarray(variances, np.float64), x.shape).sum(axis=1)
     excess = np.abs(x.sum(axis=1)) / bound(v, unit, len(x))
     worst = int(excess.argmax())
-    assert excess[worst] < 1, f"{names[worst]}: mean {x[worst].mean():.4g}, {x[worst].sum() / math.sqrt(v[worst]):.1f} σ"
+    assert excess[worst] < 1, (
+        f"{names[worst]}: mean {x[worst].mean():.4g}, {x[worst].sum() / math.sqrt(v[worst]):.1f} σ"
+    )
 
 
 def assert_flat(counts: ArrayLike) -> None:

@@ -97,12 +97,14 @@ class Trainer:
         )
         mesh.in_turns(functools.partial(self._make_model, workload, start), at_once=_LOADING_AT_ONCE)
         self.losses = len(workload.losses)
-        self.forward, self.parameters = arrange(
-            config.data_parallel, self.model, workload, device, mesh, self.precision
-        )
         self._shared = None
         if self.ranks.size > 1:
-            self._shared = SharedModel(lambda name: split_of(name) is not None, self.ranks.reduce_in_place)
+            self._shared = SharedModel(
+                lambda name: split_of(name) is not None, self.ranks.reduce_in_place, self.ranks.region
+            )
+        self.forward, self.parameters = arrange(
+            config.data_parallel, self.model, workload, device, mesh, self.precision, self._shared
+        )
         self._number = functools.partial(device.number, dtype=self.precision.dtype)
         self.optimizer = make_optimizer(
             config.optimizer,

@@ -4,8 +4,8 @@ An epoch goes through the shards in a shuffled order, `BLOCK_ROWS` rows or more 
 are shuffled together. So a reader needs only a few shards at hand, a data set smaller than a block is shuffled as
 a whole, and nothing but the block in use is ever in memory.
 
-The shuffles sort a 64-bit hash of each index, keyed by (seed, epoch, block). The hash is spelt out here, so the order is
-the same under every version of every library, on every machine.
+The shuffles sort a 64-bit hash of each index, keyed by (seed, epoch, block). The hash is spelt out here, so the order
+is the same under every version of every library, on every machine.
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@ class Group:
     named: Callable[[list[Tensor]], Iterator[tuple[str, Tensor]]]
     #: The weights in `Precision.dtype`, where it keeps them; else none.
     masters: list[Tensor] = field(default_factory=list)
+    #: What the weights are rounded in: split tensors draw numbers of this rank's own, others the same on all ranks.
+    random_region: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[list[Tensor]]:
@@ -45,9 +47,10 @@ class Group:
         # `to` gives the tensor itself where it has the type already: then nothing is copied, here or below.
         wide = self.masters or [weight.to(self.precision.dtype) for weight in self.weights]
         yield wide
-        for weight, updated in zip(self.weights, wide, strict=True):
-            if weight is not updated:
-                weight.copy_(self.precision.rounded(updated))
+        with self.random_region():
+            for weight, updated in zip(self.weights, wide, strict=True):
+                if weight is not updated:
+                    weight.copy_(self.precision.rounded(updated))
 
     def zeros(self) -> list[Tensor]:
         """Zeros like the gradients, for an optimizer's state."""
@@ -61,6 +64,8 @@ class SharedModel:
     is_split: Callable[[str], bool]
     #: Adds up a tensor over the ranks, in place.
     add_up: Callable[[Tensor], None]
+    #: A context in which each rank draws random numbers of its own.
+    random_region: Callable[[], contextlib.AbstractContextManager[None]]
 
     def norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """The L2 norm of all gradients of the model, each once."""
@@ -98,11 +103,30 @@ class Parameters(abc.ABC):
     #: (E,)
     _extras: Tensor
 
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        has_weight_decay: Callable[[str], bool],
+        precision: Precision,
+        shared: SharedModel | None,
+    ) -> None:
         self._precision = precision
         self._parameters = dict(model.named_parameters())
+        self._has_weight_decay = has_weight_decay
+        self._shared = shared
         #: Where the gradients are summed.
         self._homes: dict[str, Tensor] = {}
+
+    def _by_group(self) -> list[tuple[bool, bool, list[str]]]:
+        """(has weight decay, is split, names) of each group, in the model's order."""
+        found: dict[tuple[bool, bool], list[str]] = {}
+        for name in self._parameters:
+            is_split = self._shared is not None and self._shared.is_split(name)
+            found.setdefault((self._has_weight_decay(name), is_split), []).append(name)
+        return [(*kind, found[kind]) for kind in sorted(found, reverse=True)]
+
+    def _region(self, *, is_split: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        return self._shared.random_region if is_split and self._shared is not None else contextlib.nullcontext
 
     @property
     def _sums_itself(self) -> bool:
@@ -177,35 +201,40 @@ def _move_gradient(parameter: Tensor, home: Tensor) -> None:
 
 class FlatParameters(Parameters):
     def __init__(
-        self, model: nn.Module, has_weight_decay: Callable[[str], bool], extras: int, precision: Precision
+        self,
+        model: nn.Module,
+        has_weight_decay: Callable[[str], bool],
+        extras: int,
+        precision: Precision,
+        shared: SharedModel | None = None,
     ) -> None:
-        super().__init__(model, precision)
-        names = sorted(self._parameters, key=lambda name: not has_weight_decay(name))
+        """`shared`: the ranks that share the model; None: this one alone has it."""
+        super().__init__(model, has_weight_decay, precision, shared)
         total = sum(parameter.numel() for parameter in self._parameters.values())
-        device = self._parameters[names[0]].device
+        device = next(iter(self._parameters.values())).device
         weights = torch.empty(total, dtype=precision.weights, device=device)
         masters = torch.empty(total, dtype=precision.dtype, device=device) if precision.keeps_master else None
         reduced = torch.zeros(total + extras, dtype=precision.dtype, device=device)
-        at, decayed = 0, 0
-        places: list[dict[str, tuple[slice, torch.Size]]] = [{}, {}]
-        for name in names:
-            parameter, decays = self._parameters[name], has_weight_decay(name)
-            shape, place = parameter.shape, slice(at, at + parameter.numel())
-            at = place.stop
-            decayed = at if decays else decayed
-            begin = 0 if decays else decayed
-            places[not decays][name] = slice(place.start - begin, place.stop - begin), shape
-            for whole in (weights,) if masters is None else (weights, masters):
-                whole[place] = parameter.detach().reshape(-1)
-            parameter.data = weights[place].view(shape)
-            self._sum_into(name, reduced[place].view(shape))
-        self.groups = [
-            Group(
-                [weights[part]], [reduced[:total][part]], decays, precision, _views(places[not decays]),
-                [] if masters is None else [masters[part]],
-            )
-            for part, decays in ((slice(decayed), True), (slice(decayed, None), False))
-        ]  # fmt: skip
+        self.groups = []
+        at = 0
+        for decays, is_split, names in self._by_group():
+            begin, places = at, {}
+            for name in names:
+                parameter = self._parameters[name]
+                shape, place = parameter.shape, slice(at, at + parameter.numel())
+                at = place.stop
+                places[name] = slice(place.start - begin, place.stop - begin), shape
+                for whole in (weights,) if masters is None else (weights, masters):
+                    whole[place] = parameter.detach().reshape(-1)
+                parameter.data = weights[place].view(shape)
+                self._sum_into(name, reduced[place].view(shape))
+            part = slice(begin, at)
+            self.groups.append(
+                Group(
+                    [weights[part]], [reduced[part]], decays, precision, _views(places),
+                    [] if masters is None else [masters[part]], self._region(is_split=is_split),
+                )
+            )  # fmt: skip
         self._reduced, self._gradients, self._extras = [reduced], [reduced[:total]], reduced[total:]
 
 
@@ -218,10 +247,15 @@ def _views(
 
 class SeparateParameters(Parameters):
     def __init__(
-        self, model: nn.Module, has_weight_decay: Callable[[str], bool], extras: int, precision: Precision
+        self,
+        model: nn.Module,
+        has_weight_decay: Callable[[str], bool],
+        extras: int,
+        precision: Precision,
+        shared: SharedModel | None = None,
     ) -> None:
-        super().__init__(model, precision)
-        self._has_weight_decay = has_weight_decay
+        """`shared`: the ranks that share the model; None: this one alone has it."""
+        super().__init__(model, has_weight_decay, precision, shared)
         self._masters: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             if precision.weights != precision.dtype:
@@ -240,10 +274,9 @@ class SeparateParameters(Parameters):
             self._homes = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self._gradients = list(self._homes.values())
         self._reduced = [*self._gradients, self._extras]
-        self.groups = [self._group(decays) for decays in (True, False)]
+        self.groups = [self._group(*kind) for kind in self._by_group()]
 
-    def _group(self, decays: bool) -> Group:
-        names = [name for name in self._parameters if self._has_weight_decay(name) is decays]
+    def _group(self, decays: bool, is_split: bool, names: list[str]) -> Group:
         return Group(
             [self._parameters[name] for name in names],
             [self._homes[name] for name in names],
@@ -251,4 +284,5 @@ class SeparateParameters(Parameters):
             self._precision,
             lambda tensors: zip(names, tensors, strict=True),
             [self._masters[name] for name in names if name in self._masters],
+            self._region(is_split=is_split),
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from trainer.devices.base import Device
 from trainer.errors import UserError
 from trainer.models.base import Model
-from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters
+from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters, SharedModel
 from trainer.parallel.ddp import DdpModel, DdpParameters
 from trainer.parallel.mesh import Mesh
 from trainer.precision import Precision
@@ -36,10 +36,16 @@ class PlainModel:
 
 
 def arrange(
-    how: str, model: Model, workload: Workload, device: Device, mesh: Mesh, precision: Precision
+    how: str,
+    model: Model,
+    workload: Workload,
+    device: Device,
+    mesh: Mesh,
+    precision: Precision,
+    shared: SharedModel | None,
 ) -> tuple[PlainModel | DdpModel, Parameters]:
     """The forward pass and the parameters of `model`, on its device, for `allreduce` or `ddp`; its weights get the type
-    of `precision`. Raises `UserError`."""
+    of `precision`. `shared`: the ranks that share the model, if it is not this one alone. Raises `UserError`."""
     extras = len(workload.losses)
     if how == "ddp":
         if not device.has_ddp:
@@ -47,8 +53,8 @@ def arrange(
                 f"--data_parallel ddp: {device.describe()} has no collective operation that DDP can call while a "
                 f"graph is recorded; use --data_parallel allreduce, or --device cpu"
             )
-        parameters = DdpParameters(model, workload.has_weight_decay, extras, precision)
+        parameters = DdpParameters(model, workload.has_weight_decay, extras, precision, shared)
         return DdpModel(model, mesh.data_parallel_group, parameters), parameters
     layout = SeparateParameters if device.compiles_steps else FlatParameters
     forward = model if device.inductor is None else device.inductor.compile(model)
-    return PlainModel(forward), layout(model, workload.has_weight_decay, extras, precision)
+    return PlainModel(forward), layout(model, workload.has_weight_decay, extras, precision, shared)
