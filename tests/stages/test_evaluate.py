@@ -57,6 +57,7 @@ def test_accuracies_and_losses_are_hugging_faces(model: Path, tmp_path: Path) ->
     word_labels[word_labels == 0] = 1  # 0 stands for no label
     rows["masked_lm_ids"][row, slot] = word_labels
     rows["next_sentence_labels"] = pair_labels.astype(np.uint8)
+    (tmp_path / "data").mkdir()
     write_shard(tmp_path / "data" / "held_out_test_0.hdf5", rows)
 
     done = forked("stages.evaluate", model, tmp_path / "data", "--out", tmp_path / "out", "--max-pred-len", 5,
