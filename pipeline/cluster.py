@@ -146,6 +146,7 @@ class Kubernetes(luigi.Config):
     pod_resources = Text()
     node_selector = Text()
     service_account = Text()
+    start_timeout_s = Number(0)
 
     @property
     def quantities(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ from pipeline import latest, launchers
 from pipeline.launch import Ending, say
 from pipeline.launchers.base import Detached, Work
 from pipeline.launchers.jobs import Job
-from pipeline.launchers.local import await_node_0
+from pipeline.launchers.local import await_node_0, failure_mark
 from pipeline.luigi_workers import Leave, leaving
 from pipeline.one_line import OneLine
 from pipeline.plain_sight import reports
@@ -214,6 +214,7 @@ class Stage(PipelineTask):
 
     def _follow(self) -> None:
         """This machine is not the first: do its share, and wait until the first has finished."""
+        failed_before = failure_mark(self.directory)
         if self.nodes > 1:
             say(f"{self.label}: node {self.settings.cluster.node_rank} of {self.nodes}, in {self.directory}")
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -225,6 +226,7 @@ class Stage(PipelineTask):
             self.why_incomplete,
             self.settings.cluster.join_timeout_s,
             say,
+            failed_before=failed_before,
         )
 
     def hang_timeout_s(self) -> float | None:

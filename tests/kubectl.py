@@ -35,10 +35,11 @@ def controller() -> int:
     job = json.loads((STATE / "job.json").read_text())
     spec = job["spec"]
     rules = {r["action"]: r for r in spec["podFailurePolicy"]["rules"]}
-    pods = {index: start_pod(job, index) for index in range(spec["completions"])}
+    stuck = (STATE / "pods.json").exists()  # what `get pods` says of pods that never run
+    pods = {} if stuck else {index: start_pod(job, index) for index in range(spec["completions"])}
     signal.signal(signal.SIGTERM, lambda *_: (STATE / "deleted").touch())
     note(controller=os.getpid(), ready=len(pods))
-    while pods:
+    while pods or stuck:
         time.sleep(0.1)
         if (STATE / "deleted").exists():
             for pod in pods.values():
@@ -96,7 +97,8 @@ def main(words: list[str]) -> int:
             os.kill(json.loads((STATE / "status.json").read_text())["controller"], signal.SIGTERM)
         return 0
     if kind == "pods":
-        print(json.dumps({"items": []}))
+        stuck = STATE / "pods.json"
+        print(stuck.read_text() if stuck.exists() else json.dumps({"items": []}))
         return 0
     if not path.exists():
         print(f'Error from server (NotFound): jobs.batch "{words[2]}" not found', file=sys.stderr)

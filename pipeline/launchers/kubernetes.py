@@ -9,6 +9,8 @@ import json
 import os
 import signal
 import subprocess
+import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,14 @@ _JOB_LABEL, _INDEX = "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-co
 _GIVEN_UP = (*FINAL_STATUSES, EXIT_SOFTWARE)
 #: Pods of a Job that may be replaced; what bounds restarts is their progress (`supervisor`).
 _REPLACEMENTS = 1000
+#: Reasons for which a pod waits although its node is there (kubelet's images and container runtime).
+_NEVER_START = frozenset(("InvalidImageName", "ErrImageNeverPull"))
+_CANNOT_START = _NEVER_START | {
+    *("ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable", "CreateContainerConfigError"),
+    *("CreateContainerError", "RunContainerError", "CrashLoopBackOff"),
+}
+#: [kubernetes] start_timeout_s of a run that only looks after the job of another.
+_START_TIMEOUT_S = 180.0
 #: Seconds that a pod has to save when it is told to go, and that a finished Job stays.
 _GRACE_S, _KEPT_S = 120, 24 * 3600
 
@@ -42,6 +52,8 @@ class KubernetesScheduler:
     def __init__(self, settings: cluster.Kubernetes | None = None, master_port: int = 0) -> None:
         """`settings` and the port are needed to submit only."""
         self._settings, self._master_port = settings, master_port
+        #: When pods were first seen that cannot start, by this process' clock.
+        self._failing_since: float | None = None
         self.place = {} if settings is None else {"namespace": settings.namespace}
 
     def submit(self, work: Work, job: Job) -> str:
@@ -69,20 +81,36 @@ class KubernetesScheduler:
         if "deletionTimestamp" in job["metadata"]:
             return State("Terminating", "", is_alive=True)
         pods = f"{status.get('ready', 0)} of {job['spec']['parallelism']} pods ready"
-        return State("Active", "; ".join([pods, *self._complaints(job_id)]), is_alive=True)
+        complaints = self._complaints(job_id)
+        why = [f"{reason}: {message}" if message else reason for reason, message in sorted(complaints.items())]
+        return State("Active", "; ".join([pods, *why]), is_alive=True, is_stuck=self._is_stuck(complaints.keys()))
+
+    def _is_stuck(self, reasons: Collection[str]) -> bool:
+        """Whether pods have been unable to start for so long that they never will. Kubernetes itself tries for ever."""
+        failing = _CANNOT_START.intersection(reasons)
+        if not failing:
+            self._failing_since = None
+            return False
+        self._failing_since = self._failing_since or time.monotonic()
+        timeout_s = self._settings.start_timeout_s if self._settings is not None else _START_TIMEOUT_S
+        return not failing.isdisjoint(_NEVER_START) or time.monotonic() - self._failing_since >= timeout_s
 
     @staticmethod
-    def _complaints(job_id: str) -> list[str]:
-        """Why pods are not running yet: no node has room for them, or their image does not come."""
+    def _complaints(job_id: str) -> dict[str, str]:
+        """Why pods are not running yet, and Kubernetes' words for it: no node has room for them, their image does not
+        come, their volume or configuration is not there."""
         pods = _get(job_id, "pods", f"--selector={_JOB_LABEL}={job_id.partition('/')[2]}") or {}
-        found = set()
+        found = dict[str, str]()
         for pod in pods.get("items", []):
             status = pod.get("status", {})
             waiting = [c.get("state", {}).get("waiting", {}) for c in status.get("containerStatuses", [])]
             reasons = [*waiting, *(c for c in status.get("conditions", []) if c.get("status") == "False")]
-            found |= {r["reason"] for r in reasons if r.get("reason") not in (None, "ContainerCreating", "PodCompleted",
-                      "ContainersNotReady")}  # fmt: skip
-        return sorted(found)
+            found |= {
+                r["reason"]: " ".join(str(r.get("message", "")).split())
+                for r in reasons
+                if r.get("reason") not in (None, "ContainerCreating", "PodCompleted", "ContainersNotReady")
+            }
+        return found
 
     def cancel(self, job_id: str) -> None:
         # In the foreground: the Job is there until its pods are gone.

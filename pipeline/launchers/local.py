@@ -50,20 +50,42 @@ def start_on_node(rank: int, master_addr: str) -> Start:
     return Start(environment=environment, log="stage.log" if rank == 0 else f"stage-node{rank}.log")
 
 
+def failure_mark(directory: Path) -> object:
+    """Differs from what it was as soon as node 0 has noted another failure. Not a time to compare with this machine's:
+    clocks of nodes and of the file server differ."""
+    try:
+        stat = (directory / FAILURE).stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_mtime_ns, stat.st_ino, (directory / FAILURE).read_bytes()
+
+
 def await_node_0(
-    label: str, directory: Path, why_incomplete: Callable[[], str | None], timeout_s: float, say: Callable[[str], None]
+    label: str,
+    directory: Path,
+    why_incomplete: Callable[[], str | None],
+    timeout_s: float,
+    say: Callable[[str], None],
+    *,
+    failed_before: object,
 ) -> None:
-    """Wait until node 0 has completed the stage. Raises `UserError` if it fails there, `NodeMissing` if nobody has been
-    at work on it for `timeout_s` seconds."""
-    began = alive_at = told_at = time.time()
+    """Wait until node 0 has completed the stage. `failed_before`: its `failure_mark` when this run began.
+
+    Raises `UserError` if it fails there, `NodeMissing` if nobody has been at work on it for `timeout_s` seconds.
+    """
+    alive_at = told_at = time.monotonic()
+    last_sign = attempts.last_sign_of_life(directory)
     while (reason := why_incomplete()) is not None:
-        now = time.time()
-        failure = directory / FAILURE
-        if failure.exists() and failure.stat().st_mtime > began:
+        now = time.monotonic()
+        mark = failure_mark(directory)
+        if mark is None:
+            failed_before = None  # node 0 has started anew: whatever fails from now on is of this run
+        elif mark != failed_before:
             said = last_failure(directory)
             raise UserError(f"{label} failed on node 0: {said.line if said else 'it said nothing'}")
-        if is_held(directory) or attempts.last_sign_of_life(directory) > alive_at:
-            alive_at = now
+        sign = attempts.last_sign_of_life(directory)
+        if is_held(directory) or sign != last_sign:
+            alive_at, last_sign = now, sign
         if now - alive_at > timeout_s:
             raise NodeMissing(
                 f"{label}: node 0 has not been at work on {directory} for {timeout_s:g} s ({reason}); start the same "

@@ -87,12 +87,17 @@ class SlurmScheduler:
 
 
 def batch_script(work: Work, job: Job, settings: cluster.Slurm) -> str:
-    """What sbatch is given."""
+    """What sbatch is given. Raises `UserError`."""
+    directory = str(work.directory.absolute())
+    if "\\" in directory:
+        raise UserError(
+            f"{directory} has a backslash, after which Slurm reads no %j in a log's name; rename [run] work_dir"
+        )
     options = {
         "job-name": job.record["name"],
         "nodes": work.nodes,
         "ntasks-per-node": 1,
-        "output": work.directory.absolute() / "job-%j.log",
+        "output": f"{directory.replace('%', '%%')}/job-%j.log",
         "open-mode": "append",
         "chdir": Path.cwd(),
         "partition": settings.partition,
@@ -100,7 +105,8 @@ def batch_script(work: Work, job: Job, settings: cluster.Slurm) -> str:
         "time": settings.time_limit,
         "signal": f"B:USR1@{settings.signal_s}",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
+    # sbatch reads quotes in these lines as a shell does, and ends them at a # outside of quotes.
+    lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value != ""]
     lines += ["#SBATCH --requeue", *(f"#SBATCH {line}" for line in settings.extra_lines)]
     words = [sys.executable, "-m", "pipeline.launchers.supervisor", work.directory.absolute(), job.record["token"]]
     return "\n".join(["#!/bin/bash", *lines, f"exec {shlex.join(map(str, words))}", ""])

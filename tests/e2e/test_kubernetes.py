@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -157,6 +158,48 @@ def test_a_cancelled_job_has_saved_its_last_step(prepared: Chain, cluster: Clust
     last = metrics(directory)[-1]["step"]
     assert (directory / "checkpoints" / f"ckpt_{last}").is_dir()
     assert not (directory / "job.json").exists()
+
+
+def waiting(reason: str, message: str) -> dict[str, Any]:
+    """A pod on its node, as kubectl describes it."""
+    return {"status": {"phase": "Pending", "containerStatuses": [{"state": {"waiting": {"reason": reason,
+            "message": message}}}]}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "timeout_s"),
+    [
+        ("ImagePullBackOff", 'Back-off pulling image "trainer:1"', "3"),
+        ("CrashLoopBackOff", "back-off 40s restarting failed container", "3"),
+        ("InvalidImageName", 'Failed to apply default image tag "Trainer:1"', "100000"),
+    ],
+)
+def test_pods_that_cannot_start_end_the_stage(
+    prepared: Chain, cluster: Cluster, reason: str, message: str, timeout_s: str
+) -> None:
+    (cluster.state / "pods.json").write_text(json.dumps({"items": [waiting(reason, message)]}))
+    words = ("Pretrain", "--phase", "1", "--Phase1-lr", "0.015", "--Kubernetes-start-timeout-s", timeout_s)
+    done = prepared.run(*words, status=30, **cluster.environment)
+    (line,) = [line for line in done.stderr.splitlines() if "pretrain-phase1 failed: " in line]
+    assert "can never start as it is: " in line
+    assert f"{reason}: {message}" in line
+    assert "Traceback" not in done.stderr
+    wait_until(lambda: not (cluster.state / "job.json").exists(), timeout_s=30)
+
+
+def test_pods_that_no_node_has_room_for_wait_and_say_why(prepared: Chain, cluster: Cluster) -> None:
+    message = "0/3 nodes are available: 3 Insufficient aws.amazon.com/neuron."
+    unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+    pod = {"status": {"phase": "Pending", "conditions": [unscheduled]}}
+    (cluster.state / "pods.json").write_text(json.dumps({"items": [pod]}))
+    words = ("Pretrain", "--phase", "1", "--Phase1-lr", "0.016", "--Kubernetes-start-timeout-s", "1")
+    luigi = prepared.start(*words, **cluster.environment)
+    log = prepared.directory / "luigi.log"
+    wait_until(lambda: f"Unschedulable: {message}" in log.read_text())
+    assert "Unschedulable" in prepared.status(*words[3:], **cluster.environment)["pretrain-phase1"]["detail"]
+    assert luigi.poll() is None
+    prepared.ask("cancel", "pretrain-phase1", *words[3:], **cluster.environment)
+    assert luigi.wait(timeout=60) == 75
 
 
 def test_without_kubectl_there_is_one_line(prepared: Chain, tmp_path: Path) -> None:

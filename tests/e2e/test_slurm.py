@@ -181,3 +181,13 @@ def test_what_slurm_refuses_is_one_line(runs: Runs, words: tuple[str, ...], line
     assert any(re.search(line, text) for text in said[-2:]), done.stderr
     assert "Traceback" not in done.stderr
     assert not list(runs.chain.work.glob("*/job.json"))
+
+
+def test_a_work_directory_may_have_any_name(prepared: Chain, slurm: Slurm, tmp_path: Path) -> None:
+    """What sbatch itself, its script and its patterns of file names would read something into."""
+    work = tmp_path / "it's 100%j #1 $HOME"
+    one_node = ("--Cluster-launcher", "slurm", "--Cluster-nnodes", "1")
+    prepared.run("Precompile", "--phase", "1", *one_node, "--Run-work-dir", str(work), **slurm.environment)
+    done = (work / "latest" / "precompile-phase1").resolve()
+    assert (done / "manifest.json").exists()
+    assert re.fullmatch(r"job-\d+\.log", next(done.glob("job-*.log")).name)
