@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from stages.progress import HEARTBEAT
 from trainer.errors import UserError
-from trainer.process import die_with_parent
+from trainer.process import available_cores, die_with_parent
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -29,7 +29,7 @@ def processes_asked_for(count: int) -> int:
     """`count`, or for 0 the number of processors that this process may use; raises `UserError` below that."""
     if count < 0:
         raise UserError(f"--processes is {count}; give 1 or more, or 0 for one on each core")
-    return count or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return count or available_cores()
 
 
 class Workers:

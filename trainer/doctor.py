@@ -14,6 +14,7 @@ import torch
 from trainer.devices.cpu import cpu_flags
 from trainer.devices.neuron import PACKAGES, REPOSITORY, cores, wrong_packages
 from trainer.errors import UserError
+from trainer.process import available_cores
 
 _RUN = "luigi --module pipeline BertPhase2"
 
@@ -23,7 +24,7 @@ def examine(say: Callable[[str], None]) -> int:
     say(f"python {platform.python_version()}, {platform.platform()}")
     for name in ("torch", "torch-xla", *PACKAGES, "transformers", "luigi", "h5py"):
         say(f"  {name:14} {_version(name)}")
-    say(f"cpu     {len(os.sched_getaffinity(0))} cores, {_cpu_kind()}; {_memory_gb():.0f} GB memory")
+    say(f"cpu     {available_cores()} cores, {_cpu_kind()}; {_memory_gb():.0f} GB memory")
     say(f"disk    {shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     say(f"cuda    {', '.join(gpus) or 'no GPU that torch sees'}")

@@ -172,7 +172,8 @@ class HashingFile:
         self.bytes += len(view)
         if self.bytes - self._sent >= _SENT_BYTES:
             # The disk is at work while the next bytes are made, and fsync has the less to wait for.
-            os.posix_fadvise(self._raw.fileno(), self._sent, self.bytes - self._sent, os.POSIX_FADV_DONTNEED)
+            if hasattr(os, "posix_fadvise"):  # not on macOS
+                os.posix_fadvise(self._raw.fileno(), self._sent, self.bytes - self._sent, os.POSIX_FADV_DONTNEED)
             self._sent = self.bytes
 
     @property

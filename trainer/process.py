@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import socket
-import sys
 
 from trainer.errors import EXIT_INTERRUPTED
 
@@ -20,6 +19,13 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
 #: Numbers of those that torchrun's starter ignores, as under nohup: torchrun itself would not hand that on to workers.
 IGNORED_VARIABLE = "TRAINER_IGNORED_SIGNALS"
+
+
+def available_cores() -> int:
+    """Processors that this process may use, as far as the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def node_rank() -> int:
@@ -73,10 +79,10 @@ def die_with_starter() -> None:
 def die_with_parent(expected_parent: int | None = None) -> None:
     """Ask Linux to SIGKILL this process when its parent dies, so that no orphan holds a device or a lock.
 
-    If the parent (`expected_parent`, when given) is gone already, exit at once. Elsewhere than on Linux: nothing.
+    If the parent (`expected_parent`, when given) is gone already, exit at once. Elsewhere than on Linux: only that.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if expected_parent is not None and os.getppid() != expected_parent:
         os._exit(1)

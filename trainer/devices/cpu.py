@@ -18,6 +18,7 @@ from trainer.data.bert_batch import filled_up
 from trainer.devices.base import Device
 from trainer.models.operations import AttentionMask, Operations
 from trainer.parallel.mesh import Mesh
+from trainer.process import available_cores
 
 #: malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
@@ -109,7 +110,7 @@ class CpuDevice(Device):
         # torchrun sets it to 1 for every worker when the user did not set it.
         is_torchruns = wanted == "1" and "TORCHELASTIC_RUN_ID" in os.environ
         if wanted is None or is_torchruns:
-            cores = len(os.sched_getaffinity(0)) if is_torchruns else torch.get_num_threads()
+            cores = available_cores() if is_torchruns else torch.get_num_threads()
             share = max(1, cores // local_world_size)
             torch.set_num_threads(min(share, threads or share))
 

@@ -35,6 +35,8 @@ class SharedMemory:
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._arrived = torch.zeros(1, dtype=torch.int64)
+        if not hasattr(os, "memfd_create"):
+            raise OSError("only Linux has memory without a name")
         own = os.memfd_create("bert-sums")
         try:
             os.ftruncate(own, 2 * PIECE_BYTES)

@@ -187,9 +187,13 @@ def _copy(tensor: Tensor, start: int, out: Tensor, *, give_back: bool) -> None:
 
 
 def _regions(path: Path) -> list[range]:
-    """Where in this process's memory the file `path` is mapped."""
+    """Where in this process's memory the file `path` is mapped; nowhere, if the system does not tell (Linux does)."""
     found, name = [], str(path.resolve())
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    for line in lines:
         if line.endswith(name):
             begin, end = (int(address, 16) for address in line.split(maxsplit=1)[0].split("-"))
             found.append(range(begin, end))
