@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,20 @@ def test_the_whole_chain_runs_with_two_workers(tmp_path: Path, site: str) -> Non
     assert "Traceback" not in done.stderr
     for stage in ("shard_dataset-phase1", "pretrain-phase2", "merge_shards", "evaluate"):
         assert (chain.latest(stage) / "manifest.json").exists()
+
+
+def test_a_large_file_is_written_whole(tmp_path: Path, site: str) -> None:
+    """Large enough that the disk would be told to begin."""
+    program = (
+        "import sys; from pathlib import Path; from trainer.files import durable_file\n"
+        "with durable_file(Path(sys.argv[1])) as file:\n"
+        "    for piece in range(5): file.write(bytes([piece]) * (16 << 20))\n"
+        "print(file.sha256)"
+    )
+    done = command("-c", program, str(tmp_path / "file"), env={"PYTHONPATH": site})
+    assert done.returncode == 0, done.stderr
+    wanted = hashlib.sha256(b"".join(bytes([piece]) * (16 << 20) for piece in range(5))).hexdigest()
+    assert done.stdout.strip() == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest() == wanted
 
 
 def test_the_doctor_says_what_it_can(site: str) -> None:
