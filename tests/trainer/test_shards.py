@@ -170,10 +170,10 @@ def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path) -> None:
     ("key", "value", "message"),
     [
         ("input_ids", 100, "input_ids is 100 in row 30; allowed is 0 to 99"),
-        ("masked_lm_ids", 200, "masked_lm_ids is 200 in row 30"),
+        ("masked_lm_ids", 100, "masked_lm_ids is 100 in row 30; allowed is 0 to 99"),
         ("masked_lm_positions", 16, "masked_lm_positions is 16 in row 30; allowed is 0 to 15"),
         ("next_sentence_labels", 2, "next_sentence_labels is 2 in row 30; allowed is 0 to 1"),
-        ("input_mask", 3, "input_mask is 3 in row 30"),
+        ("input_mask", 2, "input_mask is 2 in row 30; allowed is 0 to 1"),
         ("segment_ids", -1, "segment_ids is -1 in row 30"),
     ],
 )
