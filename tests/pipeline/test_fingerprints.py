@@ -336,6 +336,12 @@ def test_settings_of_text_change_nothing_for_downloaded_shards(
     assert fingerprints(*DOWNLOADED) == fingerprints(*DOWNLOADED, (section, key, value))
 
 
+def test_the_seed_decides_training_on_downloaded_shards_too(fingerprints: Fingerprints) -> None:
+    """Where there is no corpus whose change would show."""
+    changed = difference(fingerprints(*DOWNLOADED), fingerprints(*DOWNLOADED, ("run", "seed", "7")))
+    assert changed == changed_by((*TRAINED, *MLP))
+
+
 FROM_THE_NETWORK = (
     ("dataset", "phase1_url", "s3://no-bucket/1.tar"),
     ("dataset", "phase2_url", "https://no-host.invalid/2.tar"),
