@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from stages.checkpoints import opened
 from tests.checkpoints import CONFIG, contents, rewrite, snapshot, write_config, write_native
 from tests.conftest import Disk
 from tests.support import ROOT, assert_one_line_error, forked
+from trainer.checkpoint.interop import ahead
 from trainer.config import ModelConfig
 
 EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
@@ -326,3 +329,22 @@ def test_options_that_cannot_be_met_are_one_line(tmp_path: Path) -> None:
     other = write_config(tmp_path / "config.json", ModelConfig.preset("tiny", vocab_size=CONFIG.vocab_size))
     done = forked("stages.merge", source, tmp_path / "c", "--config", other)
     assert_one_line_error(done, "holds another model", "hidden_size is 32, not 128")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tensors_that_are_read_in_many_pieces_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Pieces of a few rows, which end within a rank's share or reach over two: as those of large models."""
+    monkeypatch.setattr(ahead, "CHUNK_BYTES", 1000)
+    state = snapshot()
+    split = write_native(tmp_path, state, size)
+    with opened(split, None, optimizer=True) as source, ThreadPoolExecutor(1) as hasher:
+        for kind, expected in (("model", state.model), ("optimizer", state.optimizer)):
+            found: dict[str, list[Tensor]] = {}
+            for chunk in source.stream(kind, hasher):
+                found.setdefault(chunk.name, []).append(chunk.rows.clone())
+            assert len(found[EMBEDDINGS if kind == "model" else f"exp_avg.{EMBEDDINGS}"]) > 10
+            for name, pieces in found.items():
+                assert torch.equal(torch.cat(pieces), expected[name]), name
+            assert found.keys() == expected.keys()
