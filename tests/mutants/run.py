@@ -6,8 +6,8 @@
 cosmic-ray) swap operators and constants everywhere and take thousands of runs; these are mistakes that somebody could
 make, each with the one test that has to notice it.
 
-A fault is caught when its test passes on the unchanged project and fails on the changed one: with an assertion, or because
-the program refuses what it should take. A crash is no catch: the fault has to be a program that works and is wrong.
+A fault is caught when its test passes on the unchanged project and fails on the changed one: with an assertion, or
+because the program refuses what it should take. A crash is no catch: the faulty program has to work and be wrong.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ FAULTS = Path(__file__).parent / "faults"
 BASELINE_TIMEOUT_S, TIMEOUT_S = 1800.0, 300.0
 #: What most tests import, and takes seconds: imported once, before a process is forked for each fault.
 PRELOADED = ("torch", "h5py", "luigi", "requests", "torch.utils.flop_counter", "transformers.models.bert.modeling_bert")
-#: How the message of a failed assertion begins: of `assert`, of `pytest.raises` that saw nothing, of numpy and torch; and
-#: of one of the program's own refusals where the test expects none.
+#: How the message of a failed assertion begins: of `assert`, of `pytest.raises` that saw nothing, of numpy and torch;
+#: and that of a refusal of the program's own which the test does not expect.
 ASSERTION = re.compile(r"assert |AssertionError|Failed: DID NOT |trainer\.errors\.\w+: ")
 
 
