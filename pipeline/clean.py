@@ -9,7 +9,7 @@ import fcntl
 import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,28 @@ from pipeline.differences import first_difference
 from pipeline.everything import everything
 from pipeline.goal import Goal, chain
 from pipeline.launchers import find_job
-from pipeline.shelf import Place, Shelf, abandoned_checkpoints, holder, size_bytes
+from pipeline.shelf import (
+    Place,
+    Shelf,
+    abandoned_checkpoints,
+    holder,
+    last_checkpoint_step,
+    size_bytes,
+)
 from pipeline.stage import Stage
+from stages.attempts import ATTEMPTS
 from stages.lock import LOCK
-from stages.manifest import IDENTITY, MANIFEST
+from stages.manifest import FAILURE, IDENTITY, MANIFEST
 from stages.view.text import size
+from trainer.checkpoint.directory import CHECKPOINTS
 from trainer.errors import LockHeld, UserError
+from trainer.files import ALIVE, PROGRESS, TEMPORARY_SUFFIX
 
+#: In a stage directory that is being removed: what is left of it is no work to go on with.
+_REMOVAL = f"removal{TEMPORARY_SUFFIX}"
+_TRAININGS = ("pretrain", "train_mlp")
+#: What every stage directory holds before anything has been made.
+_RECORDS = (LOCK, IDENTITY, MANIFEST, FAILURE, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json")
 SUMMARY = "what is superseded, its size and why; removes it only with --remove"
 
 
@@ -34,12 +49,15 @@ class Plan:
     superseded: list[tuple[Place, str]]
     #: Those that the present settings have no use for and that stay all the same.
     kept: list[tuple[Place, str]]
+    #: Unfinished ones that hold work: only a person who names one can say that it will not be gone on with.
+    interrupted: list[tuple[Place, str]]
     #: Checkpoints that trainings which stay have set aside.
     abandoned: list[tuple[Place, Path]]
 
 
-def plan(goal: Goal) -> Plan:
-    """Superseded is what neither the present settings nor a link in `latest/` nor a running stage needs.
+def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
+    """Superseded is what neither the present settings nor a link in `latest/`, a running or an interrupted stage needs;
+    and an interrupted one that is `named`.
 
     Raises `UserError` when the identity of a stage cannot be computed, because then nobody knows what is needed.
     """
@@ -47,7 +65,7 @@ def plan(goal: Goal) -> Plan:
     shelf = Shelf(tasks[0].settings.work_dir)
     current = {task.identity.fingerprint: task for task in tasks}
     linked = shelf.linked()
-    reasons: dict[str, str] = {}
+    reasons, interrupted = dict[str, str](), dict[str, str]()
     for place in shelf.places:
         who = holder(place.path)
         if place.fingerprint in current:
@@ -56,6 +74,8 @@ def plan(goal: Goal) -> Plan:
             reasons[place.fingerprint] = f"latest/{place.label} points to it"
         elif who is not None:
             reasons[place.fingerprint] = f"in use by {who}"
+        elif place.path.name not in named and (progress := _unfinished_work(place)) is not None:
+            reasons[place.fingerprint] = interrupted[place.fingerprint] = progress
     needed = [(up, p.path.name) for p in shelf.places if p.fingerprint in reasons for up in _upstream(p)]
     while needed:
         fingerprint, by = needed.pop()
@@ -65,9 +85,27 @@ def plan(goal: Goal) -> Plan:
             needed += [(up, found.path.name) for up in _upstream(found)] if found is not None else []
     by_label = {task.label: task for task in tasks}
     superseded = [(p, _why(p, by_label.get(p.label))) for p in shelf.places if p.fingerprint not in reasons]
-    kept = [(p, reasons[p.fingerprint]) for p in shelf.places if p.fingerprint in reasons.keys() - current.keys()]
+    stays = reasons.keys() - current.keys() - interrupted.keys()
+    kept = [(p, reasons[p.fingerprint]) for p in shelf.places if p.fingerprint in stays]
+    unfinished = [(p, interrupted[p.fingerprint]) for p in shelf.places if p.fingerprint in interrupted]
     abandoned = [(p, path) for p in shelf.places if p.fingerprint in reasons for path in abandoned_checkpoints(p.path)]
-    return Plan(superseded, kept, abandoned)
+    return Plan(superseded, kept, unfinished, abandoned)
+
+
+def _unfinished_work(place: Place) -> str | None:
+    """What an unfinished stage would go on from, in a few words; None: it is finished, or holds nothing yet."""
+    if place.is_complete or (place.path / _REMOVAL).exists():
+        return None
+    step = last_checkpoint_step(place.path)
+    if step is not None:
+        return f"interrupted at step {step}"
+    checkpoints = place.path / CHECKPOINTS
+    if checkpoints.is_dir():
+        return "interrupted, with checkpoints none of which is whole" if any(checkpoints.iterdir()) else None
+    if place.label.startswith(_TRAININGS):
+        return None
+    made = [path for path in place.path.iterdir() if path.name not in _RECORDS and path.suffix not in (".log", ".tmp")]
+    return "interrupted, with a part of its results" if made else None
 
 
 def _upstream(place: Place) -> list[str]:
@@ -90,7 +128,8 @@ def remove(place: Place, shelf_dir: Path) -> None:
     with _locked(place):
         if place.path.resolve() in Shelf(shelf_dir).linked():
             raise LockHeld(f"{place.path} has become the latest of its stage meanwhile; it stays")
-        order = {MANIFEST: 0, LOCK: 2, IDENTITY: 3}
+        (place.path / _REMOVAL).touch()
+        order = {MANIFEST: 0, LOCK: 2, IDENTITY: 3, _REMOVAL: 4}
         for path in sorted(place.path.iterdir(), key=lambda path: order.get(path.name, 1)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -126,18 +165,30 @@ def _locked(place: Place) -> Iterator[None]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--remove", action="store_true", help="remove what is listed")
+    parser.add_argument(
+        "--remove", nargs="*", metavar="NAME",
+        help="remove what is superseded; with names of stage directories these alone, interrupted ones too",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """List what is superseded, and remove it if told to; 1 if something could not be removed."""
-    found = plan(everything())
+    named = {Path(name).name for name in args.remove or ()}
+    found = plan(everything(), named)
+    if unknown := named - {place.path.name for place, _ in found.superseded}:
+        raise UserError(
+            f"{min(unknown)} is neither superseded nor interrupted; `python -m pipeline clean` lists what is"
+        )
     for place, reason in found.kept:
         print(f"kept        {place.path}: {reason}")
+    for place, reason in found.interrupted:
+        held, name = size(size_bytes(place.path)), place.path.name
+        print(f"interrupted {place.path}: {held}, {reason}; to remove it: --remove {name}")
     total, failed = 0, 0
     removals: list[tuple[str, Path, str, Callable[[], None]]] = [
         ("superseded", place.path, reason, functools.partial(remove, place, place.path.parent))
         for place, reason in found.superseded
+        if not named or place.path.name in named
     ]
     removals += [
         (
@@ -147,11 +198,12 @@ def run(args: argparse.Namespace) -> int:
             functools.partial(remove_abandoned, place, path),
         )
         for place, path in found.abandoned
+        if not named
     ]
     for what, path, reason, remove_it in removals:
         freed = size_bytes(path)
         done = what
-        if args.remove:
+        if args.remove is not None:
             try:
                 remove_it()
                 done = "removed   "
@@ -163,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{done}  {path}: {size(freed)}, {reason}")
     if not removals:
         print("nothing is superseded")
-    elif args.remove:
+    elif args.remove is not None:
         print(f"freed {size(total)}")
     else:
         count = "1 directory" if len(removals) == 1 else f"{len(removals)} directories"

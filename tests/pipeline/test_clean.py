@@ -154,10 +154,11 @@ def test_of_any_work_directory_exactly_what_is_not_needed_goes(tmp_path: Path, s
     chain = Chain(tmp_path)
     places = made_up(chain.work, draw)
     held = draw.sample(places, 1)
-    for path in held:  # counted like a link while it is held
+    unfinished = [path for path in places if not (path / "manifest.json").exists()]
+    for path in {*held, *unfinished}:  # counted like a link while it is held or can be gone on with
         (chain.work / "latest" / path.name).symlink_to(Path("..") / path.name)
     kept = needed(chain)
-    for path in held:
+    for path in {*held, *unfinished}:
         (chain.work / "latest" / path.name).unlink()
     with ExitStack() as stack:
         for path in held:
@@ -245,3 +246,33 @@ def test_checkpoints_that_were_set_aside_are_shown_listed_and_removed(chain: Cha
     assert not aside.exists()
     assert copy.status()["pretrain-phase1"]["detail"] == ""
     assert copy.ask("clean").stdout == "nothing is superseded\n"
+
+
+def test_an_interrupted_training_is_removed_only_by_name(tmp_path: Path, chain: Chain) -> None:
+    copy = chain.copy(tmp_path / "copy")
+    trained = copy.latest("pretrain-phase1")
+    (trained / "manifest.json").unlink()
+    (copy.work / "latest" / "pretrain-phase1").unlink()
+    shutil.rmtree(copy.work / "latest")
+    # With another rate neither the training nor what was made from it is needed; the shards are.
+    rate = ("--Phase1-lr", "5e-4")
+    before = copy.directories()
+    said = copy.ask("clean", "--remove", *rate).stdout
+    (line,) = [line for line in said.splitlines() if line.startswith(f"interrupted {trained}: ")]
+    assert line.endswith(f"interrupted at step 8; to remove it: --remove {trained.name}")
+    gone = before - copy.directories()
+    assert {name.rpartition("-")[0] for name in gone} >= {"convert_checkpoint", "pretrain-phase2", "report"}
+    assert trained.name not in gone
+    refused = command("-m", "pipeline", "clean", "--remove", "report-0", env={"LUIGI_CONFIG_PATH": str(copy.config)})
+    assert_one_line_error(refused, "report-0 is neither superseded nor interrupted", status=35)
+    assert "freed" in copy.ask("clean", "--remove", str(trained), *rate).stdout
+    assert not trained.exists()
+
+
+def test_what_an_interrupted_training_reads_stays_with_it(tmp_path: Path, chain: Chain) -> None:
+    copy = chain.copy(tmp_path / "copy")
+    (copy.latest("pretrain-phase1") / "manifest.json").unlink()
+    needed_by_it = {copy.latest(name).name for name in ("pretrain-phase1", "shard_dataset-phase1", "tokenize_corpus")}
+    shutil.rmtree(copy.work / "latest")
+    copy.ask("clean", "--remove", "--Run-seed", "7")
+    assert copy.directories() == needed_by_it
