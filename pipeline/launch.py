@@ -216,7 +216,7 @@ def _show(command: Command, log: Path, watch: _Watch, *, silent: bool) -> None:
     and then one."""
     terminal = sys.stderr.isatty()
     shown = time.monotonic()
-    with log.open("a") as file:
+    with log.open("a", encoding="utf-8") as file:
         for raw, is_live in _lines(command, watch):
             line = redact(raw)
             if not is_live:

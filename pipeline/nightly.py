@@ -105,7 +105,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
     def on_failure(self, exception: BaseException) -> str:
         """What luigi's mail says, and luigid shows."""
         log = self.shelf.directory(self.date) / "stage.log"
-        last = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
+        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
         return "\n".join([str(exception), "", *last])
 
     def tell(self, date: datetime.date, event: str, status: str, line: str) -> None:

@@ -54,7 +54,7 @@ class Shelf:
             if not link.is_symlink():
                 link.symlink_to(Path("../../tensorboard"))
             config, hidden = _config(self._settings, date, directory)
-            with (directory / CONFIG).open("w") as file:
+            with (directory / CONFIG).open("w", encoding="utf-8") as file:
                 file.write(
                     "# Without logins and signatures of addresses: a night gets them from the one that starts it.\n"
                 )

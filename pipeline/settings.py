@@ -60,7 +60,9 @@ def add_defaults() -> None:
     here = Path(__file__).parent
     defaults = configparser.ConfigParser(interpolation=None)
     # An installed package carries the file; a checkout has it one level up.
-    defaults.read_string(next(p for p in (here / "luigi.cfg", here.parent / "luigi.cfg") if p.exists()).read_text())
+    defaults.read_string(
+        next(p for p in (here / "luigi.cfg", here.parent / "luigi.cfg") if p.exists()).read_text(encoding="utf-8")
+    )
     config = get_config()
     for section in defaults.sections():
         for key, value in defaults.items(section):

@@ -100,7 +100,7 @@ def _attempt(start: dict[str, Any], end: dict[str, Any]) -> Attempt:
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     """The lines that are whole; a machine that loses power may leave others."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return
     for line in lines:

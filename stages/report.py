@@ -39,7 +39,7 @@ def report(work: StageDirectory, view: Run) -> None:
     if view.model is not None:
         beside = view.model / CARD
         beside.with_name(CARD + TEMPORARY_SUFFIX).unlink(missing_ok=True)  # of a run that was killed
-        if beside.exists() and is_edited(beside.read_text(errors="replace")):
+        if beside.exists() and is_edited(beside.read_text(encoding="utf-8", errors="replace")):
             print(f"note: {beside} was edited, so it stays as it is; the new one is {work.path / MODEL_CARD}")
         else:
             _write(beside, text)
@@ -60,7 +60,7 @@ def refresh(path: Path, view: Run) -> None:
     try:
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -52,7 +52,7 @@ def _fail(name: str) -> None:
     reached, without which nothing happens: once is enough. FAILPOINT_ACTION: kill (the default), terminate, stop,
     raise, or `wait SECONDS`."""
     if log := os.environ.get("FAILPOINT_LOG"):
-        with open(log, "a") as file:
+        with open(log, "a", encoding="utf-8") as file:
             file.write(name + "\n")
     if os.environ["FAILPOINT"] != name:
         return
@@ -193,7 +193,7 @@ def write_json(path: Path, value: Any) -> None:
 def replace_json(path: Path, value: Any) -> None:
     """Write `value` as JSON so that readers see the old or the new, never a part; not durable. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-    temporary.write_text(json.dumps(value))
+    temporary.write_text(json.dumps(value), encoding="utf-8")
     temporary.replace(path)
 
 
@@ -201,7 +201,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None if there is no such file or it is not a JSON object."""
     try:
         value = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

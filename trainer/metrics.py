@@ -84,7 +84,7 @@ class Metrics:
         with disk_errors(self._path):
             if not self._was_over:
                 _drop_after(self._path, start.global_step)
-            self._file = self._path.open("a")
+            self._file = self._path.open("a", encoding="utf-8")
             recorded = steps_of_phase(self._path, start)
             self._train_time = TrainTime(config.output_dir, start.phase, recorded, resumes=config.resume)
             self._board: EventFile | None = None

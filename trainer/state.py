@@ -54,7 +54,7 @@ class TrainState:
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
         """The state in a checkpoint directory that was found valid."""
-        record = json.loads((checkpoint / STATE).read_text())
+        record = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         return cls(**record)
 
     def advanced(self, epoch: int) -> Self:

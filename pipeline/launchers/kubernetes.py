@@ -59,7 +59,7 @@ class KubernetesScheduler:
     def submit(self, work: Work, job: Job) -> str:
         assert self._settings is not None
         text = as_yaml(manifest(work, job.record, self._settings, self._master_port))
-        (work.directory / "job.yaml").write_text(text)
+        (work.directory / "job.yaml").write_text(text, encoding="utf-8")
         done = _kubectl("apply", "-f", "-", given=text)
         if done.returncode:
             raise UserError(f"kubectl apply refused {work.directory / 'job.yaml'}: {last_line(done)}")

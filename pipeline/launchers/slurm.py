@@ -52,7 +52,7 @@ class SlurmScheduler:
     def submit(self, work: Work, job: Job) -> str:
         assert self._settings is not None
         script = work.directory / "job.sh"
-        script.write_text(batch_script(work, job, self._settings))
+        script.write_text(batch_script(work, job, self._settings), encoding="utf-8")
         done = _slurm("sbatch", "--parsable", str(script))
         if done.returncode:
             raise UserError(f"sbatch refused {script}: {last_line(done)}; see [slurm] in luigi.cfg")

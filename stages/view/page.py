@@ -55,7 +55,7 @@ def page(run: Run) -> str:
 
 @functools.cache
 def _css() -> str:
-    return Path(__file__).with_name("page.css").read_text()
+    return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def _progress(run: Run) -> Iterator[str]:

@@ -128,5 +128,5 @@ class Loader:
 def record_samples(step: Step, path: Path) -> None:
     """Append where the samples of this worker's share of `step` came from to the JSON lines in `path`."""
     samples = np.stack([step.samples.shard, step.samples.row], axis=1)
-    with disk_errors(path), path.open("a") as file:
+    with disk_errors(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step.index, "samples": samples.tolist()}) + "\n")

@@ -165,7 +165,7 @@ def matrix_flops_per_s(size: int, times: int, dtype: torch.dtype) -> float:
 def cpu_flags() -> set[str]:
     """The features Linux reports for this machine's first core; none elsewhere."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return set()
     return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())

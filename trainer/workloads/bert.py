@@ -104,7 +104,7 @@ def _model(args: argparse.Namespace) -> ModelConfig:
     changes = {} if args.vocab_size is None else {"vocab_size": args.vocab_size}
     if args.model_config is not None:
         try:
-            config = json.loads(args.model_config.read_text())
+            config = json.loads(args.model_config.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"--model_config {args.model_config}: {error}; give a Hugging Face config.json") from error
         model = ModelConfig.of_hugging_face({**config, **changes})

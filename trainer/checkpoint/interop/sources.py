@@ -190,7 +190,7 @@ def _regions(path: Path) -> list[range]:
     """Where in this process's memory the file `path` is mapped; nowhere, if the system does not tell (Linux does)."""
     found, name = [], str(path.resolve())
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
     for line in lines:
