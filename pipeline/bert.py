@@ -9,7 +9,7 @@ from typing import Any
 import luigi
 
 from pipeline import compilers, page, summary
-from pipeline.dataset import DownloadDataset, ShardDataset, dataset_of
+from pipeline.dataset import ShardDataset, dataset_of
 from pipeline.goal import Goal
 from pipeline.launch import say
 from pipeline.outside import input_hashes
@@ -18,7 +18,6 @@ from pipeline.training import Training
 from stages.checkpoints import source_identity
 from stages.precompile import FORMAT_VERSION
 from stages.report import PAGE
-from trainer.config import ModelConfig
 from trainer.files import write_json
 from trainer.secrets import Secret
 
@@ -30,24 +29,8 @@ class Reported(Stage):
         return page.kept_fresh(BertPhase2())
 
 
-class ModelStage(Reported):
-    """A stage that has to know the model."""
-
-    def vocabulary(self, phase: int) -> dict[str, Stage]:
-        """The stage that knows the vocabulary and its tokenizer; none for downloaded shards."""
-        dataset = dataset_of(phase)
-        return {} if isinstance(dataset, DownloadDataset) else dataset.requires()
-
-    def model(self, phase: int) -> ModelConfig:
-        """The model of a phase: the settings', with the size of the vocabulary, which is complete."""
-        size = self.settings.model.downloaded_vocab_size
-        for tokens in self.vocabulary(phase).values():
-            size = tokens.counts()["vocab_size"]
-        return self.settings.model.config(size)
-
-    def model_parameters(self) -> dict[str, Any]:
-        """What the settings say of the model; the vocabulary, if left open, is the data set's."""
-        return dict(self.settings.model.param_kwargs)
+class ModelStage(Reported, UsesModel):
+    """A stage of the chain that has to know the model."""
 
 
 class Precompile(ModelStage):
@@ -206,12 +189,23 @@ class MergeShards(ModelStage):
     def requires(self) -> dict[str, Stage]:
         return {"pretrain": Pretrain(phase=2), **self.vocabulary(2)}
 
+    def inputs(self) -> dict[str, Any]:
+        if not self.given_vocabulary:
+            return {}
+        return {"vocab_file": input_hashes(self.settings.work_dir).sha256(Path(self.given_vocabulary))}
+
+    def parameters(self) -> dict[str, Any]:
+        return {"lower_case": self.settings.corpus.lower_case} if self.given_vocabulary else {}
+
     def command(self) -> list[str]:
         pretrain = self.requires()["pretrain"]
         source = pretrain.directory / pretrain.counts()["checkpoint"]
         command = ["-m", "stages.merge", str(source), str(self.directory)]
         for tokens in self.vocabulary(2).values():
             command += ["--tokenizer", str(tokens.directory / "tokenizer")]
+        if self.given_vocabulary:
+            lower_case = "--lower-case" if self.settings.corpus.lower_case else "--no-lower-case"
+            command += ["--vocab-file", self.given_vocabulary, lower_case]
         return command
 
     @property

@@ -20,5 +20,5 @@ def versions() -> dict[str, str]:
 
 def flags(device: str) -> dict[str, str]:
     """The user's flags for Neuron's compiler, which are in the keys of its cache; none on other devices."""
-    given = os.environ.get(CC_FLAGS, "") if device == "neuron" else ""
+    given = os.environ.get(CC_FLAGS, "") if device in ("neuron", "auto") else ""
     return {CC_FLAGS: given} if given else {}

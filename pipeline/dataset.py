@@ -15,6 +15,7 @@ from stages.corpus import FORMAT_VERSION, CorpusOptions
 from stages.manifest import Identity
 from stages.patterns import split
 from stages.sources import source_inputs
+from trainer.config import ModelConfig
 from trainer.errors import UserError
 from trainer.secrets import Secret
 
@@ -154,3 +155,28 @@ class DownloadDataset(Stage):
         words = option_words(options)
         keep = ["--keep-archive"] if dataset.keep_archive else []
         return ["-m", "stages.download", self.url, "--out", str(self.directory), *words, *keep]
+
+
+class UsesModel(Stage):
+    """A stage that has to know the model."""
+
+    def vocabulary(self, phase: int) -> dict[str, Stage]:
+        """The stage that knows the vocabulary and its tokenizer; none for downloaded shards."""
+        dataset = dataset_of(phase)
+        return {} if isinstance(dataset, DownloadDataset) else dataset.requires()
+
+    def model(self, phase: int) -> ModelConfig:
+        """The model of a phase: the settings', with the size of the vocabulary, which is complete."""
+        size = self.settings.model.downloaded_vocab_size
+        for tokens in self.vocabulary(phase).values():
+            size = tokens.counts()["vocab_size"]
+        return self.settings.model.config(size)
+
+    def model_parameters(self) -> dict[str, Any]:
+        """What the settings say of the model; the vocabulary, if left open, is the data set's."""
+        return dict(self.settings.model.param_kwargs)
+
+    @property
+    def given_vocabulary(self) -> str:
+        """The vocab.txt that downloaded shards were made with, if the settings name it."""
+        return "" if self.vocabulary(2) else self.settings.corpus.vocab_file

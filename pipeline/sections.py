@@ -107,6 +107,7 @@ class Phase(luigi.Config):
     ckpt_interval_steps = Whole(0)
     ckpt_interval_minutes = Number(0)
     num_ckpts_to_keep = Whole(-1)
+    minimal_ckpt = Switch()
 
 
 class Phase1(Phase):

@@ -25,6 +25,7 @@ from stages.inputs import InputHashes
 from stages.manifest import Identity, Output, StageDirectory
 from stages.room import require_room
 from stages.view.card import CARD
+from stages.wordpiece import read_vocabulary, save_tokenizer
 from trainer.errors import UserError
 from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
 from trainer.secrets import revealed_by_parent
@@ -63,6 +64,9 @@ def merge(work: StageDirectory, args: argparse.Namespace) -> None:
             temporary.mkdir()
             for file in _tokenizer_files(args.tokenizer) if args.tokenizer else ():
                 shutil.copyfile(file, temporary / file.name)
+        if args.vocab_file:
+            vocabulary = _vocabulary_of(args.vocab_file, source.config.vocab_size)
+            save_tokenizer(temporary, vocabulary, lower_case=args.lower_case)
         outputs, counts = written(work, source, temporary, "hf", options)
     meets_hugging_face(temporary)
     if (target / CARD).exists():  # made anew, the model keeps the card that was laid beside it
@@ -72,7 +76,19 @@ def merge(work: StageDirectory, args: argparse.Namespace) -> None:
     outputs = [dataclasses.replace(output, path=path) for path, output in named.items()]
     copied = (path for path in sorted(target.iterdir()) if f"{MODEL}/{path.name}" not in named and path.name != CARD)
     outputs += [Output.of(work.path, path) for path in copied]
-    work.finish(outputs, {**counts, "tokenizer": args.tokenizer is not None})
+    work.finish(outputs, {**counts, "tokenizer": bool(args.tokenizer or args.vocab_file)})
+
+
+def _vocabulary_of(path: Path, size: int) -> list[str]:
+    """The pieces in `path`, which a model of `size` entries can know. Raises `UserError`."""
+    pieces = read_vocabulary(path)
+    # Models may have more entries, to fill up a multiple of 8 or 64.
+    if len(pieces) > size:
+        raise UserError(
+            f"the vocabulary {path} has {len(pieces)} entries and the model {size}; give the one that its shards were "
+            f"made with"
+        )
+    return pieces
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:
@@ -92,6 +108,9 @@ def identity(args: argparse.Namespace) -> Identity:
     inputs: dict[str, Any] = {"checkpoint": source_identity(args.source, hashes)}
     if args.tokenizer:
         inputs["tokenizer"] = {path.name: hashes.sha256(path) for path in _tokenizer_files(args.tokenizer)}
+    if args.vocab_file:
+        inputs["vocab_file"] = hashes.sha256(args.vocab_file)
+        parameters["lower_case"] = args.lower_case
     return Identity("merge_shards", FORMAT_VERSION, parameters=parameters, inputs=inputs)
 
 
@@ -103,7 +122,14 @@ def parser() -> argparse.ArgumentParser:
         "source", type=revealed_by_parent, metavar="IN", help="a checkpoint of any format that stages.convert reads"
     )
     p.add_argument("out", type=Path, metavar="OUT", help=f"stage directory to fill; the result is OUT/{MODEL}")
-    p.add_argument("--tokenizer", type=Path, help="directory with the tokenizer's files, to lay beside the model")
+    tokenizer = p.add_mutually_exclusive_group()
+    tokenizer.add_argument(
+        "--tokenizer", type=Path, help="directory with the tokenizer's files, to lay beside the model"
+    )
+    tokenizer.add_argument("--vocab-file", type=Path, help="vocab.txt to make the tokenizer's files from instead")
+    p.add_argument(
+        "--lower-case", action=argparse.BooleanOptionalAction, default=True, help="of --vocab-file: an uncased one"
+    )
     p.add_argument("--dtype", choices=("bf16", "fp32"), help="type of the parameters written (default: as they are)")
     p.add_argument(
         "--with-optimizer", action="store_true",
@@ -118,6 +144,8 @@ def main() -> None:
     args = parser().parse_args()
     if args.tokenizer and not (args.tokenizer / "tokenizer.json").exists():
         raise UserError(f"--tokenizer {args.tokenizer} holds no tokenizer.json; give a tokenizer's directory")
+    if args.vocab_file:
+        read_vocabulary(args.vocab_file)
     with StageDirectory.begin(args.out, lambda: identity(args)) as work:
         merge(work, args)
     print(f"model: {args.out / MODEL}")

@@ -170,6 +170,10 @@ def identity(args: argparse.Namespace) -> Identity:
 
 def main() -> None:
     args = parser().parse_args()
+    if args.device == "auto":
+        from trainer.devices.select import automatic  # imports torch, which no other device needs here
+
+        args.device = automatic()
     if (args.device in _STEPS or args.compile) and not args.command:
         raise UserError(f"device {args.device} needs the training command to try: … -- -m trainer --data_dir …")
     if node_rank() > 0:

@@ -10,6 +10,7 @@ from pathlib import Path
 from trainer.config import CHANGEABLE, DATA_PARALLEL, DEVICES, OPTIMIZERS, PRECISIONS, TrainConfig
 from trainer.data.order import SampleOrder
 from trainer.devices.base import DeviceOptions
+from trainer.errors import UserError
 from trainer.parallel.mesh import Mesh
 from trainer.seeds import derive_seed
 from trainer.workloads import WORKLOADS
@@ -19,7 +20,7 @@ BERT = next(iter(WORKLOADS))
 LR_HELP = "peak learning rate; of mnist: times the number of workers, as in its tutorial"
 OPTIMIZER_HELP = (
     f"one of {', '.join(OPTIMIZERS)}; with --precision auto AdamW_FP32OptimParams means bf16-sr, AdamW_FP32ParamsCopy "
-    f"bf16-master"
+    f"bf16-master; the tutorial's default is AdamW_FP32OptimParams"
 )
 PRECISION_HELP = (
     f"one of {', '.join(PRECISIONS)}: autocast has fp32 weights and bf16 products, bf16-sr bf16 weights rounded "
@@ -48,7 +49,8 @@ RESUME_CKPT_PATH_HELP = (
 
 
 def parser(workload: str = BERT) -> argparse.ArgumentParser:
-    """Every option of a workload, its unit, and its default; the tutorials' options keep their names and defaults."""
+    """Every option of a workload, its unit, and its default. The tutorials' options keep their names; where a default
+    is not the tutorials', the help says so."""
     p = argparse.ArgumentParser(
         prog="python -m trainer",
         description=f"Train {workload}, on one worker, or on several under torchrun.",
@@ -131,7 +133,9 @@ def _add_checkpoints(p: argparse.ArgumentParser) -> None:
     ckpt.add_argument("--ckpt_interval_steps", type=int, default=None, help="optimizer steps between checkpoints; "
                       "0: none by steps; overrides --shards_per_ckpt")  # fmt: skip
     ckpt.add_argument("--ckpt_interval_minutes", type=float, default=0.0, help="minutes between checkpoints; 0: none")
-    ckpt.add_argument("--num_ckpts_to_keep", type=int, default=2, help="newest checkpoints to keep; -1: all")
+    ckpt.add_argument(
+        "--num_ckpts_to_keep", type=int, default=2, help="newest checkpoints to keep; -1: all; the tutorial keeps 1"
+    )
     ckpt.add_argument(
         "--minimal_ckpt", action="store_true",
         help="leave the optimizer out of the checkpoint that ends the phase: a third of the size, and all that phase 2 "
@@ -150,6 +154,10 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
         "--spawn", type=int, default=None, metavar="N",
         help="start N workers on this machine, as torchrun --nproc_per_node=N would (NEURON_NUM_DEVICES of the DDP "
         "tutorial)",
+    )  # fmt: skip
+    machine.add_argument(
+        "--local_rank", "--local-rank", type=int, default=0, metavar="N",
+        help="passed by older launchers, and not needed: LOCAL_RANK, which torchrun sets, counts",
     )  # fmt: skip
     machine.add_argument("--doctor", action="store_true", help="say what this machine has and lacks, and end")
     machine.add_argument(
@@ -175,6 +183,11 @@ def _add_machine(p: argparse.ArgumentParser) -> None:
 
 def to_config(args: argparse.Namespace, mesh: Mesh) -> tuple[TrainConfig, Workload]:
     """The validated configuration, and what it trains. Raises `UserError`."""
+    if args.local_rank > 0 and "LOCAL_RANK" not in os.environ:
+        raise UserError(
+            f"--local_rank {args.local_rank} without LOCAL_RANK: this launcher does not say how many workers there "
+            f"are; start them with torchrun"
+        )
     workload = WORKLOADS[args.workload].of(args)
     output_dir = args.output_dir.expanduser()
     phase = 2 if args.phase2 else 1

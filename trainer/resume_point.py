@@ -136,6 +136,7 @@ def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[Start |
 
 def _beginnings(config: TrainConfig, manager: CheckpointManager, given: Path | None) -> Iterator[Start | None]:
     """What a phase without a checkpoint of its own can begin with."""
+    _refuse_scripts(config, given)
     if given is not None:
         require_valid(given)
         for path in manager.valid():
@@ -151,6 +152,29 @@ def _beginnings(config: TrainConfig, manager: CheckpointManager, given: Path | N
             f"none that is whole; give it with --resume_ckpt_path, or its step with --phase1_end_step"
         )
     yield None
+
+
+def _refuse_scripts(config: TrainConfig, given: Path | None) -> None:
+    """Raise `CheckpointError`, with what to do, if what is to be resumed is the tutorial script's `ckpt_<step>.pt`: the
+    path that is given, or, without one, a file in the output directory."""
+    found = sorted(config.output_dir.glob("ckpt_*.pt"), key=lambda path: path.stat().st_mtime)
+    end = config.output_dir / f"ckpt_{config.phase1_end_step}.pt"
+    if given is not None:
+        found = [given] if given.is_file() else []
+    elif config.phase == 2 and end in found:
+        found = [end]
+    if not found:
+        return
+    what, converted = f"{found[-1]} is a checkpoint of the tutorial's script", config.output_dir / "converted"
+    if config.phase == 1:
+        raise CheckpointError(
+            f"{what}, and only the script can go on with its phase 1; here phase 2 can start from it; to train phase 1 "
+            f"anew, give another --output_dir"
+        )
+    raise CheckpointError(
+        f"{what}; convert it first: python -m stages.convert {found[-1]} {converted}; then add --resume_ckpt_path "
+        f"{converted / 'checkpoint'}"
+    )
 
 
 def _beginning(config: TrainConfig, path: Path) -> Start:

@@ -108,6 +108,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase1", "ckpt_interval_steps", "7", NOTHING),
     ("phase1", "ckpt_interval_minutes", "7", NOTHING),
     ("phase1", "num_ckpts_to_keep", "7", NOTHING),
+    ("phase1", "minimal_ckpt", "true", NOTHING),
     # Phase 1 is then left out, and the model is the settings'.
     ("phase2", "start_from", "{tmp}/ckpt_5.pt", ("convert_checkpoint",)),
     ("phase2", "seq_len", "256", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2")),
@@ -125,6 +126,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "ckpt_interval_steps", "7", NOTHING),
     ("phase2", "ckpt_interval_minutes", "7", NOTHING),
     ("phase2", "num_ckpts_to_keep", "7", NOTHING),
+    ("phase2", "minimal_ckpt", "true", NOTHING),
     ("precision", "mode", "fp32", MODEL),
     # Graphs are of a device and of a layout; what is trained is not.
     ("cluster", "spot_watch", "true", NOTHING),

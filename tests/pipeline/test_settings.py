@@ -130,9 +130,10 @@ def test_every_config_has_only_known_settings(path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_trainium_config_has_the_tutorials_numbers() -> None:
+@pytest.mark.parametrize("name", ["trn1-bert-large", "trn1-wikipedia"])
+def test_the_trainium_configs_have_the_tutorials_numbers(name: str) -> None:
     parser = configparser.ConfigParser(interpolation=None)
-    parser.read(ROOT / "configs" / "trn1-bert-large.cfg")
+    parser.read(ROOT / "configs" / f"{name}.cfg")
     expected = {
         "phase1": {"global_batch_size": 16384, "lr": 4e-4, "warmup_steps": 2000, "max_steps": 28125, "seq_len": 128,
                    "max_pred_len": 20, "micro_batch_size": 16},
@@ -143,3 +144,20 @@ def test_the_trainium_config_has_the_tutorials_numbers() -> None:
         assert {key: float(parser[section][key]) for key in values} == values
     assert parser["model"]["preset"] == "large"
     assert parser["cluster"]["nproc_per_node"] == "32"
+    assert parser["precision"]["mode"] == "bf16-sr"
+    assert parser["cluster"]["device"] == "neuron"
+
+
+def test_the_wikipedia_config_makes_the_tutorials_data_from_a_dump() -> None:
+    """NVIDIA's script: 1,024 shards, 5 duplicates, 15 % masked; both phases from the corpus, with BERT's vocabulary."""
+    program = (
+        "from pipeline import dataset, settings\n"
+        "s = settings.load()\n"
+        "print([type(dataset.dataset_of(phase)).__name__ for phase in (1, 2)],\n"
+        "      s.dataset.shards, s.dataset.dupe_factor,\n"
+        "      s.dataset.masked_lm_prob, s.corpus.source, s.corpus.vocab_file, s.corpus.lower_case, s.phase2.pack)"
+    )
+    done = command("-c", program, env={"LUIGI_CONFIG_PATH": "configs/trn1-wikipedia.cfg"})
+    assert done.stdout.strip() == (
+        "['ShardDataset', 'ShardDataset'] 1024 5 0.15 enwiki-latest-pages-articles.xml.bz2 vocab.txt True False"
+    ), done.stderr

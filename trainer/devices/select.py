@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -14,7 +15,7 @@ from trainer.parallel.mesh import Mesh
 
 
 def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
-    """The device called `name` for this worker; `auto` is the fastest there is. Raises `UserError`.
+    """The device called `name` for this worker; `auto` is what `automatic` finds. Raises `UserError`.
 
     With the environment variable DISABLE_XLA set, `xla` and `neuron` mean torch's own devices, as in Neuron's developer
     guide: a CPU on Trainium instances, a GPU where there is one.
@@ -24,7 +25,7 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
             print(f"DISABLE_XLA={os.environ['DISABLE_XLA']}: device auto instead of {name}, without XLA", flush=True)
         name = "auto"
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = automatic(say=print if mesh.is_root else None)
     if options.compile and name in ("xla", "neuron"):
         raise UserError(f"compile is for cpu and cuda; device {name} compiles every step by itself: leave it off")
     if name == "cuda":
@@ -43,6 +44,30 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
     from trainer.devices.cpu import CpuDevice
 
     return _compiling(CpuDevice(mesh.local_world_size, options.threads), options)
+
+
+def automatic(say: Callable[[str], None] | None = None) -> str:
+    """What `auto` means on this machine: cuda, else neuron, else cpu; never xla, which here runs on the CPU.
+
+    NeuronCores that cannot be used because their packages are missing are told to `say`.
+    """
+    if torch.cuda.is_available():
+        return "cuda"
+    if os.environ.get("DISABLE_XLA"):
+        return "cpu"
+    from trainer.devices.neuron import cores, require_packages
+
+    try:
+        count = cores()
+    except UserError:
+        return "cpu"
+    try:
+        require_packages()
+    except UserError as error:
+        if say is not None:
+            say(f"warning: device auto is the CPU, although there are {count} NeuronCores here: {error}")
+        return "cpu"
+    return "neuron"
 
 
 def select_alone(name: str) -> Device:
