@@ -9,7 +9,7 @@ from typing import Any
 import luigi
 
 from pipeline import compilers, page, summary
-from pipeline.dataset import ShardDataset, dataset_of
+from pipeline.dataset import ShardDataset, UsesModel, dataset_of
 from pipeline.goal import Goal
 from pipeline.launch import say
 from pipeline.outside import input_hashes
