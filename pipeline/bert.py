@@ -113,8 +113,9 @@ class Pretrain(ModelStage, Training):
             options["phase1_end_step"] = start.counts()["global_step"]
             options["resume_ckpt_path"] = start.directory / "checkpoint"
         # The micro-batch is not in the fingerprint: after running out of memory a smaller one goes on.
-        flags = ["--resume_ckpt", "--allow_changes", "micro_batch_size", *(["--phase2"] if self.phase == 2 else [])]
-        return self.launched(options, flags)
+        flags = ["--resume_ckpt", "--allow_changes", "micro_batch_size"]
+        switches = {"--phase2": self.phase == 2, "--minimal_ckpt": self.settings.phase(self.phase).minimal_ckpt}
+        return self.launched(options, [*flags, *(name for name, on in switches.items() if on)])
 
     def trial_command(self, directory: Path) -> list[str]:
         """The same from initial weights, which has the same graphs, for a trial in `directory`."""

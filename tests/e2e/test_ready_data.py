@@ -31,7 +31,7 @@ def test_the_vocabulary_goes_beside_the_model_and_a_minimal_checkpoint_is_enough
     chain, options = ready_chain(tmp_path)
     (tmp_path / "token").touch()
     env = {"FAILPOINT": "step:5.0", "FAILPOINT_TOKEN": str(tmp_path / "token")}
-    done = chain.run("BertPhase2", *options, "--Phase1-minimal-ckpt", "true", env=env)
+    done = chain.run("BertPhase2", *options, "--Phase1-minimal-ckpt", "true", **env)
     assert "starting again" in done.stderr
     assert "resuming from checkpoint" in done.stderr
     for phase, with_optimizer in ((1, False), (2, True)):
