@@ -330,12 +330,22 @@ def test_one_phase_downloaded_and_the_other_from_the_corpus_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value"), [case[:3] for case in CASES if case[3] in (TOKENS, SHARDS)], ids=str
+    ("section", "key", "value"),
+    [case[:3] for case in CASES if case[3] in (TOKENS, SHARDS) and case[1] != "vocab_file"],
+    ids=str,
 )
 def test_settings_of_text_change_nothing_for_downloaded_shards(
     fingerprints: Fingerprints, section: str, key: str, value: str
 ) -> None:
     assert fingerprints(*DOWNLOADED) == fingerprints(*DOWNLOADED, (section, key, value))
+
+
+def test_the_vocabulary_of_downloaded_shards_goes_to_the_merged_model_alone(fingerprints: Fingerprints) -> None:
+    """And then it matters whether it is an uncased one."""
+    given = (*DOWNLOADED, ("corpus", "vocab_file", "{tmp}/vocab.txt"))
+    assert difference(fingerprints(*DOWNLOADED), fingerprints(*given)) == changed_by(("merge_shards",))
+    cased = fingerprints(*given, ("corpus", "lower_case", "false"))
+    assert difference(fingerprints(*given), cased) == changed_by(("merge_shards",))
 
 
 def test_the_seed_decides_training_on_downloaded_shards_too(fingerprints: Fingerprints) -> None:
