@@ -13,7 +13,7 @@ from pipeline.parameters import Address, Number, Sha256OrEmpty, Switch, Text, We
 from stages.corpus import DOCUMENT_ENDS
 from stages.mnist import CHECKSUMS
 from stages.sources import CONNECTIONS_MAX
-from trainer.config import OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
+from trainer.config import NON_FINITE, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
 from trainer.errors import UserError
 from trainer.secrets import Secret
 
@@ -22,6 +22,9 @@ class Run(luigi.Config):
     work_dir = Text()
     seed = Whole(0, 2**31 - 1)
     log_interval = Whole(1)
+    non_finite = Text(NON_FINITE)
+    non_finite_limit = Whole(0)
+    replica_check_steps = Whole(0)
     processes = Whole(0)
     report_interval_s = Number(0)
     stage_hang_timeout_s = Number(0)

@@ -31,8 +31,11 @@ class Training(Stage):
 
     def machine_options(self) -> dict[str, Any]:
         """The trainer's options that say where and how, and not what."""
-        cluster = self.settings.cluster
+        cluster, run = self.settings.cluster, self.settings.run
         return {
+            "non_finite": run.non_finite,
+            "non_finite_limit": run.non_finite_limit,
+            "replica_check_steps": run.replica_check_steps,
             "device": cluster.device,
             "data_parallel": cluster.data_parallel,
             "batches_per_execution": cluster.batches_per_execution,

@@ -76,8 +76,8 @@ def _train(config: TrainConfig, workload: Workload, mesh: Mesh) -> int:
 
 
 def _run(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh) -> int:
-    from trainer.loop import Trainer
     from trainer.resume_point import how_to_go_on
+    from trainer.rollback import train
 
     device.start(mesh)
     say = _say if mesh.is_root else _say_nothing
@@ -85,7 +85,7 @@ def _run(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh) ->
     if mesh.not_shared:
         say(f"workers here cannot share memory ({mesh.not_shared}): their sums go through sockets, and take longer")
     say(f"config {config}; workload {type(workload).__name__}: {workload.describe()}")
-    done = Trainer(config, workload, device, mesh, say).run()
+    done = train(config, workload, device, mesh, say)
     mesh.disconnect()
     if not done:
         say(f"stopped as asked; the state is saved: {how_to_go_on(config)}")

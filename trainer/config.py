@@ -139,6 +139,12 @@ class TrainConfig:
     ckpt_interval_minutes: float = field(metadata=_HOW)
     #: Checkpoints kept, newest first; -1: all.
     num_ckpts_to_keep: int = field(metadata=_HOW)
+    #: Optimizer steps between two comparisons of the workers' weights and moments; 0: only before checkpoints.
+    replica_check_steps: int = field(metadata=_HOW)
+    #: What to do about a step that is not finite: skip its batch, from the checkpoint before it on; or stop.
+    non_finite: str = field(metadata=_HOW)
+    #: Batches of a phase that may be skipped.
+    non_finite_limit: int = field(metadata=_HOW)
     #: Leave the optimizer's state out of the checkpoint that ends the phase.
     minimal_ckpt: bool = field(metadata=_HOW)
     resume: bool = field(metadata=_HOW)
@@ -224,6 +230,8 @@ _LEAST = {
     "ckpt_interval_minutes": 0.0,
     "num_ckpts_to_keep": -1,
     "resume_step": -1,
+    "replica_check_steps": 0,
+    "non_finite_limit": 0,
     "log_interval": 1,
     "weight_decay": 0.0,
     "max_grad_norm": 0.0,
@@ -235,6 +243,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "phase": (1, 2),
     "optimizer": ("AdamW", "AdamW_FP32OptimParams", "AdamW_FP32ParamsCopy", "LAMB", "SGD"),
     "schedule": ("linear", "constant"),
+    "non_finite": ("skip", "stop"),
     "data_parallel": ("allreduce", "ddp"),
     "precision": ("auto", "fp32", "autocast", "bf16-sr", "bf16-master", "fp64"),
     "device": ("auto", "cpu", "cuda", "xla", "neuron"),
@@ -258,6 +267,7 @@ def require_agreement(optimizer: str, precision: str) -> None:
         )
 
 
+NON_FINITE: tuple[str, ...] = _CHOICES["non_finite"]
 SCHEDULES: tuple[str, ...] = _CHOICES["schedule"]
 DATA_PARALLEL: tuple[str, ...] = _CHOICES["data_parallel"]
 OPTIMIZERS: tuple[str, ...] = _CHOICES["optimizer"]

@@ -63,6 +63,9 @@ class AgreedError(UserError):
 class NonFiniteStep(AgreedError):
     """A step's loss or gradient norm, or the weights after it, are not finite."""
 
+    #: Which batch of the data the step used, from 0; -1: not known yet.
+    batch = -1
+
 
 class ReplicasDiffer(AgreedError):
     """Workers that should hold the same weights do not."""

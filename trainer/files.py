@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,16 +41,16 @@ _CHUNK_BYTES = 256 << 10
 _SENT_BYTES = 64 << 20
 
 
-def failpoint(name: str) -> None:
+def failpoint(name: str, damage: Callable[[], None] | None = None) -> None:
     """Nothing, unless a test of recovery has set the environment variable FAILPOINT to `name` (see `_fail`)."""
     if "FAILPOINT" in os.environ:
-        _fail(name)
+        _fail(name, damage)
 
 
-def _fail(name: str) -> None:
+def _fail(name: str, damage: Callable[[], None] | None) -> None:
     """FAILPOINT_LOG: a file that collects the names passed. FAILPOINT_TOKEN: a file that is removed when the point is
     reached, without which nothing happens: once is enough. FAILPOINT_ACTION: kill (the default), terminate, stop,
-    raise, or `wait SECONDS`."""
+    raise, `wait SECONDS`, or damage: what the point offers to do to the state."""
     if log := os.environ.get("FAILPOINT_LOG"):
         with open(log, "a", encoding="utf-8") as file:
             file.write(name + "\n")
@@ -64,6 +64,9 @@ def _fail(name: str) -> None:
     action = os.environ.get("FAILPOINT_ACTION", "kill")
     if action.startswith("wait "):
         return time.sleep(float(action.removeprefix("wait ")))
+    if action == "damage":
+        assert damage is not None, f"failpoint {name} damages nothing"
+        return damage()
     if action == "raise":
         raise RuntimeError(f"failpoint {name}")
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}[action])

@@ -43,7 +43,7 @@ class Interruptions:
         """From here on signals and notices count, rather than ending the process."""
         for signum in heeded_signals():
             signal.signal(signum, self._on_signal)
-        if self._watch is not None:
+        if self._watch is not None and not self._watch.is_alive():
             self._watch.start()
 
     def end(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,10 +16,10 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import HostCopy
 from trainer.config import TrainConfig
 from trainer.data.loader import Loader, Step, record_samples
-from trainer.data.order import ORDER_VERSION, SampleOrder
+from trainer.data.order import SampleOrder
 from trainer.devices.base import Device
 from trainer.devices.graphs import GraphList
-from trainer.errors import UserError
+from trainer.errors import NonFiniteStep, UserError
 from trainer.files import METRICS, failpoint
 from trainer.interruptions import Interruptions
 from trainer.metrics import Metrics, StepRecord
@@ -31,10 +32,10 @@ from trainer.parallel.plan import split_of
 from trainer.parallel.shares import without_padding
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
-from trainer.resume import deciding_settings, load_into, resume_state, say_start
+from trainer.replicas import flip_a_bit, require_finite_steps, require_sound
+from trainer.resume import beginning, data_identity, load_into, resolve_precision, resume_state, say_start
 from trainer.resume_point import Start, agree_on_start, checkpoint_directory, left_behind
 from trainer.seeds import derive_seed
-from trainer.state import TrainState
 from trainer.workloads.base import Workload
 
 #: Workers of a machine that hold a copy of the model in host memory at the same time while they start.
@@ -47,8 +48,17 @@ class Trainer:
     """Trains one phase to `config.stop_step`, from wherever its checkpoints say it is."""
 
     def __init__(
-        self, config: TrainConfig, workload: Workload, device: Device, mesh: Mesh, say: Callable[[str], None]
+        self,
+        config: TrainConfig,
+        workload: Workload,
+        device: Device,
+        mesh: Mesh,
+        say: Callable[[str], None],
+        *,
+        interruptions: Interruptions,
+        skipped: Sequence[int] = (),
     ) -> None:
+        """`skipped`: batches to leave out, beside those of the checkpoint."""
         self.config, self.device, self.mesh = config, device, mesh
         self.manager = CheckpointManager(
             checkpoint_directory(config), keep=config.num_ckpts_to_keep, say=say,
@@ -64,8 +74,9 @@ class Trainer:
             self.manager.prepare()
         start = agree_on_start(config, self.manager, mesh, say)
 
-        global_batch_size = config.global_batch_size(mesh.data_parallel_size)
-        order = SampleOrder(workload.rows_per_shard, seed=config.seed, global_batch_size=global_batch_size)
+        size = config.global_batch_size(mesh.data_parallel_size)
+        left_out = [*skipped, *([] if start is None or start.weights_only else start.state.skipped)]
+        order = SampleOrder(workload.rows_per_shard, seed=config.seed, global_batch_size=size, skipped=left_out)
         self.loader = Loader(
             workload.reader(static_shapes=device.static_shapes),
             order,
@@ -73,28 +84,10 @@ class Trainer:
             rank=mesh.data_parallel_rank,
             size=mesh.data_parallel_size,
         )
-        name = _precision(config, device, None if start is None else start.state, say)
+        name = resolve_precision(config, device, None if start is None else start.state, say)
         self.precision = Precision(name, device.round_stochastically)
-        self.state = TrainState(
-            phase=config.phase,
-            step=0,
-            global_step=config.phase1_end_step,
-            samples_consumed=0,
-            epoch=0,
-            seed=config.seed,
-            global_batch_size=global_batch_size,
-            data=mesh.by_root(functools.partial(_data_identity, config, workload, say)),
-            order_version=ORDER_VERSION,
-            optimizer=config.optimizer,
-            precision=self.precision.name,
-            model=workload.describe(),
-            data_parallel_size=mesh.data_parallel_size,
-            tensor_parallel_size=mesh.tensor_parallel_size,
-            micro_batch_size=config.micro_batch_size,
-            torch_version=torch.__version__,
-            settings=deciding_settings(config),
-            origin="" if start is None else start.origin,
-        )
+        data = mesh.by_root(functools.partial(data_identity, config, workload, say))
+        self.state = beginning(config, workload, mesh, start, data=data, precision=name, skipped=skipped)
         mesh.in_turns(functools.partial(self._make_model, workload, start), at_once=_LOADING_AT_ONCE)
         self.losses = len(workload.losses)
         self._shared = None
@@ -132,8 +125,7 @@ class Trainer:
         self._saved_at = time.monotonic()
         # Before its first step a run has nothing to save that is not in the checkpoint it started from.
         self._saved_step = -1 if start is None else self.state.step
-        watches_spot = config.spot_watch and mesh.local_rank == 0 and not config.trial
-        self._interruptions = Interruptions(config.output_dir, is_root=writes, watches_spot=watches_spot)
+        self._interruptions = interruptions
         #: Micro-steps between two questions whether to stop; until one step has been measured, one.
         self._ask_usteps = 1
 
@@ -154,12 +146,15 @@ class Trainer:
 
     def run(self) -> bool:
         """Train; True when `stop_step` is reached, False when a signal ended it earlier. The state is saved in both
-        cases. Raises `NonFiniteLoss`, `DiskError`."""
+        cases. Raises `NonFiniteStep`, `ReplicasDiffer`, `DiskError`."""
         try:
             return self._run()
-        except UserError:
+        except UserError as error:
             with contextlib.suppress(UserError):
                 self.manager.finish()  # a checkpoint that is being written is still good
+            if isinstance(error, NonFiniteStep):
+                self.metrics.abandon()
+                error.batch = self.loader.batch_of(self.state.step - 1) if error.batch < 0 else error.batch
             raise
 
     def _run(self) -> bool:
@@ -171,6 +166,8 @@ class Trainer:
         while upcoming is not None and not stop:
             if save:
                 self.save()
+            elif self._time_to_compare():
+                self._require_sound()
             began = time.monotonic()
             if not self.train_step(upcoming, counts):
                 break
@@ -183,7 +180,6 @@ class Trainer:
         self.device.finish_closures()
         self.mesh.wait_while(lambda: self.manager.is_writing)
         self.manager.finish()
-        self._interruptions.end()
         self.metrics.close(self.state, workers=self.mesh.world_size)
         if self._graphs is not None:
             self._graphs.close()
@@ -200,6 +196,7 @@ class Trainer:
         if config.record_samples:
             record_samples(step, config.output_dir / f"samples-{self.mesh.rank}.jsonl")
         shares = [self._number(1 / max(1, count)) for count in counts[: self.losses]]
+        failpoint(f"batch:{step.batch}.{self.mesh.rank}", lambda: shares.__setitem__(0, self._number(math.nan)))
         for usteps, batch in enumerate(step.micro_batches):
             if usteps and usteps % self._ask_usteps == 0 and self.mesh.sum_on_host([self._interruptions.must_stop])[0]:
                 return False
@@ -225,7 +222,7 @@ class Trainer:
         self.optimizer.step(rate)
         self.parameters.zero_gradients()
         self.state = self.state.advanced(step.epoch)
-        failpoint(f"step:{self.state.global_step}.{self.mesh.rank}")
+        failpoint(f"step:{self.state.global_step}.{self.mesh.rank}", lambda: flip_a_bit(next(self.model.parameters())))
         record = StepRecord(self.state, rate, counts, self.device.compiled_graphs())
         self.device.step_closure(functools.partial(self.metrics.record, record), torch.cat([losses, norm[None]]))
         return True
@@ -235,10 +232,25 @@ class Trainer:
         self.device.seed(seed)
         self.ranks.seed(seed)
 
+    def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The model's tensors and the optimizer's, as checkpoints name them."""
+        masters = {f"{MASTER}.{name}": tensor for name, tensor in self.parameters.masters().items()}
+        return dict(self.model.named_parameters()), self.optimizer.state() | masters
+
+    def _require_sound(self) -> None:
+        """A step that went wrong, on any worker, is found before it is saved. Raises `AgreedError`."""
+        self.device.finish_closures()
+        require_finite_steps(self.metrics.not_finite, self.loader.batch_of, self.mesh)
+        if not self.config.trial:
+            model, optimizer = self._tensors()
+            require_sound({**model, **optimizer}, self.state.global_step, self.device, self.mesh)
+
+    def _time_to_compare(self) -> bool:
+        steps = self.config.replica_check_steps
+        return self.mesh.data_parallel_size > 1 and steps > 0 and self.state.step % steps == 0
+
     def _prepare_saving(self, workload: Workload, say: Callable[[str], None]) -> HostCopy:
-        model: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        masters = self.parameters.masters()
-        optimizer = self.optimizer.state() | {f"{MASTER}.{name}": tensor for name, tensor in masters.items()}
+        model, optimizer = self._tensors()
         if self.config.minimal_ckpt:
             say("the checkpoint that ends the phase will hold the weights only")
         stored = functools.partial(without_padding, vocab_size=workload.vocab_size, ranks=self.ranks)
@@ -250,7 +262,7 @@ class Trainer:
         """Start a checkpoint of the state as it is now, if there is none; later steps do not change what it holds."""
         if self._saved_step == self.state.step:
             return
-        self.device.finish_closures()  # a step that went wrong is found before it is saved
+        self._require_sound()
         self.metrics.flush(durable=True)  # all steps of a checkpoint are recorded
         failpoint(f"recorded:{self.state.global_step}")
         self._saved_at, self._saved_step = time.monotonic(), self.state.step
@@ -272,28 +284,15 @@ class Trainer:
         counts = upcoming.counts if upcoming else ()
         if self.mesh.tensor_parallel_rank:
             counts = tuple(0 for _ in counts)  # the ranks that share a model have the same samples
-        mine = [self._interruptions.must_stop, save, ask_usteps if self.mesh.is_root else 0]
-        *totals, stop, saves, self._ask_usteps = self.mesh.sum_on_host([*counts, *mine])
+        is_bad = self.metrics.not_finite is not None
+        mine = [is_bad, self._interruptions.must_stop, save, ask_usteps if self.mesh.is_root else 0]
+        *totals, bad, stop, saves, self._ask_usteps = self.mesh.sum_on_host([*counts, *mine])
+        if bad:
+            self.device.finish_closures()
+            require_finite_steps(self.metrics.not_finite, self.loader.batch_of, self.mesh)
         return totals, stop > 0, saves > 0
 
     def _time_to_save(self) -> bool:
         steps, minutes = self.config.ckpt_interval_steps, self.config.ckpt_interval_minutes
         due = steps > 0 and self.state.step > 0 and self.state.step % steps == 0
         return due or (minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
-
-
-def _data_identity(config: TrainConfig, workload: Workload, say: Callable[[str], None]) -> str:
-    """Nothing is resumed after a trial, and the data may be large."""
-    return "" if config.trial else workload.identity(config.output_dir, say)
-
-
-def _precision(config: TrainConfig, device: Device, resumed: TrainState | None, say: Callable[[str], None]) -> str:
-    if config.wanted_precision != "auto":
-        if config.precision == "auto":
-            say(f"precision {config.wanted_precision}: optimizer {config.optimizer} is made for it")
-        return config.wanted_precision
-    if resumed is not None and resumed.phase == config.phase:
-        return resumed.precision
-    name, reason = device.automatic_precision()
-    say(f"precision {name}: {reason}")
-    return name

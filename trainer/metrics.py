@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import TrainConfig
-from trainer.errors import UserError
 from trainer.event_file import EventFile
 from trainer.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, replace_json, write_json
 from trainer.results import TrainTime, phase_results, recorded_steps, steps_of_phase
@@ -29,10 +28,6 @@ _BOARD_INTERVAL_S = 0.05
 
 #: json.dumps would make an encoder for each line.
 _encode = json.JSONEncoder(allow_nan=False).encode
-
-
-class NonFiniteLoss(UserError):
-    """Training has diverged."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +67,8 @@ class Metrics:
         self._peak_flops_per_s = peak_flops_per_s
         self._last = time.monotonic()
         self._written = self._drawn = 0.0
+        #: The first step of the phase, from 0, that was not finite, and what is to be said of it.
+        self.not_finite: tuple[int, str] | None = None
         #: Recorded, and not written yet.
         self._lines: list[str] = []
         self._progress: dict[str, Any] = {}
@@ -99,21 +96,17 @@ class Metrics:
 
     def record(self, record: StepRecord, values: list[float]) -> None:
         """`values`: the workload's losses (nats, means of the global batch), and the gradient norm. In a trial they
-        mean nothing.
-
-        Raises `NonFiniteLoss`.
-        """
+        mean nothing. The first step that is not finite is kept in `not_finite`."""
         if self._config.trial:
             return
         *losses, norm = values
         state = record.state
-        if not all(map(math.isfinite, values)):
-            self.flush()
+        if self.not_finite is None and not all(map(math.isfinite, values)):
             said = ", ".join(f"{name} {loss}" for name, loss in zip(self._workload.losses, losses, strict=True))
-            raise NonFiniteLoss(
-                f"step {state.global_step}: {said}, gradient norm {norm} at learning rate {record.learning_rate:.3e}; "
-                f"the last checkpoint is kept: lower the learning rate, lengthen the warm-up, or try precision fp32"
-            )
+            text = f"step {state.global_step}: {said}, gradient norm {norm} at learning rate {record.learning_rate:.3e}"
+            self.not_finite = state.step - 1, text
+        if self.not_finite is not None:
+            return  # what comes after such a step is nothing
         now = time.monotonic()
         step_time, self._last = now - self._last, now
         self._recent.append((step_time, self._workload.work(record.counts)))
@@ -193,6 +186,16 @@ class Metrics:
         if durable and self._is_root:
             with disk_errors(self._path):
                 os.fsync(self._file.fileno())
+
+    def abandon(self) -> None:
+        """Close the files; what follows goes on with others."""
+        if not self._is_root:
+            return
+        with disk_errors(self._path):
+            self._train_time.write()
+            self._file.close()
+            if self._board is not None:
+                self._board.close()
 
     def close(self, state: TrainState, *, workers: int) -> None:
         """Write the results of the phase so far: the tutorials' metrics file."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import CHANGEABLE, DATA_PARALLEL, DEVICES, OPTIMIZERS, PRECISIONS, TrainConfig
+from trainer.config import CHANGEABLE, DATA_PARALLEL, DEVICES, NON_FINITE, OPTIMIZERS, PRECISIONS, TrainConfig
 from trainer.data.order import SampleOrder
 from trainer.devices.base import DeviceOptions
 from trainer.errors import UserError
@@ -26,6 +26,14 @@ PRECISION_HELP = (
     f"one of {', '.join(PRECISIONS)}: autocast has fp32 weights and bf16 products, bf16-sr bf16 weights rounded "
     f"by chance, bf16-master bf16 weights with an fp32 copy; sums, moments and losses are fp32; auto: by the "
     f"optimizer's name, else autocast where the hardware has bf16, else fp32"
+)
+NON_FINITE_HELP = (
+    f"{' or '.join(NON_FINITE)}, when a step's loss, gradients or weights are not finite: skip goes back to the last "
+    f"checkpoint and leaves out the batch of that step; stop ends the run"
+)
+REPLICA_CHECK_HELP = (
+    "optimizer steps between two comparisons of the weights and moments of workers that should hold the same; before "
+    "each checkpoint they are compared in any case; 0: only then"
 )
 DATA_PARALLEL_HELP = (
     f"one of {', '.join(DATA_PARALLEL)}. allreduce sums the gradients in a fixed order after the last micro-step: take "
@@ -110,6 +118,11 @@ def _add_training(p: argparse.ArgumentParser) -> None:
     train.add_argument("--weight_decay", type=float, default=0.01, help="of all but biases and norms")
     train.add_argument("--max_grad_norm", type=float, default=1.0, help="L2 norm gradients are clipped to; 0: never")
     train.add_argument("--seed", type=int, default=12349, help="of initial weights, sample order and dropout")
+    train.add_argument("--non_finite", default="skip", help=NON_FINITE_HELP)
+    train.add_argument(
+        "--non_finite_limit", type=int, default=3, help="batches of a phase that --non_finite skip may leave out"
+    )
+    train.add_argument("--replica_check_steps", type=int, default=100, help=REPLICA_CHECK_HELP)
     precision = train.add_mutually_exclusive_group()
     precision.add_argument("--precision", default="auto", help=PRECISION_HELP)
     precision.add_argument("--enable_fp32", action="store_true", help="the same as --precision fp32")
@@ -216,6 +229,9 @@ def to_config(args: argparse.Namespace, mesh: Mesh) -> tuple[TrainConfig, Worklo
         ckpt_interval_steps=_interval(args, workload, mesh),
         ckpt_interval_minutes=args.ckpt_interval_minutes,
         num_ckpts_to_keep=args.num_ckpts_to_keep,
+        replica_check_steps=args.replica_check_steps,
+        non_finite=args.non_finite,
+        non_finite_limit=args.non_finite_limit,
         minimal_ckpt=args.minimal_ckpt,
         resume=args.resume_ckpt or args.resume_ckpt_path is not None or args.resume_step != -1,
         resume_ckpt_path=args.resume_ckpt_path,

@@ -89,6 +89,7 @@ def phase_results(steps: list[dict[str, Any]], state: TrainState, *, train_time_
         "iterations_per_s": _rate_of_last_epoch(steps),
         "precision": state.precision,
         **({"changes": state.changes} if state.changes else {}),
+        **({"skipped_batches": state.skipped} if state.skipped else {}),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from torch import Tensor
 
 from trainer.checkpoint.format import MASTER, has_master, read_tensors, tensor_file
 from trainer.config import TrainConfig, deciding
+from trainer.data.order import ORDER_VERSION
+from trainer.devices.base import Device
 from trainer.errors import CheckpointError
+from trainer.parallel.mesh import Mesh
 from trainer.parallel.shares import put_piece, put_share, whole_shape, without_padding
 from trainer.parallel.tensor import TensorParallel
 from trainer.resume_point import Start
@@ -23,6 +26,40 @@ def deciding_settings(config: TrainConfig) -> dict[str, Any]:
     """What of the configuration decides the result and is no field of `TrainState`, where `auto` is resolved."""
     own = {field.name for field in dataclasses.fields(TrainState)} - {"micro_batch_size"}
     return {name: value for name, value in deciding(config).items() if name not in own}
+
+
+def beginning(
+    config: TrainConfig,
+    workload: Workload,
+    mesh: Mesh,
+    start: Start | None,
+    *,
+    data: str,
+    precision: str,
+    skipped: Sequence[int],
+) -> TrainState:
+    """The state before the first step of a phase."""
+    return TrainState(
+        phase=config.phase,
+        step=0,
+        global_step=config.phase1_end_step,
+        samples_consumed=0,
+        epoch=0,
+        seed=config.seed,
+        global_batch_size=config.global_batch_size(mesh.data_parallel_size),
+        data=data,
+        order_version=ORDER_VERSION,
+        optimizer=config.optimizer,
+        precision=precision,
+        model=workload.describe(),
+        data_parallel_size=mesh.data_parallel_size,
+        tensor_parallel_size=mesh.tensor_parallel_size,
+        micro_batch_size=config.micro_batch_size,
+        torch_version=torch.__version__,
+        settings=deciding_settings(config),
+        origin="" if start is None else start.origin,
+        skipped=sorted(skipped),
+    )
 
 
 def resume_state(
@@ -41,6 +78,25 @@ def resume_state(
     for change in resumed.changes[len(start.state.changes) :]:
         say(f"from step {change['step']} on: {change['name']} {change['old']} → {change['new']}, as allowed")
     return resumed
+
+
+def data_identity(config: TrainConfig, workload: Workload, say: Callable[[str], None]) -> str:
+    """Nothing is resumed after a trial, and the data may be large."""
+    return "" if config.trial else workload.identity(config.output_dir, say)
+
+
+def resolve_precision(
+    config: TrainConfig, device: Device, resumed: TrainState | None, say: Callable[[str], None]
+) -> str:
+    if config.wanted_precision != "auto":
+        if config.precision == "auto":
+            say(f"precision {config.wanted_precision}: optimizer {config.optimizer} is made for it")
+        return config.wanted_precision
+    if resumed is not None and resumed.phase == config.phase:
+        return resumed.precision
+    name, reason = device.automatic_precision()
+    say(f"precision {name}: {reason}")
+    return name
 
 
 @torch.no_grad()

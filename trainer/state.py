@@ -44,6 +44,8 @@ class TrainState:
     settings: dict[str, Any] = field(default_factory=dict)
     #: What a resumed run has changed of that: {"step", "name", "old", "new"}, by global step.
     changes: list[dict[str, Any]] = field(default_factory=list)
+    #: Batches of this phase's data, counted from 0, that were left out, as their steps were not finite.
+    skipped: list[int] = field(default_factory=list)
     #: sha256 of the manifest of the checkpoint that training in this output directory began with; empty: initial
     #: weights; None: not known.
     origin: str | None = None
@@ -76,6 +78,7 @@ class TrainState:
             samples_consumed=other.samples_consumed,
             epoch=other.epoch,
             changes=other.changes,
+            skipped=sorted({*self.skipped, *other.skipped}),
         )
 
     @property

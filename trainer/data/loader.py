@@ -30,6 +30,8 @@ class Step:
     micro_batches: Iterable[Batch]
     #: What each of the model's losses is a sum over, in all micro-batches, and what else the workload counts.
     counts: tuple[int, ...]
+    #: Which batch of the data it is, from 0.
+    batch: int
     #: Where the samples came from, in the order of use, (A·B,).
     samples: Samples
 
@@ -75,6 +77,10 @@ class Loader:
         self._mine = index[:, rank].reshape(-1)
         self._steps_at_once = max(1, reader.rows_at_once // len(self._mine))
 
+    def batch_of(self, step: int) -> int:
+        """Which batch of the data step `step` uses."""
+        return self._order.batch_of(step)
+
     def load(self, first: int, last: int) -> list[Step]:
         """This worker's share of steps `first` … `last` - 1."""
         rows = len(self._mine)
@@ -87,7 +93,9 @@ class Loader:
             mine = slice(at * micro_steps, (at + 1) * micro_steps)
             totals = tuple(map(sum, zip(*counts[mine], strict=True)))
             where = samples[slice(at * rows, (at + 1) * rows)]
-            steps.append(Step(step, self._order.epoch_of(step), batches[mine], totals, where))
+            steps.append(
+                Step(step, self._order.epoch_of(step), batches[mine], totals, self._order.batch_of(step), where)
+            )
         return steps
 
     def steps(self, first: int, last: int) -> Iterator[Step]:

@@ -11,7 +11,7 @@ is the same under every version of every library, on every machine.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,8 +78,12 @@ class SampleOrder:
     end, fewer than one batch and different ones each epoch, are its documented tail: they sit that epoch out.
     """
 
-    def __init__(self, rows_per_shard: Int64s, *, seed: int, global_batch_size: int) -> None:
-        """Raises `UserError` if the data set has fewer rows than one global batch."""
+    def __init__(
+        self, rows_per_shard: Int64s, *, seed: int, global_batch_size: int, skipped: Sequence[int] = ()
+    ) -> None:
+        """`skipped`: batches, counted from 0, that no step uses.
+
+        Raises `UserError` if the data set has fewer rows than one global batch."""
         total = int(rows_per_shard.sum())
         if total < global_batch_size:
             raise UserError(
@@ -89,13 +93,20 @@ class SampleOrder:
         self.rows_per_shard = rows_per_shard
         self.seed = seed
         self.global_batch_size = global_batch_size
+        self._skipped = sorted(set(skipped))
         self.steps_per_epoch = total // global_batch_size
         self._epoch = functools.lru_cache(maxsize=2)(self._plan_epoch)
         self._block = functools.lru_cache(maxsize=2)(self._shuffle_block)
 
     def epoch_of(self, step: int) -> int:
         """The epoch, from 0, that step `step` (from 0) of the phase belongs to."""
-        return step // self.steps_per_epoch
+        return self.batch_of(step) // self.steps_per_epoch
+
+    def batch_of(self, step: int) -> int:
+        """Which batch, from 0, step `step` (from 0) uses: those that are skipped leave no gap in the steps."""
+        for skipped in self._skipped:
+            step += skipped <= step
+        return step
 
     def step(self, step: int) -> Samples:
         """The `global_batch_size` samples of step `step` (from 0), in order."""
@@ -104,13 +115,22 @@ class SampleOrder:
     def steps(self, first: int, last: int) -> Samples:
         """The samples of steps `first` … `last` - 1, in order: `global_batch_size` of them each."""
         pieces: list[Samples] = []
+        at = first
+        for end in range(first + 1, last + 1):
+            # Up to the next batch that is skipped, all at once.
+            if end == last or self.batch_of(end) - self.batch_of(at) > end - at:
+                pieces += self._batches(self.batch_of(at), self.batch_of(end - 1) + 1)
+                at = end
+        return Samples(np.concatenate([p.shard for p in pieces]), np.concatenate([p.row for p in pieces]))
+
+    def _batches(self, first: int, last: int) -> Iterator[Samples]:
+        """The samples of batches `first` … `last` - 1."""
         while first < last:
             epoch, step_in_epoch = divmod(first, self.steps_per_epoch)
             steps = min(last - first, self.steps_per_epoch - step_in_epoch)
             position = step_in_epoch * self.global_batch_size
-            pieces += self._pieces(epoch, position, position + steps * self.global_batch_size)
+            yield from self._pieces(epoch, position, position + steps * self.global_batch_size)
             first += steps
-        return Samples(np.concatenate([p.shard for p in pieces]), np.concatenate([p.row for p in pieces]))
 
     def _pieces(self, epoch: int, position: int, end: int) -> Iterator[Samples]:
         """The samples from `position` to `end` in the order of an epoch, block by block."""

@@ -165,13 +165,13 @@ class XlaDevice(Device):
         self._run_late()
 
     def copy_to_host(self, tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> None:
-        start = total = 0
-        for end, tensor in enumerate(tensors, 1):
-            total += tensor.numel() * tensor.element_size()
-            if total >= _FETCHED_BYTES or end == len(tensors):
-                for copy, fetched in zip(copies[start:end], self._fetch(tensors[start:end]), strict=True):
-                    copy.copy_(fetched)
-                start, total = end, 0
+        for part in _parts(tensors):
+            for copy, fetched in zip(copies[part], self._fetch(tensors[part]), strict=True):
+                copy.copy_(fetched)
+
+    def summaries(self, tensors: list[torch.Tensor]) -> list[tuple[int, bool]]:
+        # On the host: computed on the device, they would be one more graph.
+        return [one for part in _parts(tensors) for one in super(XlaDevice, self).summaries(self._fetch(tensors[part]))]
 
     def _fetch(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Copies on the host, all from one transfer."""
@@ -181,3 +181,13 @@ class XlaDevice(Device):
 
     def peak_flops_per_s(self, precision: str) -> float | None:
         return None
+
+
+def _parts(tensors: list[torch.Tensor]) -> Iterator[slice]:
+    """Runs of them, each fetched at once."""
+    start = total = 0
+    for end, tensor in enumerate(tensors, 1):
+        total += tensor.numel() * tensor.element_size()
+        if total >= _FETCHED_BYTES or end == len(tensors):
+            yield slice(start, end)
+            start, total = end, 0

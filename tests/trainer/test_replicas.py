@@ -1,0 +1,96 @@
+"""Workers that hold the same weights are compared: one flipped bit is found, named, and never saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import assert_same_bytes, metrics, train
+from trainer.devices.cpu import CpuDevice
+
+GIVEN: dict[str, Any] = {
+    "batch_size": 2, "grad_accum_usteps": 2, "warmup_steps": 1, "max_pred_len": 5, "device": "cpu", "max_steps": 8,
+    "ckpt_interval_steps": 3, "num_ckpts_to_keep": -1, "precision": "fp32",
+}  # fmt: skip
+
+
+def flipped(step: int, rank: int) -> dict[str, str]:
+    """One bit of one weight of that worker flips after that step."""
+    return {"FAILPOINT": f"step:{step}.{rank}", "FAILPOINT_ACTION": "damage"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "rank", "who"),
+    [
+        (2, 0, "workers 0, 1 differ;"),
+        (2, 1, "workers 0, 1 differ;"),
+        (3, 0, "worker 0 differ from those of the others"),
+        (3, 2, "worker 2 differ from those of the others"),
+    ],
+)
+def test_a_flipped_bit_is_found_before_it_is_saved(
+    data: Path, model: Path, tmp_path: Path, workers: int, rank: int, who: str
+) -> None:
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path / "out"}
+    done = train(workers, env=flipped(5, rank), replica_check_steps=0, **given)
+    assert done.returncode == 71, done.stdout
+    (error,) = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: step 6: the weights or moments of")
+    assert who in error
+    assert "Traceback" not in done.stdout
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir()) == ["ckpt_3"]
+    done = train(workers, resume_ckpt=True, **given)
+    assert done.returncode == 0, done.stdout
+    straight = train(workers, **{**given, "output_dir": tmp_path / "straight"})
+    assert straight.returncode == 0, straight.stdout
+    assert_same_bytes(tmp_path / "out" / "checkpoints" / "ckpt_8", tmp_path / "straight" / "checkpoints" / "ckpt_8")
+
+
+def test_between_checkpoints_they_are_compared_every_so_many_steps(data: Path, model: Path, tmp_path: Path) -> None:
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path, "ckpt_interval_steps": 0}
+    done = train(2, env=flipped(3, 1), replica_check_steps=2, **given)
+    assert done.returncode == 71, done.stdout
+    assert "error: step 4: " in done.stdout
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_ranks_that_share_a_model_are_compared_with_those_of_the_same_share(
+    data: Path, model: Path, tmp_path: Path
+) -> None:
+    """2 × 2 workers: 1 and 3 hold the same."""
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path, "tensor_parallel_size": 2}
+    done = train(4, env=flipped(2, 3), **given)
+    assert done.returncode == 71, done.stdout
+    assert "workers 1, 3 differ;" in done.stdout
+    done = train(4, resume_ckpt=True, **given)
+    assert done.returncode == 0, done.stdout
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_sum_of_a_tensors_bits_knows_every_bit(dtype: torch.dtype, offset: int) -> None:
+    """Also of a view that begins and ends between two words; against numpy's sum of the same bytes."""
+    tensor = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)[offset:33]
+    device = CpuDevice()
+    ((whole, is_finite),) = device.summaries([tensor])
+    assert is_finite
+    raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    words = np.frombuffer(raw + bytes(-len(raw) % 8), np.int64)
+    with np.errstate(over="ignore"):
+        assert whole == int(words.sum())
+    for bit in range(8 * len(raw)):
+        changed = tensor.clone()
+        changed.view(torch.uint8).numpy()[bit // 8] ^= np.uint8(1 << bit % 8)
+        assert device.summaries([changed])[0][0] != whole
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_found(value: float) -> None:
+    tensors = [torch.ones(7), torch.empty(0), torch.ones(3, 5)]
+    tensors[2][1, 4] = value
+    assert [is_finite for _, is_finite in CpuDevice().summaries(tensors)] == [True, True, False]
