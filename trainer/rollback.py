@@ -75,7 +75,7 @@ def _advice(config: TrainConfig, skipped: list[int]) -> str:
     if config.non_finite == "stop":
         return f"{where}: go on without this batch with --non_finite skip, or lower lr with --allow_changes lr"
     return (
-        f"{len(skipped)} batches have been left out already, and non_finite_limit is {config.non_finite_limit}, so it is "
-        f"the run that diverges; {where}: go back to one of them with --resume_ckpt --resume_step, and on with a lower "
-        f"lr or a longer warm-up (--allow_changes lr warmup_steps) or with --precision fp32 (--allow_changes precision)"
+        f"{len(skipped)} batches have been left out already, and non_finite_limit is {config.non_finite_limit}, so it "
+        f"is the run that diverges; {where}: go back to one with --resume_ckpt --resume_step, and on with a lower lr "
+        f"or a longer warm-up (--allow_changes lr warmup_steps) or with --precision fp32 (--allow_changes precision)"
     )
