@@ -5,8 +5,10 @@ Imports neither torch nor transformers nor h5py: a finished pipeline answers in 
 
 from pipeline import luigi_workers, notify, redaction
 from pipeline.settings import add_defaults
+from trainer.process import print_in_any_locale
 
 add_defaults()
+print_in_any_locale()
 redaction.install()
 notify.install()
 luigi_workers.install()

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Literal
 
 from pipeline.differences import cause
 from pipeline.goal import Goal, chain, is_complete, would_run
@@ -15,9 +15,9 @@ from pipeline.stage import Stage
 from pipeline.training import Training
 from stages.attempts import last_sign_of_life
 from stages.manifest import IDENTITY, MANIFEST, last_failure
+from stages.records import read_progress
 from stages.view.text import size
 from trainer.errors import UserError
-from trainer.files import PROGRESS, read_json
 
 #: What each means is in docs/recovery.md.
 State = Literal["complete", "running", "interrupted", "failed", "damaged", "stale", "waiting", "refused"]
@@ -159,7 +159,7 @@ def _with_abandoned(task: Stage, row: Row) -> Row:
 
 def _with_progress(task: Stage, row: Row) -> Row:
     """`row` with what progress.json says; of a training without one, with its newest checkpoint."""
-    progress: dict[str, Any] = read_json(task.directory / PROGRESS) or {}
+    progress = read_progress(task.directory)
     if progress:
         done, total, unit, per_s = (progress.get(name) for name in ("done", "total", "unit", "per_s"))
         return dataclasses.replace(row, done=done, total=total, unit=unit, per_s=per_s)

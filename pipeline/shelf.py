@@ -15,6 +15,7 @@ from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Job, Unreachable
 from stages.lock import LOCK, is_held
 from stages.manifest import IDENTITY, MANIFEST, why_incomplete
+from stages.records import read_identity, read_manifest
 from trainer.checkpoint.directory import CHECKPOINTS, STATE, abandoned, whole_checkpoints
 from trainer.errors import UserError
 from trainer.files import read_json
@@ -72,8 +73,8 @@ def _places(work_dir: Path) -> Iterator[Place]:
         name = _NAME.fullmatch(path.name)
         if name is None or path.is_symlink() or not path.is_dir():
             continue
-        for file in (path / MANIFEST, path / IDENTITY):
-            record = read_json(file)
+        for file, read in ((path / MANIFEST, read_manifest), (path / IDENTITY, read_identity)):
+            record = read(path)
             if record is not None:
                 phase = record.get("phase")
                 label = f"{record.get('stage')}" + ("" if phase is None else f"-phase{phase}")

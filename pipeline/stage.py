@@ -33,8 +33,9 @@ from stages.manifest import (
     record_failure,
     why_incomplete,
 )
+from stages.records import read_manifest
 from trainer.errors import EXIT_INTERRUPTED, LockHeld, UserError
-from trainer.files import read_json, utc_now
+from trainer.files import utc_now
 from trainer.secrets import Secret, redact
 
 
@@ -145,7 +146,7 @@ class Stage(PipelineTask):
 
     def manifest(self) -> dict[str, Any]:
         """The manifest of this stage, which is complete."""
-        manifest = read_json(self.directory / MANIFEST)
+        manifest = read_manifest(self.directory)
         assert manifest is not None, f"{self.label} is not complete"
         return manifest
 

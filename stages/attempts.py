@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trainer.errors import DiskError
 from trainer.files import ALIVE, METRICS, PROGRESS, disk_errors, failpoint
@@ -101,13 +101,25 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     """The lines that are whole; a machine that loses power may leave others."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-            if isinstance(record, dict) and ("started" in record or "how" in record):
+            if isinstance(record, dict) and (_is_start(record) or _is_end(record)):
                 yield record
+
+
+def _is_start(record: dict[str, Any]) -> bool:
+    return _is_time(record.get("started")) and _is_time(record.get("seen", 0))
+
+
+def _is_end(record: dict[str, Any]) -> bool:
+    return "started" not in record and record.get("how") in get_args(How) and _is_time(record.get("ended"))
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < 1e11
 
 
 def _append(directory: Path, record: dict[str, Any]) -> None:
@@ -122,6 +134,6 @@ def last_sign_of_life(directory: Path) -> float:
     """When the stage in `directory` was last heard of, in seconds since 1970; 0: never."""
     times = [0.0]
     for name in _SIGNS_OF_LIFE:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             times.append((directory / name).stat().st_mtime)
     return max(times)

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from stages.manifest import AlreadyComplete
 from trainer.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
-from trainer.process import die_with_starter
+from trainer.process import die_with_starter, print_in_any_locale
 from trainer.secrets import redact_tracebacks
 
 
 def run(main: Callable[[], None]) -> None:
     """Run a command's `main`: 0 if it is done (or was already), 1 with one line on a `UserError`, 75 on Ctrl-C."""
     die_with_starter()
+    print_in_any_locale()
     redact_tracebacks()
     try:
         main()

@@ -31,12 +31,14 @@ from typing import Any, Self
 
 from stages.lock import hold
 from stages.progress import Progress, signs_of_life
+from stages.records import FAILURE as FAILURE
+from stages.records import MANIFEST as MANIFEST
+from stages.records import read_failure, read_identity, read_manifest
 from trainer.errors import DiskError, UserError
 from trainer.files import (
     ALIVE,
     PROGRESS,
     TEMPORARY_SUFFIX,
-    read_json,
     sha256_of,
     sweep_temporaries,
     utc_now,
@@ -44,9 +46,6 @@ from trainer.files import (
 )
 from trainer.lock import HELD_FINGERPRINT_VARIABLE, LOCK
 from trainer.lock import IDENTITY as IDENTITY
-
-MANIFEST = "manifest.json"
-FAILURE = "failure.json"
 
 
 @dataclass(frozen=True)
@@ -100,26 +99,35 @@ def why_incomplete(directory: Path, fingerprint: str, *, verify: bool = False) -
 
     With `verify` every output's sha256 is checked too, which reads them all.
     """
-    manifest = read_json(directory / MANIFEST)
+    manifest = read_manifest(directory)
+    if manifest is None and (directory / MANIFEST).exists():
+        return f"{directory / MANIFEST} is damaged"
     if manifest is None:
         return "never finished" if directory.exists() else "never started"
     if manifest["fingerprint"] != fingerprint:
         return f"made with other settings (fingerprint {manifest['fingerprint'][:10]}, expected {fingerprint[:10]})"
     for output in manifest["outputs"]:
-        path = directory / output["path"]
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
-            return f"{path} is missing"
-        if stat.st_size != output["bytes"]:
-            return f"{path} has {stat.st_size} bytes, its manifest says {output['bytes']}"
-        if output.get("mtime_ns", stat.st_mtime_ns) != stat.st_mtime_ns:
-            return f"{path} was altered: it is a hard link to a file that was edited since"
-        if verify and sha256_of(path) != output["sha256"]:
-            return f"{path} was altered: its sha256 is not the manifest's"
+        reason = _why_altered(directory / output["path"], output, verify=verify)
+        if reason is not None:
+            return reason
     for name in manifest.get("present", ()):
-        if not (directory / name).exists():
+        if not os.path.exists(directory / name):
             return f"{os.path.normpath(directory / name)} is missing"
+    return None
+
+
+def _why_altered(path: Path, output: dict[str, Any], *, verify: bool) -> str | None:
+    """Why an output is not the file that the manifest describes."""
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):  # ValueError: no file can have such a name
+        return f"{path} is missing"
+    if stat.st_size != output["bytes"]:
+        return f"{path} has {stat.st_size} bytes, its manifest says {output['bytes']}"
+    if output.get("mtime_ns", stat.st_mtime_ns) != stat.st_mtime_ns:
+        return f"{path} was altered: it is a hard link to a file that was edited since"
+    if verify and (not path.is_file() or sha256_of(path) != output["sha256"]):
+        return f"{path} was altered: its sha256 is not the manifest's"
     return None
 
 
@@ -148,7 +156,7 @@ class StageDirectory:
         """
         held = os.environ.get(HELD_FINGERPRINT_VARIABLE)
         if held is not None:
-            record = read_json(path / IDENTITY)
+            record = read_identity(path)
             assert record is not None, f"{path / IDENTITY} was not written by the parent"
             assert record["fingerprint"] == held, f"{path / IDENTITY} is not the parent's"
             with signs_of_life(path):
@@ -173,7 +181,7 @@ def claim(path: Path, identity: Identity) -> None:
 
     Raises: `AlreadyComplete`; `UserError` when `path` holds something else.
     """
-    before = read_json(path / IDENTITY)
+    before = read_identity(path)
     bookkeeping = {
         LOCK,
         *(name + end for name in (IDENTITY, PROGRESS, ALIVE, FAILURE) for end in ("", TEMPORARY_SUFFIX)),
@@ -214,11 +222,11 @@ class Failure:
 
 def last_failure(path: Path) -> Failure | None:
     """What `record_failure` has left, or None."""
-    record = read_json(path / FAILURE)
+    record = read_failure(path)
     if record is None:
         return None
-    lines = str(record.get("error", "")).strip().splitlines() or ["it said nothing"]
-    return Failure(lines[-1], record.get("at"))
+    lines = record["error"].strip().splitlines() or ["it said nothing"]
+    return Failure(lines[-1], record["at"])
 
 
 def finish(

@@ -19,15 +19,15 @@ from typing import Any
 
 from stages.command import run
 from stages.examples import PAIR, SPECIAL_POSITIONS, Form
-from stages.manifest import MANIFEST, Identity, StageDirectory, why_incomplete
+from stages.manifest import Identity, StageDirectory, why_incomplete
 from stages.plans import PLAN, SplitPlan, SplitTokens, form_of, make_plans, read_splits
+from stages.records import read_manifest
 from stages.room import require_room
 from stages.slabs import Made, ShardTask, load_vocabulary, make_shard, row_bytes
 from stages.tokens import SPLITS, TEST, TRAINING
 from stages.tokens import STAGE as TOKENS_STAGE
 from stages.workers import Workers, processes_asked_for
 from trainer.errors import UserError
-from trainer.files import read_json
 
 STAGE = "shard_dataset"
 FORMAT_VERSION = 1
@@ -76,7 +76,7 @@ class ShardOptions:
 
 def tokens_fingerprint(directory: Path) -> str:
     """The fingerprint of a finished tokenized corpus; raises `UserError` if there is none in `directory`."""
-    manifest = read_json(directory / MANIFEST)
+    manifest = read_manifest(directory)
     if manifest is None or manifest["stage"] != TOKENS_STAGE:
         raise UserError(
             f"{directory} is not a finished tokenized corpus; make one there with python -m stages.tokenize"

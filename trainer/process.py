@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
 import socket
+import sys
 
 from trainer.errors import EXIT_INTERRUPTED
 
@@ -26,6 +28,13 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def print_in_any_locale() -> None:
+    """Have characters that the terminal's encoding lacks printed as "?", instead of failing with them."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def node_rank() -> int:

@@ -61,8 +61,8 @@ class MetricsFile:
                     if not line.endswith(b"\n"):
                         break
                     self._offset += len(line)
-                    self._add(json.loads(line))
-        except FileNotFoundError:
+                    self._add(line)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             self._forget()
         return self._curves
 
@@ -74,14 +74,21 @@ class MetricsFile:
         line = file.readline()
         try:
             return not line.endswith(b"\n") or bool(json.loads(line)["step"] == self._curves.steps[-1] + 1)
-        except ValueError:
+        except (ValueError, TypeError, KeyError, RecursionError):
             return False
 
-    def _add(self, record: dict[str, Any]) -> None:
-        self._curves.steps.append(record["step"])
-        self._curves.times.append(record["time"])
-        for name, values in self._curves.values.items():
-            values.append(float(record.get(name, math.nan)))
+    def _add(self, line: bytes) -> None:
+        """Take the record of a step; a line that is none, as a machine that loses power leaves, is passed over."""
+        try:
+            record = json.loads(line)
+            step, time = int(record["step"]), float(record["time"])
+            values = {name: float(record.get(name, math.nan)) for name in NAMES}
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            return
+        self._curves.steps.append(step)
+        self._curves.times.append(time)
+        for name, value in values.items():
+            self._curves.values[name].append(value)
 
 
 @dataclass(frozen=True)

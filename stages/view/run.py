@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from stages import attempts
-from stages.manifest import IDENTITY, MANIFEST, why_incomplete
+from stages.manifest import why_incomplete
+from stages.records import read_identity, read_manifest
 from stages.view.curves import Curves, MetricsFile
-from trainer.files import METRICS, read_json
+from trainer.files import METRICS
 
 #: Settings by section, as strings: {"phase1": {"lr": "0.001"}}.
 Settings = Mapping[str, Mapping[str, str]]
@@ -38,7 +39,7 @@ class StageRecord:
     @classmethod
     def of_directory(cls, directory: Path) -> StageRecord:
         """What a directory alone tells: whether the stage in it is complete."""
-        record = read_json(directory / IDENTITY) or {}
+        record = read_identity(directory) or {}
         phase = record.get("phase")
         label = str(record.get("stage", directory.name)) + ("" if phase is None else f"-phase{phase}")
         reason = why_incomplete(directory, str(record.get("fingerprint")))
@@ -49,7 +50,7 @@ class StageRecord:
         """Its manifest.json, stage.json where there is none, {} where it has not begun."""
         if self.directory is None:
             return {}
-        return read_json(self.directory / MANIFEST) or read_json(self.directory / IDENTITY) or {}
+        return read_manifest(self.directory) or read_identity(self.directory) or {}
 
     @property
     def is_complete(self) -> bool:

@@ -1,0 +1,62 @@
+"""The records of a stage directory, read whole or not at all: a crash or a person may leave others."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trainer.files import PROGRESS, read_json
+from trainer.lock import IDENTITY
+
+MANIFEST, FAILURE = "manifest.json", "failure.json"
+
+_IDENTITY: dict[str, Any] = {
+    "stage": str, "format_version": int, "parameters": dict, "inputs": dict, "upstream": dict, "fingerprint": str,
+}  # fmt: skip
+_MANIFEST: dict[str, Any] = {**_IDENTITY, "outputs": list, "counts": dict, "started": str, "seconds": (int, float)}
+_OUTPUT: dict[str, Any] = {"path": str, "bytes": int, "sha256": str}
+
+
+def read_identity(directory: Path) -> dict[str, Any] | None:
+    """stage.json, or None if there is none that a stage can have written."""
+    record = read_json(directory / IDENTITY)
+    return record if _is(record, _IDENTITY) else None
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """manifest.json, or None if there is none that a stage can have written."""
+    record = read_json(directory / MANIFEST)
+    if record is None or not _is(record, _MANIFEST) or not _is_time(record["started"]):
+        return None
+    present = record.get("present", [])
+    is_whole = isinstance(present, list) and all(isinstance(name, str) for name in present)
+    return record if is_whole and all(_is(output, _OUTPUT) for output in record["outputs"]) else None
+
+
+def read_failure(directory: Path) -> dict[str, Any] | None:
+    """failure.json with its `error` and its time `at`, or None."""
+    record = read_json(directory / FAILURE)
+    if record is None:
+        return None
+    at = record.get("at")
+    return {"error": str(record.get("error", "")), "at": at if _is_time(at) else None}
+
+
+def read_progress(directory: Path) -> dict[str, Any]:
+    """progress.json; {} if there is none that a stage can have written."""
+    record = read_json(directory / PROGRESS) or {}
+    numbers = all(isinstance(record.get(name), (int, float, type(None))) for name in ("done", "total", "per_s"))
+    return record if numbers and isinstance(record.get("unit"), (str, type(None))) else {}
+
+
+def _is(record: Any, types: dict[str, Any]) -> bool:
+    return isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in types.items())
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        datetime.strptime(value, "%Y-%m-%dT%H:%M:%SZ")
+    except (TypeError, ValueError):
+        return False
+    return True
