@@ -83,7 +83,7 @@ def load_model(directory: Path, device: Device) -> BertForPreTraining:
     """The model, for `device`, of a Hugging Face directory with one model.safetensors. Raises `UserError`."""
     try:
         config = ModelConfig.of_hugging_face(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{directory} is not a Hugging Face model: {error}; give a directory with config.json"
         ) from error

@@ -102,7 +102,8 @@ def take_in(
 
 def _check(task: _Task) -> tuple[_Task, Shard]:
     """Read all of one file; of one that has its name, only its form and its hash."""
-    from trainer.data.shards import file_shape, validate_file
+    from trainer.data.shards import file_shape
+    from trainer.data.validation import validate_file
 
     path = task.final if task.is_placed else _temporary(task.final)
     limits = {"seq_len": task.limits.seq_len, "max_pred_len": task.limits.max_pred_len}

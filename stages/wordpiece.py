@@ -152,18 +152,28 @@ def build_tokenizer(vocabulary: list[str], *, lower_case: bool) -> Tokenizer:
     return tokenizer
 
 
+#: A million pieces, the most that [corpus] vocab_size allows, of 64 bytes each.
+_VOCABULARY_BYTES_MAX = 64 << 20
+
+
 def read_vocabulary(path: Path) -> list[str]:
     """The pieces of a `vocab.txt`, one a line, in the order of their ids.
 
     Raises `UserError`: not there, not UTF-8, a special token missing, a piece twice.
     """
     try:
+        if path.stat().st_size > _VOCABULARY_BYTES_MAX:
+            raise UserError(
+                f"the vocabulary {path} has {path.stat().st_size:,} bytes, more than {_VOCABULARY_BYTES_MAX:,}; name a "
+                f"vocab.txt, a piece a line"
+            )
         pieces = path.read_bytes().decode("utf-8").replace("\r\n", "\n").rstrip("\n").split("\n")
     except OSError as error:
         raise UserError(f"cannot read the vocabulary {path}: {error.strerror}; name a vocab.txt") from None
     except UnicodeDecodeError as error:
         raise UserError(f"the vocabulary {path} is not UTF-8 at offset {error.start}; name a vocab.txt") from None
-    missing = [token for token in SPECIAL_TOKENS if token not in set(pieces)]
+    known = set(pieces)
+    missing = [token for token in SPECIAL_TOKENS if token not in known]
     if missing:
         raise UserError(
             f"the vocabulary {path} lacks {', '.join(missing)}; it must hold {' '.join(SPECIAL_TOKENS)}, one a line"

@@ -12,7 +12,8 @@ import pytest
 from stages.examples import Form, Vocabulary, complete_rows, gather_rows, plan_pairs
 from stages.wordpiece import CONTINUATION, SPECIAL_TOKENS, Encoder, read_vocabulary
 from tests.conftest import Stage
-from trainer.data.shards import KEYS, ShardSet, validate_file
+from trainer.data.shards import KEYS, ShardSet
+from trainer.data.validation import validate_file
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]

@@ -16,7 +16,8 @@ from stages.shard import PACKED_SEQUENCES
 from tests.conftest import Stage
 from tests.stages.corpora import make_tokens
 from trainer.data.hdf5 import Array
-from trainer.data.shards import KEYS, LENGTHS_KEY, ShardSet, validate_file
+from trainer.data.shards import KEYS, LENGTHS_KEY, ShardSet
+from trainer.data.validation import validate_file
 from trainer.errors import UserError
 
 FORM = Form(512, 80, sequences_per_row=PACKED_SEQUENCES)

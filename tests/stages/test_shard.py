@@ -23,7 +23,8 @@ from stages.tokens import TRAINING, part_paths, read_part
 from tests.conftest import Disk, Stage
 from tests.stages.corpora import make_tokens
 from tests.support import assert_one_line_error
-from trainer.data.shards import KEYS, ShardSet, validate_file
+from trainer.data.shards import KEYS, ShardSet
+from trainer.data.validation import validate_file
 from trainer.errors import UserError
 
 FORM = ("--seq-len", 32, "--max-pred-len", 5)

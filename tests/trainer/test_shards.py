@@ -13,7 +13,8 @@ import pytest
 import trainer.data.shards as shards_module
 from tests.support import assert_one_line_error, command, write_dataset
 from trainer.data.hdf5 import open_hdf5
-from trainer.data.shards import KEYS, ShardSet, validate_file, write_shard
+from trainer.data.shards import KEYS, ShardSet, write_shard
+from trainer.data.validation import validate_file
 from trainer.errors import UserError
 
 Arrays = dict[str, np.ndarray[Any, Any]]

@@ -52,7 +52,7 @@ def why_invalid(directory: Path, *, verify: bool | Callable[[str], bool] = True)
     try:
         manifest = json.loads(raw)
         intact = raw == encode_manifest(manifest["step"], manifest["files"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         intact = False
     if not intact:
         return f"its {MANIFEST} is damaged"

@@ -142,7 +142,7 @@ class TensorFile:
             }
         except OSError as error:
             raise _unreadable(path, error) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} cannot be read as safetensors ({error}); use another checkpoint, or copy it here again"
             ) from error

@@ -7,6 +7,7 @@ no HDF5 call per row, any row without its neighbours, and a full disk is an ordi
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import re
@@ -167,3 +168,42 @@ def map_contiguous(path: Path, file: Any, keys: tuple[str, ...]) -> MappedDatase
         is_empty = offset is None
         arrays[key] = np.zeros(shape, dtype) if is_empty else np.ndarray(shape, dtype, buffer=whole, offset=offset)
     return mapped
+
+
+#: A chunk is unpacked as a whole, whatever is read of it.
+_CHUNK_BYTES_MAX = 512 << 20
+
+
+def require_own_dataset(path: Path, file: Any, key: str) -> None:
+    """Raise `UserError` unless `key` in the open `file` is a dataset, and all of its content is in that file.
+
+    HDF5 can also take it from other files, and gives zeros for what was never written.
+    """
+    link = file.get(key, getlink=True)
+    if not isinstance(link, h5py.HardLink):
+        raise _not_in(path, key, "is a link to a dataset elsewhere")
+    dataset = file[key]
+    if not isinstance(dataset, h5py.Dataset):
+        raise UserError(f"{path}: {key} is not a dataset; this is no shard")
+    if dataset.is_virtual or dataset.external:
+        raise _not_in(path, key, "has its content in other files")
+    if not dataset.size:
+        return
+    properties, chunk = dataset.id.get_create_plist(), dataset.chunks
+    if chunk is None:
+        is_whole = properties.get_layout() != h5py.h5d.CONTIGUOUS or dataset.id.get_offset() is not None
+    else:
+        chunk_bytes = math.prod(chunk) * dataset.dtype.itemsize
+        if chunk_bytes > _CHUNK_BYTES_MAX:
+            raise UserError(
+                f"{path}: {key} has chunks of {chunk_bytes:,} bytes; at most {_CHUNK_BYTES_MAX:,} are read; write it "
+                f"with smaller ones"
+            )
+        chunks = math.prod(-(-length // step) for length, step in zip(dataset.shape, chunk, strict=True))
+        is_whole = dataset.id.get_num_chunks() == chunks
+    if not is_whole:
+        raise UserError(f"{path}: parts of {key} were never written; make or fetch it again")
+
+
+def _not_in(path: Path, key: str, what: str) -> UserError:
+    return UserError(f"{path}: {key} {what}, which is not followed; write all data into the shard itself")

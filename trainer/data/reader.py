@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from trainer.data.bert_batch import IGNORED, BertBatch, PackedBertBatch, filled_up
 from trainer.data.order import Samples
-from trainer.data.shards import LENGTHS_KEY, ShardSet, value_limits
+from trainer.data.shards import LENGTHS_KEY, ShardSet
+from trainer.data.validation import value_limits
 from trainer.errors import UserError
 
 Arrays = dict[str, NDArray[np.generic]]

@@ -22,7 +22,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.hdf5 import Array, Layout, MappedDatasets, contiguous_file, map_contiguous, open_hdf5
+from trainer.data.hdf5 import (
+    Array,
+    Layout,
+    MappedDatasets,
+    contiguous_file,
+    map_contiguous,
+    open_hdf5,
+    require_own_dataset,
+)
 from trainer.errors import UserError
 
 TOKEN_KEYS = ("input_ids", "input_mask", "segment_ids")
@@ -35,7 +43,8 @@ LENGTHS_KEY = "sequence_lengths"
 _MAPPED_FILES = 16
 #: Memory for decoded shards of other tools: those of a block of `order`'s, about 160 MB in phase 1 and 570 in phase 2.
 _DECODED_BYTES = 1 << 30
-_VALIDATED_ROWS = 8192
+#: Shards of other tools are unpacked whole; and no sequence is longer, as positions are 16 bits.
+_SHARD_BYTES_MAX, _SEQ_LEN_MAX = 16 << 30, 1 << 16
 # Deflate packs at most 1,032 : 1; a file that claims to hold more than this holds nothing of the kind.
 _UNPACKED_RATIO_MAX = 1100
 
@@ -159,7 +168,7 @@ class ShardSet:
             return self._decoded[shard]
         path = self.directory / self.names[shard]
         with open_hdf5(path) as file:
-            shape = _shape_of(path, file, seq_len=self.seq_len, max_pred_len=None)
+            shape = shape_of(path, file, seq_len=self.seq_len, max_pred_len=None)
             if shape.sequences_per_row != self.sequences_per_row:
                 raise UserError(
                     f"{path} holds {shape.sequences_per_row or 1} sequences a row, at most, {self.names[0]} "
@@ -192,7 +201,7 @@ def _recorded_rows(directory: Path) -> dict[str, int]:
     try:
         rows = json.loads((directory / "manifest.json").read_bytes())["counts"]["rows"]
         return {str(name): int(count) for name, count in rows.items()}
-    except (FileNotFoundError, KeyError, TypeError, ValueError, AttributeError):
+    except (FileNotFoundError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return {}
 
 
@@ -203,22 +212,23 @@ def _decode(path: Path, key: str, file: Any) -> Array:
         return values.astype(np.uint16)
     low, high = int(values.min()), int(values.max())
     if low < 0:
-        raise _bad_value(path, key, values, values < 0, 0, "0 or more")
+        raise bad_value(path, key, values, values < 0, 0, "0 or more")
     return values.astype(np.uint8 if high < 1 << 8 else np.uint16 if high < 1 << 16 else np.uint32)
 
 
 def file_shape(path: Path, *, seq_len: int | None, max_pred_len: int | None) -> ShardShape:
     """The shape of a shard; raises `UserError` if it is not one, or not of the lengths asked for."""
     with open_hdf5(path) as file:
-        return _shape_of(path, file, seq_len=seq_len, max_pred_len=max_pred_len)
+        return shape_of(path, file, seq_len=seq_len, max_pred_len=max_pred_len)
 
 
-def _shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int | None) -> ShardShape:
+def shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int | None) -> ShardShape:
     keys = (*KEYS, LENGTHS_KEY) if LENGTHS_KEY in file else KEYS
     for key in keys:
         if key not in file:
             raise UserError(f"{path} has no dataset {key}; a shard has {', '.join(KEYS)}")
-        if not hasattr(file[key], "dtype") or file[key].dtype.kind not in "iu":
+        require_own_dataset(path, file, key)
+        if file[key].dtype.kind not in "iu":
             raise UserError(f"{path}: {key} is not a dataset of integers; this is no shard of token ids")
     shapes = {key: tuple(file[key].shape) for key in keys}
     if len(shapes["input_ids"]) != 2 or len(shapes["masked_lm_ids"]) != 2:
@@ -239,59 +249,25 @@ def _shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int |
         raise UserError(
             f"{path} has {P} predictions a sequence; at most {max_pred_len} were asked for; raise the limit to {P}"
         )
+    _require_bounded(path, sum(file[key].nbytes for key in keys), rows, S, max(P, K or 0))
     return ShardShape(rows, S, P, K)
 
 
-def validate_file(
-    path: Path, *, seq_len: int | None = None, max_pred_len: int | None = None, vocab_size: int | None = None
-) -> int:
-    """Read all of a shard and check it; returns its rows. None leaves a limit open (`seq_len`: as in the file).
-
-    Raises `UserError` that names file, key, row and value.
-    """
-    with open_hdf5(path) as file:
-        shape = _shape_of(path, file, seq_len=seq_len, max_pred_len=max_pred_len)
-        rows, S = shape.rows, shape.seq_len
-        if sum(file[key].nbytes for key in shape.keys) > _UNPACKED_RATIO_MAX * path.stat().st_size:
-            raise UserError(f"{path} claims {rows} rows but is far too small to hold them; fetch or make it again")
-        limits = value_limits(S, vocab_size)
-        for start in range(0, rows, _VALIDATED_ROWS):
-            for key in shape.keys:
-                limit = limits.get(key)
-                values: Array = file[key][start : start + _VALIDATED_ROWS]
-                if not values.size:
-                    continue
-                if values.min() < 0 or (limit is not None and values.max() >= limit):
-                    wrong = values < 0 if limit is None else (values < 0) | (values >= limit)
-                    allowed = "0 or more" if limit is None else f"0 to {limit - 1}"
-                    raise _bad_value(path, key, values, wrong, start, allowed)
-            if shape.sequences_per_row is not None:
-                here = slice(start, start + _VALIDATED_ROWS)
-                _require_lengths(path, file[LENGTHS_KEY][here], file["input_mask"][here], start)
-    return rows
-
-
-def value_limits(seq_len: int, vocab_size: int | None) -> dict[str, int]:
-    """What the values of each dataset are less than; without a `vocab_size` those of ids are left out."""
-    ids = {} if vocab_size is None else {"input_ids": vocab_size, "masked_lm_ids": vocab_size}
-    flags = {"input_mask": 2, "segment_ids": 2, "next_sentence_labels": 2}
-    return {**ids, **flags, "masked_lm_positions": seq_len, LENGTHS_KEY: seq_len + 1}
-
-
-def _require_lengths(path: Path, lengths: Array, mask: Array, start: int) -> None:
-    """Raise `UserError` unless packed sequences cover what `input_mask` calls tokens, with no gap among them."""
-    total = lengths.sum(1, dtype=np.int64)
-    is_right = ((np.arange(mask.shape[1]) < total[:, None]) == (mask != 0)).all(1)
-    is_right &= (lengths[:, 0] > 0) & ((lengths[:, 1:] == 0) | (lengths[:, :-1] > 0)).all(1)
-    if not is_right.all():
-        row = int(is_right.argmin())
+def _require_bounded(path: Path, claimed: int, rows: int, seq_len: int, longest: int) -> None:
+    """Raise `UserError` for what no data set is: nothing of it would fit into memory."""
+    if claimed > _UNPACKED_RATIO_MAX * path.stat().st_size:
+        raise UserError(f"{path} claims {rows} rows but is far too small to hold them; fetch or make it again")
+    if claimed > _SHARD_BYTES_MAX:
         raise UserError(
-            f"{path}: {LENGTHS_KEY} {lengths[row].tolist()} of row {start + row} do not fit its input_mask with "
-            f"{int((mask[row] != 0).sum())} tokens; make this file again"
+            f"{path} unpacks to {claimed:,} bytes; at most {_SHARD_BYTES_MAX:,} are read; split it into more shards"
+        )
+    if max(seq_len, longest) > _SEQ_LEN_MAX:
+        raise UserError(
+            f"{path} has rows of {max(seq_len, longest)}; at most {_SEQ_LEN_MAX} are read; this is no shard"
         )
 
 
-def _bad_value(path: Path, key: str, values: Array, wrong: Array, start: int, allowed: str) -> UserError:
+def bad_value(path: Path, key: str, values: Array, wrong: Array, start: int, allowed: str) -> UserError:
     first = tuple(int(i) for i in np.argwhere(wrong)[0])
     return UserError(
         f"{path}: {key} is {values[first]} in row {start + first[0]}; allowed is {allowed}; "

@@ -105,8 +105,10 @@ def _model(args: argparse.Namespace) -> ModelConfig:
     if args.model_config is not None:
         try:
             config = json.loads(args.model_config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"--model_config {args.model_config}: {error}; give a Hugging Face config.json") from error
+        if not isinstance(config, dict):
+            raise UserError(f"--model_config {args.model_config} is no JSON object; give a Hugging Face config.json")
         model = ModelConfig.of_hugging_face({**config, **changes})
     else:
         model = ModelConfig.preset("debug" if args.debug else args.model, **changes)

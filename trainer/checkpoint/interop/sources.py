@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.interop.limits import require_bounded
 from trainer.checkpoint.tensor_file import Spec
 from trainer.errors import CheckpointError
 
@@ -129,6 +130,7 @@ class Renamed:
 
 def load_pickle(path: Path) -> Any:
     """What `torch.save` wrote, its tensors mapped rather than read. Raises `CheckpointError`."""
+    require_bounded(path)
     stand_in: Any = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
     try:
         with torch.serialization.safe_globals(stand_in):
