@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import bz2
+import gzip
 import io
 import json
 import lzma
@@ -97,7 +97,7 @@ def many_global_headers() -> bytes:
 
 
 def long_name() -> bytes:
-    return tar_header(tarfile.GNUTYPE_LONGNAME, 600 * MB) + bytes(600 * MB)
+    return tar_header(tarfile.GNUTYPE_LONGNAME, 300 * MB) + bytes(300 * MB)
 
 
 def headers_in_headers() -> bytes:
@@ -119,14 +119,14 @@ def sparse_map_in_file() -> bytes:
     record = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
     return (
         tar_header(tarfile.XHDTYPE, len(record)) + padded(record)
-        + tar_header(tarfile.REGTYPE, 60 * MB) + padded(b"30000000\n") + b"0\n" * (30 * MB)
+        + tar_header(tarfile.REGTYPE, 20 * MB) + padded(b"30000000\n") + b"0\n" * (10 * MB)
     )  # fmt: skip
 
 
 ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
     "PAX header": (pax_bomb, "has a header of "),
     "global headers": (many_global_headers, "has more global headers than anybody writes"),
-    "long name": (long_name, "has a header of 629,145,600 bytes, more than 65,536"),
+    "long name": (long_name, "has a header of 314,572,800 bytes, more than 65,536"),
     "headers in headers": (headers_in_headers, "has more headers than members need"),
     "sparse map": (sparse_map, "has a sparse file"),
     "sparse map in the file": (sparse_map_in_file, "has a sparse file"),
@@ -137,9 +137,11 @@ ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
 def test_an_archives_headers_take_no_memory(tmp_path: Path, name: str) -> None:
     """Packed, such an archive has a few kilobytes or megabytes."""
     make, words = ARCHIVES[name]
-    with (tmp_path / "bomb.tar.bz2").open("wb") as file:
-        file.write(bz2.compress(make(), 1))
-    said = refused_within(200 * MB, "stages.download", tmp_path / "bomb.tar.bz2", "--out", tmp_path / "out")
+    with (tmp_path / "bomb.tar.gz").open("wb") as file:
+        file.write(gzip.compress(make(), 1))
+    said = refused_within(
+        200 * MB, "stages.download", tmp_path / "bomb.tar.gz", "--out", tmp_path / "out", "--processes", 1
+    )
     assert words in said
 
 
@@ -150,7 +152,7 @@ def test_a_long_name_and_a_comment_are_no_harm(tmp_path: Path) -> None:
         path = tmp_path / f"{form}.tar"
         with tarfile.open(path, "w", format=form, pax_headers={"comment": "0" * 40}) as tar:
             tar.add(shard, f"{'a' * 150}/{'b' * 150}/x_training_0.hdf5")
-        assert forked("stages.download", path, "--out", tmp_path / f"out{form}").returncode == 0
+        assert forked("stages.download", path, "--out", tmp_path / f"out{form}", "--processes", 1).returncode == 0
 
 
 def test_whatever_bytes_are_altered_an_archive_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
@@ -290,13 +292,13 @@ def _one_chunk(path: Path) -> None:
 
 
 def _zeros(count: int) -> bytes:
-    packer = zlib.compressobj(9)
+    packer = zlib.compressobj(1)
     return b"".join([*(packer.compress(bytes(MB)) for _ in range(count // MB)), packer.flush()])
 
 
 CLAIMS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "rows": (_claims(10**12, 128, (8, 128)), "claims 1000000000000 rows but is far too small to hold them"),
-    "row length": (_claims(8, 10**9, (1, 1024)), "is far too small to hold them"),
+    "rows": (_claims(10**12, 128, (8, 128)), "parts of input_ids were never written"),
+    "row length": (_claims(8, 10**9, (1, 1024)), "parts of input_ids were never written"),
     "one chunk": (_one_chunk, "has chunks of 600,000,000 bytes; at most 536,870,912 are read"),
 }
 
@@ -327,7 +329,7 @@ def test_a_contiguous_dataset_beyond_the_files_end_is_refused(tmp_path: Path) ->
 
 
 def deflated(path: Path) -> None:
-    """1 GB of zeros in 1 MB, as a tensor of a checkpoint."""
+    """600 MB of zeros in 0.6 MB, as a tensor of a checkpoint."""
     torch.save({"model": {"bert.embeddings.word_embeddings.weight": torch.zeros(4)}}, path)
     with zipfile.ZipFile(path) as archive:
         records = {info.filename: archive.read(info) for info in archive.infolist()}
@@ -336,7 +338,7 @@ def deflated(path: Path) -> None:
             if not name.endswith("data/0"):
                 archive.writestr(name, content)
         with archive.open(f"{next(iter(records)).split('/')[0]}/data/0", "w", force_zip64=True) as record:
-            for _ in range(1024):
+            for _ in range(600):
                 record.write(bytes(MB))
 
 
@@ -460,7 +462,10 @@ def test_an_archive_cannot_ask_for_a_large_window(tmp_path: Path) -> None:
     filters = [{"id": lzma.FILTER_LZMA2, "dict_size": MB}]
     packed = bytearray(lzma.compress(pack(folder, "").read_bytes(), filters=filters))
     (tmp_path / "good.tar.xz").write_bytes(packed + bytes(8) + packed)  # two streams and padding, as xz allows
-    assert forked("stages.download", tmp_path / "good.tar.xz", "--out", tmp_path / "good").returncode == 0
+    assert (
+        forked("stages.download", tmp_path / "good.tar.xz", "--out", tmp_path / "good", "--processes", 1).returncode
+        == 0
+    )
     header = slice(12, 12 + 4 * packed[12])
     assert packed[14:16] == b"\x21\x01", "the filter, LZMA2, and the length of what it is told"
     packed[16] = 40
