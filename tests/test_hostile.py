@@ -182,7 +182,7 @@ def test_whatever_bytes_are_altered_an_archive_is_read_or_refused_in_one_line(tm
                         pass
             except UserError as error:
                 said.append(str(error))
-    assert len(said) > 100
+    assert len(said) > 30
     assert not any("\n" in line for line in said)
 
 
@@ -397,7 +397,7 @@ def test_predict_says_in_one_line_what_is_wrong_with_a_bin(tmp_path: Path) -> No
     for content, words in (
         (
             _saved(_Runs()),
-            "builtins.print, which is neither a tensor nor a plain container; nothing of it was executed",
+            "holds print, which is neither a tensor nor a plain container; nothing of it was executed",
         ),
         (b"\x80\x02garbage", "pytorch_model.bin"),
         (b"", "pytorch_model.bin"),
@@ -411,6 +411,7 @@ def test_predict_says_in_one_line_what_is_wrong_with_a_bin(tmp_path: Path) -> No
         assert errors[0].startswith("error: ")
         assert words in errors[0]
         assert "executed\n" not in done.stdout
+        assert "weights_only" not in done.stdout
 
 
 def _saved(value: object) -> bytes:
@@ -428,6 +429,7 @@ def test_deep_json_is_refused_in_one_line(tmp_path: Path) -> None:
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     (model / "vocab.txt").write_text("[PAD]\n")
     (tmp_path / "text.jsonl").write_text(deep)
+    write(tmp_path / "x_test_0.hdf5")
     for module, *words in (
         ("stages.convert", "--inspect", model),
         ("stages.convert", model, tmp_path / "out"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -133,7 +134,8 @@ def load_pickle(path: Path) -> Any:
     require_bounded(path)
     stand_in: Any = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
     try:
-        with torch.serialization.safe_globals(stand_in):
+        with torch.serialization.safe_globals(stand_in), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a pickle that is not torch's, which is refused
             try:
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError as error:
@@ -149,6 +151,8 @@ def load_pickle(path: Path) -> Any:
                 f"executed, and it cannot be read"
             ) from error
         reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if "weights_only" in reason:  # torch advises to execute it
+            reason = "its pickle is not one of tensors and plain containers"
         raise CheckpointError(
             f"{path} is damaged, cut short or not written by torch.save ({reason}); copy it again"
         ) from error
