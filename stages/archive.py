@@ -38,6 +38,7 @@ _EXTENDED = (
 
 #: Memory for unpacking .xz; `xz -9` needs 65 MiB.
 _XZ_MEMORY_MAX = 128 << 20
+_SPARSE = (tarfile.GNUTYPE_SPARSE,)
 _READ_BYTES = 1 << 20
 _READ_ERRORS = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
@@ -64,7 +65,7 @@ class _Header(tarfile.TarInfo):
         if self.type in _EXTENDED:
             read: _ExtendedHeaders = tarfile_.extended_headers  # type: ignore[attr-defined]
             read.count(self)
-        elif self.type == tarfile.GNUTYPE_SPARSE:
+        elif self.type in _SPARSE:
             raise _Refused("has a sparse file")
         return super()._proc_member(tarfile_)  # type: ignore[misc, no-any-return]
 
