@@ -38,7 +38,7 @@ _EXTENDED = (
 
 #: Memory for unpacking .xz; `xz -9` needs 65 MiB.
 _XZ_MEMORY_MAX = 128 << 20
-_SPARSE = (tarfile.GNUTYPE_SPARSE,)
+_SPARSE, _GLOBAL = (tarfile.GNUTYPE_SPARSE,), (tarfile.XGLTYPE,)
 _READ_BYTES = 1 << 20
 _READ_ERRORS = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
@@ -101,7 +101,7 @@ class _ExtendedHeaders:
         self._in_a_row += 1
         if not 0 <= header.size <= EXTENDED_HEADER_MAX:
             raise _Refused(f"has a header of {header.size:,} bytes, more than {EXTENDED_HEADER_MAX:,}")
-        if header.type == tarfile.XGLTYPE and self._bytes > EXTENDED_HEADER_MAX:
+        if header.type in _GLOBAL and self._bytes > EXTENDED_HEADER_MAX:
             raise _Refused("has more global headers than anybody writes")
         if self._bytes > _EXTENDED_HEADERS_MAX or self._in_a_row > _EXTENDED_IN_A_ROW_MAX:
             raise _Refused("has more headers than members need")
