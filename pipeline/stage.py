@@ -219,7 +219,7 @@ class Stage(PipelineTask):
         if self.nodes > 1:
             say(f"{self.label}: node {self.settings.cluster.node_rank} of {self.nodes}, in {self.directory}")
             self.directory.mkdir(parents=True, exist_ok=True)
-            with (self.directory / LOCK).open("a") as nothing:
+            with (self.directory / LOCK).open("a", encoding="utf-8") as nothing:
                 self._run_command(nothing.fileno(), None)
         await_node_0(
             self.label,

@@ -107,7 +107,7 @@ class Trainer:
             ranks=self._shared,
         )
         if start is not None and not start.weights_only:
-            self.state = resume_state(self.state, start, config, workload, say)
+            self.state = resume_state(self.state, start, config, say)
             if start.state.step < config.max_steps:  # a finished phase needs none, and may have none (--minimal_ckpt)
                 mesh.in_turns(functools.partial(self._load_optimizer, start, workload), at_once=_LOADING_AT_ONCE)
             self.optimizer.set_steps_done(self.state.step)

@@ -62,19 +62,12 @@ def beginning(
     )
 
 
-def resume_state(
-    state: TrainState, start: Start, config: TrainConfig, workload: Workload, say: Callable[[str], None]
-) -> TrainState:
+def resume_state(state: TrainState, start: Start, config: TrainConfig, say: Callable[[str], None]) -> TrainState:
     """`state` at the place of `start`, with the changes that the configuration allows, which are told.
 
     Raises `CheckpointError` if anything else that decides the result differs.
     """
-    resumed = state.resumed(
-        start.state, start.checkpoint, allowed=config.allow_changes, former_data=workload.former_identity
-    )
-    if not start.state.settings:
-        names = ", ".join(state.settings)
-        say(f"{start.checkpoint} is of an earlier version, which recorded nothing of {names}: they are not compared")
+    resumed = state.resumed(start.state, start.checkpoint, allowed=config.allow_changes)
     for change in resumed.changes[len(start.state.changes) :]:
         say(f"from step {change['step']} on: {change['name']} {change['old']} → {change['new']}, as allowed")
     return resumed

@@ -88,16 +88,13 @@ class TrainState:
         mine = {name: getattr(self, name) for name in names}
         return {**self.model, **self.settings, **mine}
 
-    def resumed(self, other: TrainState, checkpoint: Path, *, allowed: Sequence[str], former_data: str = "") -> Self:
+    def resumed(self, other: TrainState, checkpoint: Path, *, allowed: Sequence[str]) -> Self:
         """This run at the place of `other`, the state in `checkpoint`, with what differs, if `allowed`, recorded.
 
-        `former_data`: what earlier versions recorded for the same data set. Raises `CheckpointError` if this run cannot
-        go on from there.
+        Raises `CheckpointError` if this run cannot go on from there.
         """
         self.require_same_model(other, checkpoint)
         theirs = other.deciding
-        if not other.settings and theirs["data"] == former_data:
-            theirs["data"] = self.data
         differ = [
             {"step": other.global_step, "name": name, "old": theirs[name], "new": mine}
             for name, mine in self.deciding.items()
@@ -121,6 +118,11 @@ class TrainState:
 
 
 def _advice(names: list[str]) -> str:
+    if "order_version" in names:
+        return (
+            "that version of the program drew its samples and random numbers in another order; finish the run with it, "
+            "or start anew in another output directory"
+        )
     advice = "the result would not be the same; go on with that, or start anew in another output directory"
     if set(names) <= set(CHANGEABLE):
         return f"{advice}, or allow the change from here on with --allow_changes {' '.join(names)}"

@@ -155,6 +155,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("kubernetes", "pod_resources", "nvidia.com/gpu=8", NOTHING),
     ("kubernetes", "node_selector", "a=b", NOTHING),
     ("kubernetes", "service_account", "trainer", NOTHING),
+    ("kubernetes", "start_timeout_s", "60", NOTHING),
     ("cluster", "data_parallel", "ddp", COMPILED),
     ("cluster", "batches_per_execution", "2", COMPILED),
     ("cluster", "compile", "true", COMPILED),

@@ -17,9 +17,13 @@ from pipeline.launchers.supervisor import Supervisor
 PROGRAM = """
 import os, sys
 from pathlib import Path
+from trainer.checkpoint.directory import encode_manifest
 words = sys.argv[1:]
 if len(words) > 1:
-    Path(f"{words[1]}/checkpoints/ckpt_{len(os.listdir(words[1] + '/checkpoints')) + 1}").mkdir()
+    step = len(os.listdir(words[1] + "/checkpoints")) + 1
+    checkpoint = Path(words[1], "checkpoints", f"ckpt_{step}")
+    checkpoint.mkdir()
+    (checkpoint / "manifest.json").write_bytes(encode_manifest(step, []))
 print("error: it broke", flush=True)
 sys.exit(int(words[0]))
 """

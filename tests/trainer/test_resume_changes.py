@@ -16,7 +16,6 @@ import pytest
 from stages.manifest import Identity, Output, finish
 from tests.support import (
     assert_one_line_error,
-    assert_same_bytes,
     losses,
     train,
     write_dataset,
@@ -24,7 +23,6 @@ from tests.support import (
 from trainer.checkpoint.format import write_manifest
 from trainer.config import CHANGEABLE, ModelConfig, TrainConfig, deciding
 from trainer.data.identity import CACHE, content_identity
-from trainer.data.shards import ShardSet
 
 GIVEN: dict[str, Any] = {
     "batch_size": 4, "grad_accum_usteps": 4, "warmup_steps": 2, "max_pred_len": 5, "device": "cpu", "max_steps": 8,
@@ -48,16 +46,6 @@ def stopped(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -
 def state_in(checkpoint: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
     return state
-
-
-def make_old(checkpoint: Path, former_data: str) -> None:
-    """Rewrite the state as versions before this one recorded it."""
-    state = state_in(checkpoint)
-    for name in ("settings", "changes"):
-        del state[name]
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    files = [entry for entry in manifest["files"] if entry["path"] != "state.json"]
-    write_manifest(checkpoint, manifest["step"], {**state, "data": former_data}, files)
 
 
 def test_every_field_says_whether_it_decides() -> None:
@@ -110,29 +98,20 @@ def test_an_allowed_change_is_recorded_and_holds_from_there(
     assert json.loads((out / "results.json").read_text())["changes"] == wanted
 
 
-def test_an_old_checkpoint_is_resumed_and_that_is_said_once(
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(
     stopped: Path, data: Path, model: Path, tmp_path: Path
 ) -> None:
+    """Versions before this one recorded no settings, and drew samples and random numbers in another order."""
     out = shutil.copytree(stopped, tmp_path / "out")
-    make_old(out / "checkpoints" / "ckpt_4", ShardSet.open(data).shape_identity)
-    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": out, "resume_ckpt": True}
-    done = train(**{**given, "steps_this_run": 6})
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("is of an earlier version") == 1
-    done = train(**given)
-    assert done.returncode == 0, done.stdout
-    assert "earlier version" not in done.stdout
-    straight = train(**{**given, "output_dir": tmp_path / "straight"})
-    assert straight.returncode == 0, straight.stdout
-    assert_same_bytes(out / "checkpoints" / "ckpt_8", tmp_path / "straight" / "checkpoints" / "ckpt_8")
-
-
-def test_an_old_checkpoint_of_another_data_set_is_refused(stopped: Path, model: Path, tmp_path: Path) -> None:
-    out = shutil.copytree(stopped, tmp_path / "out")
-    make_old(out / "checkpoints" / "ckpt_4", "0" * 64)
-    data = write_dataset(tmp_path / "data", [90])
+    checkpoint = out / "checkpoints" / "ckpt_4"
+    state = {**state_in(checkpoint), "order_version": 1}
+    for name in ("settings", "changes", "skipped", "origin"):
+        del state[name]
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    files = [entry for entry in manifest["files"] if entry["path"] != "state.json"]
+    write_manifest(checkpoint, manifest["step"], state, files)
     done = train(**GIVEN, data_dir=data, model_config=model, output_dir=out, resume_ckpt=True)
-    assert_one_line_error(done, "data = ", "0" * 64)
+    assert_one_line_error(done, "order_version = 1", "finish the run with it", "start anew in another output directory")
 
 
 def change_a_label(path: Path) -> None:

@@ -11,7 +11,6 @@ tools' (chunked, gzip'd, int32) are decoded a shard at a time. No torch here.
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 import os
 from collections import OrderedDict
@@ -144,14 +143,6 @@ class ShardSet:
         limits = {"seq_len": first.seq_len, "max_pred_len": max_pred_len}
         rows = [known[name] if name in known else file_shape(directory / name, **limits).rows for name in names]
         return cls(directory, names, np.array(rows, np.int64), first)
-
-    @property
-    def shape_identity(self) -> str:
-        """sha256, in hex, of names, row counts and sequence length: what old checkpoints know a data set by."""
-        record = [self.names, self.rows_per_shard.tolist(), self.seq_len]
-        if self.sequences_per_row is not None:
-            record.append(self.sequences_per_row)
-        return hashlib.sha256(json.dumps(record).encode()).hexdigest()
 
     def read(self, shard: int, rows: NDArray[np.int64]) -> dict[str, Array]:
         """Copies of `rows` of the datasets (`keys`) of shard number `shard`, in their stored (or smaller) dtypes;

@@ -59,7 +59,7 @@ def use_cache(cache: Path, say: Callable[[str], None]) -> TextIOWrapper:
     """
     with disk_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        mark = (cache / IN_USE).open("a")
+        mark = (cache / IN_USE).open("a", encoding="utf-8")
         try:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

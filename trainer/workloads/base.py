@@ -44,8 +44,6 @@ class Workload(abc.ABC):
     vocab_size: int = 0
     #: Threads of the CPU that its steps are worth, at most; None: all there are.
     threads: int | None = None
-    #: What earlier versions recorded in place of `identity`.
-    former_identity: str = ""
 
     @staticmethod
     @abc.abstractmethod

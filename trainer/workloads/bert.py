@@ -35,7 +35,6 @@ class BertWorkload(Workload):
         self.vocab_size = model.vocab_size
         self.shards = shards
         self.rows_per_shard = shards.rows_per_shard
-        self.former_identity = shards.shape_identity
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
