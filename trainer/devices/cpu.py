@@ -144,7 +144,7 @@ class CpuDevice(Device):
 
 def keep_freed_memory() -> None:
     """Have glibc keep what is freed. It gives large blocks back to the kernel, and every step takes them anew, a zeroed
-    page at a time: an eighth of a step and more (docs/decisions.md). Elsewhere than in glibc: nothing."""
+    page at a time: a tenth of a step (docs/decisions.md). Elsewhere than in glibc: nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
