@@ -29,8 +29,9 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     record = read_json(directory / MANIFEST)
     if record is None or not _is(record, _MANIFEST) or not _is_time(record["started"]):
         return None
-    present = record.get("present", [])
+    present, versions = record.get("present", []), record.get("versions", {})
     is_whole = isinstance(present, list) and all(isinstance(name, str) for name in present)
+    is_whole &= isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values())
     return record if is_whole and all(_is(output, _OUTPUT) for output in record["outputs"]) else None
 
 

@@ -17,7 +17,14 @@ from luigi.configuration import get_config
 
 from pipeline import settings
 from pipeline.__main__ import main
-from tests.chain import Chain, finished_chain
+from pipeline.bert import BertPhase2
+from pipeline.everything import everything
+from pipeline.page import view
+from pipeline.rows import rows
+from pipeline.status import table
+from pipeline.watch import screen
+from tests.chain import LUIGI, Chain, finished_chain
+from tests.support import command
 
 #: Files that hold what the commands read.
 _RECORDS = ("*/*.json", "*/*.jsonl", "*/lock", "*/checkpoints/*/*.json", "inputs.json")
@@ -103,6 +110,9 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[Chain, str], int]:
         settings.load.cache_clear()
         luigi.Task.clear_instance_cache()
         try:
+            if words == WATCH:  # it is drawn until Ctrl-C: once, here
+                print(screen(view(BertPhase2()), lambda width: table(rows(everything()), width), 100))
+                return 0
             return main(words.split())
         except SystemExit as left:
             return int(left.code or 0)
@@ -110,9 +120,11 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[Chain, str], int]:
     return status
 
 
+WATCH = "status --watch"
 COMMANDS = (
     "status",
     "status --json",
+    WATCH,
     "why BertPhase2",
     "why BertPhase2 --verify",
     "report",
@@ -142,6 +154,24 @@ def test_no_damage_makes_a_traceback(
         shutil.rmtree(chain.directory)
         tries += 1
     assert tries > 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_over_a_damaged_directory_ends_as_luigi_ends(
+    seed: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Through real processes: what was damaged is made again, or refused in a line; so is a model that is asked."""
+    chain = finished_chain(tmp_path_factory).copy(tmp_path / "chain")
+    draw = random.Random(seed)
+    done = [damage(chain.work, draw) for _ in range(3)]
+    ended = command(*LUIGI, "BertPhase2", env={"LUIGI_CONFIG_PATH": str(chain.config)})
+    assert ended.returncode in (0, 30, 35), (done, ended.stderr)
+    assert "Traceback" not in ended.stderr, (done, ended.stderr)
+    model = sorted(path for path in (chain.work / "latest" / "merge_shards" / "model").iterdir() if path.is_file())
+    _DAMAGES[seed](draw.choice(model), draw)
+    asked = command("-m", "pipeline", "try", "year [MASK] day", env={"LUIGI_CONFIG_PATH": str(chain.config)})
+    assert asked.returncode in (0, 1, 35), asked.stderr
+    assert "Traceback" not in asked.stderr, (done, asked.stderr)
 
 
 @pytest.mark.parametrize("encoding", ["ISO-8859-1", "ascii"])
