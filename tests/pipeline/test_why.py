@@ -58,7 +58,7 @@ def test_another_text_is_named_as_the_input_it_is(chain: Chain, tmp_path: Path) 
     copy = chain.copy(tmp_path / "copy")
     write_corpus(copy.directory / "corpus.txt", documents=61)
     said = copy.ask("why", "evaluate", status=1).stdout
-    assert said.startswith("evaluate would run: its upstream tokenize_corpus would change: inputs.source: ")
+    assert said.startswith("evaluate would run: its upstream tokenize_corpus would change: inputs.sources: ")
 
 
 def test_an_upstream_stage_that_is_gone_is_named(chain: Chain, tmp_path: Path) -> None:
