@@ -273,7 +273,7 @@ def _claims(rows: int, length: int, chunks: tuple[int, int], dtype: str = "i4") 
             for key, shape in shapes.items():
                 chunk = tuple(map(min, zip(chunks, shape, strict=False)))
                 file.create_dataset(key, shape, dtype, chunks=chunk, compression="gzip")
-            file["input_ids"][:8] = 1
+            file["input_ids"][:8, :128] = 1
 
     return make
 
@@ -298,7 +298,7 @@ def _zeros(count: int) -> bytes:
 
 CLAIMS: dict[str, tuple[Callable[[Path], None], str]] = {
     "rows": (_claims(10**12, 128, (8, 128)), "parts of input_ids were never written"),
-    "row length": (_claims(8, 10**9, (1, 1024)), "were never written"),
+    "row length": (_claims(8, 10**9, (1, 1024)), "parts of input_ids were never written"),
     "one chunk": (_one_chunk, "has chunks of 600,000,000 bytes; at most 536,870,912 are read"),
 }
 
