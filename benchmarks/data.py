@@ -22,8 +22,8 @@ from pathlib import Path
 
 from benchmarks.results import Result, ratio, say
 from benchmarks.work import ROOT, SHARED, busy_s
+from common.hashing import InputHashes
 from stages.corpus import BUILTIN, open_sources, raw_documents
-from stages.inputs import InputHashes
 from stages.source import text_of
 
 _MB = 1e6

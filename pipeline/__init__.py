@@ -3,9 +3,9 @@
 Imports neither torch nor transformers nor h5py: a finished pipeline answers in under a second.
 """
 
+from common.process import print_in_any_locale
 from pipeline import luigi_workers, notify, redaction
 from pipeline.settings import add_defaults
-from trainer.process import print_in_any_locale
 
 add_defaults()
 print_in_any_locale()

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
+from common.errors import UserError
 from pipeline import board, cancel, central, clean, manifest, night_check, report, settings, status, try_model, why
-from trainer.errors import UserError
 
 
 @dataclass(frozen=True)

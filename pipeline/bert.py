@@ -8,6 +8,8 @@ from typing import Any
 
 import luigi
 
+from common.files import write_json
+from common.secrets import Secret
 from pipeline import compilers, page, summary
 from pipeline.dataset import ShardDataset, UsesModel, dataset_of
 from pipeline.goal import Goal
@@ -18,8 +20,6 @@ from pipeline.training import Training
 from stages.checkpoints import source_identity
 from stages.precompile import FORMAT_VERSION
 from stages.report import PAGE
-from trainer.files import write_json
-from trainer.secrets import Secret
 
 
 class Reported(Stage):

@@ -8,12 +8,12 @@ import signal
 import threading
 from pathlib import Path
 
+from common.errors import LockHeld, UserError
+from common.files import disk_errors, read_json, replace_json
+from common.process import is_ignored
 from pipeline.settings import load
 from pipeline.shelf import holder
 from stages.lock import hold
-from trainer.errors import LockHeld, UserError
-from trainer.files import disk_errors, read_json, replace_json
-from trainer.process import is_ignored
 
 SUMMARY = "TensorBoard for all trainings below the work directory; luigid shows its address beside each stage"
 #: In the work directory: links to what is shown, the address, and the lock of the TensorBoard that serves it.

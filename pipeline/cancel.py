@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import time
 
+from common.errors import LockHeld, UserError
 from pipeline.launch import say
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Unreachable
@@ -13,7 +14,6 @@ from pipeline.shelf import Shelf
 from pipeline.stage import Stage
 from pipeline.why import add_task, find
 from stages.lock import hold
-from trainer.errors import LockHeld, UserError
 
 SUMMARY = "end the job of a stage on Slurm or Kubernetes; what it has saved stays"
 #: Seconds that a job is given to end: Slurm kills what is left after its KillWait, 30 s by default.

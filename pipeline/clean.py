@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import LockHeld, UserError
+from common.files import ALIVE, PROGRESS, TEMPORARY_SUFFIX
 from pipeline.differences import first_difference
 from pipeline.everything import everything
 from pipeline.goal import Goal, chain
@@ -31,8 +33,6 @@ from stages.lock import LOCK
 from stages.manifest import FAILURE, IDENTITY, MANIFEST
 from stages.view.text import size
 from trainer.checkpoint.directory import CHECKPOINTS
-from trainer.errors import LockHeld, UserError
-from trainer.files import ALIVE, PROGRESS, TEMPORARY_SUFFIX
 
 #: In a stage directory that is being removed: what is left of it is no work to go on with.
 _REMOVAL = f"removal{TEMPORARY_SUFFIX}"

@@ -8,9 +8,9 @@ from typing import Any
 
 import luigi
 
+from common.errors import UserError
 from pipeline.parameters import Number, Switch, Text, Whole
 from trainer.config import DATA_PARALLEL, DEVICES
-from trainer.errors import UserError
 
 LAUNCHERS = ("local", "slurm", "kubernetes")
 #: What a job's script says itself, and [slurm] sbatch_lines may not: options of sbatch.

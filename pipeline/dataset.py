@@ -8,6 +8,8 @@ from typing import Any
 
 import luigi
 
+from common.errors import UserError
+from common.secrets import Secret
 from pipeline.outside import input_hashes
 from pipeline.sections import Settings
 from pipeline.stage import Stage, option_words
@@ -16,8 +18,6 @@ from stages.manifest import Identity
 from stages.patterns import split
 from stages.sources import source_inputs
 from trainer.config import ModelConfig
-from trainer.errors import UserError
-from trainer.secrets import Secret
 
 
 def dataset_of(phase: int) -> Stage:

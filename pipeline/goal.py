@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import luigi
 
+from common.errors import UserError
 from pipeline.stage import Stage
 from pipeline.task import PipelineTask
-from trainer.errors import UserError
 
 
 class Goal(PipelineTask):

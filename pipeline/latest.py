@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from common.errors import DiskError
+from common.files import failpoint
 from stages.manifest import MANIFEST
-from trainer.errors import DiskError
-from trainer.files import failpoint
 
 LATEST = "latest"
 

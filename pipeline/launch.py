@@ -18,13 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline import console
+from common import console
+from common.errors import EXIT_INTERRUPTED
+from common.files import ALIVE, PROGRESS, disk_errors
+from common.lock import HELD_FINGERPRINT_VARIABLE
+from common.process import PARENT_VARIABLE, is_ignored
+from common.secrets import hidden_words, redact
 from stages.attempts import How
-from trainer.errors import EXIT_INTERRUPTED
-from trainer.files import ALIVE, PROGRESS, disk_errors
-from trainer.lock import HELD_FINGERPRINT_VARIABLE
-from trainer.process import PARENT_VARIABLE, is_ignored
-from trainer.secrets import hidden_words, redact
 
 #: Seconds between two live lines (progress bars) where the console is not a terminal.
 LIVE_INTERVAL_S = 10.0

@@ -18,8 +18,8 @@ import luigi
 from luigi.retcodes import retcode
 from luigi.worker import TaskProcess
 
-from trainer.errors import EXIT_INTERRUPTED
-from trainer.process import die_with_parent, is_ignored
+from common.errors import EXIT_INTERRUPTED
+from common.process import die_with_parent, is_ignored
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import datetime
 
+from common.errors import UserError
 from pipeline import night_states, nights, notify
 from pipeline.launch import say
 from pipeline.night_states import NightState
 from pipeline.settings import load
-from trainer.errors import UserError
 
 SUMMARY = "how each night went; --check tells by mail and webhook if the last one failed or is missing"
 #: Nights that are listed.

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.errors import DiskError
+from common.files import read_json, utc_now, write_json
+from common.secrets import redact
 from stages.lock import LOCK, is_held
-from trainer.errors import DiskError
-from trainer.files import read_json, utc_now, write_json
-from trainer.secrets import redact
 
 _SUFFIX = ".state.json"
 Status = Literal["complete", "running", "interrupted", "failed", "refused", "held", "killed", "missing"]

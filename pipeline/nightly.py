@@ -12,13 +12,13 @@ from luigi import worker
 from luigi.retcodes import retcode
 from luigi.task import MixinNaiveBulkComplete
 
+from common.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
+from common.files import utc_now
 from pipeline import launch, night_states, nights, notify
 from pipeline.launch import say
 from pipeline.luigi_workers import Leave, leaving
 from pipeline.task import PipelineTask
 from stages.lock import hold
-from trainer.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
-from trainer.files import utc_now
 
 #: Lines at the end of a night's log that a mail about its failure has.
 _LAST_LINES = 30

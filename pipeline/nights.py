@@ -14,13 +14,13 @@ from typing import Any
 from luigi.configuration import get_config
 from luigi.interface import core
 
+from common.errors import DiskError, UserError
+from common.files import TEMPORARY_SUFFIX, disk_errors, read_json, sweep_temporaries, write_json
+from common.secrets import Secret, address_identity
 from pipeline.sections import SECTIONS, Nights, Settings, section_name
 from pipeline.settings import SECRETS_VARIABLE
 from pipeline.shelf import holder
 from stages.patterns import split
-from trainer.errors import DiskError, UserError
-from trainer.files import TEMPORARY_SUFFIX, disk_errors, read_json, sweep_temporaries, write_json
-from trainer.secrets import Secret, address_identity
 
 #: The settings that a night runs with, in its directory: LUIGI_CONFIG_PATH for `python -m pipeline status` and `why`.
 CONFIG = "night.cfg"

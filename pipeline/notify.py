@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 from luigi import notifications
 
+from common.errors import one_line
+from common.secrets import redact
 from pipeline.launch import say
 from pipeline.sections import Settings
-from trainer.errors import one_line
-from trainer.secrets import redact
 
 #: Seconds for one answer, and before each further try.
 _ANSWER_S, _RETRY_S = 10.0, (1.0, 4.0)

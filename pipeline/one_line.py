@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from trainer.errors import UserError
+from common.errors import UserError
 
 
 class OneLine(logging.Filter):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from luigi.cmdline import luigi_run
 
-from trainer.process import die_with_starter
+from common.process import die_with_starter
 
 if __name__ == "__main__":
     die_with_starter()

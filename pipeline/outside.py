@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from stages.inputs import INPUT_HASHES, InputHashes
+from common.hashing import INPUT_HASHES, InputHashes
 
 
 @functools.cache

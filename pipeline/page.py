@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.secrets import redact
 from pipeline.goal import Goal, chain
 from pipeline.launch import say
 from pipeline.rows import rows
@@ -19,7 +20,6 @@ from stages.manifest import IDENTITY
 from stages.report import PAGE, refresh
 from stages.view.curves import MetricsFile
 from stages.view.run import Run, StageRecord
-from trainer.secrets import redact
 
 #: What the page and the card show; others may hold what proves who asks.
 _SHOWN = ("run", "corpus", "dataset", "model", "phase1", "phase2", "precision", "cluster", "evaluation")

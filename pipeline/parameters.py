@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import luigi
 from luigi.configuration.cfg_parser import InterpolationMissingEnvvarError
 
-from trainer.errors import UserError
-from trainer.secrets import Secret
+from common.errors import UserError
+from common.secrets import Secret
 
 T = TypeVar("T")
 

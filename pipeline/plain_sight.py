@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from luigi.interface import core
 from luigi.rpc import RPCError
 
+from common.files import PROGRESS, SAVE_REQUEST, read_json
 from pipeline import board
 from pipeline.launchers.restarts import checkpoint_steps
-from trainer.files import PROGRESS, SAVE_REQUEST, read_json
 
 if TYPE_CHECKING:
     from luigi.worker import SchedulerMessage

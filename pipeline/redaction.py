@@ -12,7 +12,7 @@ from typing import Any
 from luigi import notifications
 from luigi.configuration import get_config
 
-from trainer.secrets import RedactingFilter, Secret, is_secret_name, redact, redact_tracebacks
+from common.secrets import RedactingFilter, Secret, is_secret_name, redact, redact_tracebacks
 
 
 def install() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
+from common.errors import UserError
 from pipeline.differences import cause
 from pipeline.goal import Goal, chain, is_complete, would_run
 from pipeline.shelf import Shelf, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
@@ -17,7 +18,6 @@ from stages.attempts import last_sign_of_life
 from stages.manifest import IDENTITY, MANIFEST, last_failure
 from stages.records import read_progress
 from stages.view.text import size
-from trainer.errors import UserError
 
 #: What each means is in docs/recovery.md.
 State = Literal["complete", "running", "interrupted", "failed", "damaged", "stale", "waiting", "refused"]

@@ -8,14 +8,14 @@ from typing import Any
 
 import luigi
 
+from common.errors import UserError
+from common.secrets import Secret
 from pipeline.cluster import Cluster, Kubernetes, Slurm
 from pipeline.parameters import Address, Number, Sha256OrEmpty, Switch, Text, Webhook, Whole, WholeOrEmpty
 from stages.corpus import DOCUMENT_ENDS
 from stages.mnist import CHECKSUMS
 from stages.sources import CONNECTIONS_MAX
 from trainer.config import NON_FINITE, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
-from trainer.errors import UserError
-from trainer.secrets import Secret
 
 
 class Run(luigi.Config):

@@ -17,9 +17,9 @@ from typing import Any
 from luigi.configuration import get_config
 from luigi.task_register import Register
 
+from common.errors import UserError
 from pipeline.sections import SECTIONS, Settings, section_name
 from trainer.config import require_agreement
-from trainer.errors import UserError
 from trainer.parallel.plan import require_divisible
 
 #: Sections that belong to luigi itself; everything else must be ours or a task's.

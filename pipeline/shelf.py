@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
+from common.files import read_json
 from pipeline.latest import LATEST
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Job, Unreachable
@@ -17,8 +19,6 @@ from stages.lock import LOCK, is_held
 from stages.manifest import IDENTITY, MANIFEST, why_incomplete
 from stages.records import read_identity, read_manifest
 from trainer.checkpoint.directory import CHECKPOINTS, STATE, abandoned, whole_checkpoints
-from trainer.errors import UserError
-from trainer.files import read_json
 
 _NAME = re.compile(r"(?P<label>[a-z][a-z0-9_]*(?:-phase[0-9]+)?)-(?P<short>[0-9a-f]{10})")
 

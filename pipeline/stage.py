@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 import luigi
 from luigi.retcodes import retcode
 
+from common.errors import EXIT_INTERRUPTED, LockHeld, UserError
+from common.files import utc_now
+from common.secrets import Secret, redact
 from pipeline import latest, launchers
 from pipeline.launch import Ending, say
 from pipeline.launchers.base import Detached, Work
@@ -34,9 +37,6 @@ from stages.manifest import (
     why_incomplete,
 )
 from stages.records import read_manifest
-from trainer.errors import EXIT_INTERRUPTED, LockHeld, UserError
-from trainer.files import utc_now
-from trainer.secrets import Secret, redact
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:

@@ -11,9 +11,9 @@ from typing import Any
 import luigi
 from luigi.retcodes import retcode
 
+from common.errors import UserError
 from pipeline import settings
 from pipeline.luigi_workers import Leave
-from trainer.errors import UserError
 
 
 @contextlib.contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from common.errors import UserError
+from common.files import read_json
 from pipeline import launch
 from pipeline.launchers.restarts import FINAL_STATUSES, Restarts, newest_checkpoint
 from pipeline.plain_sight import has_audience
 from pipeline.stage import Stage
 from stages import manifest
-from trainer.errors import UserError
-from trainer.files import read_json
 
 
 class Training(Stage):

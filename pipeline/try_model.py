@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from common.errors import UserError
 from pipeline.settings import load
 from pipeline.shelf import Shelf
-from trainer.errors import UserError
 
 SUMMARY = "the five best fillings of [MASK] by the newest merged model; of two texts, whether the second follows"
 

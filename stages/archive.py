@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
-from trainer.errors import UserError, one_line
+from common.errors import UserError, one_line
 
 if sys.version_info >= (3, 14):
     from compression import zstd

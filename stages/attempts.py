@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trainer.errors import DiskError
-from trainer.files import ALIVE, METRICS, PROGRESS, disk_errors, failpoint
+from common.errors import DiskError
+from common.files import ALIVE, METRICS, PROGRESS, disk_errors, failpoint
 
 ATTEMPTS = "attempts.jsonl"
 #: hung: killed after too long a silence. killed: gone without a word, with the process that started it.

@@ -13,17 +13,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
+from common.disk_space import require_room
+from common.errors import CheckpointError, UserError
+from common.files import disk_errors, read_json
+from common.hashing import InputFile, InputHashes, changed
+from common.secrets import Secret
 from stages.fetch import fetch
-from stages.inputs import InputFile, InputHashes, changed
 from stages.manifest import Output, StageDirectory
 from stages.partial import STATE
-from stages.room import require_room
 from stages.sources import Transport, open_source
 from stages.sources import source_identity as url_identity
 from trainer.config import ModelConfig
-from trainer.errors import CheckpointError, UserError
-from trainer.files import disk_errors, read_json
-from trainer.secrets import Secret
 
 #: Where a remote source is put, in the stage directory, until it is converted.
 DOWNLOAD = "download"

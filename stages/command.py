@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from common.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from common.process import die_with_starter, print_in_any_locale
+from common.secrets import redact_tracebacks
 from stages.manifest import AlreadyComplete
-from trainer.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
-from trainer.process import die_with_starter, print_in_any_locale
-from trainer.secrets import redact_tracebacks
 
 
 def run(main: Callable[[], None]) -> None:

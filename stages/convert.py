@@ -11,6 +11,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from common.disk_space import require_room
+from common.errors import UserError
+from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
+from common.hashing import InputHashes
+from common.secrets import revealed_by_parent
 from stages.checkpoints import (
     add_source_options,
     brought,
@@ -21,14 +26,9 @@ from stages.checkpoints import (
     written,
 )
 from stages.command import run
-from stages.inputs import InputHashes
 from stages.intake import PATTERNS
 from stages.manifest import Identity, Output, StageDirectory
-from stages.room import require_room
 from stages.sources import add_transport_options, transport_of
-from trainer.errors import UserError
-from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
-from trainer.secrets import revealed_by_parent
 
 #: Format → the directory in OUT that it becomes; a .pt is in OUT itself, where the script looks for it.
 RESULT = {"native": "checkpoint", "hf": "model"}

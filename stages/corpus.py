@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.inputs import InputFile, InputHashes, digest
+from common.errors import UserError
+from common.hashing import InputFile, InputHashes, digest
 from stages.jsonl import JsonLinesSource
 from stages.manifest import Identity
 from stages.patterns import expand
 from stages.source import Document, FileSource, Source, cannot_read, text_of
 from stages.text import PlainTextSource
 from stages.wikipedia import WikipediaSource
-from trainer.errors import UserError
 
 BUILTIN = "builtin"
 STAGE = "tokenize_corpus"

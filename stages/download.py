@@ -19,15 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.disk_space import require_room
+from common.errors import DiskError, UserError
+from common.files import read_json, write_json
+from common.hashing import InputHashes, changed
+from common.secrets import Secret, revealed_by_parent
+from common.workers import processes_asked_for
 from stages.archive import DamagedArchive
 from stages.command import run
 from stages.fetch import fetch, require_sha256
-from stages.inputs import InputHashes, changed
 from stages.intake import PATTERNS, Arrival, Limits, copied, folder_shards, is_shard, take_in, unpacked
 from stages.manifest import MANIFEST, Identity, Output, StageDirectory
 from stages.partial import State
 from stages.remote import Remote, Version
-from stages.room import require_room
 from stages.sources import (
     Transport,
     add_transport_options,
@@ -37,10 +41,6 @@ from stages.sources import (
     source_inputs,
     transport_of,
 )
-from stages.workers import processes_asked_for
-from trainer.errors import DiskError, UserError
-from trainer.files import read_json, write_json
-from trainer.secrets import Secret, revealed_by_parent
 
 STAGE = "download_dataset"
 FORMAT_VERSION = 1

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.errors import CheckpointError, UserError
+from common.files import write_json
+from common.hashing import InputHashes
 from stages.command import run
-from stages.inputs import InputHashes
 from stages.manifest import Identity, Output, StageDirectory
 from trainer.checkpoint.format import read_tensors
 from trainer.config import DEVICES, ModelConfig
@@ -21,8 +23,6 @@ from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
 from trainer.devices.select import select_alone
-from trainer.errors import CheckpointError, UserError
-from trainer.files import write_json
 from trainer.models.bert import BertForPreTraining
 from trainer.models.sums import at_least_fp32
 

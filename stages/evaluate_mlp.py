@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.files import sha256_of, write_json
 from stages.command import run
 from stages.manifest import Identity, Output, StageDirectory
 from trainer.checkpoint.directory import MANIFEST
@@ -18,7 +19,6 @@ from trainer.config import DEVICES
 from trainer.data.order import Samples
 from trainer.devices.base import Device
 from trainer.devices.select import select_alone
-from trainer.files import sha256_of, write_json
 from trainer.models.mlp import MLP
 from trainer.parallel.tensor import TensorParallel
 from trainer.resume import load_into

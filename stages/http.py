@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
+from common.errors import UserError, one_line
+from common.secrets import Secret
 from stages.remote import (
     CONNECT_TIMEOUT_S,
     READ_TIMEOUT_S,
@@ -17,8 +19,6 @@ from stages.remote import (
     refuse_status,
     version_of,
 )
-from trainer.errors import UserError, one_line
-from trainer.secrets import Secret
 
 if TYPE_CHECKING:
     import requests

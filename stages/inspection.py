@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.errors import CheckpointError
 from trainer.checkpoint.interop import open_checkpoint
 from trainer.checkpoint.interop.contents import Contents
 from trainer.checkpoint.interop.infer import infer_model
 from trainer.checkpoint.interop.sources import Source
-from trainer.errors import CheckpointError
 
 
 def inspect(path: Path) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from common.errors import UserError
+from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durably
+from common.workers import Workers
 from stages.archive import members
 from stages.manifest import Output
-from stages.workers import Workers
-from trainer.errors import UserError
-from trainer.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durably
 
 PATTERNS = {"training": "*_training_*.hdf5", "test": "*_test_*.hdf5"}
 _COPY_BYTES = 4 << 20

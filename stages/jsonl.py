@@ -7,9 +7,9 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from common.errors import UserError
 from stages.source import FileSource, gathered
 from stages.text import decode
-from trainer.errors import UserError
 
 #: A line is read as a whole; one that is longer than this is refused.
 _LINE_BYTES_MAX = 16 << 20

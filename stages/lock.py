@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.errors import LockHeld
-from trainer.files import read_json
-from trainer.lock import LOCK, is_held
-from trainer.lock import hold as hold_directory
+from common.errors import LockHeld
+from common.files import read_json
+from common.lock import LOCK, is_held
+from common.lock import hold as hold_directory
 
 __all__ = ["JOB", "LOCK", "hold", "is_held"]
 
@@ -19,7 +19,7 @@ JOB = "job.json"
 
 @contextlib.contextmanager
 def hold(directory: Path, *, knows_jobs: bool = False) -> Iterator[int]:
-    """`trainer.lock.hold` of a stage's directory; raises `LockHeld` with the holder, `DiskError`.
+    """`common.lock.hold` of a stage's directory; raises `LockHeld` with the holder, `DiskError`.
 
     A job on other machines may be at work here although nobody waits for it. Only who `knows_jobs`, and looks after
     one, gets the lock then.

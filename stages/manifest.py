@@ -29,13 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from stages.lock import hold
-from stages.progress import Progress, signs_of_life
-from stages.records import FAILURE as FAILURE
-from stages.records import MANIFEST as MANIFEST
-from stages.records import read_failure, read_identity, read_manifest
-from trainer.errors import DiskError, UserError
-from trainer.files import (
+from common.errors import DiskError, UserError
+from common.files import (
     ALIVE,
     PROGRESS,
     TEMPORARY_SUFFIX,
@@ -44,8 +39,13 @@ from trainer.files import (
     utc_now,
     write_json,
 )
-from trainer.lock import HELD_FINGERPRINT_VARIABLE, LOCK
-from trainer.lock import IDENTITY as IDENTITY
+from common.lock import HELD_FINGERPRINT_VARIABLE, LOCK
+from common.lock import IDENTITY as IDENTITY
+from stages.lock import hold
+from stages.progress import Progress, signs_of_life
+from stages.records import FAILURE as FAILURE
+from stages.records import MANIFEST as MANIFEST
+from stages.records import read_failure, read_identity, read_manifest
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from common.disk_space import require_room
+from common.errors import UserError
+from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
+from common.hashing import InputHashes
+from common.secrets import revealed_by_parent
 from stages.checkpoints import (
     add_source_options,
     held_still,
@@ -21,14 +26,9 @@ from stages.checkpoints import (
     written,
 )
 from stages.command import run
-from stages.inputs import InputHashes
 from stages.manifest import Identity, Output, StageDirectory
-from stages.room import require_room
 from stages.view.card import CARD
 from stages.wordpiece import read_vocabulary, save_tokenizer
-from trainer.errors import UserError
-from trainer.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
-from trainer.secrets import revealed_by_parent
 
 MODEL = "model"
 FORMAT_VERSION = 2

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from common.errors import UserError
+from common.files import durable_file
+from common.hashing import InputHashes, changed
+from common.secrets import Secret, revealed_by_parent
 from stages.command import run
 from stages.fetch import fetch
-from stages.inputs import InputHashes, changed
 from stages.manifest import Identity, Output, StageDirectory
 from stages.sources import (
     Transport,
@@ -19,9 +22,6 @@ from stages.sources import (
     source_identity,
     transport_of,
 )
-from trainer.errors import UserError
-from trainer.files import durable_file
-from trainer.secrets import Secret, revealed_by_parent
 
 STAGE = "download_mnist"
 FORMAT_VERSION = 1

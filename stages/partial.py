@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common.files import read_json, write_json
 from stages.remote import Version
-from trainer.files import read_json, write_json
 
 PART = "download.part"
 STATE = "download.json"

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from common.errors import UserError
 from stages.corpus import raw_documents
 from stages.source import Document, Source
 from stages.tokens import TEST, TRAINING
-from trainer.errors import UserError
 
 #: A part holds about this many characters of text. Next sentences are drawn within a part, so it must hold
 #: many documents; a part is planned at once, so it must fit into memory several times.

@@ -6,7 +6,7 @@ import glob
 import os
 import shlex
 
-from trainer.errors import UserError
+from common.errors import UserError
 
 
 def split(text: str) -> list[str]:

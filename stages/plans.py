@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import UserError
+from common.files import durable_file
+from common.workers import Workers
 from stages.examples import PAIR, Form, lengths_of, plan_pairs
 from stages.manifest import StageDirectory
 from stages.packing import pack
 from stages.tokens import SPLITS, TRAINING, part_paths, read_part
-from stages.workers import Workers
 from trainer.data.hdf5 import Array
-from trainer.errors import UserError
-from trainer.files import durable_file
 
 #: Where plans lie in the stage's directory.
 PLAN = "plan"

@@ -21,14 +21,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from common.errors import EXIT_INTERRUPTED, UserError
+from common.files import disk_errors, read_json, write_json
+from common.hashing import InputHashes
+from common.process import PARENT_VARIABLE, node_rank
 from stages.command import run
-from stages.inputs import InputHashes
 from stages.manifest import Identity, Output, StageDirectory
 from trainer.config import DEVICES
 from trainer.devices.neuron_cache import CC_FLAGS, compiled_modules, merge_flags, node_cache, use_cache
-from trainer.errors import EXIT_INTERRUPTED, UserError
-from trainer.files import disk_errors, read_json, write_json
-from trainer.process import PARENT_VARIABLE, node_rank
 
 GRAPHS, CACHE, _TRIAL = "graphs.json", "cache", "trial"
 #: What a machine leaves when its part of the cache is compiled.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from stages.command import run
-from trainer.errors import UserError
 
 #: Fillings that are shown of each mask.
 TOP = 5

@@ -9,11 +9,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.errors import DiskError
-from trainer.files import ALIVE, disk_errors, replace_json, utc_now
+from common.errors import DiskError
+from common.files import ALIVE, disk_errors, replace_json, utc_now
+from common.process import HEARTBEAT_THREAD
 
-#: Name of the thread that looks for signs of life.
-HEARTBEAT = "heartbeat"
 #: Seconds between two looks at the processor time, and how much of it there has to be: threads and pools that only wait
 #: use a tenth of that.
 _LOOK_S, _LEAST_CPU_S = 5.0, 0.05
@@ -64,7 +63,7 @@ def signs_of_life(directory: Path) -> Iterator[None]:
     """Touch DIRECTORY/alive in the block as long as this process or its children compute: who started the stage kills
     it if there is no sign of life for too long. What is stopped, in a deadlock or waits for a dead disk gives none."""
     over = threading.Event()
-    thread = threading.Thread(target=_beat, args=(directory / ALIVE, over), name=HEARTBEAT, daemon=True)
+    thread = threading.Thread(target=_beat, args=(directory / ALIVE, over), name=HEARTBEAT_THREAD, daemon=True)
     thread.start()
     try:
         yield

@@ -6,8 +6,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.files import PROGRESS, read_json
-from trainer.lock import IDENTITY
+from common.files import PROGRESS, read_json
+from common.lock import IDENTITY
 
 MANIFEST, FAILURE = "manifest.json", "failure.json"
 

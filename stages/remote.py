@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Protocol
 
-from trainer.errors import UserError
+from common.errors import UserError
 
 #: Seconds to wait for a connection, and for the next byte of an answer.
 CONNECT_TIMEOUT_S = 10.0

@@ -7,6 +7,8 @@ import re
 from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
+from common.errors import UserError, one_line
+from common.secrets import Secret, public_address
 from stages.remote import (
     CONNECT_TIMEOUT_S,
     READ_TIMEOUT_S,
@@ -18,8 +20,6 @@ from stages.remote import (
     refuse_status,
     version_of,
 )
-from trainer.errors import UserError, one_line
-from trainer.secrets import Secret, public_address
 
 #: The profile that stands for whatever credentials boto3 finds by itself (environment, files, the machine's role).
 DEFAULT_PROFILE = "default"

@@ -11,8 +11,8 @@ import requests
 from requests.adapters import HTTPAdapter
 from requests.auth import HTTPBasicAuth
 
-from trainer.errors import UserError
-from trainer.secrets import public_address
+from common.errors import UserError
+from common.secrets import public_address
 
 
 class DownloadSession(requests.Session):

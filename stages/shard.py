@@ -17,17 +17,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from common.disk_space import require_room
+from common.errors import UserError
+from common.workers import Workers, processes_asked_for
 from stages.command import run
 from stages.examples import PAIR, SPECIAL_POSITIONS, Form
 from stages.manifest import Identity, StageDirectory, why_incomplete
 from stages.plans import PLAN, SplitPlan, SplitTokens, form_of, make_plans, read_splits
 from stages.records import read_manifest
-from stages.room import require_room
 from stages.slabs import Made, ShardTask, load_vocabulary, make_shard, row_bytes
 from stages.tokens import SPLITS, TEST, TRAINING
 from stages.tokens import STAGE as TOKENS_STAGE
-from stages.workers import Workers, processes_asked_for
-from trainer.errors import UserError
 
 STAGE = "shard_dataset"
 FORMAT_VERSION = 1

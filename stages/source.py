@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from stages.inputs import InputFile
-from stages.workers import processes_asked_for
-from trainer.errors import UserError
+from common.errors import UserError
+from common.hashing import InputFile
+from common.workers import processes_asked_for
 
 _BLOCK_BYTES = 1 << 20
 #: Threads that unpack a .bz2 file (six keep up with the XML parser), and what each takes at a time: the library's own

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from stages.inputs import InputHashes, digest
+from common.errors import UserError
+from common.hashing import InputHashes, digest
+from common.secrets import Secret, address_identity, revealed_by_parent
 from stages.intake import folder_shards
 from stages.remote import LeastRate, Remote
-from trainer.errors import UserError
-from trainer.secrets import Secret, address_identity, revealed_by_parent
 
 CONNECTIONS_MAX = 64
 

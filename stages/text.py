@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from common.errors import UserError
 from stages.source import FileSource, gathered
-from trainer.errors import UserError
 
 _LINE_BYTES = 1 << 20
 

@@ -17,13 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from common.disk_space import require_room
+from common.errors import UserError
+from common.hashing import InputHashes, changed
+from common.workers import Workers, processes_asked_for
 from stages.command import run
 from stages.corpus import BUILTIN, DOCUMENT_ENDS, CorpusOptions, sentences
-from stages.inputs import InputHashes, changed
 from stages.manifest import Output, StageDirectory
 from stages.parts import Parts, in_batches, share_held_out, split_documents
 from stages.progress import Progress
-from stages.room import require_room
 from stages.source import Document, Source, text_of
 from stages.tokens import (
     SPLITS,
@@ -42,9 +44,7 @@ from stages.wordpiece import (
     Encoder,
     read_vocabulary,
 )
-from stages.workers import Workers, processes_asked_for
 from trainer.data.shards import id_dtype
-from trainer.errors import UserError
 
 #: Sentences of a batch, and words of those, that are looked at and named where the vocabulary cannot spell a word.
 _EXAMPLES = 5

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import UserError
 from trainer.data.hdf5 import Array, contiguous_file, map_contiguous, open_hdf5
-from trainer.errors import UserError
 
 #: The stage that makes them.
 STAGE = "tokenize_corpus"

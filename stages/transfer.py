@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from common.errors import UserError
+from common.files import disk_errors, failpoint
 from stages.manifest import StageDirectory
 from stages.partial import PART, Span, State, joined
 from stages.progress import Progress
 from stages.remote import LeastRate, Remote, Transient
-from trainer.errors import UserError
-from trainer.files import disk_errors, failpoint
 
 #: Failures in a row after which a range is given up, and the seconds waited after the first; each wait is twice the
 #: one before, give or take a quarter.

@@ -10,13 +10,13 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
+from common.workers import Workers
 from stages.corpus import Corpus
 from stages.manifest import StageDirectory
 from stages.parts import in_batches, split_documents
 from stages.source import Document, text_of
 from stages.tokens import TOKENIZER, TRAINING
 from stages.wordpiece import count_words, learn_vocabulary, read_vocabulary, save_tokenizer
-from stages.workers import Workers
 
 #: A vocabulary is learned from about this much text at most (of packed files, as much as it unpacks to), spread evenly.
 _SAMPLE_BYTES = 100 << 20

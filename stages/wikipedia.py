@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 from xml.parsers import expat
 
+from common.errors import UserError
 from stages.source import FileSource
-from trainer.errors import UserError
 
 #: MediaWiki itself allows no longer pages (its $wgMaxArticleSize is 2048 kibibytes).
 _PAGE_CHARACTERS_MAX = 2 << 20

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import UserError
-from trainer.files import durable_file
+from common.errors import UserError
+from common.files import durable_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

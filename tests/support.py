@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from common.process import free_port
 from trainer.data.shards import write_shard
-from trainer.process import free_port
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 200

@@ -24,11 +24,11 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import UserError
 from tests.stages.ready import pack, refused, write
 from tests.support import ROOT, forked
 from trainer.data.hdf5 import open_hdf5
 from trainer.data.shards import KEYS, ShardSet, file_shape
-from trainer.errors import UserError
 
 MB = 1 << 20
 #: What a command may take beside its imports.

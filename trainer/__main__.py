@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trainer.errors import EXIT_INTERRUPTED, AgreedError, UserError
-from trainer.lock import hold, is_held_for_us
-from trainer.process import die_with_starter, stop_early_on_signals
+from common.errors import EXIT_INTERRUPTED, AgreedError, UserError
+from common.lock import hold, is_held_for_us
+from common.process import die_with_starter, stop_early_on_signals
 
 if TYPE_CHECKING:
     from trainer.config import TrainConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from trainer.errors import UserError
+from common.errors import UserError
 
 #: Published sizes: layers, hidden size, attention heads, intermediate size.
 #: tiny … medium: Turc et al. 2019 (arXiv:1908.08962), table 1; base and large: Devlin et al. 2018 (arXiv:1810.04805);

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from common.errors import UserError
+from common.process import available_cores
 from trainer.devices.cpu import cpu_flags
 from trainer.devices.neuron import PACKAGES, REPOSITORY, cores, wrong_packages
-from trainer.errors import UserError
-from trainer.process import available_cores
 
 _RUN = "luigi --module pipeline BertPhase2"
 

@@ -10,7 +10,7 @@ import traceback
 
 from torch.distributed import DistError
 
-from trainer.errors import EXIT_SOFTWARE, AgreedError, UserError
+from common.errors import EXIT_SOFTWARE, AgreedError, UserError
 from trainer.parallel.mesh import Mesh
 
 #: Seconds that a worker which has lost another leaves to torchrun to see the other's status.

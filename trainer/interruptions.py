@@ -10,8 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from trainer.files import SAVE_REQUEST
-from trainer.process import heeded_signals
+from common.files import SAVE_REQUEST
+from common.process import heeded_signals
 
 if TYPE_CHECKING:
     from requests import Session

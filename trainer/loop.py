@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from common.errors import NonFiniteStep, UserError
+from common.files import METRICS, failpoint
 from trainer.checkpoint.format import MASTER
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import HostCopy
@@ -19,8 +21,6 @@ from trainer.data.loader import Loader, Step, record_samples
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device
 from trainer.devices.graphs import GraphList
-from trainer.errors import NonFiniteStep, UserError
-from trainer.files import METRICS, failpoint
 from trainer.interruptions import Interruptions
 from trainer.metrics import Metrics, StepRecord
 from trainer.optim.parameters import SharedModel

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, replace_json, write_json
 from trainer.config import TrainConfig
 from trainer.event_file import EventFile
-from trainer.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, replace_json, write_json
 from trainer.results import TrainTime, phase_results, recorded_steps, steps_of_phase
 from trainer.state import TrainState
 from trainer.workloads.base import Work, Workload

@@ -16,7 +16,7 @@ from datetime import timedelta
 import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from trainer.errors import NodeMissing, UserError
+from common.errors import NodeMissing, UserError
 
 #: Which network interface gloo and NCCL take; by themselves they ask the host's name, which may mean 127.0.1.1.
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.errors import UserError
 from trainer.config import CHANGEABLE, DATA_PARALLEL, DEVICES, NON_FINITE, OPTIMIZERS, PRECISIONS, TrainConfig
 from trainer.data.order import SampleOrder
 from trainer.devices.base import DeviceOptions
-from trainer.errors import UserError
 from trainer.parallel.mesh import Mesh
 from trainer.seeds import derive_seed
 from trainer.workloads import WORKLOADS

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from common.errors import NonFiniteStep, ReplicasDiffer
 from trainer.devices.base import Device
-from trainer.errors import NonFiniteStep, ReplicasDiffer
 from trainer.parallel.mesh import Mesh
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.files import read_json, replace_json
+from common.files import read_json, replace_json
 from trainer.state import TrainState
 
 #: Seconds that each phase has been trained for, by its number.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import CheckpointError
 from trainer.checkpoint.format import MASTER, has_master, read_tensors, tensor_file
 from trainer.config import TrainConfig, deciding
 from trainer.data.order import ORDER_VERSION
 from trainer.devices.base import Device
-from trainer.errors import CheckpointError
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.shares import put_piece, put_share, whole_shape, without_padding
 from trainer.parallel.tensor import TensorParallel

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import CheckpointError, UserError
+from common.files import sha256_of
 from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, checkpoint_step, why_invalid
 from trainer.checkpoint.format import tensor_file
 from trainer.checkpoint.manager import CheckpointManager, require_valid
 from trainer.config import TrainConfig
-from trainer.errors import CheckpointError, UserError
-from trainer.files import sha256_of
 from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
 

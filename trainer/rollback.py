@@ -7,9 +7,9 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
+from common.errors import NonFiniteStep
 from trainer.config import TrainConfig
 from trainer.devices.base import Device
-from trainer.errors import NonFiniteStep
 from trainer.interruptions import Interruptions
 from trainer.loop import Trainer
 from trainer.parallel.mesh import Mesh

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from trainer.errors import UserError
-from trainer.process import STOP_SIGNALS
+from common.errors import UserError
+from common.process import STOP_SIGNALS
 
 
 def spawn(workers: int, words: Sequence[str]) -> NoReturn:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from common.errors import CheckpointError
 from trainer.checkpoint.directory import STATE
 from trainer.config import CHANGEABLE
-from trainer.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main, parse_args
 
-from trainer.errors import EXIT_INTERRUPTED, EXIT_NODE_MISSING, EXIT_SOFTWARE, EXIT_USER_ERROR, NodeMissing, UserError
-from trainer.nodes import choose_interface, meet
-from trainer.process import (
+from common.errors import EXIT_INTERRUPTED, EXIT_NODE_MISSING, EXIT_SOFTWARE, EXIT_USER_ERROR, NodeMissing, UserError
+from common.process import (
     IGNORED_VARIABLE,
     PARENT_VARIABLE,
     STOP_SIGNALS,
@@ -26,6 +25,7 @@ from trainer.process import (
     heeded_signals,
     shell_status,
 )
+from trainer.nodes import choose_interface, meet
 
 
 def run() -> int:

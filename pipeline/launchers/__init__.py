@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common.files import read_json
 from pipeline.launchers.base import Launcher
 from pipeline.launchers.jobs import Job, JobLauncher, Scheduler
 from pipeline.launchers.kubernetes import KubernetesScheduler
@@ -15,7 +16,6 @@ from pipeline.launchers.local import Local
 from pipeline.launchers.slurm import SlurmScheduler
 from pipeline.sections import Settings
 from stages.lock import JOB
-from trainer.files import read_json
 
 
 def launcher(settings: Settings, *, on_cluster: bool) -> Launcher:

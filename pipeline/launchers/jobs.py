@@ -18,12 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from pipeline import console
+from common import console
+from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
+from common.files import read_json, utc_now, write_json
 from pipeline.launch import Ending, handling, say
 from pipeline.launchers.base import Detached, Work
 from stages.lock import JOB
-from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
-from trainer.files import read_json, utc_now, write_json
 
 STATE = "job-state.json"
 LOG = "stage.log"

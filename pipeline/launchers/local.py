@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from common.errors import NodeMissing, UserError
+from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 from pipeline import launch
 from pipeline.cluster import Cluster
 from pipeline.launch import Ending, Start
@@ -14,8 +16,6 @@ from pipeline.launchers.base import Work
 from stages import attempts
 from stages.lock import is_held
 from stages.manifest import FAILURE, last_failure
-from trainer.errors import NodeMissing, UserError
-from trainer.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 
 #: Seconds between two looks at what node 0 does, and between two lines that say so.
 _LOOK_EVERY_S, _TOLD_EVERY_S = 1.0, 30.0

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import EXIT_NODE_MISSING, EXIT_USER_ERROR
 from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
-from trainer.errors import EXIT_NODE_MISSING, EXIT_USER_ERROR
 
 #: Restarts in a row without one more checkpoint before training is given up.
 MAX_RESTARTS = 3

@@ -14,6 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
+from common.files import read_json, write_json
+from common.process import shell_status
 from pipeline import launch
 from pipeline.launch import Ending, Start
 from pipeline.launchers import kubernetes, slurm
@@ -22,9 +25,6 @@ from pipeline.launchers.restarts import FINAL_STATUSES, MAX_RESTARTS, Restarts, 
 from stages import attempts
 from stages.lock import JOB
 from stages.manifest import MANIFEST
-from trainer.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
-from trainer.files import read_json, write_json
-from trainer.process import shell_status
 
 
 class Surroundings(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from trainer.errors import UserError
+from common.errors import UserError
 
 #: Seconds for one command.
 TIMEOUT_S = 60

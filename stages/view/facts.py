@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from common.secrets import redact
 from stages.view.run import Run
 from stages.view.text import duration, number, percent, size
-from trainer.secrets import redact
 
 #: A table: its title, its head, its rows.
 Table = tuple[str, tuple[str, ...], list[list[str]]]

@@ -10,11 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from common.files import METRICS
 from stages import attempts
 from stages.manifest import why_incomplete
 from stages.records import read_identity, read_manifest
 from stages.view.curves import Curves, MetricsFile
-from trainer.files import METRICS
 
 #: Settings by section, as strings: {"phase1": {"lr": "0.001"}}.
 Settings = Mapping[str, Mapping[str, str]]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from common.files import sweep_temporaries
 from tests.chain import write_corpus
 from tests.e2e.test_failpoints import TRAINING, outputs
 from tests.stages.web import serving
@@ -27,7 +28,6 @@ from tests.support import (
     write_model_config,
 )
 from trainer.checkpoint.directory import why_invalid
-from trainer.files import sweep_temporaries
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +63,7 @@ def test_the_shim_reaches_real_writes(tmp_path: Path) -> None:
 REPLACING = """
 import sys
 from pathlib import Path
-from trainer.files import rename_durably
+from common.files import rename_durably
 rename_durably(*map(Path, sys.argv[1:]))
 """
 

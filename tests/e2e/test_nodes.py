@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from tests.chain import Chain, one_core
 from tests.support import command, free_port, tensors
-from trainer.errors import UserError
 from trainer.nodes import choose_interface
 
 

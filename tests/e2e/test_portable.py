@@ -77,7 +77,7 @@ def test_the_whole_chain_runs_with_two_workers(tmp_path: Path, site: str) -> Non
 def test_a_large_file_is_written_whole(tmp_path: Path, site: str) -> None:
     """Large enough that the disk would be told to begin."""
     program = (
-        "import sys; from pathlib import Path; from trainer.files import durable_file\n"
+        "import sys; from pathlib import Path; from common.files import durable_file\n"
         "with durable_file(Path(sys.argv[1])) as file:\n"
         "    for piece in range(5): file.write(bytes([piece]) * (16 << 20))\n"
         "print(file.sha256)"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import UserError
 from pipeline import page
 from pipeline.parameters import Text
 from pipeline.sections import SECTIONS, section_name
@@ -21,7 +22,6 @@ from tests.pipeline.test_nightly import Post
 from tests.stages.ready import pack
 from tests.stages.web import Web, serving, status
 from tests.support import forked, write_dataset
-from trainer.errors import UserError
 
 inbox = test_nightly.post
 DATE, FAILING = "2026-11-20", "2026-11-21"

@@ -14,10 +14,10 @@ import pytest
 from luigi.configuration import get_config
 
 import pipeline
+from common.errors import UserError
 from pipeline import sections, settings
 from pipeline.stage import Stage
 from tests.support import ROOT
-from trainer.errors import UserError
 
 Fingerprints = Callable[..., dict[str, str]]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from stages.predict import load, predict
 from tests.chain import Chain, finished_chain
 from tests.support import assert_one_line_error, command
-from trainer.errors import UserError
 
 
 @pytest.fixture(scope="module")

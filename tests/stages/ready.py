@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.errors import UserError
+from common.secrets import Secret
 from stages.archive import zstd
 from stages.download import DownloadOptions, download_dataset
 from stages.manifest import StageDirectory
 from stages.sources import Transport
 from trainer.data.shards import write_shard
-from trainer.errors import UserError
-from trainer.secrets import Secret
 
 
 def write(path: Path, *, rows: int = 6, S: int = 16, P: int = 2, largest: int = 99) -> Path:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from stages import archive
 from stages.archive import members
 from tests.stages.ready import pack, refused
-from trainer.errors import UserError
 
 
 @pytest.mark.parametrize(

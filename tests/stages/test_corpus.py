@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
+from common.hashing import InputHashes
 from stages.corpus import BUILTIN, CorpusOptions, documents, open_sources, raw_documents, sentences
-from stages.inputs import InputHashes
 from stages.source import Document
-from trainer.errors import UserError
 
 
 def read(*specs: object, document: str = "blank_line") -> tuple[list[str], Counter[str]]:

@@ -15,18 +15,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from stages import evaluate, inputs
+from common import hashing
+from common.errors import UserError
+from common.files import sha256_of
+from common.hashing import InputHashes
+from stages import evaluate
 from stages.corpus import CorpusOptions, open_sources, raw_documents
 from stages.download import DownloadOptions, download_dataset
-from stages.inputs import InputHashes
 from stages.manifest import StageDirectory, why_incomplete
 from stages.tokenize import tokenize_corpus
 from stages.tokens import TRAINING, part_paths
 from tests.chain import Chain
 from tests.stages.ready import bytes_of, download, pack, write
 from tests.support import flip_a_byte
-from trainer.errors import UserError
-from trainer.files import sha256_of
 
 
 def edit_unseen(path: Path) -> None:
@@ -40,15 +41,15 @@ def edit_unseen(path: Path) -> None:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files need not have rested for two seconds to be remembered."""
-    monkeypatch.setattr(inputs, "_SETTLED_NS", -1)
+    monkeypatch.setattr(hashing, "_SETTLED_NS", -1)
 
 
 def test_a_file_is_read_once_and_again_when_anything_about_it_changes(
     tmp_path: Path, settled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    hash_file = inputs._hash_file
-    monkeypatch.setattr(inputs, "_hash_file", lambda path: read.append(path) or hash_file(path))
+    hash_file = hashing._hash_file
+    monkeypatch.setattr(hashing, "_hash_file", lambda path: read.append(path) or hash_file(path))
     path = tmp_path / "text"
     path.write_bytes(os.urandom(300_000))
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import LockHeld
 from stages.lock import JOB, LOCK, hold, is_held
 from tests.support import ROOT
-from trainer.errors import LockHeld
 
 HOLDER = """
 import subprocess, sys

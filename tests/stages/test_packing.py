@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.errors import UserError
 from stages.examples import Form
 from stages.packing import Room, pack, pack_masked, pack_tokens, unpack_tokens
 from stages.shard import PACKED_SEQUENCES
@@ -18,7 +19,6 @@ from tests.stages.corpora import make_tokens
 from trainer.data.hdf5 import Array
 from trainer.data.shards import KEYS, LENGTHS_KEY, ShardSet
 from trainer.data.validation import validate_file
-from trainer.errors import UserError
 
 FORM = Form(512, 80, sequences_per_row=PACKED_SEQUENCES)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from common.hashing import InputHashes
 from stages import parts
 from stages.corpus import open_sources, raw_documents
-from stages.inputs import InputHashes
 from stages.parts import Parts, split_documents
 from stages.tokens import TEST
 

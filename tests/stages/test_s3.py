@@ -16,13 +16,13 @@ from urllib3 import HTTPResponse
 
 import stages.s3
 import stages.transfer
+from common.secrets import Secret
 from stages.remote import LeastRate, Version
 from stages.sources import Transport
 from tests.chain import Chain
 from tests.stages.ready import bytes_of, download, pack, refused, write_random_shards
 from tests.stages.web import Fault, cut, drip, serving, stall, status, then
 from tests.support import assert_one_line_error, forked, write_dataset
-from trainer.secrets import Secret
 
 MIB = 1 << 20
 KEY = "training_datasets/shards.tar"

@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
+from common.errors import UserError
 from stages import plans, shard, slabs
 from stages.examples import Form
 from stages.manifest import StageDirectory
@@ -25,7 +26,6 @@ from tests.stages.corpora import make_tokens
 from tests.support import assert_one_line_error
 from trainer.data.shards import KEYS, ShardSet
 from trainer.data.validation import validate_file
-from trainer.errors import UserError
 
 FORM = ("--seq-len", 32, "--max-pred-len", 5)
 

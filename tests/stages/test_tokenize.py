@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 import pytest
 
+from common.errors import UserError
 from stages import parts, tokenize
 from stages.corpus import CorpusOptions, documents
 from stages.manifest import Identity, StageDirectory
@@ -33,7 +34,6 @@ from stages.wordpiece import (
 )
 from tests.conftest import ROOT, Stage
 from tests.support import assert_one_line_error
-from trainer.errors import UserError
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmn" for b in ("a", "ei", "o", "u") for c in ("rt", "ll", "nd", "s")]
 

@@ -21,13 +21,13 @@ import stages.fetch
 import stages.http
 import stages.remote
 import stages.transfer
+from common.files import read_json
 from stages.remote import LeastRate
 from stages.sources import Transport
 from tests.chain import wait_until
 from tests.stages.ready import bytes_of, download, pack, refused, write_random, write_random_shards
 from tests.stages.web import Fault, Handler, Web, cut, drip, serving, stall, status, then
 from tests.support import ROOT, assert_one_line_error, forked
-from trainer.files import read_json
 
 MIB = 1 << 20
 

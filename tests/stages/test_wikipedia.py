@@ -13,16 +13,16 @@ from xml.sax.saxutils import escape
 
 import pytest
 
+from common.errors import UserError
+from common.hashing import InputHashes
 from stages import parts
 from stages.corpus import CorpusOptions, open_sources, raw_documents
-from stages.inputs import InputHashes
 from stages.manifest import StageDirectory
 from stages.source import text_of
 from stages.tokenize import tokenize_corpus
 from stages.wikipedia import WikiPage
 from tests.conftest import Stage
 from tests.support import assert_one_line_error
-from trainer.errors import UserError
 
 HEAD = (
     '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/"><siteinfo><namespaces><namespace key="0" />'

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from stages.workers import Workers, processes_asked_for
-from trainer.errors import UserError
+from common.errors import UserError
+from common.workers import Workers, processes_asked_for
 
 
 def square(number: int) -> tuple[int, int]:
@@ -33,7 +33,7 @@ def refuse(number: int) -> int:
 
 START = """
 import multiprocessing, sys, threading
-from stages.workers import Workers
+from common.workers import Workers
 done = threading.Event()
 if sys.argv[1] == "True":
     threading.Thread(target=done.wait).start()

@@ -13,12 +13,12 @@ import pytest
 import safetensors.torch
 import torch
 
+from common.errors import CheckpointError, DiskError
 from tests.support import FORKS
 from trainer.checkpoint.directory import why_invalid
 from trainer.checkpoint.format import read_tensors, write_tensors
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import Snapshot
-from trainer.errors import CheckpointError, DiskError
 from trainer.state import TrainState
 
 

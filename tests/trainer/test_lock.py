@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from common.lock import HELD_FINGERPRINT_VARIABLE, hold
 from tests.chain import wait_until
 from tests.support import ROOT, Workers, assert_one_line_error, metrics, options, train
-from trainer.lock import HELD_FINGERPRINT_VARIABLE, hold
 
 GIVEN: dict[str, Any] = {
     "batch_size": 4, "grad_accum_usteps": 2, "warmup_steps": 1, "max_pred_len": 5, "device": "cpu", "max_steps": 6,

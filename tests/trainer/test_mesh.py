@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from common.process import free_port
 from tests.support import FORKS
 from trainer.devices.cpu import CpuDevice
 from trainer.parallel import shared_memory
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.shared_memory import PIECE_BYTES
-from trainer.process import free_port
 
 
 def _start(rank: int, port: int, log: str) -> None:

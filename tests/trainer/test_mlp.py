@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from common.process import free_port
 from tests.images import write_idx, write_images
 from tests.support import ROOT, assert_one_line_error, command, losses, metrics, options, tensors, train
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.models.mlp import MLP
-from trainer.process import free_port
 from trainer.workloads.mnist import TRAINING, Images
 
 IMAGES = 300

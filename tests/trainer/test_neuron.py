@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import UserError
 from tests.neuron_machine import hardware, install_package, machine
 from tests.support import assert_one_line_error, command, options, write_dataset, write_model_config
 from trainer.devices.base import DeviceOptions
 from trainer.devices.neuron import NeuronDevice, check_workers, environment, settle, visible_cores
 from trainer.devices.neuron_cache import use_cache
-from trainer.errors import UserError
 from trainer.parallel.mesh import Mesh
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from common.errors import UserError
 from trainer.data import order as module
 from trainer.data.order import SampleOrder, hash64
-from trainer.errors import UserError
 
 
 def addresses(order: SampleOrder, steps: range) -> list[tuple[int, int]]:

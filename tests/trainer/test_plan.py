@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
+from common.errors import UserError
 from tests.support import ROOT
 from trainer.checkpoint.interop.names import parameter_shapes
 from trainer.config import PRESETS, ModelConfig
-from trainer.errors import UserError
 from trainer.models.bert import BertForPreTraining
 from trainer.parallel.plan import padded_length, padded_shape, require_divisible, share, split_of, stored_shape
 

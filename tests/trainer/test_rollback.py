@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from common.lock import LOCK
 from tests.support import assert_one_line_error, assert_same_bytes, flip_a_byte, train
 from trainer.checkpoint.directory import abandoned, why_invalid
-from trainer.lock import LOCK
 from trainer.state import TrainState
 
 COMMON = {

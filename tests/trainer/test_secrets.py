@@ -17,8 +17,8 @@ import pytest
 from botocore.config import Config
 from botocore.signers import CloudFrontSigner
 
-from trainer.errors import UserError, one_line
-from trainer.secrets import (
+from common.errors import UserError, one_line
+from common.secrets import (
     SECRETS_VARIABLE,
     RedactingFilter,
     Secret,

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import trainer.data.shards as shards_module
+from common.errors import UserError
 from tests.support import assert_one_line_error, command, write_dataset
 from trainer.data.hdf5 import open_hdf5
 from trainer.data.shards import KEYS, ShardSet, write_shard
 from trainer.data.validation import validate_file
-from trainer.errors import UserError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -206,7 +206,7 @@ import sys
 import numpy as np
 from pathlib import Path
 from trainer.data.shards import ShardSet
-from trainer.errors import UserError
+from common.errors import UserError
 shards = ShardSet.open(Path({str(directory)!r}))
 rows = np.arange(300)
 shards.read(0, rows[:3])

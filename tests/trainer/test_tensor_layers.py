@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.process import free_port
 from tests.support import FORKS, MODEL, synthetic_rows
 from trainer.config import ModelConfig
 from trainer.data.bert_batch import BertBatch
@@ -19,7 +20,6 @@ from trainer.parallel.plan import split_of
 from trainer.parallel.shares import put_share
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
-from trainer.process import free_port
 
 ROWS, S = 6, 32
 #: No size divides the vocabulary: the last rank's share of it is padded.

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.errors import UserError
 from tests.support import assert_one_line_error, losses, metrics, tensors, train
 from trainer.devices.xla import XlaDevice
-from trainer.errors import UserError
 from trainer.parallel.mesh import Mesh
 
 pytest.importorskip("torch_xla")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.files import disk_errors, failpoint, fsync_directory, sha256_of
+from common.files import disk_errors, failpoint, fsync_directory, sha256_of
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

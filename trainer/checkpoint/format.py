@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.files import durable_file, fsync_directory, write_json
 from trainer.checkpoint.directory import MANIFEST, STATE, encode_manifest
 from trainer.checkpoint.tensor_file import Spec, TensorFile, write_tensor_file
-from trainer.files import durable_file, fsync_directory, write_json
 
 #: What stands before a parameter's name for the fp32 weights of bf16 ones, in the optimizer's file.
 MASTER = "master"

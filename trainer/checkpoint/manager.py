@@ -17,11 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.directory import Unreadable, checkpoints, set_aside, why_invalid
-from trainer.checkpoint.format import tensor_file, write_manifest, write_tensors
-from trainer.checkpoint.snapshot import Snapshot
-from trainer.errors import CheckpointError, DiskError, UserError
-from trainer.files import (
+from common.errors import CheckpointError, DiskError, UserError
+from common.files import (
     TEMPORARY_SUFFIX,
     disk_errors,
     failpoint,
@@ -31,6 +28,9 @@ from trainer.files import (
     sweep_temporaries,
     write_json,
 )
+from trainer.checkpoint.directory import Unreadable, checkpoints, set_aside, why_invalid
+from trainer.checkpoint.format import tensor_file, write_manifest, write_tensors
+from trainer.checkpoint.snapshot import Snapshot
 
 #: What a rank leaves beside its files when it begins and when they are durable, or it failed; how often the first
 #: looks for it.

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.errors import CheckpointError
-from trainer.files import HashingFile, durable_file
+from common.errors import CheckpointError
+from common.files import HashingFile, durable_file
 
 #: Names of the dtypes in safetensors headers.
 DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}

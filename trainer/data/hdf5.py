@@ -20,8 +20,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import UserError
-from trainer.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durably
+from common.errors import UserError
+from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durably
 
 Array = NDArray[Any]
 #: Shape and dtype of each dataset, in the order in which they lie in the file.

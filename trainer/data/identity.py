@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.files import disk_errors, read_json, replace_json, sha256_of
+from common.errors import UserError
+from common.files import disk_errors, read_json, replace_json, sha256_of
 
 #: Remembered hashes, by path: [size, mtime in ns, inode, sha256].
 CACHE = "data_identity.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import UserError
+from common.errors import UserError
 
 #: Values of 8 bits: the second byte from the right in the magic number, yann.lecun.com/exdb/mnist.
 _UINT8 = 8

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
+from common.files import disk_errors
 from trainer.data.batch import Batch
 from trainer.data.order import SampleOrder, Samples
-from trainer.files import disk_errors
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import UserError
+from common.errors import UserError
 from trainer.seeds import derive_seed
 
 #: Rows shuffled together, at least: about 120 MB of phase-1 rows.

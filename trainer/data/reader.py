@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from common.errors import UserError
 from trainer.data.bert_batch import IGNORED, BertBatch, PackedBertBatch, filled_up
 from trainer.data.order import Samples
 from trainer.data.shards import LENGTHS_KEY, ShardSet
 from trainer.data.validation import value_limits
-from trainer.errors import UserError
 
 Arrays = dict[str, NDArray[np.generic]]
 #: Of a micro-batch: masked positions, sequences, tokens, pairs of tokens.

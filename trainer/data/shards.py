@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.errors import UserError
 from trainer.data.hdf5 import (
     Array,
     Layout,
@@ -30,7 +31,6 @@ from trainer.data.hdf5 import (
     open_hdf5,
     require_own_dataset,
 )
-from trainer.errors import UserError
 
 TOKEN_KEYS = ("input_ids", "input_mask", "segment_ids")
 MASKED_KEYS = ("masked_lm_positions", "masked_lm_ids")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from common.errors import UserError
 from trainer.data.hdf5 import Array, open_hdf5
 from trainer.data.shards import LENGTHS_KEY, bad_value, shape_of
-from trainer.errors import UserError
 
 #: Read at a time: rows, and values of one dataset.
 _VALIDATED_ROWS, _VALIDATED_VALUES = 8192, 8192 * 1024

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.process import available_cores
 from trainer.data.bert_batch import filled_up
 from trainer.devices.base import Device
 from trainer.models.operations import AttentionMask, Operations
 from trainer.parallel.mesh import Mesh
-from trainer.process import available_cores
 
 #: malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.errors import UserError
 from trainer.data.batch import B
 from trainer.devices.base import Device
-from trainer.errors import UserError
 from trainer.models.operations import AttentionMask, Operations
 
 #: Dense bf16 tensor-core peaks, FLOP/s, from NVIDIA's data sheets, by words of the name torch reports.

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.files import read_json, write_json
 from trainer.config import TrainConfig
 from trainer.devices.base import Device
-from trainer.files import read_json, write_json
 
 _HASH = re.compile(r"^Compilation Analysis:   Graph Hash: ([0-9a-f]+)$", re.MULTILINE)
 _REPORT, _DUMP = "graphs.txt", "hlo"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from trainer.errors import UserError
+from common.errors import UserError
 
 
 class Inductor:

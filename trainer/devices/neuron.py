@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from common.errors import UserError
+from common.process import node_rank
 from trainer.devices.base import DeviceOptions
 from trainer.devices.neuron_cache import CC_FLAGS, merge_flags, node_cache, use_cache
 from trainer.devices.xla import XlaDevice
-from trainer.errors import UserError
 from trainer.parallel.mesh import Group, Mesh
-from trainer.process import node_rank
 
 #: Where the packages come from: those of these names in the public registry install and do nothing.
 REPOSITORY = "pip.repos.neuron.amazonaws.com"

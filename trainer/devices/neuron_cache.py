@@ -12,8 +12,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import UserError
-from trainer.files import disk_errors
+from common.errors import UserError
+from common.files import disk_errors
 
 #: The variable that hands flags to neuronx-cc, and to its wrapper, which keeps the cache.
 CC_FLAGS = "NEURON_CC_FLAGS"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from common.errors import UserError
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.inductor import Inductor
-from trainer.errors import UserError
 from trainer.models.operations import Operations
 from trainer.parallel.mesh import Mesh
 

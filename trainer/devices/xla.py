@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from common.errors import UserError
 from trainer.data.loader import Step
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.graphs import GraphReport
-from trainer.errors import UserError
 from trainer.optim.rounding import stochastically_rounded
 from trainer.parallel.mesh import Group, Mesh
 

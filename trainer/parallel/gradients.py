@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from common.errors import UserError
 from trainer.devices.base import Device
-from trainer.errors import UserError
 from trainer.models.base import Model
 from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters, SharedModel
 from trainer.parallel.ddp import DdpModel, DdpParameters

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from trainer.errors import UserError
+from common.errors import UserError
 from trainer.parallel.shared_memory import SharedMemory, everybodys
 
 T = TypeVar("T")

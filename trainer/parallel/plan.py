@@ -12,8 +12,8 @@ import functools
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from common.errors import UserError
 from trainer.config import ModelConfig
-from trainer.errors import UserError
 
 
 @dataclass(frozen=True)

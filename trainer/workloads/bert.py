@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from common.errors import UserError
 from trainer.config import PRESETS, ModelConfig
 from trainer.data.identity import content_identity
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
-from trainer.errors import UserError
 from trainer.models.bert import BertForPreTraining, has_weight_decay
 from trainer.models.operations import Operations
 from trainer.parallel.plan import require_divisible

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from common.errors import UserError
 from trainer.data.idx import read_idx
 from trainer.data.order import Samples
-from trainer.errors import UserError
 from trainer.models.mlp import CLASSES, HIDDEN, MLP, PIXELS, ImageBatch
 from trainer.models.operations import Operations
 from trainer.parallel.mesh import Mesh

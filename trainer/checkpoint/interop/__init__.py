@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from common.errors import CheckpointError
 from trainer.checkpoint.interop import hugging_face, native, neuronx, tutorial
 from trainer.checkpoint.interop.contents import Contents
-from trainer.errors import CheckpointError
 
 
 class _Reader(Protocol):

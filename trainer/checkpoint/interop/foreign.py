@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from common.errors import CheckpointError
 from trainer.checkpoint.interop.names import MOMENTS, TIED, by_our_names, numbered_parameters
 from trainer.checkpoint.interop.sources import Renamed, Source, TensorReference, source_of
-from trainer.errors import CheckpointError
 
 
 def untie(ranks: Sequence[Source], places: Sequence[Path]) -> tuple[list[Source], dict[str, Sequence[Source]]]:

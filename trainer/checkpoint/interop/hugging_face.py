@@ -8,13 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from common.errors import CheckpointError
+from common.files import read_json
 from trainer.checkpoint.interop.contents import Contents
 from trainer.checkpoint.interop.foreign import sizes_of, untie
 from trainer.checkpoint.interop.sources import Mapped, Renamed, Source, load_pickle, tensors_of
 from trainer.checkpoint.tensor_file import TensorFile
 from trainer.config import ModelConfig
-from trainer.errors import CheckpointError
-from trainer.files import read_json
 
 CONFIG = "config.json"
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from common.errors import CheckpointError
 from trainer.checkpoint.interop.contents import Contents
 from trainer.config import PRESETS, ModelConfig
-from trainer.errors import CheckpointError
 
 _LAYER = re.compile(r"bert\.encoder\.layer\.(\d+)\.")
 

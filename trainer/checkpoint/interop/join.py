@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from common.errors import CheckpointError
 from trainer.checkpoint.interop.ahead import Chunk, Lanes, loaded_ahead
 from trainer.checkpoint.interop.contents import MODEL, OPTIMIZER, Contents
 from trainer.checkpoint.interop.infer import conflicts, infer_model
@@ -23,7 +24,6 @@ from trainer.checkpoint.interop.names import TIED, moment_names, parameter_shape
 from trainer.checkpoint.interop.sources import Source
 from trainer.checkpoint.tensor_file import DTYPES, Spec
 from trainer.config import ModelConfig
-from trainer.errors import CheckpointError
 from trainer.parallel.plan import padded_shape, split_of, stored_shape
 
 #: Groups of which a part may be split: other tools leave the decoder's bias whole.

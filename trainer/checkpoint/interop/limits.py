@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import IO
 
-from trainer.errors import CheckpointError
+from common.errors import CheckpointError
 
 #: Of the zip's list of records: 16 MiB are about 150,000; a BERT-Large with its optimizer has 1,200.
 _DIRECTORY_MAX = 16 << 20

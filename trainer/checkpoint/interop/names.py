@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from common.errors import CheckpointError
 from trainer.config import ModelConfig
-from trainer.errors import CheckpointError
 from trainer.models.bert import has_weight_decay
 
 #: Other names of a tensor → the one name under which `BertForPreTraining.named_parameters` has it.

@@ -7,14 +7,14 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.errors import CheckpointError
+from common.files import sha256_of
 from trainer.checkpoint.directory import MANIFEST, STATE, why_invalid
 from trainer.checkpoint.format import MASTER
 from trainer.checkpoint.interop.contents import KINDS, MODEL, OPTIMIZER, Contents
 from trainer.checkpoint.interop.sources import Renamed, Source
 from trainer.checkpoint.tensor_file import TensorFile
 from trainer.config import ModelConfig
-from trainer.errors import CheckpointError
-from trainer.files import sha256_of
 from trainer.precision import Precision
 from trainer.state import TrainState
 

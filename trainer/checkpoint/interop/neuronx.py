@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from common.errors import CheckpointError
 from trainer.checkpoint.interop.contents import Contents
 from trainer.checkpoint.interop.foreign import moments_of, sizes_of, training_of, untie
 from trainer.checkpoint.interop.sources import Source, load_pickle, source_of, tensors_of
-from trainer.errors import CheckpointError
 
 _SAVE = re.compile(r"tp_rank_(\d+)_pp_rank_(\d+)")
 _TRAINER = re.compile(r"dp_rank_(\d+)_tp_rank_(\d+)_pp_rank_(\d+)\.pt")

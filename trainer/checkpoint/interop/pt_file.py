@@ -20,13 +20,13 @@ from typing import IO, Any
 
 import torch
 
+from common.errors import CheckpointError
+from common.files import HashingFile, durable_file
 from trainer.checkpoint.interop.ahead import Chunk
 from trainer.checkpoint.interop.contents import MODEL, OPTIMIZER
 from trainer.checkpoint.interop.join import Checkpoint
 from trainer.checkpoint.interop.names import MOMENTS, TIED
 from trainer.checkpoint.tensor_file import Spec, bytes_of
-from trainer.errors import CheckpointError
-from trainer.files import HashingFile, durable_file
 from trainer.models.bert import has_weight_decay
 from trainer.optim.adamw import BETA1, BETA2, EPSILON
 from trainer.optim.schedule import linear_warmup_decay

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from common.errors import CheckpointError
 from trainer.checkpoint.interop.limits import require_bounded
 from trainer.checkpoint.tensor_file import Spec
-from trainer.errors import CheckpointError
 
 
 class Source(Protocol):

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
+from common.errors import CheckpointError
 from trainer.checkpoint.interop.contents import Contents
 from trainer.checkpoint.interop.foreign import moments_of, sizes_of, training_of, untie
 from trainer.checkpoint.interop.sources import Source, load_pickle, source_of, tensors_of
-from trainer.errors import CheckpointError
 
 _NAME = re.compile(r"ckpt_(\d+)\.pt")
 

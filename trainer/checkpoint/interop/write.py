@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import CheckpointError
+from common.files import sha256_of, write_json
 from trainer.checkpoint.format import tensor_file, write_manifest
 from trainer.checkpoint.interop import pt_file
 from trainer.checkpoint.interop.ahead import Chunk
@@ -22,8 +24,6 @@ from trainer.checkpoint.interop.hugging_face import CONFIG, OPTIMIZER_FILE
 from trainer.checkpoint.interop.join import Checkpoint, require_finite
 from trainer.checkpoint.tensor_file import Spec, tensor_writer
 from trainer.data.order import ORDER_VERSION
-from trainer.errors import CheckpointError
-from trainer.files import sha256_of, write_json
 from trainer.parallel.plan import require_divisible, share, split_of, stored_shape
 from trainer.state import TrainState
 

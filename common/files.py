@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.errors import DiskError
+from common.errors import DiskError
 
 #: Names that end so are unfinished; whoever holds the lock of their directory may remove them.
 TEMPORARY_SUFFIX = ".tmp"

@@ -20,7 +20,7 @@ import errno
 import shutil
 from pathlib import Path
 
-from trainer.secrets import redact
+from common.secrets import redact
 
 #: Exit status of a run that was asked to stop, saved its state and can go on (EX_TEMPFAIL of sysexits.h).
 EXIT_INTERRUPTED = 75

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.errors import DiskError, LockHeld
-from trainer.files import disk_errors, read_json, utc_now
+from common.errors import DiskError, LockHeld
+from common.files import disk_errors, read_json, utc_now
 
 LOCK = "lock"
 #: The identity of what is made in a stage's directory, written by whoever holds its lock.

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.errors import UserError
-from trainer.files import read_json, replace_json
+from common.errors import UserError
+from common.files import read_json, replace_json
 
 #: The sha256 of every input file that was read, in the work directory.
 INPUT_HASHES = "inputs.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from trainer.errors import DiskError, existing_parent
+from common.errors import DiskError, existing_parent
 
 
 def require_room(directory: Path, needed: int, what: str) -> None:

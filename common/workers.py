@@ -14,9 +14,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import TypeVar
 
-from stages.progress import HEARTBEAT
-from trainer.errors import UserError
-from trainer.process import available_cores, die_with_parent
+from common.errors import UserError
+from common.process import HEARTBEAT_THREAD, available_cores, die_with_parent
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -82,7 +81,7 @@ class Workers:
 def _how_to_start() -> str:
     """A forked worker has all imports: it starts 0.25 s earlier. But a fork of a process with threads can hang."""
     # The heartbeat holds no lock that a worker needs.
-    others = [thread for thread in threading.enumerate() if thread.name != HEARTBEAT]
+    others = [thread for thread in threading.enumerate() if thread.name != HEARTBEAT_THREAD]
     return "fork" if sys.platform == "linux" and len(others) == 1 else "spawn"
 
 

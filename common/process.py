@@ -9,12 +9,14 @@ import signal
 import socket
 import sys
 
-from trainer.errors import EXIT_INTERRUPTED
+from common.errors import EXIT_INTERRUPTED
 
 #: Set by whoever starts one of our commands, to its process id: the command is to die with it.
 PARENT_VARIABLE = "STAGE_PARENT_PID"
 #: Which of several machines this is, and the address of the first: torchrun's own names for its defaults.
 NODE_RANK_VARIABLE, MASTER_ADDR_VARIABLE = "PET_NODE_RANK", "PET_MASTER_ADDR"
+#: Name of a thread that holds no lock a forked child needs.
+HEARTBEAT_THREAD = "heartbeat"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 #: What asks a process of ours to save and stop. SIGUSR1: a scheduler, ahead of its time limit. SIGHUP: a terminal that
 #: is closed.

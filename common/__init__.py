@@ -1,0 +1,1 @@
+"""What all packages stand on; imports neither torch nor luigi."""
