@@ -67,7 +67,7 @@ def merge(source: Path, out: Path) -> None:
     import transformers.models.bert.modeling_bert  # noqa: F401 (its import is left out of the time)
 
     from stages import merge as stage
-    from stages.manifest import StageDirectory
+    from stages.directory.manifest import StageDirectory
 
     args = stage.parser().parse_args([str(source), str(out)])
     time.sleep(SETTLE_S)

@@ -13,7 +13,7 @@ from common.files import disk_errors, read_json, replace_json
 from common.process import is_ignored
 from pipeline.settings import load
 from pipeline.shelf import holder
-from stages.lock import hold
+from stages.directory.lock import hold
 
 SUMMARY = "TensorBoard for all trainings below the work directory; luigid shows its address beside each stage"
 #: In the work directory: links to what is shown, the address, and the lock of the TensorBoard that serves it.

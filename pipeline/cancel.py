@@ -13,7 +13,7 @@ from pipeline.launchers.jobs import Unreachable
 from pipeline.shelf import Shelf
 from pipeline.stage import Stage
 from pipeline.why import add_task, find
-from stages.lock import hold
+from stages.directory.lock import hold
 
 SUMMARY = "end the job of a stage on Slurm or Kubernetes; what it has saved stays"
 #: Seconds that a job is given to end: Slurm kills what is left after its KillWait, 30 s by default.

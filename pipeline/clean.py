@@ -28,9 +28,9 @@ from pipeline.shelf import (
     size_bytes,
 )
 from pipeline.stage import Stage
-from stages.attempts import ATTEMPTS
-from stages.lock import LOCK
-from stages.manifest import FAILURE, IDENTITY, MANIFEST
+from stages.directory.attempts import ATTEMPTS
+from stages.directory.lock import LOCK
+from stages.directory.manifest import FAILURE, IDENTITY, MANIFEST
 from stages.view.text import size
 from trainer.checkpoint.directory import CHECKPOINTS
 

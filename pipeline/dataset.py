@@ -14,7 +14,7 @@ from pipeline.outside import input_hashes
 from pipeline.sections import Settings
 from pipeline.stage import Stage, option_words
 from stages.corpus import FORMAT_VERSION, CorpusOptions
-from stages.manifest import Identity
+from stages.directory.manifest import Identity
 from stages.patterns import split
 from stages.sources import source_inputs
 from trainer.config import ModelConfig

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.goal import is_complete
 from pipeline.shelf import Shelf
 from pipeline.stage import Stage
-from stages.manifest import difference
+from stages.directory.manifest import difference
 
 _HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{54}\b")
 
@@ -37,7 +37,7 @@ def _cause(task: Stage, old: dict[str, Any], shelf: Shelf) -> str:
 
 
 def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """`stages.manifest.difference`, by single values (`model.hidden_size: 128 → 256`) and with hashes cut short."""
+    """`stages.directory.manifest.difference`, by single values (`model.hidden_size: 128 → 256`) and with hashes cut short."""
     text = difference(_flat(old), _flat(new)) or "fingerprint"
     return _HASH.sub(r"\1…", text)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.errors import DiskError
 from common.files import failpoint
-from stages.manifest import MANIFEST
+from stages.directory.manifest import MANIFEST
 
 LATEST = "latest"
 

@@ -24,7 +24,7 @@ from common.files import ALIVE, PROGRESS, disk_errors
 from common.lock import HELD_FINGERPRINT_VARIABLE
 from common.process import PARENT_VARIABLE, is_ignored
 from common.secrets import hidden_words, redact
-from stages.attempts import How
+from stages.directory.attempts import How
 
 #: Seconds between two live lines (progress bars) where the console is not a terminal.
 LIVE_INTERVAL_S = 10.0

@@ -19,7 +19,7 @@ from typing import Literal
 from common.errors import DiskError
 from common.files import read_json, utc_now, write_json
 from common.secrets import redact
-from stages.lock import LOCK, is_held
+from stages.directory.lock import LOCK, is_held
 
 _SUFFIX = ".state.json"
 Status = Literal["complete", "running", "interrupted", "failed", "refused", "held", "killed", "missing"]

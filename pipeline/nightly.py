@@ -18,7 +18,7 @@ from pipeline import launch, night_states, nights, notify
 from pipeline.launch import say
 from pipeline.luigi_workers import Leave, leaving
 from pipeline.task import PipelineTask
-from stages.lock import hold
+from stages.directory.lock import hold
 
 #: Lines at the end of a night's log that a mail about its failure has.
 _LAST_LINES = 30

@@ -16,7 +16,7 @@ from pipeline.rows import rows
 from pipeline.sections import Settings
 from pipeline.settings import load
 from pipeline.stage import Stage
-from stages.manifest import IDENTITY
+from stages.directory.manifest import IDENTITY
 from stages.report import PAGE, refresh
 from stages.view.curves import MetricsFile
 from stages.view.run import Run, StageRecord

@@ -14,9 +14,9 @@ from pipeline.goal import Goal, chain, is_complete, would_run
 from pipeline.shelf import Shelf, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
 from pipeline.stage import Stage
 from pipeline.training import Training
-from stages.attempts import last_sign_of_life
-from stages.manifest import IDENTITY, MANIFEST, last_failure
-from stages.records import read_progress
+from stages.directory.attempts import last_sign_of_life
+from stages.directory.manifest import IDENTITY, MANIFEST, last_failure
+from stages.directory.records import read_progress
 from stages.view.text import size
 
 #: What each means is in docs/recovery.md.
@@ -175,7 +175,7 @@ def _how_far(row: Row) -> list[str]:
 
 
 def _seconds_since(when: str | None) -> float | None:
-    """Seconds since a time in UTC as `stages.manifest.utc_now` writes it."""
+    """Seconds since a time in UTC as `stages.directory.manifest.utc_now` writes it."""
     if when is None:
         return None
     return max(0.0, round(time.time() - datetime.strptime(when, UTC_FORMAT).replace(tzinfo=UTC).timestamp(), 1))

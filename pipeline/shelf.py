@@ -15,9 +15,9 @@ from common.files import read_json
 from pipeline.latest import LATEST
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Job, Unreachable
-from stages.lock import LOCK, is_held
-from stages.manifest import IDENTITY, MANIFEST, why_incomplete
-from stages.records import read_identity, read_manifest
+from stages.directory.lock import LOCK, is_held
+from stages.directory.manifest import IDENTITY, MANIFEST, why_incomplete
+from stages.directory.records import read_identity, read_manifest
 from trainer.checkpoint.directory import CHECKPOINTS, STATE, abandoned, whole_checkpoints
 
 _NAME = re.compile(r"(?P<label>[a-z][a-z0-9_]*(?:-phase[0-9]+)?)-(?P<short>[0-9a-f]{10})")

@@ -26,8 +26,8 @@ from pipeline.luigi_workers import Leave, leaving
 from pipeline.one_line import OneLine
 from pipeline.plain_sight import reports
 from pipeline.task import PipelineTask, refusals
-from stages.lock import LOCK, hold
-from stages.manifest import (
+from stages.directory.lock import LOCK, hold
+from stages.directory.manifest import (
     FAILURE,
     MANIFEST,
     AlreadyComplete,
@@ -36,7 +36,7 @@ from stages.manifest import (
     record_failure,
     why_incomplete,
 )
-from stages.records import read_manifest
+from stages.directory.records import read_manifest
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:

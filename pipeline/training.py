@@ -10,7 +10,7 @@ from pipeline import launch
 from pipeline.launchers.restarts import FINAL_STATUSES, Restarts, newest_checkpoint
 from pipeline.plain_sight import has_audience
 from pipeline.stage import Stage
-from stages import manifest
+from stages.directory import manifest
 
 
 class Training(Stage):

@@ -18,8 +18,8 @@ from common.errors import CheckpointError, UserError
 from common.files import disk_errors, read_json
 from common.hashing import InputFile, InputHashes, changed
 from common.secrets import Secret
+from stages.directory.manifest import Output, StageDirectory
 from stages.fetch import fetch
-from stages.manifest import Output, StageDirectory
 from stages.partial import STATE
 from stages.sources import Transport, open_source
 from stages.sources import source_identity as url_identity

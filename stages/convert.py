@@ -25,9 +25,9 @@ from stages.checkpoints import (
     source_identity,
     written,
 )
-from stages.command import run
+from stages.directory.command import run
+from stages.directory.manifest import Identity, Output, StageDirectory
 from stages.intake import PATTERNS
-from stages.manifest import Identity, Output, StageDirectory
 from stages.sources import add_transport_options, transport_of
 
 #: Format → the directory in OUT that it becomes; a .pt is in OUT itself, where the script looks for it.

@@ -16,8 +16,8 @@ from typing import Any
 
 from common.errors import UserError
 from common.hashing import InputFile, InputHashes, digest
+from stages.directory.manifest import Identity
 from stages.jsonl import JsonLinesSource
-from stages.manifest import Identity
 from stages.patterns import expand
 from stages.source import Document, FileSource, Source, cannot_read, text_of
 from stages.text import PlainTextSource

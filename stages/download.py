@@ -26,10 +26,10 @@ from common.hashing import InputHashes, changed
 from common.secrets import Secret, revealed_by_parent
 from common.workers import processes_asked_for
 from stages.archive import DamagedArchive
-from stages.command import run
+from stages.directory.command import run
+from stages.directory.manifest import MANIFEST, Identity, Output, StageDirectory
 from stages.fetch import fetch, require_sha256
 from stages.intake import PATTERNS, Arrival, Limits, copied, folder_shards, is_shard, take_in, unpacked
-from stages.manifest import MANIFEST, Identity, Output, StageDirectory
 from stages.partial import State
 from stages.remote import Remote, Version
 from stages.sources import (

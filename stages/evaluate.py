@@ -13,8 +13,8 @@ import torch
 from common.errors import CheckpointError, UserError
 from common.files import write_json
 from common.hashing import InputHashes
-from stages.command import run
-from stages.manifest import Identity, Output, StageDirectory
+from stages.directory.command import run
+from stages.directory.manifest import Identity, Output, StageDirectory
 from trainer.checkpoint.format import read_tensors
 from trainer.config import DEVICES, ModelConfig
 from trainer.data.bert_batch import IGNORED

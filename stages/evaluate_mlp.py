@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from common.files import sha256_of, write_json
-from stages.command import run
-from stages.manifest import Identity, Output, StageDirectory
+from stages.directory.command import run
+from stages.directory.manifest import Identity, Output, StageDirectory
 from trainer.checkpoint.directory import MANIFEST
 from trainer.checkpoint.manager import require_valid
 from trainer.config import DEVICES

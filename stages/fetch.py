@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.files import rename_durably
-from stages.manifest import StageDirectory
+from stages.directory.manifest import StageDirectory
 from stages.partial import PART, Span, State
 from stages.remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Changed, LeastRate, Remote, Transient, Version
 from stages.transfer import Transfer, Tries

@@ -14,7 +14,7 @@ from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durably
 from common.workers import Workers
 from stages.archive import members
-from stages.manifest import Output
+from stages.directory.manifest import Output
 
 PATTERNS = {"training": "*_training_*.hdf5", "test": "*_test_*.hdf5"}
 _COPY_BYTES = 4 << 20

@@ -25,8 +25,8 @@ from stages.checkpoints import (
     source_identity,
     written,
 )
-from stages.command import run
-from stages.manifest import Identity, Output, StageDirectory
+from stages.directory.command import run
+from stages.directory.manifest import Identity, Output, StageDirectory
 from stages.view.card import CARD
 from stages.wordpiece import read_vocabulary, save_tokenizer
 

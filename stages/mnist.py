@@ -11,9 +11,9 @@ from common.errors import UserError
 from common.files import durable_file
 from common.hashing import InputHashes, changed
 from common.secrets import Secret, revealed_by_parent
-from stages.command import run
+from stages.directory.command import run
+from stages.directory.manifest import Identity, Output, StageDirectory
 from stages.fetch import fetch
-from stages.manifest import Identity, Output, StageDirectory
 from stages.sources import (
     Transport,
     add_transport_options,

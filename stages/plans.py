@@ -16,8 +16,8 @@ import numpy as np
 from common.errors import UserError
 from common.files import durable_file
 from common.workers import Workers
+from stages.directory.manifest import StageDirectory
 from stages.examples import PAIR, Form, lengths_of, plan_pairs
-from stages.manifest import StageDirectory
 from stages.packing import pack
 from stages.tokens import SPLITS, TRAINING, part_paths, read_part
 from trainer.data.hdf5 import Array

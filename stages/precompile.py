@@ -25,8 +25,8 @@ from common.errors import EXIT_INTERRUPTED, UserError
 from common.files import disk_errors, read_json, write_json
 from common.hashing import InputHashes
 from common.process import PARENT_VARIABLE, node_rank
-from stages.command import run
-from stages.manifest import Identity, Output, StageDirectory
+from stages.directory.command import run
+from stages.directory.manifest import Identity, Output, StageDirectory
 from trainer.config import DEVICES
 from trainer.devices.neuron_cache import CC_FLAGS, compiled_modules, merge_flags, node_cache, use_cache
 

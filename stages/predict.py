@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from stages.command import run
+from stages.directory.command import run
 
 #: Fillings that are shown of each mask.
 TOP = 5

@@ -13,9 +13,9 @@ from typing import Any
 from common.errors import UserError
 from common.files import METRICS, TEMPORARY_SUFFIX, disk_errors, durable_file, read_json
 from common.hashing import InputHashes
-from stages.attempts import ATTEMPTS
-from stages.command import run
-from stages.manifest import IDENTITY, MANIFEST, Identity, Output, StageDirectory
+from stages.directory.attempts import ATTEMPTS
+from stages.directory.command import run
+from stages.directory.manifest import IDENTITY, MANIFEST, Identity, Output, StageDirectory
 from stages.view.card import CARD, card, is_edited
 from stages.view.page import page
 from stages.view.run import Run, Settings, StageRecord

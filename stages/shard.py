@@ -20,11 +20,11 @@ from typing import Any
 from common.disk_space import require_room
 from common.errors import UserError
 from common.workers import Workers, processes_asked_for
-from stages.command import run
+from stages.directory.command import run
+from stages.directory.manifest import Identity, StageDirectory, why_incomplete
+from stages.directory.records import read_manifest
 from stages.examples import PAIR, SPECIAL_POSITIONS, Form
-from stages.manifest import Identity, StageDirectory, why_incomplete
 from stages.plans import PLAN, SplitPlan, SplitTokens, form_of, make_plans, read_splits
-from stages.records import read_manifest
 from stages.slabs import Made, ShardTask, load_vocabulary, make_shard, row_bytes
 from stages.tokens import SPLITS, TEST, TRAINING
 from stages.tokens import STAGE as TOKENS_STAGE

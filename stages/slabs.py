@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from stages.directory.manifest import Output
 from stages.examples import PAIR, Form, Vocabulary, complete_rows, gather_rows, lengths_of
-from stages.manifest import Output
 from stages.packing import pack_masked, pack_tokens, real_places, unpack_tokens
 from stages.plans import SplitPlan
 from stages.tokens import TOKENIZER

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from common.errors import UserError
 from common.files import disk_errors, failpoint
-from stages.manifest import StageDirectory
+from stages.directory.manifest import StageDirectory
+from stages.directory.progress import Progress
 from stages.partial import PART, Span, State, joined
-from stages.progress import Progress
 from stages.remote import LeastRate, Remote, Transient
 
 #: Failures in a row after which a range is given up, and the seconds waited after the first; each wait is twice the

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.workers import Workers
 from stages.corpus import Corpus
-from stages.manifest import StageDirectory
+from stages.directory.manifest import StageDirectory
 from stages.parts import in_batches, split_documents
 from stages.source import Document, text_of
 from stages.tokens import TOKENIZER, TRAINING

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from stages.attempts import ATTEMPTS
-from stages.manifest import Identity, Output, claim, finish
+from stages.directory.attempts import ATTEMPTS
+from stages.directory.manifest import Identity, Output, claim, finish
 
 #: Seconds since 1970 at which it began.
 BEGAN = 1_795_000_000.0

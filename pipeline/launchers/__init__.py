@@ -15,7 +15,7 @@ from pipeline.launchers.kubernetes import KubernetesScheduler
 from pipeline.launchers.local import Local
 from pipeline.launchers.slurm import SlurmScheduler
 from pipeline.sections import Settings
-from stages.lock import JOB
+from stages.directory.lock import JOB
 
 
 def launcher(settings: Settings, *, on_cluster: bool) -> Launcher:

@@ -1,6 +1,6 @@
 """A job that a scheduler runs: submitted, watched, and found again by the next run if nobody saw its end.
 
-Two files in the stage directory. job.json (`stages.lock.JOB`), by whoever submits: what is run, the job's name and,
+Two files in the stage directory. job.json (`stages.directory.lock.JOB`), by whoever submits: what is run, the job's name and,
 once the scheduler has answered, its id; gone when the end has been seen. job-state.json, by the job (`supervisor`): how
 often it was started, and how it ended.
 """
@@ -23,7 +23,7 @@ from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, User
 from common.files import read_json, utc_now, write_json
 from pipeline.launch import Ending, handling, say
 from pipeline.launchers.base import Detached, Work
-from stages.lock import JOB
+from stages.directory.lock import JOB
 
 STATE = "job-state.json"
 LOG = "stage.log"

@@ -13,9 +13,9 @@ from pipeline import launch
 from pipeline.cluster import Cluster
 from pipeline.launch import Ending, Start
 from pipeline.launchers.base import Work
-from stages import attempts
-from stages.lock import is_held
-from stages.manifest import FAILURE, last_failure
+from stages.directory import attempts
+from stages.directory.lock import is_held
+from stages.directory.manifest import FAILURE, last_failure
 
 #: Seconds between two looks at what node 0 does, and between two lines that say so.
 _LOOK_EVERY_S, _TOLD_EVERY_S = 1.0, 30.0

@@ -22,9 +22,9 @@ from pipeline.launch import Ending, Start
 from pipeline.launchers import kubernetes, slurm
 from pipeline.launchers.jobs import STATE
 from pipeline.launchers.restarts import FINAL_STATUSES, MAX_RESTARTS, Restarts, newest_checkpoint
-from stages import attempts
-from stages.lock import JOB
-from stages.manifest import MANIFEST
+from stages.directory import attempts
+from stages.directory.lock import JOB
+from stages.directory.manifest import MANIFEST
 
 
 class Surroundings(Protocol):

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from common.files import METRICS
-from stages import attempts
-from stages.manifest import why_incomplete
-from stages.records import read_identity, read_manifest
+from stages.directory import attempts
+from stages.directory.manifest import why_incomplete
+from stages.directory.records import read_identity, read_manifest
 from stages.view.curves import Curves, MetricsFile
 
 #: Settings by section, as strings: {"phase1": {"lr": "0.001"}}.

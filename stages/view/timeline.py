@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from html import escape
 
-from stages.attempts import Attempt, How
+from stages.directory.attempts import Attempt, How
 from stages.view.run import StageRecord
 from stages.view.text import duration, moment
 

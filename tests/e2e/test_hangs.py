@@ -29,7 +29,7 @@ LIMIT = ("--Run-stage-hang-timeout-s", "20")
 SILENT = """
 import subprocess, sys, time
 from pathlib import Path
-from stages.progress import signs_of_life
+from stages.directory.progress import signs_of_life
 
 BURN = "import time; end = time.monotonic() + 25\\nwhile time.monotonic() < end: sum(range(1 << 16))"
 with signs_of_life(Path(sys.argv[1])):

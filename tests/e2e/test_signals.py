@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.lock import hold
+from stages.directory.lock import hold
 from tests.central import luigid
 from tests.chain import LUIGI, Chain, wait_until
 from tests.support import ROOT

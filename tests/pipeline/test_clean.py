@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from stages import manifest
-from stages.lock import hold
+from stages.directory import manifest
+from stages.directory.lock import hold
 from tests.chain import Chain, finished_chain
 from tests.support import assert_one_line_error, command, flip_a_byte
 

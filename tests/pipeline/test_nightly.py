@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from stages.lock import hold
+from stages.directory.lock import hold
 from tests.central import luigid
 from tests.chain import Chain, finished_chain, wait_until, write_corpus
 from tests.support import assert_one_line_error, command

@@ -11,7 +11,7 @@ import pytest
 
 from common.errors import NodeMissing, UserError
 from pipeline.launchers.local import await_node_0, failure_mark
-from stages.manifest import FAILURE, record_failure
+from stages.directory.manifest import FAILURE, record_failure
 
 #: Seconds by which node 0's clock, and the times of its files, are wrong.
 SKEWS = (-7200.0, 7200.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.attempts import read
+from stages.directory.attempts import read
 from tests.chain import Chain, finished_chain, wait_until
 from tests.support import metrics
 

@@ -16,7 +16,7 @@ import pytest
 
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR
 from pipeline.rows import State
-from stages.lock import hold
+from stages.directory.lock import hold
 from tests.chain import STAGES, Chain, finished_chain, wait_until, write_corpus
 from tests.support import ROOT, assert_one_line_error, command
 

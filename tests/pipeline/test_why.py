@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.lock import hold
+from stages.directory.lock import hold
 from tests.chain import STAGES, Chain, finished_chain, write_corpus
 from tests.support import assert_one_line_error, command
 

@@ -9,7 +9,7 @@ import pytest
 
 from stages import parts, tokenize
 from stages.corpus import CorpusOptions
-from stages.manifest import StageDirectory
+from stages.directory.manifest import StageDirectory
 
 
 def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_out: float = 0.1) -> Path:

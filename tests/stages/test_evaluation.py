@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from stages import evaluate_mlp
+from stages.directory.manifest import Identity, StageDirectory
 from stages.evaluate import PATTERN, evaluate
-from stages.manifest import Identity, StageDirectory
 from tests.images import write_images
 from tests.support import MODEL, synthetic_rows
 from trainer.config import ModelConfig

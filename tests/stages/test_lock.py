@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from common.errors import LockHeld
-from stages.lock import JOB, LOCK, hold, is_held
+from stages.directory.lock import JOB, LOCK, hold, is_held
 from tests.support import ROOT
 
 HOLDER = """
 import subprocess, sys
 from pathlib import Path
-from stages.lock import hold
+from stages.directory.lock import hold
 
 with hold(Path(sys.argv[1])) as fd:
     if sys.argv[2:]:  # a child with the lock, which outlives this process

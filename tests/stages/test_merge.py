@@ -123,7 +123,7 @@ MEASURE = """
 import json, resource, sys
 from transformers import BertForPreTraining
 from stages import merge
-from stages.manifest import StageDirectory
+from stages.directory.manifest import StageDirectory
 BertForPreTraining
 args = merge.parser().parse_args(sys.argv[1:])
 with StageDirectory.begin(args.out, lambda: merge.identity(args)) as work:

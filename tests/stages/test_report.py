@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.attempts import read, recording
-from stages.manifest import why_incomplete
+from stages.directory.attempts import read, recording
+from stages.directory.manifest import why_incomplete
 from stages.report import view_of
 from stages.view.curves import MetricsFile, points
 from stages.view.page import page
@@ -194,7 +194,7 @@ def test_metrics_read_as_they_grow_are_those_read_at_once(tmp_path: Path) -> Non
 def test_attempts_are_recorded_however_they_end(tmp_path: Path) -> None:
     (tmp_path / "stage.log").write_text("")
     program = (
-        "import os, sys; from pathlib import Path; from stages.attempts import recording\n"
+        "import os, sys; from pathlib import Path; from stages.directory.attempts import recording\n"
         "with recording(Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, check=False)

@@ -16,8 +16,8 @@ import pytest
 
 from common.errors import UserError
 from stages import plans, shard, slabs
+from stages.directory.manifest import StageDirectory
 from stages.examples import Form
-from stages.manifest import StageDirectory
 from stages.shard import ShardOptions, shard_dataset, tokens_fingerprint
 from stages.slabs import deal
 from stages.tokens import TRAINING, part_paths, read_part

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stages.manifest import MANIFEST, Identity, Output, StageDirectory, why_incomplete
+from stages.directory.manifest import MANIFEST, Identity, Output, StageDirectory, why_incomplete
 
 IDENTITY = Identity(
     "shard", 3, 2, parameters={"b": 1, "a": [0.1, None]}, inputs={"text": "x"}, upstream={"tokens": "0" * 64}

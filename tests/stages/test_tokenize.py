@@ -21,7 +21,7 @@ import pytest
 from common.errors import UserError
 from stages import parts, tokenize
 from stages.corpus import CorpusOptions, documents
-from stages.manifest import Identity, StageDirectory
+from stages.directory.manifest import Identity, StageDirectory
 from stages.tokens import TEST, TRAINING, part_paths, read_part
 from stages.wordpiece import (
     SPECIAL_TOKENS,

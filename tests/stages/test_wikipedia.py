@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.hashing import InputHashes
 from stages import parts
 from stages.corpus import CorpusOptions, open_sources, raw_documents
-from stages.manifest import StageDirectory
+from stages.directory.manifest import StageDirectory
 from stages.source import text_of
 from stages.tokenize import tokenize_corpus
 from stages.wikipedia import WikiPage

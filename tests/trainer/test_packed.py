@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from stages.directory.manifest import Identity, StageDirectory
 from stages.evaluate import evaluate
-from stages.manifest import Identity, StageDirectory
 from stages.packing import Room, pack, pack_masked, pack_tokens
 from tests.support import MODEL, losses, metrics, synthetic_rows, train, write_model_config
 from trainer.config import ModelConfig

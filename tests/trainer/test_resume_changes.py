@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stages.manifest import Identity, Output, finish
+from stages.directory.manifest import Identity, Output, finish
 from tests.support import (
     assert_one_line_error,
     losses,

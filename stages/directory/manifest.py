@@ -4,9 +4,9 @@ A stage directory DIR holds
     lock            who is at work on it (an advisory lock; see `hold`)
     stage.json      the identity of what is being made here, written first
     progress.json   how far a running stage is, rewritten about once a second
-    alive           touched while a stage that luigi has started computes (see `stages.progress`)
+    alive           touched while a stage that luigi has started computes (see `stages.directory.progress`)
     failure.json    why the last run failed, until the next one starts: {"error", "at"}
-    attempts.jsonl  when it was at work, and how that ended (see `stages.attempts`)
+    attempts.jsonl  when it was at work, and how that ended (see `stages.directory.attempts`)
     …               the outputs
     manifest.json   the identity, the outputs with size and sha256, and the counts; written last
 
@@ -41,11 +41,11 @@ from common.files import (
 )
 from common.lock import HELD_FINGERPRINT_VARIABLE, LOCK
 from common.lock import IDENTITY as IDENTITY
-from stages.lock import hold
-from stages.progress import Progress, signs_of_life
-from stages.records import FAILURE as FAILURE
-from stages.records import MANIFEST as MANIFEST
-from stages.records import read_failure, read_identity, read_manifest
+from stages.directory.lock import hold
+from stages.directory.progress import Progress, signs_of_life
+from stages.directory.records import FAILURE as FAILURE
+from stages.directory.records import MANIFEST as MANIFEST
+from stages.directory.records import read_failure, read_identity, read_manifest
 
 
 @dataclass(frozen=True)

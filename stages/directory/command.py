@@ -8,7 +8,7 @@ from collections.abc import Callable
 from common.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from common.process import die_with_starter, print_in_any_locale
 from common.secrets import redact_tracebacks
-from stages.manifest import AlreadyComplete
+from stages.directory.manifest import AlreadyComplete
 
 
 def run(main: Callable[[], None]) -> None:
