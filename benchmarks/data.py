@@ -23,8 +23,8 @@ from pathlib import Path
 from benchmarks.results import Result, ratio, say
 from benchmarks.work import ROOT, SHARED, busy_s
 from common.hashing import InputHashes
-from stages.corpus import BUILTIN, open_sources, raw_documents
-from stages.source import text_of
+from stages.text.base import text_of
+from stages.text.corpus import BUILTIN, open_sources, raw_documents
 
 _MB = 1e6
 #: --seq-len and --max-pred-len of the phases.
@@ -114,7 +114,7 @@ def tokenizers_alone(text: Text, tokenizer: Path) -> tuple[float, float]:
     """MB/s of the library on one thread, by paragraphs and by sentences."""
     from tokenizers import Tokenizer
 
-    from stages.corpus import sentences
+    from stages.text.corpus import sentences
 
     library = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     rates = []

@@ -13,10 +13,10 @@ from common.secrets import Secret
 from pipeline.outside import input_hashes
 from pipeline.sections import Settings
 from pipeline.stage import Stage, option_words
-from stages.corpus import FORMAT_VERSION, CorpusOptions
 from stages.directory.manifest import Identity
-from stages.patterns import split
 from stages.sources import source_inputs
+from stages.text.corpus import FORMAT_VERSION, CorpusOptions
+from stages.text.patterns import split
 from trainer.config import ModelConfig
 
 

@@ -20,7 +20,7 @@ from common.secrets import Secret, address_identity
 from pipeline.sections import SECTIONS, Nights, Settings, section_name
 from pipeline.settings import SECRETS_VARIABLE
 from pipeline.shelf import holder
-from stages.patterns import split
+from stages.text.patterns import split
 
 #: The settings that a night runs with, in its directory: LUIGI_CONFIG_PATH for `python -m pipeline status` and `why`.
 CONFIG = "night.cfg"

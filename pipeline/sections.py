@@ -12,9 +12,9 @@ from common.errors import UserError
 from common.secrets import Secret
 from pipeline.cluster import Cluster, Kubernetes, Slurm
 from pipeline.parameters import Address, Number, Sha256OrEmpty, Switch, Text, Webhook, Whole, WholeOrEmpty
-from stages.corpus import DOCUMENT_ENDS
 from stages.mnist import CHECKSUMS
 from stages.sources import CONNECTIONS_MAX
+from stages.text.corpus import DOCUMENT_ENDS
 from trainer.config import NON_FINITE, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
 
 

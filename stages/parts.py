@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from common.errors import UserError
-from stages.corpus import raw_documents
-from stages.source import Document, Source
+from stages.text.base import Document, Source
+from stages.text.corpus import raw_documents
 from stages.tokens import TEST, TRAINING
 
 #: A part holds about this many characters of text. Next sentences are drawn within a part, so it must hold

@@ -21,12 +21,12 @@ from common.disk_space import require_room
 from common.errors import UserError
 from common.hashing import InputHashes, changed
 from common.workers import Workers, processes_asked_for
-from stages.corpus import BUILTIN, DOCUMENT_ENDS, CorpusOptions, sentences
 from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.progress import Progress
 from stages.parts import Parts, in_batches, share_held_out, split_documents
-from stages.source import Document, Source, text_of
+from stages.text.base import Document, Source, text_of
+from stages.text.corpus import BUILTIN, DOCUMENT_ENDS, CorpusOptions, sentences
 from stages.tokens import (
     SPLITS,
     TEST,

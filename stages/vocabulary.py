@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 
 from common.workers import Workers
-from stages.corpus import Corpus
 from stages.directory.manifest import StageDirectory
 from stages.parts import in_batches, split_documents
-from stages.source import Document, text_of
+from stages.text.base import Document, text_of
+from stages.text.corpus import Corpus
 from stages.tokens import TOKENIZER, TRAINING
 from stages.wordpiece import count_words, learn_vocabulary, read_vocabulary, save_tokenizer
 

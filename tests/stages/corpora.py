@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stages import parts, tokenize
-from stages.corpus import CorpusOptions
 from stages.directory.manifest import StageDirectory
+from stages.text.corpus import CorpusOptions
 
 
 def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_out: float = 0.1) -> Path:

@@ -13,8 +13,8 @@ import pytest
 
 from common.errors import UserError
 from common.hashing import InputHashes
-from stages.corpus import BUILTIN, CorpusOptions, documents, open_sources, raw_documents, sentences
-from stages.source import Document
+from stages.text.base import Document
+from stages.text.corpus import BUILTIN, CorpusOptions, documents, open_sources, raw_documents, sentences
 
 
 def read(*specs: object, document: str = "blank_line") -> tuple[list[str], Counter[str]]:

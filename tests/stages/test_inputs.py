@@ -20,9 +20,9 @@ from common.errors import UserError
 from common.files import sha256_of
 from common.hashing import InputHashes
 from stages import evaluate
-from stages.corpus import CorpusOptions, open_sources, raw_documents
 from stages.directory.manifest import StageDirectory, why_incomplete
 from stages.download import DownloadOptions, download_dataset
+from stages.text.corpus import CorpusOptions, open_sources, raw_documents
 from stages.tokenize import tokenize_corpus
 from stages.tokens import TRAINING, part_paths
 from tests.chain import Chain

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sentencex import segment
 
-from stages.corpus import _WINDOW_CHARACTERS, _segments, sentences
+from stages.text.corpus import _WINDOW_CHARACTERS, _segments, sentences
 from stages.wordpiece import SPECIAL_TOKENS, Encoder, save_tokenizer
 
 _DRAW = random.Random(0)

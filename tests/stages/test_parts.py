@@ -9,8 +9,8 @@ import pytest
 
 from common.hashing import InputHashes
 from stages import parts
-from stages.corpus import open_sources, raw_documents
 from stages.parts import Parts, split_documents
+from stages.text.corpus import open_sources, raw_documents
 from stages.tokens import TEST
 
 

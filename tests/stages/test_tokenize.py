@@ -20,8 +20,8 @@ import pytest
 
 from common.errors import UserError
 from stages import parts, tokenize
-from stages.corpus import CorpusOptions, documents
 from stages.directory.manifest import Identity, StageDirectory
+from stages.text.corpus import CorpusOptions, documents
 from stages.tokens import TEST, TRAINING, part_paths, read_part
 from stages.wordpiece import (
     SPECIAL_TOKENS,

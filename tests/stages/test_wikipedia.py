@@ -16,11 +16,11 @@ import pytest
 from common.errors import UserError
 from common.hashing import InputHashes
 from stages import parts
-from stages.corpus import CorpusOptions, open_sources, raw_documents
 from stages.directory.manifest import StageDirectory
-from stages.source import text_of
+from stages.text.base import text_of
+from stages.text.corpus import CorpusOptions, open_sources, raw_documents
+from stages.text.wikipedia import WikiPage
 from stages.tokenize import tokenize_corpus
-from stages.wikipedia import WikiPage
 from tests.conftest import Stage
 from tests.support import assert_one_line_error
 
@@ -270,7 +270,7 @@ def test_a_page_that_breaks_the_parser_is_named_and_counted(
     def broken(*_: object) -> str:
         raise IndexError("list index out of range")
 
-    monkeypatch.setattr("stages.wikitext.prose", broken)
+    monkeypatch.setattr("stages.text.wikitext.prose", broken)
     counts: Counter[str] = Counter()
     assert WikiPage("Odd page", PROSE, ()).text(counts) == ""
     assert counts == {"pages: not to be parsed": 1}

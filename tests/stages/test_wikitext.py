@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from stages.wikitext import PAGE_MIN, prose
+from stages.text.wikitext import PAGE_MIN, prose
 
 MEDIA = ("category", "datei", "file", "image")
 FILLER = "A sentence that makes the page long enough to be kept, and says nothing. " * 4

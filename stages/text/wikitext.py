@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from wikitextparser import ParserFunction, Table, Template, WikiText
 
-from stages.templates import ASIDE, HOLE, has_words, words_of_template
+from stages.text.templates import ASIDE, HOLE, has_words, words_of_template
 
 #: Characters of text that make a page worth keeping, of a line likewise, and the longest line that is looked at.
 PAGE_MIN, _LINE_MIN, _LINE_MAX = 200, 30, 20_000

@@ -17,11 +17,11 @@ from typing import Any
 from common.errors import UserError
 from common.hashing import InputFile, InputHashes, digest
 from stages.directory.manifest import Identity
-from stages.jsonl import JsonLinesSource
-from stages.patterns import expand
-from stages.source import Document, FileSource, Source, cannot_read, text_of
-from stages.text import PlainTextSource
-from stages.wikipedia import WikipediaSource
+from stages.text.base import Document, FileSource, Source, cannot_read, text_of
+from stages.text.jsonl import JsonLinesSource
+from stages.text.patterns import expand
+from stages.text.plain import PlainTextSource
+from stages.text.wikipedia import WikipediaSource
 
 BUILTIN = "builtin"
 STAGE = "tokenize_corpus"
@@ -47,7 +47,7 @@ class BuiltinSource:
         return f"{platform.python_implementation()} {platform.python_version()}"
 
     def documents(self, dropped: Counter[str]) -> Iterator[Document]:
-        from stages.builtin import builtin_documents
+        from stages.text.builtin import builtin_documents
 
         texts, counts = builtin_documents()
         dropped.update(counts)

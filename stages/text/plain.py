@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from common.errors import UserError
-from stages.source import FileSource, gathered
+from stages.text.base import FileSource, gathered
 
 _LINE_BYTES = 1 << 20
 

@@ -1,4 +1,4 @@
-"""MediaWiki dumps (pages-articles.xml): the XML is read here, one page after the other; see `stages.wikitext`."""
+"""MediaWiki dumps (pages-articles.xml): the XML is read here, one page after the other; see `stages.text.wikitext`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 from xml.parsers import expat
 
 from common.errors import UserError
-from stages.source import FileSource
+from stages.text.base import FileSource
 
 #: MediaWiki itself allows no longer pages (its $wgMaxArticleSize is 2048 kibibytes).
 _PAGE_CHARACTERS_MAX = 2 << 20
@@ -38,7 +38,7 @@ class WikiPage:
         return len(self.wikitext)
 
     def text(self, dropped: Counter[str]) -> str:
-        from stages.wikitext import prose
+        from stages.text.wikitext import prose
 
         try:
             return prose(self.wikitext, self.media, dropped)

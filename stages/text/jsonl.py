@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from common.errors import UserError
-from stages.source import FileSource, gathered
-from stages.text import decode
+from stages.text.base import FileSource, gathered
+from stages.text.plain import decode
 
 #: A line is read as a whole; one that is longer than this is refused.
 _LINE_BYTES_MAX = 16 << 20
