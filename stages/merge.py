@@ -27,8 +27,8 @@ from stages.checkpoints import (
 )
 from stages.directory.command import run
 from stages.directory.manifest import Identity, Output, StageDirectory
+from stages.tokens.wordpiece import read_vocabulary, save_tokenizer
 from stages.view.card import CARD
-from stages.wordpiece import read_vocabulary, save_tokenizer
 
 MODEL = "model"
 FORMAT_VERSION = 2

@@ -19,7 +19,7 @@ from common.workers import Workers
 from stages.directory.manifest import StageDirectory
 from stages.examples import PAIR, Form, lengths_of, plan_pairs
 from stages.packing import pack
-from stages.tokens import SPLITS, TRAINING, part_paths, read_part
+from stages.tokens.files import SPLITS, TRAINING, part_paths, read_part
 from trainer.data.hdf5 import Array
 
 #: Where plans lie in the stage's directory.

@@ -26,8 +26,8 @@ from stages.directory.records import read_manifest
 from stages.examples import PAIR, SPECIAL_POSITIONS, Form
 from stages.plans import PLAN, SplitPlan, SplitTokens, form_of, make_plans, read_splits
 from stages.slabs import Made, ShardTask, load_vocabulary, make_shard, row_bytes
-from stages.tokens import SPLITS, TEST, TRAINING
-from stages.tokens import STAGE as TOKENS_STAGE
+from stages.tokens.files import SPLITS, TEST, TRAINING
+from stages.tokens.files import STAGE as TOKENS_STAGE
 
 STAGE = "shard_dataset"
 FORMAT_VERSION = 1

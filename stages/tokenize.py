@@ -24,10 +24,9 @@ from common.workers import Workers, processes_asked_for
 from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.progress import Progress
-from stages.parts import Parts, in_batches, share_held_out, split_documents
 from stages.text.base import Document, Source, text_of
 from stages.text.corpus import BUILTIN, DOCUMENT_ENDS, CorpusOptions, sentences
-from stages.tokens import (
+from stages.tokens.files import (
     SPLITS,
     TEST,
     TOKENIZER,
@@ -38,8 +37,9 @@ from stages.tokens import (
     total_counts,
     write_part,
 )
-from stages.vocabulary import make_tokenizer
-from stages.wordpiece import (
+from stages.tokens.parts import Parts, in_batches, share_held_out, split_documents
+from stages.tokens.vocabulary import make_tokenizer
+from stages.tokens.wordpiece import (
     UNK,
     Encoder,
     read_vocabulary,

@@ -453,7 +453,7 @@ def test_a_vocabulary_of_gigabytes_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Some text.\n")
     said = refused_within(
         BOUND_BYTES, "stages.tokenize", "--source", tmp_path / "text.txt", "--vocab-file", tmp_path / "vocab.txt",
-        "--out", tmp_path / "out", "--processes", 1, imports=("stages.wordpiece", "stages.vocabulary"),
+        "--out", tmp_path / "out", "--processes", 1, imports=("stages.tokens.wordpiece", "stages.tokens.vocabulary"),
     )  # fmt: skip
     assert "has 3,221,225,472 bytes, more than 67,108,864" in said
 

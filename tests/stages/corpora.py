@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stages import parts, tokenize
+from stages import tokenize
 from stages.directory.manifest import StageDirectory
 from stages.text.corpus import CorpusOptions
+from stages.tokens import parts
 
 
 def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_out: float = 0.1) -> Path:

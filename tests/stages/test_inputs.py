@@ -24,7 +24,7 @@ from stages.directory.manifest import StageDirectory, why_incomplete
 from stages.download import DownloadOptions, download_dataset
 from stages.text.corpus import CorpusOptions, open_sources, raw_documents
 from stages.tokenize import tokenize_corpus
-from stages.tokens import TRAINING, part_paths
+from stages.tokens.files import TRAINING, part_paths
 from tests.chain import Chain
 from tests.stages.ready import bytes_of, download, pack, write
 from tests.support import flip_a_byte

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stages.examples import Form, Vocabulary, complete_rows, gather_rows, plan_pairs
-from stages.wordpiece import CONTINUATION, SPECIAL_TOKENS, Encoder, read_vocabulary
+from stages.tokens.wordpiece import CONTINUATION, SPECIAL_TOKENS, Encoder, read_vocabulary
 from tests.conftest import Stage
 from trainer.data.shards import KEYS, ShardSet
 from trainer.data.validation import validate_file

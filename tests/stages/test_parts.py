@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from common.hashing import InputHashes
-from stages import parts
-from stages.parts import Parts, split_documents
 from stages.text.corpus import open_sources, raw_documents
-from stages.tokens import TEST
+from stages.tokens import parts
+from stages.tokens.files import TEST
+from stages.tokens.parts import Parts, split_documents
 
 
 def test_held_out_documents_are_a_fixed_share_and_decided_by_the_seed(tmp_path: Path) -> None:

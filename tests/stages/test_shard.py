@@ -20,7 +20,7 @@ from stages.directory.manifest import StageDirectory
 from stages.examples import Form
 from stages.shard import ShardOptions, shard_dataset, tokens_fingerprint
 from stages.slabs import deal
-from stages.tokens import TRAINING, part_paths, read_part
+from stages.tokens.files import TRAINING, part_paths, read_part
 from tests.conftest import Disk, Stage
 from tests.stages.corpora import make_tokens
 from tests.support import assert_one_line_error

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from stages import parts, tokenize
+from stages import tokenize
 from stages.directory.manifest import Identity, StageDirectory
 from stages.text.corpus import CorpusOptions, documents
-from stages.tokens import TEST, TRAINING, part_paths, read_part
-from stages.wordpiece import (
+from stages.tokens import parts
+from stages.tokens.files import TEST, TRAINING, part_paths, read_part
+from stages.tokens.wordpiece import (
     SPECIAL_TOKENS,
     Encoder,
     build_tokenizer,

@@ -15,12 +15,12 @@ import pytest
 
 from common.errors import UserError
 from common.hashing import InputHashes
-from stages import parts
 from stages.directory.manifest import StageDirectory
 from stages.text.base import text_of
 from stages.text.corpus import CorpusOptions, open_sources, raw_documents
 from stages.text.wikipedia import WikiPage
 from stages.tokenize import tokenize_corpus
+from stages.tokens import parts
 from tests.conftest import Stage
 from tests.support import assert_one_line_error
 

@@ -12,7 +12,7 @@ from itertools import islice
 from common.errors import UserError
 from stages.text.base import Document, Source
 from stages.text.corpus import raw_documents
-from stages.tokens import TEST, TRAINING
+from stages.tokens.files import TEST, TRAINING
 
 #: A part holds about this many characters of text. Next sentences are drawn within a part, so it must hold
 #: many documents; a part is planned at once, so it must fit into memory several times.

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from common.workers import Workers
 from stages.directory.manifest import StageDirectory
-from stages.parts import in_batches, split_documents
 from stages.text.base import Document, text_of
 from stages.text.corpus import Corpus
-from stages.tokens import TOKENIZER, TRAINING
-from stages.wordpiece import count_words, learn_vocabulary, read_vocabulary, save_tokenizer
+from stages.tokens.files import TOKENIZER, TRAINING
+from stages.tokens.parts import in_batches, split_documents
+from stages.tokens.wordpiece import count_words, learn_vocabulary, read_vocabulary, save_tokenizer
 
 #: A vocabulary is learned from about this much text at most (of packed files, as much as it unpacks to), spread evenly.
 _SAMPLE_BYTES = 100 << 20

@@ -1,0 +1,1 @@
+"""Text to token ids: the vocabulary, WordPiece, and the files of ids."""
