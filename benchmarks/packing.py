@@ -9,8 +9,8 @@ import time
 import numpy as np
 
 from benchmarks.results import Result, say
-from stages.examples import Form
-from stages.packing import pack
+from stages.examples.packing import pack
+from stages.examples.pairs import Form
 from stages.shard import PACKED_SEQUENCES
 
 CLAIMED_SHARE, CLAIMED_S = 0.97, 60

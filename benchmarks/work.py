@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.packing import Room, pack, pack_masked, pack_tokens
+from stages.examples.packing import Room, pack, pack_masked, pack_tokens
 from trainer.data.shards import LENGTHS_KEY, TOKEN_KEYS, ShardSet, write_shard
 
 ROOT = Path(__file__).parent.parent

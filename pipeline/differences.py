@@ -37,7 +37,7 @@ def _cause(task: Stage, old: dict[str, Any], shelf: Shelf) -> str:
 
 
 def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """`stages.directory.manifest.difference`, by single values (`model.hidden_size: 128 → 256`) and with hashes cut short."""
+    """`stages.directory.manifest.difference`, by single values (`model.hidden_size: 128 → 256`) hashes cut short."""
     text = difference(_flat(old), _flat(new)) or "fingerprint"
     return _HASH.sub(r"\1…", text)
 

@@ -23,9 +23,9 @@ from common.workers import Workers, processes_asked_for
 from stages.directory.command import run
 from stages.directory.manifest import Identity, StageDirectory, why_incomplete
 from stages.directory.records import read_manifest
-from stages.examples import PAIR, SPECIAL_POSITIONS, Form
-from stages.plans import PLAN, SplitPlan, SplitTokens, form_of, make_plans, read_splits
-from stages.slabs import Made, ShardTask, load_vocabulary, make_shard, row_bytes
+from stages.examples.pairs import PAIR, SPECIAL_POSITIONS, Form
+from stages.examples.plans import PLAN, SplitPlan, SplitTokens, form_of, make_plans, read_splits
+from stages.examples.shard_writer import Made, ShardTask, load_vocabulary, make_shard, row_bytes
 from stages.tokens.files import SPLITS, TEST, TRAINING
 from stages.tokens.files import STAGE as TOKENS_STAGE
 

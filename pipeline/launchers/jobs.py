@@ -1,8 +1,8 @@
 """A job that a scheduler runs: submitted, watched, and found again by the next run if nobody saw its end.
 
-Two files in the stage directory. job.json (`stages.directory.lock.JOB`), by whoever submits: what is run, the job's name and,
-once the scheduler has answered, its id; gone when the end has been seen. job-state.json, by the job (`supervisor`): how
-often it was started, and how it ended.
+Two files in the stage directory. job.json (`stages.directory.lock.JOB`), by whoever submits: what is run, the job's
+name and, once the scheduler has answered, its id; gone when the end has been seen. job-state.json, by the job
+(`supervisor`): how often it was started, and how it ended.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 import pytest
 
-from stages.examples import PAIR, Form, Vocabulary, complete_rows, gather_rows
+from stages.examples.pairs import PAIR, Form, Vocabulary, complete_rows, gather_rows
 from tests.chance import assert_flat, assert_mean_zero, assert_uncorrelated
 from tests.conftest import Stage
 from tests.stages.corpora import make_tokens

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from stages.examples import Form
-from stages.packing import Room, pack, pack_masked, pack_tokens, unpack_tokens
+from stages.examples.packing import Room, pack, pack_masked, pack_tokens, unpack_tokens
+from stages.examples.pairs import Form
 from stages.shard import PACKED_SEQUENCES
 from tests.conftest import Stage
 from tests.stages.corpora import make_tokens

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from stages import plans, shard, slabs
+from stages import shard
 from stages.directory.manifest import StageDirectory
-from stages.examples import Form
+from stages.examples import plans, shard_writer
+from stages.examples.pairs import Form
+from stages.examples.shard_writer import deal
 from stages.shard import ShardOptions, shard_dataset, tokens_fingerprint
-from stages.slabs import deal
 from stages.tokens.files import TRAINING, part_paths, read_part
 from tests.conftest import Disk, Stage
 from tests.stages.corpora import make_tokens
@@ -120,7 +121,7 @@ def test_every_shard_draws_from_the_whole_corpus_and_nothing_is_lost(tmp_path: P
         StageDirectory.begin(tmp_path, lambda: options.identity(tokens_fingerprint(tokens))) as work,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(slabs, "_SLAB_BYTES", 20_000)  # several slabs a shard
+        patch.setattr(shard_writer, "_SLAB_BYTES", 20_000)  # several slabs a shard
         patch.setattr(plans, "_WINDOW_BYTES", 9_000)  # and several windows a slab, of one part or more
         shard_dataset(work, tokens, options, processes=1)
     part_of_sentence, texts = {}, []
@@ -157,7 +158,7 @@ def test_what_masking_knows_of_the_vocabulary_is_what_hugging_faces_tokenizer_sa
     from transformers import BertTokenizerFast
 
     tokenizer = BertTokenizerFast.from_pretrained(tokens / "tokenizer")
-    ours = slabs.load_vocabulary(tokens)
+    ours = shard_writer.load_vocabulary(tokens)
     assert (ours.size, ours.cls, ours.sep, ours.mask) == (
         len(tokenizer), tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 
 from stages.directory.manifest import Identity, StageDirectory
 from stages.evaluate import evaluate
-from stages.packing import Room, pack, pack_masked, pack_tokens
+from stages.examples.packing import Room, pack, pack_masked, pack_tokens
 from tests.support import MODEL, losses, metrics, synthetic_rows, train, write_model_config
 from trainer.config import ModelConfig
 from trainer.data.bert_batch import IGNORED

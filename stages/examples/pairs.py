@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.packing import Room
+from stages.examples.packing import Room
 from trainer.data.hdf5 import Array
 
 #: One example: its two segments as ranges of the tokens of a part, and whether the second was drawn at random.

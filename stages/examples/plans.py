@@ -17,8 +17,8 @@ from common.errors import UserError
 from common.files import durable_file
 from common.workers import Workers
 from stages.directory.manifest import StageDirectory
-from stages.examples import PAIR, Form, lengths_of, plan_pairs
-from stages.packing import pack
+from stages.examples.packing import pack
+from stages.examples.pairs import PAIR, Form, lengths_of, plan_pairs
 from stages.tokens.files import SPLITS, TRAINING, part_paths, read_part
 from trainer.data.hdf5 import Array
 
