@@ -14,9 +14,9 @@ from pipeline.outside import input_hashes
 from pipeline.sections import Settings
 from pipeline.stage import Stage, option_words
 from stages.directory.manifest import Identity
-from stages.sources import source_inputs
 from stages.text.corpus import FORMAT_VERSION, CorpusOptions
 from stages.text.patterns import split
+from stages.transfer.urls import source_inputs
 from trainer.config import ModelConfig
 
 

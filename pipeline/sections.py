@@ -13,8 +13,8 @@ from common.secrets import Secret
 from pipeline.cluster import Cluster, Kubernetes, Slurm
 from pipeline.parameters import Address, Number, Sha256OrEmpty, Switch, Text, Webhook, Whole, WholeOrEmpty
 from stages.mnist import CHECKSUMS
-from stages.sources import CONNECTIONS_MAX
 from stages.text.corpus import DOCUMENT_ENDS
+from stages.transfer.urls import CONNECTIONS_MAX
 from trainer.config import NON_FINITE, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
 
 

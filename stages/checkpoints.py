@@ -19,10 +19,10 @@ from common.files import disk_errors, read_json
 from common.hashing import InputFile, InputHashes, changed
 from common.secrets import Secret
 from stages.directory.manifest import Output, StageDirectory
-from stages.fetch import fetch
-from stages.partial import STATE
-from stages.sources import Transport, open_source
-from stages.sources import source_identity as url_identity
+from stages.transfer.fetch import fetch
+from stages.transfer.partial import STATE
+from stages.transfer.urls import Transport, open_source
+from stages.transfer.urls import source_identity as url_identity
 from trainer.config import ModelConfig
 
 #: Where a remote source is put, in the stage directory, until it is converted.

@@ -27,8 +27,8 @@ from stages.checkpoints import (
 )
 from stages.directory.command import run
 from stages.directory.manifest import Identity, Output, StageDirectory
-from stages.intake import PATTERNS
-from stages.sources import add_transport_options, transport_of
+from stages.transfer.shard_import import PATTERNS
+from stages.transfer.urls import add_transport_options, transport_of
 
 #: Format → the directory in OUT that it becomes; a .pt is in OUT itself, where the script looks for it.
 RESULT = {"native": "checkpoint", "hf": "model"}

@@ -25,14 +25,14 @@ from common.files import read_json, write_json
 from common.hashing import InputHashes, changed
 from common.secrets import Secret, revealed_by_parent
 from common.workers import processes_asked_for
-from stages.archive import DamagedArchive
 from stages.directory.command import run
 from stages.directory.manifest import MANIFEST, Identity, Output, StageDirectory
-from stages.fetch import fetch, require_sha256
-from stages.intake import PATTERNS, Arrival, Limits, copied, folder_shards, is_shard, take_in, unpacked
-from stages.partial import State
-from stages.remote import Remote, Version
-from stages.sources import (
+from stages.transfer.archive import DamagedArchive
+from stages.transfer.fetch import fetch, require_sha256
+from stages.transfer.partial import State
+from stages.transfer.remote import Remote, Version
+from stages.transfer.shard_import import PATTERNS, Arrival, Limits, copied, folder_shards, is_shard, take_in, unpacked
+from stages.transfer.urls import (
     Transport,
     add_transport_options,
     file_identity,

@@ -13,8 +13,8 @@ from common.hashing import InputHashes, changed
 from common.secrets import Secret, revealed_by_parent
 from stages.directory.command import run
 from stages.directory.manifest import Identity, Output, StageDirectory
-from stages.fetch import fetch
-from stages.sources import (
+from stages.transfer.fetch import fetch
+from stages.transfer.urls import (
     Transport,
     add_transport_options,
     file_identity,

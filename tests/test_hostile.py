@@ -157,7 +157,7 @@ def test_a_long_name_and_a_comment_are_no_harm(tmp_path: Path) -> None:
 
 def test_whatever_bytes_are_altered_an_archive_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
     """Headers above all: names, sizes, types and text of two archives, altered by chance."""
-    from stages.archive import members
+    from stages.transfer.archive import members
 
     shard = write(tmp_path / "in" / "x_training_0.hdf5")
     rng, said = random.Random(0), list[str]()

@@ -11,10 +11,10 @@ import pytest
 
 from common.errors import UserError
 from common.secrets import Secret
-from stages.archive import zstd
 from stages.directory.manifest import StageDirectory
 from stages.download import DownloadOptions, download_dataset
-from stages.sources import Transport
+from stages.transfer.archive import zstd
+from stages.transfer.urls import Transport
 from trainer.data.shards import write_shard
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from stages import archive
-from stages.archive import members
+from stages.transfer import archive
+from stages.transfer.archive import members
 from tests.stages.ready import pack, refused
 
 

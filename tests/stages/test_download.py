@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from stages.download import DownloadOptions
-from stages.sources import Transport
+from stages.transfer.urls import Transport
 from tests.conftest import Stage
 from tests.stages.ready import bytes_of, download, pack, refused, write
 from tests.support import assert_one_line_error

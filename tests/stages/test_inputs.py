@@ -169,7 +169,7 @@ def test_without_room_for_copies_shards_are_links_and_an_edit_shows(
     out = folder.parent / "out"
     options = DownloadOptions(str(folder))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-    monkeypatch.setattr("stages.intake._clone", lambda source, target: False)
+    monkeypatch.setattr("stages.transfer.shard_import._clone", lambda source, target: False)
     download(folder, out)
     assert "so its shards are hard links to the files in" in capsys.readouterr().err
     fingerprint = options.identity().fingerprint

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-import stages.transfer
+import stages.transfer.ranges
 from pipeline import notify
-from stages.sources import Transport
+from stages.transfer.urls import Transport
 from tests.stages.ready import bytes_of, download, pack, refused, write_random_shards
 from tests.stages.web import Fault, Handler, Web, serving
 from tests.support import assert_one_line_error, forked
@@ -61,7 +61,7 @@ def sites(
     (tmp_path / ".netrc").chmod(0o600)
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "ca.pem"))
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
-    monkeypatch.setattr(stages.transfer, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(stages.transfer.ranges, "BACKOFF_S", 0.01)
     data = pack(shards, "").read_bytes()
     with (
         serving(data, tls=tls(authority)) as secure,

@@ -14,11 +14,11 @@ from botocore.awsrequest import AWSResponse
 from moto.server import ThreadedMotoServer
 from urllib3 import HTTPResponse
 
-import stages.s3
-import stages.transfer
+import stages.transfer.ranges
+import stages.transfer.s3
 from common.secrets import Secret
-from stages.remote import LeastRate, Version
-from stages.sources import Transport
+from stages.transfer.remote import LeastRate, Version
+from stages.transfer.urls import Transport
 from tests.chain import Chain
 from tests.stages.ready import bytes_of, download, pack, refused, write_random_shards
 from tests.stages.web import Fault, cut, drip, serving, stall, status, then
@@ -57,8 +57,8 @@ def bucket(endpoint: str, shards: Path) -> Any:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Waits that tests can bear, ranges as small as the object, and nobody's own AWS configuration."""
-    monkeypatch.setattr(stages.transfer, "_RANGE_MAX_BYTES", MIB)
-    monkeypatch.setattr(stages.transfer, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(stages.transfer.ranges, "_RANGE_MAX_BYTES", MIB)
+    monkeypatch.setattr(stages.transfer.ranges, "BACKOFF_S", 0.01)
     for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -121,7 +121,7 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 def test_a_bucket_in_another_region_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """AWS's answers, by hand: moto has one region's worth of addresses."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
-    store, asked = stages.s3.S3Store("data", profile="", endpoint=Secret(""), connections=1), []
+    store, asked = stages.transfer.s3.S3Store("data", profile="", endpoint=Secret(""), connections=1), []
 
     def answer(request: Any, **_: object) -> AWSResponse:
         asked.append(request.url)
@@ -146,15 +146,15 @@ def test_an_object_changed_between_two_reads_starts_over(
         bucket.put_object(Bucket="data", Key="changing.tar", Body=body, ACL="public-read")
 
     put(bytes(reversed(new)))
-    read, calls = stages.s3.S3Remote.read, []
+    read, calls = stages.transfer.s3.S3Remote.read, []
 
-    def spied(self: stages.s3.S3Remote, version: Any, start: int, stop: int) -> Any:
+    def spied(self: stages.transfer.s3.S3Remote, version: Any, start: int, stop: int) -> Any:
         calls.append(start)
         if len(calls) == 3:
             put(new)
         return read(self, version, start, stop)
 
-    monkeypatch.setattr(stages.s3.S3Remote, "read", spied)
+    monkeypatch.setattr(stages.transfer.s3.S3Remote, "read", spied)
     download(
         "s3://data/changing.tar",
         tmp_path / "out",
@@ -190,7 +190,7 @@ def test_what_passes_is_tried_again(shards: Path, tmp_path: Path, fault: Fault) 
 def test_a_stall_is_given_up_and_ranges_come_at_the_same_time(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages.s3, "READ_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(stages.transfer.s3, "READ_TIMEOUT_S", 2.0)
     meeting, never = threading.Barrier(3, timeout=30), threading.Event()
     with serving(pack(shards, "").read_bytes(), f"/data/{KEY}") as web:
         web.faults.extend([*[then(meeting.wait)] * 3, stall(never)])

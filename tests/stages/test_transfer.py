@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 import trustme
 
-import stages.fetch
-import stages.http
-import stages.remote
-import stages.transfer
+import stages.transfer.fetch
+import stages.transfer.http
+import stages.transfer.ranges
+import stages.transfer.remote
 from common.files import read_json
-from stages.remote import LeastRate
-from stages.sources import Transport
+from stages.transfer.remote import LeastRate
+from stages.transfer.urls import Transport
 from tests.chain import wait_until
 from tests.stages.ready import bytes_of, download, pack, refused, write_random, write_random_shards
 from tests.stages.web import Fault, Handler, Web, cut, drip, serving, stall, status, then
@@ -54,8 +54,8 @@ def web(archive: bytes) -> Iterator[Web]:
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits and ranges as small as the object: they decide when, not what."""
-    monkeypatch.setattr(stages.transfer, "_RANGE_MAX_BYTES", MIB)
-    monkeypatch.setattr(stages.transfer, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(stages.transfer.ranges, "_RANGE_MAX_BYTES", MIB)
+    monkeypatch.setattr(stages.transfer.ranges, "BACKOFF_S", 0.01)
 
 
 def ranges_of(web: Web) -> list[tuple[int, int]]:
@@ -118,7 +118,7 @@ def test_what_passes_is_tried_again(web: Web, shards: Path, tmp_path: Path, faul
 def test_a_stalled_connection_is_given_up_and_its_range_asked_for_again(
     web: Web, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages.http, "READ_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(stages.transfer.http, "READ_TIMEOUT_S", 2.0)
     never = threading.Event()
     web.faults.append(stall(never))
     try:
@@ -132,7 +132,7 @@ def test_a_stalled_connection_is_given_up_and_its_range_asked_for_again(
 
 def test_tries_are_bounded_and_what_came_stays(web: Web, shards: Path, tmp_path: Path) -> None:
     web.budget = None
-    tries = stages.transfer.TRIES
+    tries = stages.transfer.ranges.TRIES
     web.faults.extend([*[then(lambda: None)] * 2, *[status(503)] * tries])
     message = refused(web.url, tmp_path / "out", transport=Transport(connections=1))
     assert f"HTTP 503 (Service Unavailable), and so {tries} times in a row" in message
@@ -144,7 +144,7 @@ def test_tries_are_bounded_and_what_came_stays(web: Web, shards: Path, tmp_path:
 
 
 def test_waits_grow_and_a_server_may_ask_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages.transfer, "BACKOFF_S", 1.0)
+    monkeypatch.setattr(stages.transfer.ranges, "BACKOFF_S", 1.0)
     waits: list[float] = []
 
     class Noted(threading.Event):
@@ -153,22 +153,22 @@ def test_waits_grow_and_a_server_may_ask_for_more(monkeypatch: pytest.MonkeyPatc
             waits.append(timeout)
             return False
 
-    tries = stages.transfer.Tries("URL", Noted(), lambda line: None)
+    tries = stages.transfer.ranges.Tries("URL", Noted(), lambda line: None)
     for _ in range(5):
-        tries.failed(stages.remote.Transient("no"))
+        tries.failed(stages.transfer.remote.Transient("no"))
     for wait, wanted in zip(waits, [1, 2, 4, 8, 16], strict=True):
         assert 0.75 * wanted <= wait <= 1.25 * wanted
-    tries.failed(stages.remote.Transient("no"), worth=True)  # it begins anew
+    tries.failed(stages.transfer.remote.Transient("no"), worth=True)  # it begins anew
     for retry_after, least, most in ((90.0, 90, 90), (10_000.0, 120, 120), (0.0, 6, 10)):
-        tries.failed(stages.remote.Transient("no", retry_after))
+        tries.failed(stages.transfer.remote.Transient("no", retry_after))
         assert least <= waits[-1] <= most
 
 
 def test_retry_after_is_read_as_seconds_or_a_date() -> None:
     seconds = []
     for value in ("7", "Fri, 21 Nov 2125 10:00:00 GMT", "Fri, 21 Nov 2025 10:00:00 GMT", "soon"):
-        with pytest.raises(stages.remote.Transient) as error:
-            stages.remote.refuse_status(429, {"retry-after": value})
+        with pytest.raises(stages.transfer.remote.Transient) as error:
+            stages.transfer.remote.refuse_status(429, {"retry-after": value})
         seconds.append(error.value.retry_after_s)
     assert seconds[0] == 7
     assert seconds[1] is not None
@@ -472,7 +472,7 @@ def test_a_connection_below_the_least_rate_is_dropped_and_its_range_asked_for_ag
 
 
 def test_a_server_that_stays_too_slow_is_given_up_in_one_line(web: Web, shards: Path, tmp_path: Path) -> None:
-    over, tries = threading.Event(), stages.transfer.TRIES
+    over, tries = threading.Event(), stages.transfer.ranges.TRIES
     web.faults.extend([drip(0.005, over)] * tries)
     try:
         message = refused(web.url, tmp_path / "out", transport=Transport(connections=1, least_rate=SLOW))
@@ -493,7 +493,7 @@ def test_an_answer_whose_headers_never_end_is_given_up(
 ) -> None:
     """The first request as well, which asks what is there."""
     for name in ("CONNECT_TIMEOUT_S", "READ_TIMEOUT_S"):
-        monkeypatch.setattr(stages.fetch, name, 0.0)
+        monkeypatch.setattr(stages.transfer.fetch, name, 0.0)
     over = threading.Event()
     web.probe_faults.append(drip(0.1, over, headers=True))
     try:

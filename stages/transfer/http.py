@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from common.errors import UserError, one_line
 from common.secrets import Secret
-from stages.remote import (
+from stages.transfer.remote import (
     CONNECT_TIMEOUT_S,
     READ_TIMEOUT_S,
     Changed,
@@ -28,7 +28,7 @@ class HttpRemote:
     """One object on a web server. Redirects are followed anew for each part, so signed ones may run out."""
 
     def __init__(self, address: Secret, *, connections: int) -> None:
-        from stages.session import DownloadSession
+        from stages.transfer.session import DownloadSession
 
         #: What messages call it.
         self.url = str(address)

@@ -19,8 +19,8 @@ from common.errors import UserError
 from common.files import disk_errors, failpoint
 from stages.directory.manifest import StageDirectory
 from stages.directory.progress import Progress
-from stages.partial import PART, Span, State, joined
-from stages.remote import LeastRate, Remote, Transient
+from stages.transfer.partial import PART, Span, State, joined
+from stages.transfer.remote import LeastRate, Remote, Transient
 
 #: Failures in a row after which a range is given up, and the seconds waited after the first; each wait is twice the
 #: one before, give or take a quarter.

@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durably
 from common.workers import Workers
-from stages.archive import members
 from stages.directory.manifest import Output
+from stages.transfer.archive import members
 
 PATTERNS = {"training": "*_training_*.hdf5", "test": "*_test_*.hdf5"}
 _COPY_BYTES = 4 << 20

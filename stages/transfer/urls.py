@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 from common.errors import UserError
 from common.hashing import InputHashes, digest
 from common.secrets import Secret, address_identity, revealed_by_parent
-from stages.intake import folder_shards
-from stages.remote import LeastRate, Remote
+from stages.transfer.remote import LeastRate, Remote
+from stages.transfer.shard_import import folder_shards
 
 CONNECTIONS_MAX = 64
 
@@ -157,7 +157,7 @@ def _web_identity(url: Secret, hashes: InputHashes) -> str:
 
 
 def _open_http(url: Secret, transport: Transport) -> Remote:
-    from stages.http import HttpRemote
+    from stages.transfer.http import HttpRemote
 
     _require_host(url)
     return HttpRemote(url, connections=transport.connections)
@@ -186,7 +186,7 @@ def _s3_identity(url: Secret, hashes: InputHashes) -> str:
 
 
 def _open_s3(url: Secret, transport: Transport) -> Remote:
-    from stages.s3 import S3Store
+    from stages.transfer.s3 import S3Store
 
     bucket, key = _bucket_and_key(url)
     store = S3Store(

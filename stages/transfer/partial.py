@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.files import read_json, write_json
-from stages.remote import Version
+from stages.transfer.remote import Version
 
 PART = "download.part"
 STATE = "download.json"

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from common.errors import UserError, one_line
 from common.secrets import Secret, public_address
-from stages.remote import (
+from stages.transfer.remote import (
     CONNECT_TIMEOUT_S,
     READ_TIMEOUT_S,
     Changed,

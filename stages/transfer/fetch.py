@@ -12,9 +12,9 @@ from pathlib import Path
 from common.errors import UserError
 from common.files import rename_durably
 from stages.directory.manifest import StageDirectory
-from stages.partial import PART, Span, State
-from stages.remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Changed, LeastRate, Remote, Transient, Version
-from stages.transfer import Transfer, Tries
+from stages.transfer.partial import PART, Span, State
+from stages.transfer.ranges import Transfer, Tries
+from stages.transfer.remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Changed, LeastRate, Remote, Transient, Version
 
 #: Versions of an object that may follow each other during one download.
 _VERSIONS_MAX = 3

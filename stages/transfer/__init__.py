@@ -1,0 +1,1 @@
+"""How files come from elsewhere: local paths, HTTP, S3, archives."""
