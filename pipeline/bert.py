@@ -17,7 +17,7 @@ from pipeline.launch import say
 from pipeline.outside import input_hashes
 from pipeline.stage import Stage, option_words
 from pipeline.training import Training
-from stages.checkpoints import source_identity
+from stages.checkpoints.source import source_identity
 from stages.precompile import FORMAT_VERSION
 from stages.report import PAGE
 

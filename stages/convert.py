@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
 from common.hashing import InputHashes
 from common.secrets import revealed_by_parent
-from stages.checkpoints import (
+from stages.checkpoints.source import (
     add_source_options,
     brought,
     local_source,
@@ -118,7 +118,7 @@ def main() -> None:
     p = parser()
     args = p.parse_args()
     if args.inspect:
-        from stages.inspection import inspect
+        from stages.checkpoints.inspection import inspect
 
         print(inspect(local_source(args.source)))
         return

@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
 from common.hashing import InputHashes
 from common.secrets import revealed_by_parent
-from stages.checkpoints import (
+from stages.checkpoints.source import (
     add_source_options,
     held_still,
     local_source,

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stages.checkpoints import opened
+from stages.checkpoints.source import opened
 from tests.checkpoints import CONFIG, contents, rewrite, snapshot, write_config, write_native
 from tests.conftest import Disk
 from tests.support import ROOT, assert_one_line_error, forked

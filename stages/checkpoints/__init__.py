@@ -1,0 +1,1 @@
+"""What converting and merging checkpoints share."""
