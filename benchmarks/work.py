@@ -196,7 +196,7 @@ def launcher(workers: int) -> tuple[str, ...]:
     """What goes before `-m trainer` for so many workers on this machine."""
     if workers == 1:
         return ()
-    return ("-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={workers}")
+    return ("-m", "trainer.launch.torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={workers}")
 
 
 def trainer_options(work: Work, data: Path, model: Path, out: Path, *, steps: int, **more: object) -> list[str]:

@@ -47,7 +47,7 @@ def node_rank() -> int:
 def stop_early_on_signals() -> None:
     """Until there is something to save, a stop signal ends the process at once, as one that can go on.
 
-    (`trainer.torchrun` blocks the signals for itself, and its children begin with them blocked.)
+    (`trainer.launch.torchrun` blocks the signals for itself, and its children begin with them blocked.)
     """
     heeded = heeded_signals()
     for signum in STOP_SIGNALS:

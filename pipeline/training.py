@@ -63,7 +63,7 @@ class Training(Stage):
         else:
             return trainer
         workers = f"--nproc_per_node={cluster.nproc_per_node}"
-        return ["-m", "trainer.torchrun", *meeting, "--max-restarts=0", workers, *trainer]
+        return ["-m", "trainer.launch.torchrun", *meeting, "--max-restarts=0", workers, *trainer]
 
     def hang_timeout_s(self) -> float:
         return self.settings.cluster.hang_timeout_s

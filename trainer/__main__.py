@@ -28,10 +28,10 @@ def main() -> int:
     die_with_starter()
     stop_early_on_signals()
     # Only now, 2 s of imports: an orphan or a stopped worker is gone by then.
-    from trainer.failure import end
+    from trainer.launch.failure import end
+    from trainer.launch.spawn import spawn
     from trainer.options import parse, to_config
     from trainer.parallel.mesh import Mesh
-    from trainer.spawn import spawn
 
     mesh = Mesh()
     try:

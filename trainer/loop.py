@@ -21,7 +21,7 @@ from trainer.data.loader import Loader, Step, record_samples
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device
 from trainer.devices.graphs import GraphList
-from trainer.interruptions import Interruptions
+from trainer.launch.preemption import Interruptions
 from trainer.metrics import Metrics, StepRecord
 from trainer.optim.parameters import SharedModel
 from trainer.optim.schedule import learning_rate

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.errors import NonFiniteStep
 from trainer.config import TrainConfig
 from trainer.devices.base import Device
-from trainer.interruptions import Interruptions
+from trainer.launch.preemption import Interruptions
 from trainer.loop import Trainer
 from trainer.parallel.mesh import Mesh
 from trainer.resume_point import checkpoint_directory

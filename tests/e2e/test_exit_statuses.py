@@ -24,7 +24,15 @@ def torchrun(directory: Path, data: Path, **env: str) -> subprocess.CompletedPro
     words = options(
         **GIVEN, data_dir=data, model_config=write_model_config(directory), output_dir=directory / "out"
     )  # fmt: skip
-    start = ["-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", "-m", "trainer"]
+    start = [
+        "-m",
+        "trainer.launch.torchrun",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc_per_node=2",
+        "-m",
+        "trainer",
+    ]
     return subprocess.run(
         [sys.executable, *start, *words], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True,
         timeout=300, check=False,

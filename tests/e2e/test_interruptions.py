@@ -124,7 +124,7 @@ def test_nothing_is_left_of_a_killed_luigi(prepared, start, layout: tuple[int, i
 def test_nothing_is_left_of_a_killed_torchrun(prepared, start) -> None:  # type: ignore[no-untyped-def]
     process = start(*LONG, "--Phase1-lr", "0.02", "--Cluster-nproc-per-node", "2")
     directory = training_directory(prepared, 0.02)
-    (launcher,) = [p for p in ours(str(directory)) if "trainer.torchrun" in p.cmdline()]
+    (launcher,) = [p for p in ours(str(directory)) if "trainer.launch.torchrun" in p.cmdline()]
     workers = launcher.children()
     assert len(workers) == 2
     # luigi starts it again; stop that before it comes so far.
@@ -203,7 +203,15 @@ def test_workers_do_not_outlive_a_launcher_killed_while_they_start(tmp_path: Pat
               "output_dir": tmp_path / "out", "max_pred_len": 5, "grad_accum_usteps": 1}  # fmt: skip
     # Workers take a second to start.
     (tmp_path / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ: time.sleep(1)\n")
-    words = ("-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2", "-m", "trainer")
+    words = (
+        "-m",
+        "trainer.launch.torchrun",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        "--nproc_per_node=2",
+        "-m",
+        "trainer",
+    )
     launcher = subprocess.Popen(
         [sys.executable, *words, *options(**values)],
         cwd=ROOT,

@@ -13,7 +13,7 @@ import pytest
 from common.errors import UserError
 from tests.chain import Chain, one_core
 from tests.support import command, free_port, tensors
-from trainer.nodes import choose_interface
+from trainer.launch.rendezvous import choose_interface
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,15 @@ def test_nodes_with_different_commands_are_refused(tmp_path: Path) -> None:
 
     def torchrun(rank: int, steps: int) -> list[str]:
         meeting = [f"--node_rank={rank}", "--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={port}"]
-        return ["-m", "trainer.torchrun", *meeting, "--nproc_per_node=1", "-m", "trainer", f"--max_steps={steps}"]
+        return [
+            "-m",
+            "trainer.launch.torchrun",
+            *meeting,
+            "--nproc_per_node=1",
+            "-m",
+            "trainer",
+            f"--max_steps={steps}",
+        ]
 
     other = subprocess.Popen([sys.executable, *torchrun(1, 5)], stderr=subprocess.PIPE, text=True)
     first = command(*torchrun(0, 6))

@@ -41,7 +41,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 def torchruns(directory: Path) -> list[psutil.Process]:
     """The launchers on the nodes; srun has the same words in its command line."""
-    return [process for process in ours(directory.name) if process.cmdline()[1:3] == ["-m", "trainer.torchrun"]]
+    return [process for process in ours(directory.name) if process.cmdline()[1:3] == ["-m", "trainer.launch.torchrun"]]
 
 
 class Runs:

@@ -159,7 +159,7 @@ def test_two_nodes_of_one_worker_are_two_workers(data: Path, tmp_path: Path) -> 
         words += options(data_dir=data, output_dir=tmp_path / "nodes", epochs=1, **COMMON)
         launchers.append(
             subprocess.Popen(
-                [sys.executable, "-m", "trainer.torchrun", *words],
+                [sys.executable, "-m", "trainer.launch.torchrun", *words],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

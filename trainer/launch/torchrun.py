@@ -25,7 +25,7 @@ from common.process import (
     heeded_signals,
     shell_status,
 )
-from trainer.nodes import choose_interface, meet
+from trainer.launch.rendezvous import choose_interface, meet
 
 
 def run() -> int:

@@ -27,5 +27,5 @@ def spawn(workers: int, words: Sequence[str]) -> NoReturn:
     _, rest = option.parse_known_args(words)
     # Until torchrun takes care of them, signals wait: the handlers of this process do not survive.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    launcher = ["-m", "trainer.torchrun", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0"]
+    launcher = ["-m", "trainer.launch.torchrun", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0"]
     os.execv(sys.executable, [sys.executable, *launcher, f"--nproc_per_node={workers}", "-m", "trainer", *rest])
