@@ -23,11 +23,11 @@ import torch
 from trainer.__main__ import main as train
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.devices.cpu import CpuDevice, matrix_flops_per_s
+from trainer.gradients import PlainModel
 from trainer.loop import Trainer
 from trainer.metrics import Metrics
 from trainer.optim.adamw import AdamW
 from trainer.optim.parameters import Parameters
-from trainer.parallel.gradients import PlainModel
 
 #: What is not time outside forward pass, backward pass and optimizer.
 INSIDE = ("forward", "backward", "reduce", "optimizer")

@@ -18,7 +18,8 @@ from pipeline.launchers.jobs import Job, Unreachable
 from stages.directory.lock import LOCK, is_held
 from stages.directory.manifest import IDENTITY, MANIFEST, why_incomplete
 from stages.directory.records import read_identity, read_manifest
-from trainer.checkpoint.directory import CHECKPOINTS, STATE, abandoned, whole_checkpoints
+from trainer.checkpoint.directory import CHECKPOINTS, abandoned, whole_checkpoints
+from trainer.state import STATE
 
 _NAME = re.compile(r"(?P<label>[a-z][a-z0-9_]*(?:-phase[0-9]+)?)-(?P<short>[0-9a-f]{10})")
 

@@ -24,7 +24,7 @@ from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
 from trainer.devices.select import select_alone
 from trainer.models.bert import BertForPreTraining
-from trainer.models.sums import at_least_fp32
+from trainer.parallel.sums import at_least_fp32
 
 PATTERN = "*_test_*.hdf5"
 

@@ -15,6 +15,7 @@ from stages.directory.command import run
 from stages.directory.manifest import Identity, Output, StageDirectory
 from trainer.checkpoint.directory import MANIFEST
 from trainer.checkpoint.manager import require_valid
+from trainer.checkpoint.resume_point import Start
 from trainer.config import DEVICES
 from trainer.data.order import Samples
 from trainer.devices.base import Device
@@ -22,7 +23,6 @@ from trainer.devices.select import select_alone
 from trainer.models.mlp import MLP
 from trainer.parallel.tensor import TensorParallel
 from trainer.resume import load_into
-from trainer.resume_point import Start
 from trainer.state import TrainState
 from trainer.workloads.mnist import HELD_OUT, Images
 

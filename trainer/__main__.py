@@ -76,7 +76,7 @@ def _train(config: TrainConfig, workload: Workload, mesh: Mesh) -> int:
 
 
 def _run(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh) -> int:
-    from trainer.resume_point import how_to_go_on
+    from trainer.checkpoint.resume_point import how_to_go_on
     from trainer.rollback import train
 
     device.start(mesh)

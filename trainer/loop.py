@@ -15,18 +15,19 @@ from common.errors import NonFiniteStep, UserError
 from common.files import METRICS, failpoint
 from trainer.checkpoint.format import MASTER
 from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.resume_point import Start, agree_on_start, checkpoint_directory, left_behind
 from trainer.checkpoint.snapshot import HostCopy
 from trainer.config import TrainConfig
 from trainer.data.loader import Loader, Step, record_samples
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device
 from trainer.devices.graphs import GraphList
+from trainer.gradients import arrange
 from trainer.launch.preemption import Interruptions
 from trainer.metrics import Metrics, StepRecord
 from trainer.optim.parameters import SharedModel
 from trainer.optim.schedule import learning_rate
 from trainer.optim.select import make_optimizer
-from trainer.parallel.gradients import arrange
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.plan import split_of
 from trainer.parallel.shares import without_padding
@@ -34,7 +35,6 @@ from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
 from trainer.replicas import flip_a_bit, require_finite_steps, require_sound
 from trainer.resume import beginning, data_identity, load_into, resolve_precision, resume_state, say_start
-from trainer.resume_point import Start, agree_on_start, checkpoint_directory, left_behind
 from trainer.seeds import derive_seed
 from trainer.workloads.base import Workload
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from common.errors import CheckpointError
 from trainer.checkpoint.format import MASTER, has_master, read_tensors, tensor_file
+from trainer.checkpoint.resume_point import Start
 from trainer.config import TrainConfig, deciding
 from trainer.data.order import ORDER_VERSION
 from trainer.devices.base import Device
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.shares import put_piece, put_share, whole_shape, without_padding
 from trainer.parallel.tensor import TensorParallel
-from trainer.resume_point import Start
 from trainer.state import TrainState
 from trainer.workloads.base import Workload
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import NonFiniteStep
+from trainer.checkpoint.resume_point import checkpoint_directory
 from trainer.config import TrainConfig
 from trainer.devices.base import Device
 from trainer.launch.preemption import Interruptions
 from trainer.loop import Trainer
 from trainer.parallel.mesh import Mesh
-from trainer.resume_point import checkpoint_directory
 from trainer.workloads.base import Workload
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import CheckpointError
-from trainer.checkpoint.directory import STATE
 from trainer.config import CHANGEABLE
+
+#: Name of the file in a checkpoint directory.
+STATE = "state.json"
 
 
 @dataclass(frozen=True)

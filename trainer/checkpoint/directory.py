@@ -19,7 +19,6 @@ from common.files import disk_errors, failpoint, fsync_directory, sha256_of
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-STATE = "state.json"
 #: The directory of checkpoints in a training's.
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"ckpt_(\d+)")

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from common.files import durable_file, fsync_directory, write_json
-from trainer.checkpoint.directory import MANIFEST, STATE, encode_manifest
+from trainer.checkpoint.directory import MANIFEST, encode_manifest
 from trainer.checkpoint.tensor_file import Spec, TensorFile, write_tensor_file
+from trainer.state import STATE
 
 #: What stands before a parameter's name for the fp32 weights of bf16 ones, in the optimizer's file.
 MASTER = "master"

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from common.errors import CheckpointError
 from common.files import sha256_of
-from trainer.checkpoint.directory import MANIFEST, STATE, why_invalid
+from trainer.checkpoint.directory import MANIFEST, why_invalid
 from trainer.checkpoint.format import MASTER
 from trainer.checkpoint.interop.contents import KINDS, MODEL, OPTIMIZER, Contents
 from trainer.checkpoint.interop.sources import Renamed, Source
 from trainer.checkpoint.tensor_file import TensorFile
 from trainer.config import ModelConfig
 from trainer.precision import Precision
-from trainer.state import TrainState
+from trainer.state import STATE, TrainState
 
 _FILE = re.compile(r"(model|optimizer)-(\d+)-of-(\d+)\.safetensors")
 
