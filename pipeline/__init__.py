@@ -5,7 +5,7 @@ Imports neither torch nor transformers nor h5py: a finished pipeline answers in 
 
 from common.process import print_in_any_locale
 from pipeline import luigi_workers, notify, redaction
-from pipeline.settings import add_defaults
+from pipeline.settings.load import add_defaults
 
 add_defaults()
 print_in_any_locale()

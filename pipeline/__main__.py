@@ -20,7 +20,8 @@ from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
 from common.errors import UserError
-from pipeline import board, cancel, central, clean, manifest, night_check, report, settings, status, try_model, why
+from pipeline import board, cancel, central, clean, manifest, night_check, report, status, try_model, why
+from pipeline.settings.load import load
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         # luigi's own parser, so that settings are named and checked as on its command line.
         with CmdlineParser.global_instance(["BertPhase2", *given, *unknown]):
-            settings.load()
+            load()
             return COMMANDS[args.command].run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.errors import LockHeld, UserError
 from common.files import disk_errors, read_json, replace_json
 from common.process import is_ignored
-from pipeline.settings import load
+from pipeline.settings.load import load
 from pipeline.shelf import holder
 from stages.directory.lock import hold
 

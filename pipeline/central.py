@@ -7,7 +7,7 @@ import argparse
 from luigi.cmdline import luigid
 from luigi.configuration import get_config
 
-from pipeline.settings import load
+from pipeline.settings.load import load
 
 SUMMARY = "Luigi's central scheduler: what runs, how far it is, and Prometheus metrics at /metrics"
 

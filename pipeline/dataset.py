@@ -11,7 +11,7 @@ import luigi
 from common.errors import UserError
 from common.secrets import Secret
 from pipeline.outside import input_hashes
-from pipeline.sections import Settings
+from pipeline.settings.sections import Settings
 from pipeline.stage import Stage, option_words
 from stages.directory.manifest import Identity
 from stages.text.corpus import FORMAT_VERSION, CorpusOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.bert import BertPhase2
 from pipeline.goal import Goal
 from pipeline.mnist import MnistMlp
-from pipeline.settings import load
+from pipeline.settings.load import load
 from pipeline.stage import Stage
 
 _MLP_LABELS = ("download_mnist", "train_mlp", "evaluate_mlp")

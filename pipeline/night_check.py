@@ -9,7 +9,7 @@ from common.errors import UserError
 from pipeline import night_states, nights, notify
 from pipeline.launch import say
 from pipeline.night_states import NightState
-from pipeline.settings import load
+from pipeline.settings.load import load
 
 SUMMARY = "how each night went; --check tells by mail and webhook if the last one failed or is missing"
 #: Nights that are listed.

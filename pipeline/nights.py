@@ -17,8 +17,8 @@ from luigi.interface import core
 from common.errors import DiskError, UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, read_json, sweep_temporaries, write_json
 from common.secrets import Secret, address_identity
-from pipeline.sections import SECTIONS, Nights, Settings, section_name
-from pipeline.settings import SECRETS_VARIABLE
+from pipeline.settings.load import SECRETS_VARIABLE
+from pipeline.settings.sections import SECTIONS, Nights, Settings, section_name
 from pipeline.shelf import holder
 from stages.text.patterns import split
 

@@ -13,7 +13,7 @@ from luigi import notifications
 from common.errors import one_line
 from common.secrets import redact
 from pipeline.launch import say
-from pipeline.sections import Settings
+from pipeline.settings.sections import Settings
 
 #: Seconds for one answer, and before each further try.
 _ANSWER_S, _RETRY_S = 10.0, (1.0, 4.0)

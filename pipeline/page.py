@@ -13,8 +13,8 @@ from common.secrets import redact
 from pipeline.goal import Goal, chain
 from pipeline.launch import say
 from pipeline.rows import rows
-from pipeline.sections import Settings
-from pipeline.settings import load
+from pipeline.settings.load import load
+from pipeline.settings.sections import Settings
 from pipeline.stage import Stage
 from stages.directory.manifest import IDENTITY
 from stages.report import PAGE, refresh

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.bert import BertPhase2
 from pipeline.page import view
-from pipeline.settings import load
+from pipeline.settings.load import load
 from stages.report import PAGE, refresh
 
 SUMMARY = "write WORK/report.html: curves, evaluation, time line, settings; at any time, also while training"

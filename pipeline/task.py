@@ -12,8 +12,8 @@ import luigi
 from luigi.retcodes import retcode
 
 from common.errors import UserError
-from pipeline import settings
 from pipeline.luigi_workers import Leave
+from pipeline.settings.load import load
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ class PipelineTask(luigi.Task):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         with refusals():
-            self.settings = settings.load()
+            self.settings = load()
         # One luigid may serve several work directories: their stages must not wait for each other.
         place = hashlib.sha256(str(self.settings.work_dir.resolve()).encode()).hexdigest()
         self.task_id = f"{self.task_id}_{place[:10]}"

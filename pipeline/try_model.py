@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from common.errors import UserError
-from pipeline.settings import load
+from pipeline.settings.load import load
 from pipeline.shelf import Shelf
 
 SUMMARY = "the five best fillings of [MASK] by the newest merged model; of two texts, whether the second follows"

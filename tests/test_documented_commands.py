@@ -94,9 +94,9 @@ resolved = []
 for words in json.loads(sys.argv[1]):
     Register.clear_instance_cache()
     with luigi.cmdline_parser.CmdlineParser.global_instance(words) as parser:
-        import pipeline.settings
-        pipeline.settings.load.cache_clear()
-        task, s = parser.get_task_obj(), pipeline.settings.load()
+        import pipeline.settings.load
+        pipeline.settings.load.load.cache_clear()
+        task, s = parser.get_task_obj(), pipeline.settings.load.load()
         workers = s.cluster.workers // s.cluster.tensor_parallel_size
         if "Mlp" in type(task).__name__:
             resolved.append((s.cluster.device, s.mnist.precision, s.mnist.batch_size * workers))

@@ -14,7 +14,7 @@ from pipeline.launchers.jobs import Job, JobLauncher, Scheduler
 from pipeline.launchers.kubernetes import KubernetesScheduler
 from pipeline.launchers.local import Local
 from pipeline.launchers.slurm import SlurmScheduler
-from pipeline.sections import Settings
+from pipeline.settings.sections import Settings
 from stages.directory.lock import JOB
 
 

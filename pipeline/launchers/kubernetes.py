@@ -18,13 +18,13 @@ import yaml
 
 from common.errors import EXIT_SOFTWARE, UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
-from pipeline import cluster
 from pipeline.launch import Start
 from pipeline.launchers.base import Work
 from pipeline.launchers.jobs import Job, State, Unreachable
 from pipeline.launchers.local import start_on_node
 from pipeline.launchers.restarts import FINAL_STATUSES
 from pipeline.launchers.tools import last_line, run_tool
+from pipeline.settings import cluster
 
 #: The label that the Job controller gives to pods, and the annotation with their index (Kubernetes 1.28 and newer;
 #: podFailurePolicy is stable from 1.31 on).

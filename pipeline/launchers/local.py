@@ -10,9 +10,9 @@ from pathlib import Path
 from common.errors import NodeMissing, UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 from pipeline import launch
-from pipeline.cluster import Cluster
 from pipeline.launch import Ending, Start
 from pipeline.launchers.base import Work
+from pipeline.settings.cluster import Cluster
 from stages.directory import attempts
 from stages.directory.lock import is_held
 from stages.directory.manifest import FAILURE, last_failure

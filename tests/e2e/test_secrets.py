@@ -12,8 +12,8 @@ import pytest
 
 from common.errors import UserError
 from pipeline import page
-from pipeline.parameters import Text
-from pipeline.sections import SECTIONS, section_name
+from pipeline.settings.parameters import Text
+from pipeline.settings.sections import SECTIONS, section_name
 from tests.central import luigid
 from tests.chain import Chain
 from tests.checkpoints import CONFIG, snapshot, write_native

@@ -15,12 +15,12 @@ import luigi
 import pytest
 from luigi.configuration import get_config
 
-from pipeline import settings
 from pipeline.__main__ import main
 from pipeline.bert import BertPhase2
 from pipeline.everything import everything
 from pipeline.page import view
 from pipeline.rows import rows
+from pipeline.settings.load import load
 from pipeline.status import table
 from pipeline.watch import screen
 from tests.chain import LUIGI, Chain, finished_chain
@@ -107,7 +107,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[Chain, str], int]:
     def status(chain: Chain, words: str) -> int:
         config = get_config()
         config.read(str(chain.config))
-        settings.load.cache_clear()
+        load.cache_clear()
         luigi.Task.clear_instance_cache()
         try:
             if words == WATCH:  # it is drawn until Ctrl-C: once, here

@@ -15,7 +15,8 @@ from luigi.configuration import get_config
 
 import pipeline
 from common.errors import UserError
-from pipeline import sections, settings
+from pipeline.settings import sections
+from pipeline.settings.load import load
 from pipeline.stage import Stage
 from tests.support import ROOT
 
@@ -232,7 +233,7 @@ def fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fi
 
 def forget() -> None:
     """Settings and tasks are made once in a process; here they are made again."""
-    settings.load.cache_clear()
+    load.cache_clear()
     luigi.Task.clear_instance_cache()
 
 

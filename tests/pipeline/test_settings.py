@@ -95,8 +95,8 @@ def test_the_defaults_hold_in_any_directory(tmp_path: Path) -> None:
     program = (
         "import sys; from luigi.cmdline_parser import CmdlineParser\n"
         "with CmdlineParser.global_instance(['--module', 'pipeline', 'BertPhase2', '--Phase1-lr', '0.25']):\n"
-        "    from pipeline import settings; import luigi.configuration\n"
-        "    s = settings.load(); print(s.phase1.lr, s.phase2.seq_len, s.run.work_dir, s.model.hidden_size)\n"
+        "    from pipeline.settings.load import load; import luigi.configuration\n"
+        "    s = load(); print(s.phase1.lr, s.phase2.seq_len, s.run.work_dir, s.model.hidden_size)\n"
         "    print(luigi.configuration.get_config().getboolean('core', 'local_scheduler'))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -104,7 +104,7 @@ def test_the_defaults_hold_in_any_directory(tmp_path: Path) -> None:
 
 
 def test_every_setting_is_in_luigi_cfg_with_a_comment() -> None:
-    from pipeline import sections
+    from pipeline.settings import sections
 
     text = (ROOT / "luigi.cfg").read_text()
     parser = configparser.ConfigParser(interpolation=None)
@@ -125,7 +125,7 @@ def test_every_setting_is_in_luigi_cfg_with_a_comment() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_has_only_known_settings(path: Path) -> None:
-    program = "import pipeline; from pipeline import settings; settings.load()"
+    program = "import pipeline; from pipeline.settings.load import load; load()"
     done = command("-c", program, env={"LUIGI_CONFIG_PATH": str(path)})
     assert done.returncode == 0, done.stderr
 
@@ -151,8 +151,9 @@ def test_the_trainium_configs_have_the_tutorials_numbers(name: str) -> None:
 def test_the_wikipedia_config_makes_the_tutorials_data_from_a_dump() -> None:
     """NVIDIA's script: 1,024 shards, 5 duplicates, 15 % masked; both phases from the corpus, with BERT's vocabulary."""
     program = (
-        "from pipeline import dataset, settings\n"
-        "s = settings.load()\n"
+        "from pipeline import dataset\n"
+        "from pipeline.settings.load import load\n"
+        "s = load()\n"
         "print([type(dataset.dataset_of(phase)).__name__ for phase in (1, 2)],\n"
         "      s.dataset.shards, s.dataset.dupe_factor,\n"
         "      s.dataset.masked_lm_prob, s.corpus.source, s.corpus.vocab_file, s.corpus.lower_case, s.phase2.pack)"

@@ -9,7 +9,7 @@ from typing import Any
 import luigi
 
 from common.errors import UserError
-from pipeline.parameters import Number, Switch, Text, Whole
+from pipeline.settings.parameters import Number, Switch, Text, Whole
 from trainer.config import DATA_PARALLEL, DEVICES
 
 LAUNCHERS = ("local", "slurm", "kubernetes")

@@ -18,7 +18,7 @@ from luigi.configuration import get_config
 from luigi.task_register import Register
 
 from common.errors import UserError
-from pipeline.sections import SECTIONS, Settings, section_name
+from pipeline.settings.sections import SECTIONS, Settings, section_name
 from trainer.config import require_agreement
 from trainer.parallel.plan import require_divisible
 
@@ -57,7 +57,7 @@ def load() -> Settings:
 
 def add_defaults() -> None:
     """Lay the project's luigi.cfg under whatever luigi has read, so that it holds in any directory."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     defaults = configparser.ConfigParser(interpolation=None)
     # An installed package carries the file; a checkout has it one level up.
     defaults.read_string(

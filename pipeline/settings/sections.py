@@ -10,8 +10,8 @@ import luigi
 
 from common.errors import UserError
 from common.secrets import Secret
-from pipeline.cluster import Cluster, Kubernetes, Slurm
-from pipeline.parameters import Address, Number, Sha256OrEmpty, Switch, Text, Webhook, Whole, WholeOrEmpty
+from pipeline.settings.cluster import Cluster, Kubernetes, Slurm
+from pipeline.settings.parameters import Address, Number, Sha256OrEmpty, Switch, Text, Webhook, Whole, WholeOrEmpty
 from stages.mnist import CHECKSUMS
 from stages.text.corpus import DOCUMENT_ENDS
 from stages.transfer.urls import CONNECTIONS_MAX

@@ -1,0 +1,1 @@
+"""The settings of a run: what luigi.cfg may say, and its only reader."""
