@@ -13,7 +13,7 @@ from common.secrets import Secret
 from pipeline import compilers, page, summary
 from pipeline.dataset import ShardDataset, UsesModel, dataset_of
 from pipeline.goal import Goal
-from pipeline.launch import say
+from pipeline.launchers.process import say
 from pipeline.outside import input_hashes
 from pipeline.stage import Stage, option_words
 from pipeline.training import Training

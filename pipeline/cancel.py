@@ -7,9 +7,9 @@ import contextlib
 import time
 
 from common.errors import LockHeld, UserError
-from pipeline.launch import say
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Unreachable
+from pipeline.launchers.process import say
 from pipeline.shelf import Shelf
 from pipeline.stage import Stage
 from pipeline.why import add_task, find

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline import summary
 from pipeline.goal import Goal
-from pipeline.launch import say
+from pipeline.launchers.process import say
 from pipeline.outside import input_hashes
 from pipeline.stage import Stage, option_words
 from pipeline.training import Training

@@ -7,7 +7,7 @@ import datetime
 
 from common.errors import UserError
 from pipeline import night_states, nights, notify
-from pipeline.launch import say
+from pipeline.launchers.process import say
 from pipeline.night_states import NightState
 from pipeline.settings.load import load
 

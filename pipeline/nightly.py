@@ -14,8 +14,9 @@ from luigi.task import MixinNaiveBulkComplete
 
 from common.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
 from common.files import utc_now
-from pipeline import launch, night_states, nights, notify
-from pipeline.launch import say
+from pipeline import night_states, nights, notify
+from pipeline.launchers import process
+from pipeline.launchers.process import say
 from pipeline.luigi_workers import Leave, leaving
 from pipeline.task import PipelineTask
 from stages.directory.lock import hold
@@ -69,12 +70,12 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         environment = self.shelf.prepare(self.date)
         night_states.write(self.shelf.path, self.date, night_states.now("running"))
         say(f"night {self.date}: started in {directory}")
-        ending = launch.run(
+        ending = process.run(
             ["-m", "pipeline.one_night"],
             directory=directory,
             fingerprint="",
             keep_open=(lock,),
-            start=launch.Start(environment=environment),
+            start=process.Start(environment=environment),
         )
         if ending.interrupted or ending.status == EXIT_INTERRUPTED:
             say(f"night {self.date}: interrupted; the same command goes on from here")

@@ -12,7 +12,7 @@ from luigi import notifications
 
 from common.errors import one_line
 from common.secrets import redact
-from pipeline.launch import say
+from pipeline.launchers.process import say
 from pipeline.settings.sections import Settings
 
 #: Seconds for one answer, and before each further try.

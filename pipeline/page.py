@@ -11,7 +11,7 @@ from typing import Any
 
 from common.secrets import redact
 from pipeline.goal import Goal, chain
-from pipeline.launch import say
+from pipeline.launchers.process import say
 from pipeline.rows import rows
 from pipeline.settings.load import load
 from pipeline.settings.sections import Settings

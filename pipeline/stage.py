@@ -18,10 +18,10 @@ from common.errors import EXIT_INTERRUPTED, LockHeld, UserError
 from common.files import utc_now
 from common.secrets import Secret, redact
 from pipeline import latest, launchers
-from pipeline.launch import Ending, say
 from pipeline.launchers.base import Detached, Work
 from pipeline.launchers.jobs import Job
 from pipeline.launchers.local import await_node_0, failure_mark
+from pipeline.launchers.process import Ending, say
 from pipeline.luigi_workers import Leave, leaving
 from pipeline.one_line import OneLine
 from pipeline.plain_sight import reports

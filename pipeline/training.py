@@ -6,7 +6,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.files import read_json
-from pipeline import launch
+from pipeline.launchers import process
 from pipeline.launchers.restarts import FINAL_STATUSES, Restarts, newest_checkpoint
 from pipeline.plain_sight import has_audience
 from pipeline.stage import Stage
@@ -68,7 +68,7 @@ class Training(Stage):
     def hang_timeout_s(self) -> float:
         return self.settings.cluster.hang_timeout_s
 
-    def may_restart(self, ending: launch.Ending) -> bool:
+    def may_restart(self, ending: process.Ending) -> bool:
         """After a crash or a hang, yes, until `MAX_RESTARTS` of them in a row have not brought one more checkpoint."""
         if ending.status in FINAL_STATUSES:
             return False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.launch import Ending
+from pipeline.launchers.process import Ending
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from common import console
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
 from common.files import read_json, utc_now, write_json
-from pipeline.launch import Ending, handling, say
 from pipeline.launchers.base import Detached, Work
+from pipeline.launchers.process import Ending, handling, say
 from stages.directory.lock import JOB
 
 STATE = "job-state.json"

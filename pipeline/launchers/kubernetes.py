@@ -18,10 +18,10 @@ import yaml
 
 from common.errors import EXIT_SOFTWARE, UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
-from pipeline.launch import Start
 from pipeline.launchers.base import Work
 from pipeline.launchers.jobs import Job, State, Unreachable
 from pipeline.launchers.local import start_on_node
+from pipeline.launchers.process import Start
 from pipeline.launchers.restarts import FINAL_STATUSES
 from pipeline.launchers.tools import last_line, run_tool
 from pipeline.settings import cluster

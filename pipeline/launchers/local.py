@@ -9,9 +9,9 @@ from pathlib import Path
 
 from common.errors import NodeMissing, UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
-from pipeline import launch
-from pipeline.launch import Ending, Start
+from pipeline.launchers import process
 from pipeline.launchers.base import Work
+from pipeline.launchers.process import Ending, Start
 from pipeline.settings.cluster import Cluster
 from stages.directory import attempts
 from stages.directory.lock import is_held
@@ -31,7 +31,7 @@ class Local:
         start = start_on_node(self._cluster.node_rank, self._cluster.master_addr) if work.nodes > 1 else None
         # The account of a run is node 0's.
         with contextlib.nullcontext() if self._cluster.follows else attempts.recording(work.directory) as record:
-            ending = launch.run(
+            ending = process.run(
                 work.words,
                 directory=work.directory,
                 fingerprint=work.fingerprint,

@@ -14,9 +14,9 @@ from typing import Any
 
 from common.errors import UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
-from pipeline.launch import Start
 from pipeline.launchers.base import Work
 from pipeline.launchers.jobs import Job, State, Unreachable
+from pipeline.launchers.process import Start
 from pipeline.launchers.tools import TIMEOUT_S, last_line, run_tool
 from pipeline.settings import cluster
 

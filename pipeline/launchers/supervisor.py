@@ -17,10 +17,9 @@ from typing import Any, Protocol
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
 from common.files import read_json, write_json
 from common.process import shell_status
-from pipeline import launch
-from pipeline.launch import Ending, Start
-from pipeline.launchers import kubernetes, slurm
+from pipeline.launchers import kubernetes, process, slurm
 from pipeline.launchers.jobs import STATE
+from pipeline.launchers.process import Ending, Start
 from pipeline.launchers.restarts import FINAL_STATUSES, MAX_RESTARTS, Restarts, newest_checkpoint
 from stages.directory import attempts
 from stages.directory.lock import JOB
@@ -96,7 +95,7 @@ class Supervisor:
         first = self._surroundings.rank == 0
         with attempts.recording(self._directory) if first else contextlib.nullcontext() as record:
             try:
-                ending = launch.run(
+                ending = process.run(
                     self._job["words"],
                     directory=self._directory,
                     fingerprint=self._job["fingerprint"],

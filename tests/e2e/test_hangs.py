@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import launch
 from pipeline.bert import BertPhase2
 from pipeline.goal import chain as stages_of
+from pipeline.launchers import process
 from pipeline.mnist import MnistMlp
 from tests.chain import Chain, finished_chain
 from tests.support import assert_one_line_error
@@ -76,7 +76,7 @@ def test_a_stage_that_hangs_again_fails_in_one_line(chain: Chain) -> None:
 
 @pytest.mark.parametrize(("work", "hung"), [("computes", False), ("child", False), ("sleeps", True)])
 def test_computing_without_a_word_is_no_hang(tmp_path: Path, work: str, hung: bool) -> None:
-    ending = launch.run(
+    ending = process.run(
         ["-c", SILENT, str(tmp_path), work], directory=tmp_path, fingerprint="", keep_open=(), hang_timeout_s=15
     )
     assert ending.hung == hung, ending

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.launch import Start
+from pipeline.launchers.process import Start
 from pipeline.launchers.supervisor import Supervisor
 
 #: Ends as its argument says, after one more checkpoint if there is a second one.
