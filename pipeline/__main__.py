@@ -20,7 +20,18 @@ from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
 from common.errors import UserError
-from pipeline import board, cancel, central, clean, manifest, night_check, report, status, try_model, why
+from pipeline.commands import (
+    cancel,
+    clean,
+    kubernetes_manifest,
+    luigid,
+    nights,
+    report,
+    status,
+    tensorboard,
+    try_model,
+    why,
+)
 from pipeline.settings.load import load
 
 
@@ -41,10 +52,10 @@ COMMANDS = {
     "try": Command(try_model.SUMMARY, try_model.add_options, try_model.run),
     "clean": Command(clean.SUMMARY, clean.add_options, clean.run),
     "cancel": Command(cancel.SUMMARY, cancel.add_options, cancel.run),
-    "nights": Command(night_check.SUMMARY, night_check.add_options, night_check.run),
-    "manifest": Command(manifest.SUMMARY, manifest.add_options, manifest.run),
-    "tensorboard": Command(board.SUMMARY, board.add_options, board.run),
-    "luigid": Command(central.SUMMARY, central.add_options, central.run),
+    "nights": Command(nights.SUMMARY, nights.add_options, nights.run),
+    "manifest": Command(kubernetes_manifest.SUMMARY, kubernetes_manifest.add_options, kubernetes_manifest.run),
+    "tensorboard": Command(tensorboard.SUMMARY, tensorboard.add_options, tensorboard.run),
+    "luigid": Command(luigid.SUMMARY, luigid.add_options, luigid.run),
 }
 
 

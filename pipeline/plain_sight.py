@@ -18,7 +18,7 @@ from luigi.interface import core
 from luigi.rpc import RPCError
 
 from common.files import PROGRESS, SAVE_REQUEST, read_json
-from pipeline import board
+from pipeline.commands import tensorboard
 from pipeline.launchers.restarts import checkpoint_steps
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class _Reporter(threading.Thread):
         self._tell("line", self._tell_line, status_line(progress, time.monotonic() - self._began))
         if progress.get("total"):
             self._tell("percentage", self._tell_percentage, min(100, int(100 * progress["done"] / progress["total"])))
-        address = board.address(self._stage.settings.work_dir)
+        address = tensorboard.address(self._stage.settings.work_dir)
         if address is not None:
             self._tell("url", self._tell_url, address)
 

@@ -17,12 +17,12 @@ from luigi.configuration import get_config
 
 from pipeline.__main__ import main
 from pipeline.bert import BertPhase2
+from pipeline.commands.status import table
+from pipeline.commands.watch import screen
 from pipeline.everything import everything
 from pipeline.page import view
 from pipeline.rows import rows
 from pipeline.settings.load import load
-from pipeline.status import table
-from pipeline.watch import screen
 from tests.chain import LUIGI, Chain, finished_chain
 from tests.support import command
 

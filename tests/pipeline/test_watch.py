@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.watch import sparkline
+from pipeline.commands.watch import sparkline
 from tests.chain import Chain, finished_chain
 from tests.support import ROOT, command
 

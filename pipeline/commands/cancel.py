@@ -7,12 +7,12 @@ import contextlib
 import time
 
 from common.errors import LockHeld, UserError
+from pipeline.commands.why import add_task, find
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Unreachable
 from pipeline.launchers.process import say
 from pipeline.shelf import Shelf
 from pipeline.stage import Stage
-from pipeline.why import add_task, find
 from stages.directory.lock import hold
 
 SUMMARY = "end the job of a stage on Slurm or Kubernetes; what it has saved stays"

@@ -12,10 +12,10 @@ import textwrap
 from datetime import UTC, datetime
 
 from pipeline.bert import BertPhase2
+from pipeline.commands.watch import watch
 from pipeline.everything import everything
 from pipeline.page import view
 from pipeline.rows import UTC_FORMAT, Row, duration, rows
-from pipeline.watch import watch
 
 SUMMARY = "one table: each stage, its state, when, how long, where"
 

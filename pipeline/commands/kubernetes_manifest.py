@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 
 from common.errors import UserError
+from pipeline.commands.why import add_task, find
 from pipeline.launchers import kubernetes
 from pipeline.launchers.base import Work
 from pipeline.launchers.jobs import job_name
 from pipeline.stage import Stage
 from pipeline.training import Training
-from pipeline.why import add_task, find
 
 SUMMARY = "print the Kubernetes manifest of a stage, a Service and a Job; applies nothing"
 

@@ -1,0 +1,1 @@
+"""python -m pipeline COMMAND: one file a command."""
