@@ -4,8 +4,8 @@ Imports neither torch nor transformers nor h5py: a finished pipeline answers in 
 """
 
 from common.process import print_in_any_locale
-from pipeline import luigi_workers, notify, redaction
 from pipeline.settings.load import add_defaults
+from pipeline.tasks import luigi_workers, notify, redaction
 
 add_defaults()
 print_in_any_locale()
@@ -13,7 +13,7 @@ redaction.install()
 notify.install()
 luigi_workers.install()
 
-from pipeline.bert import (  # noqa: E402 (the tasks read settings when they are made)
+from pipeline.tasks.bert import (  # noqa: E402 (the tasks read settings when they are made)
     BertPhase1,
     BertPhase2,
     ConvertCheckpoint,
@@ -23,9 +23,9 @@ from pipeline.bert import (  # noqa: E402 (the tasks read settings when they are
     Pretrain,
     Report,
 )
-from pipeline.dataset import DownloadDataset, ShardDataset, TokenizeCorpus  # noqa: E402
-from pipeline.mnist import DownloadMnist, EvaluateMlp, MnistMlp, TrainMlp  # noqa: E402
-from pipeline.nightly import Nightly  # noqa: E402
+from pipeline.tasks.dataset import DownloadDataset, ShardDataset, TokenizeCorpus  # noqa: E402
+from pipeline.tasks.mnist import DownloadMnist, EvaluateMlp, MnistMlp, TrainMlp  # noqa: E402
+from pipeline.tasks.nightly import Nightly  # noqa: E402
 
 __all__ = [
     "BertPhase1",

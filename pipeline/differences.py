@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pipeline.goal import is_complete
 from pipeline.shelf import Shelf
-from pipeline.stage import Stage
+from pipeline.tasks.goal import is_complete
+from pipeline.tasks.stage import Stage
 from stages.directory.manifest import difference
 
 _HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{54}\b")

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from common.secrets import redact
-from pipeline.goal import Goal, chain
 from pipeline.launchers.process import say
 from pipeline.rows import rows
 from pipeline.settings.load import load
 from pipeline.settings.sections import Settings
-from pipeline.stage import Stage
+from pipeline.tasks.goal import Goal, chain
+from pipeline.tasks.stage import Stage
 from stages.directory.manifest import IDENTITY
 from stages.report import PAGE, refresh
 from stages.view.curves import MetricsFile

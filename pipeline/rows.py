@@ -10,10 +10,10 @@ from typing import Literal
 
 from common.errors import UserError
 from pipeline.differences import cause
-from pipeline.goal import Goal, chain, is_complete, would_run
 from pipeline.shelf import Shelf, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
-from pipeline.stage import Stage
-from pipeline.training import Training
+from pipeline.tasks.goal import Goal, chain, is_complete, would_run
+from pipeline.tasks.stage import Stage
+from pipeline.tasks.training import Training
 from stages.directory.attempts import last_sign_of_life
 from stages.directory.manifest import IDENTITY, MANIFEST, last_failure
 from stages.directory.records import read_progress

@@ -12,7 +12,7 @@ from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Unreachable
 from pipeline.launchers.process import say
 from pipeline.shelf import Shelf
-from pipeline.stage import Stage
+from pipeline.tasks.stage import Stage
 from stages.directory.lock import hold
 
 SUMMARY = "end the job of a stage on Slurm or Kubernetes; what it has saved stays"

@@ -16,8 +16,6 @@ from pathlib import Path
 from common.errors import LockHeld, UserError
 from common.files import ALIVE, PROGRESS, TEMPORARY_SUFFIX
 from pipeline.differences import first_difference
-from pipeline.everything import everything
-from pipeline.goal import Goal, chain
 from pipeline.launchers import find_job
 from pipeline.shelf import (
     Place,
@@ -27,7 +25,9 @@ from pipeline.shelf import (
     last_checkpoint_step,
     size_bytes,
 )
-from pipeline.stage import Stage
+from pipeline.tasks.everything import everything
+from pipeline.tasks.goal import Goal, chain
+from pipeline.tasks.stage import Stage
 from stages.directory.attempts import ATTEMPTS
 from stages.directory.lock import LOCK
 from stages.directory.manifest import FAILURE, IDENTITY, MANIFEST

@@ -9,8 +9,8 @@ from pipeline.commands.why import add_task, find
 from pipeline.launchers import kubernetes
 from pipeline.launchers.base import Work
 from pipeline.launchers.jobs import job_name
-from pipeline.stage import Stage
-from pipeline.training import Training
+from pipeline.tasks.stage import Stage
+from pipeline.tasks.training import Training
 
 SUMMARY = "print the Kubernetes manifest of a stage, a Service and a Job; applies nothing"
 

@@ -6,10 +6,10 @@ import argparse
 import datetime
 
 from common.errors import UserError
-from pipeline import night_states, nights, notify
 from pipeline.launchers.process import say
-from pipeline.night_states import NightState
 from pipeline.settings.load import load
+from pipeline.tasks import night_states, nights, notify
+from pipeline.tasks.night_states import NightState
 
 SUMMARY = "how each night went; --check tells by mail and webhook if the last one failed or is missing"
 #: Nights that are listed.

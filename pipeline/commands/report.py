@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.bert import BertPhase2
 from pipeline.page import view
 from pipeline.settings.load import load
+from pipeline.tasks.bert import BertPhase2
 from stages.report import PAGE, refresh
 
 SUMMARY = "write WORK/report.html: curves, evaluation, time line, settings; at any time, also while training"

@@ -11,11 +11,11 @@ import shutil
 import textwrap
 from datetime import UTC, datetime
 
-from pipeline.bert import BertPhase2
 from pipeline.commands.watch import watch
-from pipeline.everything import everything
 from pipeline.page import view
 from pipeline.rows import UTC_FORMAT, Row, duration, rows
+from pipeline.tasks.bert import BertPhase2
+from pipeline.tasks.everything import everything
 
 SUMMARY = "one table: each stage, its state, when, how long, where"
 

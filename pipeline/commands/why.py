@@ -9,10 +9,10 @@ from typing import Any
 import pipeline
 from common.errors import UserError
 from pipeline.differences import cause
-from pipeline.goal import Goal, chain, is_complete, would_run
 from pipeline.rows import steps_of
 from pipeline.shelf import Shelf, holder, last_checkpoint_step
-from pipeline.stage import Stage
+from pipeline.tasks.goal import Goal, chain, is_complete, would_run
+from pipeline.tasks.stage import Stage
 from stages.directory.manifest import IDENTITY, MANIFEST, last_failure, why_incomplete
 
 SUMMARY = "why a task would run: which setting, input or file; exit status 0 if it is complete, 1 if it would run"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.bert import BertPhase2
-from pipeline.goal import chain as stages_of
 from pipeline.launchers import process
-from pipeline.mnist import MnistMlp
+from pipeline.tasks.bert import BertPhase2
+from pipeline.tasks.goal import chain as stages_of
+from pipeline.tasks.mnist import MnistMlp
 from tests.chain import Chain, finished_chain
 from tests.support import assert_one_line_error
 

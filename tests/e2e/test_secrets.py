@@ -195,7 +195,7 @@ def test_a_night_leaves_no_secret_anywhere(
     assert len(inbox.mails) == 2
     assert "HTTP 403: access is denied" in inbox.hooks[1]["line"]
     lines = (chain.directory / "argv.log").read_text()
-    for stage in ("stages.convert", "stages.download", "stages.report", "pipeline.one_night", "luigid"):
+    for stage in ("stages.convert", "stages.download", "stages.report", "pipeline.tasks.one_night", "luigid"):
         assert stage in lines
     why = chain.ask("why", "BertPhase2", LUIGI_CONFIG_PATH=str(night / "night.cfg"))
     assert "is complete" in why.stdout, "the settings of a night, without secrets, are of the same identity"

@@ -16,13 +16,13 @@ import pytest
 from luigi.configuration import get_config
 
 from pipeline.__main__ import main
-from pipeline.bert import BertPhase2
 from pipeline.commands.status import table
 from pipeline.commands.watch import screen
-from pipeline.everything import everything
 from pipeline.page import view
 from pipeline.rows import rows
 from pipeline.settings.load import load
+from pipeline.tasks.bert import BertPhase2
+from pipeline.tasks.everything import everything
 from tests.chain import LUIGI, Chain, finished_chain
 from tests.support import command
 

@@ -17,7 +17,7 @@ import pipeline
 from common.errors import UserError
 from pipeline.settings import sections
 from pipeline.settings.load import load
-from pipeline.stage import Stage
+from pipeline.tasks.stage import Stage
 from tests.support import ROOT
 
 Fingerprints = Callable[..., dict[str, str]]

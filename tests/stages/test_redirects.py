@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 import stages.transfer.ranges
-from pipeline import notify
+from pipeline.tasks import notify
 from stages.transfer.urls import Transport
 from tests.stages.ready import bytes_of, download, pack, refused, write_random_shards
 from tests.stages.web import Fault, Handler, Web, serving

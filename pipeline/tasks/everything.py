@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pipeline.bert import BertPhase2
-from pipeline.goal import Goal
-from pipeline.mnist import MnistMlp
 from pipeline.settings.load import load
-from pipeline.stage import Stage
+from pipeline.tasks.bert import BertPhase2
+from pipeline.tasks.goal import Goal
+from pipeline.tasks.mnist import MnistMlp
+from pipeline.tasks.stage import Stage
 
 _MLP_LABELS = ("download_mnist", "train_mlp", "evaluate_mlp")
 

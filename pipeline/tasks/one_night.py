@@ -1,4 +1,4 @@
-"""`python -m pipeline.one_night`: the chain of one night, as a process that dies with the one that started it.
+"""`python -m pipeline.tasks.one_night`: the chain of one night, as a process that dies with the one that started it.
 
 Its settings are those of the file that LUIGI_CONFIG_PATH names. A process of its own, since the settings of a process
 are those of one run, and RangeDaily has many nights in one.

@@ -10,9 +10,9 @@ import luigi
 
 from common.errors import UserError
 from common.secrets import Secret
-from pipeline.outside import input_hashes
 from pipeline.settings.sections import Settings
-from pipeline.stage import Stage, option_words
+from pipeline.tasks.input_hashes import input_hashes
+from pipeline.tasks.stage import Stage, option_words
 from stages.directory.manifest import Identity
 from stages.text.corpus import FORMAT_VERSION, CorpusOptions
 from stages.text.patterns import split

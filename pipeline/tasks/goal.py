@@ -5,8 +5,8 @@ from __future__ import annotations
 import luigi
 
 from common.errors import UserError
-from pipeline.stage import Stage
-from pipeline.task import PipelineTask
+from pipeline.tasks.base import PipelineTask
+from pipeline.tasks.stage import Stage
 
 
 class Goal(PipelineTask):

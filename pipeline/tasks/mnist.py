@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline import summary
-from pipeline.goal import Goal
 from pipeline.launchers.process import say
-from pipeline.outside import input_hashes
-from pipeline.stage import Stage, option_words
-from pipeline.training import Training
+from pipeline.tasks import summary
+from pipeline.tasks.goal import Goal
+from pipeline.tasks.input_hashes import input_hashes
+from pipeline.tasks.stage import Stage, option_words
+from pipeline.tasks.training import Training
 from stages.mnist import source_inputs
 
 

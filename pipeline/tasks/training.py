@@ -8,8 +8,8 @@ from common.errors import UserError
 from common.files import read_json
 from pipeline.launchers import process
 from pipeline.launchers.restarts import FINAL_STATUSES, Restarts, newest_checkpoint
-from pipeline.plain_sight import has_audience
-from pipeline.stage import Stage
+from pipeline.tasks.luigid_progress import has_audience
+from pipeline.tasks.stage import Stage
 from stages.directory import manifest
 
 

@@ -12,8 +12,8 @@ import luigi
 from luigi.retcodes import retcode
 
 from common.errors import UserError
-from pipeline.luigi_workers import Leave
 from pipeline.settings.load import load
+from pipeline.tasks.luigi_workers import Leave
 
 
 @contextlib.contextmanager

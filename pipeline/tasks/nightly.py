@@ -14,11 +14,11 @@ from luigi.task import MixinNaiveBulkComplete
 
 from common.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
 from common.files import utc_now
-from pipeline import night_states, nights, notify
 from pipeline.launchers import process
 from pipeline.launchers.process import say
-from pipeline.luigi_workers import Leave, leaving
-from pipeline.task import PipelineTask
+from pipeline.tasks import night_states, nights, notify
+from pipeline.tasks.base import PipelineTask
+from pipeline.tasks.luigi_workers import Leave, leaving
 from stages.directory.lock import hold
 
 #: Lines at the end of a night's log that a mail about its failure has.
@@ -71,7 +71,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         night_states.write(self.shelf.path, self.date, night_states.now("running"))
         say(f"night {self.date}: started in {directory}")
         ending = process.run(
-            ["-m", "pipeline.one_night"],
+            ["-m", "pipeline.tasks.one_night"],
             directory=directory,
             fingerprint="",
             keep_open=(lock,),

@@ -10,13 +10,14 @@ import luigi
 
 from common.files import write_json
 from common.secrets import Secret
-from pipeline import compilers, page, summary
-from pipeline.dataset import ShardDataset, UsesModel, dataset_of
-from pipeline.goal import Goal
+from pipeline import page
 from pipeline.launchers.process import say
-from pipeline.outside import input_hashes
-from pipeline.stage import Stage, option_words
-from pipeline.training import Training
+from pipeline.tasks import compilers, summary
+from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of
+from pipeline.tasks.goal import Goal
+from pipeline.tasks.input_hashes import input_hashes
+from pipeline.tasks.stage import Stage, option_words
+from pipeline.tasks.training import Training
 from stages.checkpoints.source import source_identity
 from stages.precompile import FORMAT_VERSION
 from stages.report import PAGE

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.bert import ConvertCheckpoint, MergeShards, Pretrain, Report
-    from pipeline.stage import Stage
+    from pipeline.tasks.bert import ConvertCheckpoint, MergeShards, Pretrain, Report
+    from pipeline.tasks.stage import Stage
 
 
 def _loss(pretrain: Pretrain) -> str:

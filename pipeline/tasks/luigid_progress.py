@@ -24,7 +24,7 @@ from pipeline.launchers.restarts import checkpoint_steps
 if TYPE_CHECKING:
     from luigi.worker import SchedulerMessage
 
-    from pipeline.stage import Stage
+    from pipeline.tasks.stage import Stage
 
 #: Seconds between two reports.
 _INTERVAL_S = 2.0

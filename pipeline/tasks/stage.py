@@ -22,10 +22,10 @@ from pipeline.launchers.base import Detached, Work
 from pipeline.launchers.jobs import Job
 from pipeline.launchers.local import await_node_0, failure_mark
 from pipeline.launchers.process import Ending, say
-from pipeline.luigi_workers import Leave, leaving
-from pipeline.one_line import OneLine
-from pipeline.plain_sight import reports
-from pipeline.task import PipelineTask, refusals
+from pipeline.tasks.base import PipelineTask, refusals
+from pipeline.tasks.log_filter import OneLine
+from pipeline.tasks.luigi_workers import Leave, leaving
+from pipeline.tasks.luigid_progress import reports
 from stages.directory.lock import LOCK, hold
 from stages.directory.manifest import (
     FAILURE,

@@ -1,0 +1,1 @@
+"""Luigi tasks: what runs after what."""
