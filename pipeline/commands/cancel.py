@@ -11,7 +11,7 @@ from pipeline.commands.why import add_task, find
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Unreachable
 from pipeline.launchers.process import say
-from pipeline.shelf import Shelf
+from pipeline.status.stage_dirs import Shelf
 from pipeline.tasks.stage import Stage
 from stages.directory.lock import hold
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from common.errors import LockHeld, UserError
 from common.files import ALIVE, PROGRESS, TEMPORARY_SUFFIX
-from pipeline.differences import first_difference
 from pipeline.launchers import find_job
-from pipeline.shelf import (
+from pipeline.status.differences import first_difference
+from pipeline.status.stage_dirs import (
     Place,
     Shelf,
     abandoned_checkpoints,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pipeline.page import view
 from pipeline.settings.load import load
+from pipeline.status.live_report import view
 from pipeline.tasks.bert import BertPhase2
 from stages.report import PAGE, refresh
 

@@ -12,8 +12,8 @@ import textwrap
 from datetime import UTC, datetime
 
 from pipeline.commands.watch import watch
-from pipeline.page import view
-from pipeline.rows import UTC_FORMAT, Row, duration, rows
+from pipeline.status.live_report import view
+from pipeline.status.states import UTC_FORMAT, Row, duration, rows
 from pipeline.tasks.bert import BertPhase2
 from pipeline.tasks.everything import everything
 

@@ -12,7 +12,7 @@ from common.errors import LockHeld, UserError
 from common.files import disk_errors, read_json, replace_json
 from common.process import is_ignored
 from pipeline.settings.load import load
-from pipeline.shelf import holder
+from pipeline.status.stage_dirs import holder
 from stages.directory.lock import hold
 
 SUMMARY = "TensorBoard for all trainings below the work directory; luigid shows its address beside each stage"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from pipeline.settings.load import load
-from pipeline.shelf import Shelf
+from pipeline.status.stage_dirs import Shelf
 
 SUMMARY = "the five best fillings of [MASK] by the newest merged model; of two texts, whether the second follows"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pipeline
 from common.errors import UserError
-from pipeline.differences import cause
-from pipeline.rows import steps_of
-from pipeline.shelf import Shelf, holder, last_checkpoint_step
+from pipeline.status.differences import cause
+from pipeline.status.stage_dirs import Shelf, holder, last_checkpoint_step
+from pipeline.status.states import steps_of
 from pipeline.tasks.goal import Goal, chain, is_complete, would_run
 from pipeline.tasks.stage import Stage
 from stages.directory.manifest import IDENTITY, MANIFEST, last_failure, why_incomplete

@@ -10,8 +10,8 @@ import luigi
 
 from common.files import write_json
 from common.secrets import Secret
-from pipeline import page
 from pipeline.launchers.process import say
+from pipeline.status import live_report
 from pipeline.tasks import compilers, summary
 from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of
 from pipeline.tasks.goal import Goal
@@ -27,7 +27,7 @@ class Reported(Stage):
     """A stage that keeps WORK/report.html fresh while it runs."""
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
-        return page.kept_fresh(BertPhase2())
+        return live_report.kept_fresh(BertPhase2())
 
 
 class ModelStage(Reported, UsesModel):
@@ -246,8 +246,8 @@ class Report(Reported):
 
     def command(self) -> list[str]:
         settings = self.directory / "settings.json"
-        write_json(settings, page.shown(self.settings))
-        made = map(str, page.stage_directories(self))
+        write_json(settings, live_report.shown(self.settings))
+        made = map(str, live_report.stage_directories(self))
         return ["-m", "stages.report", *made, "--settings", str(settings), "--out", str(self.directory)]
 
     @property

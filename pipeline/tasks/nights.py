@@ -19,7 +19,7 @@ from common.files import TEMPORARY_SUFFIX, disk_errors, read_json, sweep_tempora
 from common.secrets import Secret, address_identity
 from pipeline.settings.load import SECRETS_VARIABLE
 from pipeline.settings.sections import SECTIONS, Nights, Settings, section_name
-from pipeline.shelf import holder
+from pipeline.status.stage_dirs import holder
 from stages.text.patterns import split
 
 #: The settings that a night runs with, in its directory: LUIGI_CONFIG_PATH for `python -m pipeline status` and `why`.

@@ -17,11 +17,12 @@ from luigi.retcodes import retcode
 from common.errors import EXIT_INTERRUPTED, LockHeld, UserError
 from common.files import utc_now
 from common.secrets import Secret, redact
-from pipeline import latest, launchers
+from pipeline import launchers
 from pipeline.launchers.base import Detached, Work
 from pipeline.launchers.jobs import Job
 from pipeline.launchers.local import await_node_0, failure_mark
 from pipeline.launchers.process import Ending, say
+from pipeline.status import latest
 from pipeline.tasks.base import PipelineTask, refusals
 from pipeline.tasks.log_filter import OneLine
 from pipeline.tasks.luigi_workers import Leave, leaving

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from pipeline import page
 from pipeline.settings.parameters import Text
 from pipeline.settings.sections import SECTIONS, section_name
+from pipeline.status import live_report
 from tests.central import luigid
 from tests.chain import Chain
 from tests.checkpoints import CONFIG, snapshot, write_native
@@ -272,4 +272,4 @@ def test_whatever_setting_holds_an_address_its_secrets_are_not_shown() -> None:
                 value: Any = parameter.parse(address)
             except UserError as error:
                 value = str(error)
-            assert canary not in page._text(value), f"[{section_name(section)}] {name}"
+            assert canary not in live_report._text(value), f"[{section_name(section)}] {name}"

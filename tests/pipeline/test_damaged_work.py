@@ -18,9 +18,9 @@ from luigi.configuration import get_config
 from pipeline.__main__ import main
 from pipeline.commands.status import table
 from pipeline.commands.watch import screen
-from pipeline.page import view
-from pipeline.rows import rows
 from pipeline.settings.load import load
+from pipeline.status.live_report import view
+from pipeline.status.states import rows
 from pipeline.tasks.bert import BertPhase2
 from pipeline.tasks.everything import everything
 from tests.chain import LUIGI, Chain, finished_chain

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import pytest
 
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR
-from pipeline.rows import State
+from pipeline.status.states import State
 from stages.directory.lock import hold
 from tests.chain import STAGES, Chain, finished_chain, wait_until, write_corpus
 from tests.support import ROOT, assert_one_line_error, command

@@ -12,9 +12,9 @@ from typing import Any
 
 from common.errors import UserError
 from common.files import read_json
-from pipeline.latest import LATEST
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Job, Unreachable
+from pipeline.status.latest import LATEST
 from stages.directory.lock import LOCK, is_held
 from stages.directory.manifest import IDENTITY, MANIFEST, why_incomplete
 from stages.directory.records import read_identity, read_manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pipeline.shelf import Shelf
+from pipeline.status.stage_dirs import Shelf
 from pipeline.tasks.goal import is_complete
 from pipeline.tasks.stage import Stage
 from stages.directory.manifest import difference

@@ -11,9 +11,9 @@ from typing import Any
 
 from common.secrets import redact
 from pipeline.launchers.process import say
-from pipeline.rows import rows
 from pipeline.settings.load import load
 from pipeline.settings.sections import Settings
+from pipeline.status.states import rows
 from pipeline.tasks.goal import Goal, chain
 from pipeline.tasks.stage import Stage
 from stages.directory.manifest import IDENTITY

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from common.errors import UserError
-from pipeline.differences import cause
-from pipeline.shelf import Shelf, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
+from pipeline.status.differences import cause
+from pipeline.status.stage_dirs import Shelf, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
 from pipeline.tasks.goal import Goal, chain, is_complete, would_run
 from pipeline.tasks.stage import Stage
 from pipeline.tasks.training import Training

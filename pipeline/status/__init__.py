@@ -1,0 +1,1 @@
+"""What is on the disk, and the state that it shows."""
