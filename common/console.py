@@ -7,8 +7,15 @@ import errno
 import os
 import sys
 
+from common.secrets import redact
+
 #: What a write to a closed terminal, or to a pipe that nobody reads any more, fails with.
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
+
+
+def log(line: str) -> None:
+    """A line for the person at the console, without secrets."""
+    write(redact(line) + "\n")
 
 
 def write(text: str) -> None:

@@ -18,7 +18,8 @@ from stages.directory.command import run
 from stages.directory.manifest import IDENTITY, MANIFEST, Identity, Output, StageDirectory
 from stages.view.card import CARD, card, is_edited
 from stages.view.page import page
-from stages.view.run import Run, Settings, StageRecord
+from stages.view.run import Run, Settings
+from stages.view.status import StageStatus
 
 PAGE = "report.html"
 MODEL_CARD = "model-card.md"
@@ -76,10 +77,10 @@ def view_of(directories: list[Path], settings: Settings | None) -> Run:
     for directory in directories:
         if not (directory / IDENTITY).exists():
             raise UserError(f"{directory} has no {IDENTITY}; give directories of stages, such as work/latest/evaluate")
-    stages = [StageRecord.of_directory(directory) for directory in directories]
+    stages = [StageStatus.of_directory(directory) for directory in directories]
     if settings is None:
         settings = {
-            stage.label: {key: str(value) for key, value in _flat(stage.record.get("parameters", {})).items()}
+            stage.stage: {key: str(value) for key, value in _flat(stage.record.get("parameters", {})).items()}
             for stage in stages
         }
     ended = [attempt.ended for stage in stages for attempt in stage.attempts]
@@ -108,12 +109,12 @@ def identity(args: argparse.Namespace, view: Run) -> Identity:
     """The stages and what they have left so far, for a page can be made of an unfinished run; and the settings."""
     hashes = InputHashes()
     inputs: dict[str, Any] = {
-        stage.label: {name: hashes.sha256(directory / name) for name in _SHOWN if (directory / name).exists()}
+        stage.stage: {name: hashes.sha256(directory / name) for name in _SHOWN if (directory / name).exists()}
         for stage, directory in zip(view.stages, args.directories, strict=True)
     }
     if args.settings:
         inputs["settings"] = hashes.sha256(args.settings)
-    upstream = {stage.label: str(stage.record["fingerprint"]) for stage in view.stages}
+    upstream = {stage.stage: str(stage.record["fingerprint"]) for stage in view.stages}
     return Identity("report", 1, inputs=inputs, upstream=upstream)
 
 

@@ -6,11 +6,11 @@ import argparse
 import contextlib
 import time
 
+from common.console import log
 from common.errors import LockHeld, UserError
 from pipeline.commands.why import add_task, find
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Unreachable
-from pipeline.launchers.process import say
 from pipeline.status.stage_dirs import Shelf
 from pipeline.tasks.stage import Stage
 from stages.directory.lock import hold
@@ -49,5 +49,5 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{job} could not be cancelled: {error}") from None
     with contextlib.suppress(LockHeld), hold(task.directory, knows_jobs=True):  # else luigi, which waits, sees to it
         job.forget()
-    say(f"{task.label}: {job} is cancelled; the same run goes on from what it has saved")
+    log(f"{task.label}: {job} is cancelled; the same run goes on from what it has saved")
     return 0

@@ -16,6 +16,7 @@ from pathlib import Path
 from common.errors import LockHeld, UserError
 from common.files import ALIVE, PROGRESS, TEMPORARY_SUFFIX
 from pipeline.launchers import find_job
+from pipeline.status.chain import StageTask, chain
 from pipeline.status.differences import first_difference
 from pipeline.status.stage_dirs import (
     Place,
@@ -26,8 +27,7 @@ from pipeline.status.stage_dirs import (
     size_bytes,
 )
 from pipeline.tasks.everything import everything
-from pipeline.tasks.goal import Goal, chain
-from pipeline.tasks.stage import Stage
+from pipeline.tasks.goal import Goal
 from stages.directory.attempts import ATTEMPTS
 from stages.directory.lock import LOCK
 from stages.directory.manifest import FAILURE, IDENTITY, MANIFEST
@@ -112,7 +112,7 @@ def _upstream(place: Place) -> list[str]:
     return [str(fingerprint) for fingerprint in place.record.get("upstream", {}).values()]
 
 
-def _why(place: Place, task: Stage | None) -> str:
+def _why(place: Place, task: StageTask | None) -> str:
     if task is None:
         return "no stage of the present settings"
     state = "" if place.is_complete else "unfinished, "

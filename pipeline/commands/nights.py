@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import datetime
 
+from common.console import log
 from common.errors import UserError
-from pipeline.launchers.process import say
 from pipeline.settings.load import load
 from pipeline.tasks import night_states, nights, notify
 from pipeline.tasks.night_states import NightState
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             other, who = night_states.running(directory)
             if other is not None and night_states.state_of(directory, other).status == "running":
                 line += f"; night {other} still runs ({who})"
-        say(f"error: {line}")
+        log(f"error: {line}")
         notify.by_all(
             settings, f"Luigi: Nightly {date} is {state.status}", line, event="check", status=state.status, date=date
         )

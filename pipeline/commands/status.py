@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
@@ -13,9 +12,10 @@ from datetime import UTC, datetime
 
 from pipeline.commands.watch import watch
 from pipeline.status.live_report import view
-from pipeline.status.states import UTC_FORMAT, Row, duration, rows
+from pipeline.status.states import UTC_FORMAT, duration, statuses
 from pipeline.tasks.bert import BertPhase2
 from pipeline.tasks.everything import everything
+from stages.view.status import StageStatus
 
 SUMMARY = "one table: each stage, its state, when, how long, where"
 
@@ -27,7 +27,7 @@ def _local(when: str | None) -> str:
     return datetime.strptime(when, UTC_FORMAT).replace(tzinfo=UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def table(found: list[Row], width: int) -> str:
+def table(found: list[StageStatus], width: int) -> str:
     """The rows as lines of at most `width` characters where words allow it. If the table is too wide, paths are cut to
     their ends, then columns go below their row, as details do."""
     columns: dict[str, list[str]] = {
@@ -35,7 +35,7 @@ def table(found: list[Row], width: int) -> str:
         "state": [row.state for row in found],
         "when": [_local(row.when) for row in found],
         "how long": ["" if row.seconds is None else duration(row.seconds) for row in found],
-        "where": [row.directory or "" for row in found],
+        "where": [str(row.directory or "") for row in found],
     }
     widths, legend = _widths(columns), ""
     if sum(widths.values()) + 2 * len(widths) - 2 > width and any(columns["where"]):
@@ -86,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
     goal = everything()
     if args.watch is not None:
         bert = BertPhase2()
-        return watch(functools.partial(view, bert), lambda width: table(rows(goal), width), args.watch)
-    found = rows(goal)
+        return watch(functools.partial(view, bert), lambda width: table(statuses(goal), width), args.watch)
+    found = statuses(goal)
     if args.json:
-        print(json.dumps([dataclasses.asdict(row) for row in found], indent=2))
+        print(json.dumps([row.to_json() for row in found], indent=2))
     else:
         # Into a file or a pipe, lines are as long as they are.
         print(table(found, shutil.get_terminal_size((10_000, 24)).columns))

@@ -12,24 +12,15 @@ from common.errors import LockHeld, UserError
 from common.files import disk_errors, read_json, replace_json
 from common.process import is_ignored
 from pipeline.settings.load import load
-from pipeline.status.stage_dirs import holder
+from pipeline.status.tensorboard import ADDRESS, DIRECTORY
 from stages.directory.lock import hold
 
 SUMMARY = "TensorBoard for all trainings below the work directory; luigid shows its address beside each stage"
-#: In the work directory: links to what is shown, the address, and the lock of the TensorBoard that serves it.
-DIRECTORY = "tensorboard"
-_RUNS, _ADDRESS = "runs", "address.json"
+_RUNS = "runs"
 #: Where trainings write their curves: of this work directory, and of each night.
 _CURVES = ("*/tensorboard", "nights/[0-9]*/*/tensorboard")
 #: Seconds between two looks for new trainings.
 _LOOK_S = 2.0
-
-
-def address(work_dir: Path) -> str | None:
-    """Where the TensorBoard of `work_dir` is to be seen; None: it does not run."""
-    if holder(work_dir / DIRECTORY) is None:
-        return None
-    return (read_json(work_dir / DIRECTORY / _ADDRESS) or {}).get("url")
 
 
 def link_runs(work_dir: Path) -> None:
@@ -70,13 +61,13 @@ def run(args: argparse.Namespace) -> int:
             link_runs(work_dir)
             url = _launch(directory / _RUNS, args.host, args.port)
             with disk_errors(directory):
-                replace_json(directory / _ADDRESS, {"url": url})
+                replace_json(directory / ADDRESS, {"url": url})
             print(f"TensorBoard: {url} (stop it with Ctrl-C)", flush=True)
             while not over.wait(_LOOK_S):
                 link_runs(work_dir)
-            (directory / _ADDRESS).unlink(missing_ok=True)
+            (directory / ADDRESS).unlink(missing_ok=True)
     except LockHeld as error:
-        where = (read_json(directory / _ADDRESS) or {}).get("url", "an address that it has not told yet")
+        where = (read_json(directory / ADDRESS) or {}).get("url", "an address that it has not told yet")
         raise UserError(f"TensorBoard for {work_dir} runs already, at {where} ({error})") from None
     return 0
 

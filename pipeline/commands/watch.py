@@ -34,7 +34,7 @@ def screen(run: Run, table: Callable[[int], str], width: int) -> str:
     for stage in run.stages:
         if stage.stops:
             ends = ", ".join(attempt.how for attempt in stage.attempts if attempt.how not in ("complete", "running"))
-            lines.append(f"{stage.label} was started {len(stage.attempts)} times: {ends}"[:width])
+            lines.append(f"{stage.stage} was started {len(stage.attempts)} times: {ends}"[:width])
     if run.model is not None:
         lines.append(f"model: {run.model}")
     return "\n".join(lines)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import inspect as python_inspect
 from typing import Any
 
-import pipeline
 from common.errors import UserError
+from pipeline.status.chain import StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
 from pipeline.status.stage_dirs import Shelf, holder, last_checkpoint_step
-from pipeline.status.states import steps_of
-from pipeline.tasks.goal import Goal, chain, is_complete, would_run
+from pipeline.tasks.everything import TASKS
+from pipeline.tasks.goal import Goal
 from pipeline.tasks.stage import Stage
 from stages.directory.manifest import IDENTITY, MANIFEST, last_failure, why_incomplete
 
 SUMMARY = "why a task would run: which setting, input or file; exit status 0 if it is complete, 1 if it would run"
 
 
-def explain(task: Stage, shelf: Shelf, *, verify: bool) -> str | None:
+def explain(task: StageTask, shelf: Shelf, *, verify: bool) -> str | None:
     """Why `task` is not complete, in one line, or None if it is. With `verify` all its outputs are read."""
     directory, fingerprint = task.directory, task.identity.fingerprint
     reason = why_incomplete(directory, fingerprint, verify=verify)
@@ -39,7 +38,7 @@ def explain(task: Stage, shelf: Shelf, *, verify: bool) -> str | None:
         return f"{task.label} would run again: it failed at {failure.at}: {failure.line}"
     if (directory / IDENTITY).exists():
         step = last_checkpoint_step(directory)
-        at = f", and goes on from step {step} of {steps_of(task)}" if step is not None else ""
+        at = f", and goes on from step {step} of {task.max_steps}" if step is not None else ""
         return f"{task.label} would run: it was interrupted{at}"
     changed = cause(task, shelf)
     if changed is not None:
@@ -55,10 +54,10 @@ def find(name: str, phase: int | None) -> Goal | Stage:
     stem, _, suffix = name.partition("-phase")
     if suffix.isdigit():
         phase = int(suffix)
-    classes = {cls.__name__.lower(): cls for cls in _tasks()}
+    classes = {cls.__name__.lower(): cls for cls in TASKS}
     cls = classes.get(stem.replace("_", "").lower())
     if cls is None or (suffix and not suffix.isdigit()):
-        allowed = (f"{cls.__name__} --phase N" if _has_phase(cls) else cls.__name__ for cls in _tasks())
+        allowed = (f"{cls.__name__} --phase N" if _has_phase(cls) else cls.__name__ for cls in TASKS)
         raise UserError(f"there is no task {name}; allowed: {', '.join(allowed)}")
     if not _has_phase(cls):
         if phase is not None:
@@ -67,11 +66,6 @@ def find(name: str, phase: int | None) -> Goal | Stage:
     if phase not in (1, 2):
         raise UserError(f"{cls.__name__} has a phase; allowed: --phase 1, --phase 2")
     return cls(phase=phase)
-
-
-def _tasks() -> list[type[Goal] | type[Stage]]:
-    found = [getattr(pipeline, name) for name in pipeline.__all__]
-    return [cls for cls in found if python_inspect.isclass(cls) and issubclass(cls, Goal | Stage)]
 
 
 def _has_phase(cls: type[Goal] | type[Stage]) -> bool:

@@ -19,10 +19,11 @@ from types import FrameType
 from typing import Any, Protocol
 
 from common import console
+from common.console import log
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
 from common.files import read_json, utc_now, write_json
 from pipeline.launchers.base import Detached, Work
-from pipeline.launchers.process import Ending, handling, say
+from pipeline.launchers.process import Ending, handling
 from stages.directory.lock import JOB
 
 STATE = "job-state.json"
@@ -99,7 +100,7 @@ class Job:
     def submit(cls, work: Work, scheduler: Scheduler) -> Job:
         """Hand `work` in. Raises `UserError`, with nothing left behind."""
         token = secrets.token_hex(4)
-        log = work.directory / LOG
+        log_path = work.directory / LOG
         record = {
             "launcher": scheduler.name,
             **scheduler.place,
@@ -110,7 +111,7 @@ class Job:
             "nodes": work.nodes,
             "resumes": work.resumes,
             "hang_timeout_s": work.hang_timeout_s,
-            "log_began": log.stat().st_size if log.exists() else 0,
+            "log_began": log_path.stat().st_size if log_path.exists() else 0,
             "submitted": utc_now(),
         }
         job = cls(work.directory, record, scheduler)
@@ -122,7 +123,7 @@ class Job:
             raise
         if (work.directory / JOB).exists():  # a short job is over by now
             write_json(work.directory / JOB, record)
-        say(f"{work.label}: {job}")
+        log(f"{work.label}: {job}")
         return job
 
     def __str__(self) -> str:
@@ -183,8 +184,9 @@ class Job:
 
         Raises `Detached` on SIGINT, SIGTERM and SIGHUP: the job goes on. `UserError`.
         """
-        log = self.directory / LOG
-        tail = _Tail(log, self.record["log_began"] if from_start or not log.exists() else log.stat().st_size)
+        log_path = self.directory / LOG
+        is_new = from_start or not log_path.exists()
+        tail = _Tail(log_path, self.record["log_began"] if is_new else log_path.stat().st_size)
         with _noted_signals() as signals:
             state = self._watch(tail, signals)
         ending = self._how_it_ended(state)
@@ -217,7 +219,7 @@ class Job:
                         return state
                 if text != shown:
                     shown, interval_s = text, _ASK_EVERY_S[0]
-                    say(f"{self}: {text}")
+                    log(f"{self}: {text}")
             time.sleep(_LOOK_EVERY_S)
 
     def _how_it_ended(self, state: State | None) -> Ending:

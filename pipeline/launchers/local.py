@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from common.console import log
 from common.errors import NodeMissing, UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 from pipeline.launchers import process
@@ -65,7 +66,6 @@ def await_node_0(
     directory: Path,
     why_incomplete: Callable[[], str | None],
     timeout_s: float,
-    say: Callable[[str], None],
     *,
     failed_before: object,
 ) -> None:
@@ -93,5 +93,5 @@ def await_node_0(
             )
         if now - told_at >= _TOLD_EVERY_S:
             told_at = now
-            say(f"{label}: waiting for node 0 ({reason})")
+            log(f"{label}: waiting for node 0 ({reason})")
         time.sleep(_LOOK_EVERY_S)

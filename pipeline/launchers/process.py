@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from common import console
+from common.console import log
 from common.errors import EXIT_INTERRUPTED
 from common.files import ALIVE, PROGRESS, disk_errors
 from common.lock import HELD_FINGERPRINT_VARIABLE
@@ -32,11 +33,6 @@ LIVE_INTERVAL_S = 10.0
 
 #: Seconds after the first signal in which others are taken for the same request: a closed terminal sends several.
 _SAME_REQUEST_S = 1.0
-
-
-def say(line: str) -> None:
-    """A line for the person at the console."""
-    console.write(redact(line) + "\n")
 
 
 @contextlib.contextmanager
@@ -157,19 +153,19 @@ def run(
     command that neither says anything nor touches progress.json or alive for `hang_timeout_s` seconds is killed.
     """
     start = start or Start()
-    log = directory / start.log
-    began = log.stat().st_size if log.exists() else 0
+    log_path = directory / start.log
+    began = log_path.stat().st_size if log_path.exists() else 0
     command = Command(words, start, fingerprint=fingerprint, keep_open=keep_open)
     watch = _Watch([directory / PROGRESS, directory / ALIVE], hang_timeout_s)
     with handling(start.signals, command.stop):
         try:
-            with disk_errors(log):
-                _show(command, log, watch, silent=not start.is_shown)
+            with disk_errors(log_path):
+                _show(command, log_path, watch, silent=not start.is_shown)
             status = command.process.wait()
         finally:
             command.send(signal.SIGKILL)  # nothing of it stays, whatever went wrong here
             command.process.communicate()
-    return Ending(status, command.stopped_by, watch.hung, _last_error(log, began))
+    return Ending(status, command.stopped_by, watch.hung, _last_error(log_path, began))
 
 
 class _Watch:
@@ -197,8 +193,8 @@ class _Watch:
         return self.hung
 
 
-def _last_error(log: Path, began: int) -> str:
-    with log.open("rb") as file:
+def _last_error(log_path: Path, began: int) -> str:
+    with log_path.open("rb") as file:
         file.seek(began)
         lines = file.read().decode(errors="replace").splitlines()
     said = [line for line in lines if line.strip()]
@@ -211,12 +207,12 @@ def _last_error(log: Path, began: int) -> str:
     return said[-1] if said else "it said nothing"
 
 
-def _show(command: Command, log: Path, watch: _Watch, *, silent: bool) -> None:
+def _show(command: Command, log_path: Path, watch: _Watch, *, silent: bool) -> None:
     """Pass lines on to the log and, unless `silent`, to the console; of what a progress bar rewrites in place, only now
     and then one."""
     terminal = sys.stderr.isatty()
     shown = time.monotonic()
-    with log.open("a", encoding="utf-8") as file:
+    with log_path.open("a", encoding="utf-8") as file:
         for raw, is_live in _lines(command, watch):
             line = redact(raw)
             if not is_live:
@@ -225,12 +221,12 @@ def _show(command: Command, log: Path, watch: _Watch, *, silent: bool) -> None:
             if silent:
                 continue
             if not is_live:
-                say(f"\r\x1b[K{line}" if terminal else line)
+                log(f"\r\x1b[K{line}" if terminal else line)
             elif terminal:
                 console.write(f"\r\x1b[K{line}")
             elif time.monotonic() - shown >= LIVE_INTERVAL_S:
                 shown = time.monotonic()
-                say(line)
+                log(line)
 
 
 def _lines(command: Command, watch: _Watch) -> Iterator[tuple[str, bool]]:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pipeline.status.chain import StageTask, is_complete
 from pipeline.status.stage_dirs import Shelf
-from pipeline.tasks.goal import is_complete
-from pipeline.tasks.stage import Stage
 from stages.directory.manifest import difference
 
 _HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{54}\b")
 
 
-def cause(task: Stage, shelf: Shelf) -> str | None:
+def cause(task: StageTask, shelf: Shelf) -> str | None:
     """The first setting or input in which `task` differs from the newest other directory of its stage, followed
     through upstream stages to where it comes from: `lr: 0.001 → 0.0005`; None if there is no other directory."""
     others = shelf.others(task.label, task.identity.fingerprint)
     return _cause(task, others[0].record, shelf) if others else None
 
 
-def _cause(task: Stage, old: dict[str, Any], shelf: Shelf) -> str:
+def _cause(task: StageTask, old: dict[str, Any], shelf: Shelf) -> str:
     changed = first_difference(old, task.identity.record())
     upstream = {name: up for name, up in task.requires().items() if changed.startswith(f"upstream.{name}:")}
     for name, up in upstream.items():

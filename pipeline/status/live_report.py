@@ -9,17 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.console import log
 from common.secrets import redact
-from pipeline.launchers.process import say
 from pipeline.settings.load import load
 from pipeline.settings.sections import Settings
-from pipeline.status.states import rows
-from pipeline.tasks.goal import Goal, chain
-from pipeline.tasks.stage import Stage
+from pipeline.status.chain import ChainTask, StageTask, chain
+from pipeline.status.states import statuses
 from stages.directory.manifest import IDENTITY
 from stages.report import PAGE, refresh
 from stages.view.curves import MetricsFile
-from stages.view.run import Run, StageRecord
+from stages.view.run import Run
 
 #: What the page and the card show; others may hold what proves who asks.
 _SHOWN = ("run", "corpus", "dataset", "model", "phase1", "phase2", "precision", "cluster", "evaluation")
@@ -37,25 +36,18 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value).lower() if isinstance(value, bool) else redact(str(value))
 
 
-def stage_directories(task: Stage) -> list[Path]:
+def stage_directories(task: StageTask) -> list[Path]:
     """Where everything that `task` is made from is, in running order; what was removed since is left out."""
     return [up.directory for up in chain(task) if up is not task and (up.directory / IDENTITY).exists()]
 
 
-def view(goal: Goal, metrics: dict[Path, MetricsFile] | None = None) -> Run:
+def view(goal: ChainTask, metrics: dict[Path, MetricsFile] | None = None) -> Run:
     """The chain up to `goal` as it is now. `metrics`: of an earlier look, so that only what is new is read."""
-    records = [
-        StageRecord(
-            row.stage, row.state, row.detail, Path(row.directory) if row.directory else None,
-            row.done, row.total, row.unit, row.left_s,
-        )
-        for row in rows(goal)
-    ]  # fmt: skip
-    return Run(records, shown(load()), {} if metrics is None else metrics)
+    return Run(statuses(goal), shown(load()), {} if metrics is None else metrics)
 
 
 @contextlib.contextmanager
-def kept_fresh(goal: Goal) -> Iterator[None]:
+def refresh_periodically(goal: ChainTask) -> Iterator[None]:
     """Writes the page every [run] report_interval_s while the block runs, and when it ends, however it ends. Trouble
     with the page is said once, and is no trouble of the run."""
     interval_s = load().run.report_interval_s
@@ -68,7 +60,7 @@ def kept_fresh(goal: Goal) -> Iterator[None]:
             refresh(path, view(goal, metrics))
         except Exception as error:
             if not noted:
-                say(f"note: {path} was not written: {error}")
+                log(f"note: {path} was not written: {error}")
             noted.append(str(error))
         return time.monotonic() - began
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
 from common.errors import UserError
+from pipeline.status.chain import ChainTask, StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
 from pipeline.status.stage_dirs import Shelf, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
-from pipeline.tasks.goal import Goal, chain, is_complete, would_run
-from pipeline.tasks.stage import Stage
-from pipeline.tasks.training import Training
 from stages.directory.attempts import last_sign_of_life
 from stages.directory.manifest import IDENTITY, MANIFEST, last_failure
 from stages.directory.records import read_progress
+from stages.view.status import StageStatus
 from stages.view.text import size
 
 #: What each means is in docs/recovery.md.
@@ -24,51 +22,24 @@ State = Literal["complete", "running", "interrupted", "failed", "damaged", "stal
 UTC_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
-@dataclass(frozen=True)
-class Row:
-    """A stage and its state; the fields are those of `--json`."""
-
-    stage: str
-    task: str
-    phase: int | None
-    state: State
-    #: What else there is to say, in one line.
-    detail: str = ""
-    #: When it started (complete, running) or was seen last (interrupted, failed), UTC.
-    when: str | None = None
-    #: How long it took, or has been running.
-    seconds: float | None = None
-    directory: str | None = None
-    fingerprint: str | None = None
-    #: How far it is: units done, of how many, of what, in a second, and how many seconds that leaves.
-    done: int | None = None
-    total: int | None = None
-    unit: str | None = None
-    per_s: float | None = None
-    left_s: float | None = None
-    #: Who holds its lock.
-    host: str | None = None
-    pid: int | None = None
-
-
-def rows(goal: Goal) -> list[Row]:
+def statuses(goal: ChainTask) -> list[StageStatus]:
     """The state of every stage that `goal` is made from, in running order."""
     needed = {task.label for task in would_run(goal)}
     tasks = chain(goal)
     shelf = Shelf(tasks[0].settings.work_dir)
-    return [_row(task, shelf, needed=task.label in needed) for task in tasks]
+    return [_status(task, shelf, needed=task.label in needed) for task in tasks]
 
 
-def _row(task: Stage, shelf: Shelf, *, needed: bool) -> Row:
-    row = Row(task.label, type(task).__name__, getattr(task, "phase", None), "waiting")
+def _status(task: StageTask, shelf: Shelf, *, needed: bool) -> StageStatus:
+    status = StageStatus(task.label, type(task).__name__, getattr(task, "phase", None), "waiting")
     try:
         fingerprint = task.identity.fingerprint
     except UserError as error:
         upstream = [up.label for up in task.requires().values() if not _has_identity(up)]
         if upstream:
-            return dataclasses.replace(row, detail=f"for {upstream[0]}")
-        return dataclasses.replace(row, state="refused", detail=str(error))
-    there = dataclasses.replace(row, directory=str(task.directory), fingerprint=fingerprint)
+            return dataclasses.replace(status, detail=f"for {upstream[0]}")
+        return dataclasses.replace(status, state="refused", detail=str(error))
+    there = dataclasses.replace(status, directory=task.directory, fingerprint=fingerprint)
     for ask in (_complete, _running, _failed, _damaged, _interrupted):
         found = ask(task, there)
         if found is not None:
@@ -82,96 +53,98 @@ def _row(task: Stage, shelf: Shelf, *, needed: bool) -> Row:
     if not needed:
         details = [*(details if stale else []), "not needed: all that is made from it is complete"]
     return dataclasses.replace(
-        row, state="stale" if stale else "waiting", detail="; ".join(details), fingerprint=fingerprint
+        status, state="stale" if stale else "waiting", detail="; ".join(details), fingerprint=fingerprint
     )
 
 
-def _has_identity(task: Stage) -> bool:
+def _has_identity(task: StageTask) -> bool:
     try:
         return bool(task.identity)
     except UserError:
         return False
 
 
-def _complete(task: Stage, row: Row) -> Row | None:
+def _complete(task: StageTask, status: StageStatus) -> StageStatus | None:
     if task.why_incomplete() is not None:
         return None
     manifest = task.manifest()
-    return dataclasses.replace(row, state="complete", when=manifest["started"], seconds=manifest["seconds"])
+    return dataclasses.replace(status, state="complete", when=manifest["started"], seconds=manifest["seconds"])
 
 
-def _running(task: Stage, row: Row) -> Row | None:
+def _running(task: StageTask, status: StageStatus) -> StageStatus | None:
     who = holder(task.directory)
     if who is None:
         return None
-    row = _with_progress(task, row)
-    per_s = row.per_s
-    left_s = (row.total - row.done) / per_s if per_s and row.total is not None and row.done is not None else None
+    status = _with_progress(task, status)
+    per_s = status.per_s
+    left_s = (
+        (status.total - status.done) / per_s if per_s and status.total is not None and status.done is not None else None
+    )
     by = who.job or f"on {who.host}, process {who.pid or '?'}"
-    details = [by, *_how_far(row)]
+    details = [by, *_how_far(status)]
     if per_s and left_s is not None:
         rate = f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
-        details += [f"{rate} {row.unit}/s", f"{duration(left_s)} left"]
+        details += [f"{rate} {status.unit}/s", f"{duration(left_s)} left"]
     return dataclasses.replace(
-        row, state="running", detail=", ".join(details), when=who.started, seconds=_seconds_since(who.started),
+        status, state="running", detail=", ".join(details), when=who.started, seconds=_seconds_since(who.started),
         left_s=None if left_s is None else round(left_s, 1), host=who.host, pid=who.pid,
     )  # fmt: skip
 
 
-def _failed(task: Stage, row: Row) -> Row | None:
+def _failed(task: StageTask, status: StageStatus) -> StageStatus | None:
     failure = last_failure(task.directory)
     if failure is None:
         return None
-    return dataclasses.replace(_with_progress(task, row), state="failed", detail=failure.line, when=failure.at)
+    return dataclasses.replace(_with_progress(task, status), state="failed", detail=failure.line, when=failure.at)
 
 
-def _damaged(task: Stage, row: Row) -> Row | None:
+def _damaged(task: StageTask, status: StageStatus) -> StageStatus | None:
     if not (task.directory / MANIFEST).exists():
         return None
-    return dataclasses.replace(row, state="damaged", detail=task.why_incomplete() or "")
+    return dataclasses.replace(status, state="damaged", detail=task.why_incomplete() or "")
 
 
-def _interrupted(task: Stage, row: Row) -> Row | None:
+def _interrupted(task: StageTask, status: StageStatus) -> StageStatus | None:
     if not (task.directory / IDENTITY).exists():
         return None
-    row = _with_progress(task, row)
-    details, saved = _how_far(row), last_checkpoint_step(task.directory)
-    if steps_of(task) is not None:
+    status = _with_progress(task, status)
+    details, saved = _how_far(status), last_checkpoint_step(task.directory)
+    if task.max_steps is not None:
         details.append("no checkpoint yet" if saved is None else f"goes on from step {saved}")
     when = last_sign_of_life(task.directory) or (task.directory / IDENTITY).stat().st_mtime
     return dataclasses.replace(
-        row,
+        status,
         state="interrupted",
         detail=", ".join(details) or "goes on with what is not there yet",
         when=datetime.fromtimestamp(when, UTC).strftime(UTC_FORMAT),
     )
 
 
-def _with_abandoned(task: Stage, row: Row) -> Row:
-    """`row`, and what a training has set aside, which takes room until somebody removes it."""
+def _with_abandoned(task: StageTask, status: StageStatus) -> StageStatus:
+    """`status`, and what a training has set aside, which takes room until somebody removes it."""
     places = abandoned_checkpoints(task.directory)
     if not places:
-        return row
+        return status
     names = [path.name for place in places for path in sorted(place.glob("ckpt_*"))]
     said = f"set aside: {', '.join(names) or places[0].name}, {size(sum(map(size_bytes, places)))} (clean --remove)"
-    return dataclasses.replace(row, detail="; ".join(filter(None, [row.detail, said])))
+    return dataclasses.replace(status, detail="; ".join(filter(None, [status.detail, said])))
 
 
-def _with_progress(task: Stage, row: Row) -> Row:
-    """`row` with what progress.json says; of a training without one, with its newest checkpoint."""
+def _with_progress(task: StageTask, status: StageStatus) -> StageStatus:
+    """`status` with what progress.json says; of a training without one, with its newest checkpoint."""
     progress = read_progress(task.directory)
     if progress:
         done, total, unit, per_s = (progress.get(name) for name in ("done", "total", "unit", "per_s"))
-        return dataclasses.replace(row, done=done, total=total, unit=unit, per_s=per_s)
+        return dataclasses.replace(status, done=done, total=total, unit=unit, per_s=per_s)
     step = last_checkpoint_step(task.directory)
-    return row if step is None else dataclasses.replace(row, done=step, total=steps_of(task), unit="steps")
+    return status if step is None else dataclasses.replace(status, done=step, total=task.max_steps, unit="steps")
 
 
-def _how_far(row: Row) -> list[str]:
-    if row.done is None:
+def _how_far(status: StageStatus) -> list[str]:
+    if status.done is None:
         return []
-    total = "" if row.total is None else f" of {row.total:,}"
-    return [f"at {row.done:,}{total} {row.unit}"]
+    total = "" if status.total is None else f" of {status.total:,}"
+    return [f"at {status.done:,}{total} {status.unit}"]
 
 
 def _seconds_since(when: str | None) -> float | None:
@@ -186,8 +159,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def steps_of(task: Stage) -> int | None:
-    """The optimizer steps of a training; None for any other stage, or where only the data tells."""
-    return task.max_steps if isinstance(task, Training) else None

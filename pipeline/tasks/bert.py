@@ -10,7 +10,6 @@ import luigi
 
 from common.files import write_json
 from common.secrets import Secret
-from pipeline.launchers.process import say
 from pipeline.status import live_report
 from pipeline.tasks import compilers, summary
 from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of
@@ -27,7 +26,7 @@ class Reported(Stage):
     """A stage that keeps WORK/report.html fresh while it runs."""
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
-        return live_report.kept_fresh(BertPhase2())
+        return live_report.refresh_periodically(BertPhase2())
 
 
 class ModelStage(Reported, UsesModel):
@@ -118,6 +117,12 @@ class Pretrain(ModelStage, Training):
         switches = {"--phase2": self.phase == 2, "--minimal_ckpt": self.settings.phase(self.phase).minimal_ckpt}
         return self.launched(options, [*flags, *(name for name, on in switches.items() if on)])
 
+    def result_line(self) -> str:
+        """How the phase went, for the summary at the end of a run."""
+        if not self.complete():
+            return f"phase {self.phase}: {self.directory} was removed; the model made from it is still there"
+        return summary.phase_line(self.counts(), self.phase)
+
     def trial_command(self, directory: Path) -> list[str]:
         """The same from initial weights, which has the same graphs, for a trial in `directory`."""
         return self.launched(self._options(directory), [])
@@ -171,6 +176,13 @@ class ConvertCheckpoint(ModelStage):
         if not self.given:
             return {}
         return {"start_from": source_identity(self.given, input_hashes(self.settings.work_dir))}
+
+    def start_line(self) -> str:
+        """What phase 2 started from, for the summary at the end of a run."""
+        if not self.given:
+            return Pretrain(phase=1).result_line()
+        counts = self.counts()
+        return f"phase 1: left out; step {counts['global_step']:,} of {self.given} ({counts['format']}) in its place"
 
     def command(self) -> list[str]:
         convert = ["-m", "stages.convert", "--to", "native"]
@@ -255,19 +267,15 @@ class Report(Reported):
         return self.directory / PAGE
 
 
-def trained_phases() -> list[Pretrain]:
-    """The phases that the chain trains: both, or the second from a checkpoint that was given."""
-    return [Pretrain(phase=phase) for phase in ((2,) if ConvertCheckpoint().given else (1, 2))]
-
-
 class BertPhase1(Goal):
     """Phase 1, up to the checkpoint that phase 2 starts from."""
 
     def requires(self) -> dict[str, Stage]:
         return {"convert_checkpoint": ConvertCheckpoint()}
 
-    def tell(self) -> None:
-        summary.tell_phase1(ConvertCheckpoint(), trained_phases()[0], say)
+    def print_summary(self) -> None:
+        convert = ConvertCheckpoint()
+        summary.print_phase1(convert.start_line(), convert.directory / "checkpoint")
 
 
 class BertPhase2(Goal):
@@ -277,5 +285,8 @@ class BertPhase2(Goal):
         # The model by name: if it was deleted, an evaluation that is still there does not make up for it.
         return {"merge_shards": MergeShards(), "evaluate": Evaluate(), "report": Report()}
 
-    def tell(self) -> None:
-        summary.tell_phase2(MergeShards(), trained_phases(), Evaluate(), Report(), say)
+    def print_summary(self) -> None:
+        convert = ConvertCheckpoint()
+        phases = [convert.start_line()] if convert.complete() or not convert.given else []
+        phases.append(Pretrain(phase=2).result_line())
+        summary.print_phase2(phases, Evaluate().counts(), MergeShards().model_directory, Report().page)

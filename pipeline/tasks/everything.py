@@ -1,13 +1,30 @@
-"""All that a work directory is for."""
+"""All tasks that a person can name, and the goal that all of them serve."""
 
 from __future__ import annotations
 
 from pipeline.settings.load import load
-from pipeline.tasks.bert import BertPhase2
+from pipeline.tasks.bert import (
+    BertPhase1,
+    BertPhase2,
+    ConvertCheckpoint,
+    Evaluate,
+    MergeShards,
+    Precompile,
+    Pretrain,
+    Report,
+)
+from pipeline.tasks.dataset import DownloadDataset, ShardDataset, TokenizeCorpus
 from pipeline.tasks.goal import Goal
-from pipeline.tasks.mnist import MnistMlp
+from pipeline.tasks.mnist import DownloadMnist, EvaluateMlp, MnistMlp, TrainMlp
 from pipeline.tasks.stage import Stage
 
+#: In the order in which a person meets them.
+TASKS: tuple[type[Goal] | type[Stage], ...] = (
+    *(BertPhase1, BertPhase2, MnistMlp),
+    *(DownloadDataset, TokenizeCorpus, ShardDataset, Precompile, Pretrain, ConvertCheckpoint),
+    *(MergeShards, Evaluate, Report),
+    *(DownloadMnist, TrainMlp, EvaluateMlp),
+)
 _MLP_LABELS = ("download_mnist", "train_mlp", "evaluate_mlp")
 
 

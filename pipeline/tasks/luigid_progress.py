@@ -18,13 +18,13 @@ from luigi.interface import core
 from luigi.rpc import RPCError
 
 from common.files import PROGRESS, SAVE_REQUEST, read_json
-from pipeline.commands import tensorboard
 from pipeline.launchers.restarts import checkpoint_steps
+from pipeline.status import tensorboard
+from pipeline.status.chain import StageTask
 
 if TYPE_CHECKING:
     from luigi.worker import SchedulerMessage
 
-    from pipeline.tasks.stage import Stage
 
 #: Seconds between two reports.
 _INTERVAL_S = 2.0
@@ -38,7 +38,7 @@ def has_audience() -> bool:
 
 
 @contextlib.contextmanager
-def reports(stage: Stage) -> Iterator[None]:
+def reports(stage: StageTask) -> Iterator[None]:
     """Reports on `stage` while its command runs in the block; what goes wrong with that does not touch the stage."""
     if not has_audience():
         yield
@@ -58,7 +58,7 @@ def reports(stage: Stage) -> Iterator[None]:
 class _Reporter(threading.Thread):
     """Asks the disk, not the command, how far the stage is: the command may run on another machine."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: StageTask) -> None:
         super().__init__(name="reporter", daemon=True)
         self._stage = stage
         # Luigi takes them away again when the task ends.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.launchers.process import say
 from pipeline.tasks import summary
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.input_hashes import input_hashes
@@ -98,7 +97,7 @@ class MnistMlp(Goal):
     def requires(self) -> dict[str, Stage]:
         return {"train_mlp": TrainMlp(), "evaluate_mlp": EvaluateMlp()}
 
-    def tell(self) -> None:
+    def print_summary(self) -> None:
         training = TrainMlp()
         checkpoint: Path = training.directory / training.counts()["checkpoint"]
-        summary.tell_mlp(training.counts(), EvaluateMlp().counts(), checkpoint, say)
+        summary.print_mlp(training.counts(), EvaluateMlp().counts(), checkpoint)

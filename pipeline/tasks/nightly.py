@@ -12,10 +12,10 @@ from luigi import worker
 from luigi.retcodes import retcode
 from luigi.task import MixinNaiveBulkComplete
 
+from common.console import log
 from common.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
 from common.files import utc_now
 from pipeline.launchers import process
-from pipeline.launchers.process import say
 from pipeline.tasks import night_states, nights, notify
 from pipeline.tasks.base import PipelineTask
 from pipeline.tasks.luigi_workers import Leave, leaving
@@ -58,7 +58,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
                         self._tell_killed()
                         self._run_chain(lock)
             except LockHeld as error:
-                say(f"error: {error}")
+                log(f"error: {error}")
                 self._tell_held()
                 raise Leave(retcode().already_running) from None
             except UserError:
@@ -69,7 +69,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         directory, clock, started = self.shelf.directory(self.date), time.monotonic(), utc_now()
         environment = self.shelf.prepare(self.date)
         night_states.write(self.shelf.path, self.date, night_states.now("running"))
-        say(f"night {self.date}: started in {directory}")
+        log(f"night {self.date}: started in {directory}")
         ending = process.run(
             ["-m", "pipeline.tasks.one_night"],
             directory=directory,
@@ -78,38 +78,39 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             start=process.Start(environment=environment),
         )
         if ending.interrupted or ending.status == EXIT_INTERRUPTED:
-            say(f"night {self.date}: interrupted; the same command goes on from here")
+            log(f"night {self.date}: interrupted; the same command goes on from here")
             self._note_ended("interrupted", "the same command goes on")
             raise Leave(EXIT_INTERRUPTED)
         if ending.status == retcode().already_running:
             self._note_ended("failed", ending.error.splitlines()[-1])
             raise Leave(ending.status)
         if ending.status:
-            said, log = ending.error.splitlines()[-1], directory / "stage.log"
+            said, log_path = ending.error.splitlines()[-1], directory / "stage.log"
             if ending.status == retcode().not_run:
                 said = "a stage was made to wait: one that failed too often waits [scheduler] disable_persist seconds"
-            raise UserError(f"night {self.date} failed: {said} (exit status {ending.status}; log: {log})")
+            raise UserError(f"night {self.date} failed: {said} (exit status {ending.status}; log: {log_path})")
         results = nights.results(directory)
         facts = {"date": str(self.date), "started": started, "seconds": round(time.monotonic() - clock, 1), **results}
         self.shelf.record(self.date, facts)
         accuracy = results["evaluation"].get("masked_lm_accuracy")
         measured = "nothing was held out" if accuracy is None else f"masked-LM accuracy {accuracy:.1%}"
         line = f"night {self.date} is complete: {measured}, model {results['model']}"
-        say(line)
+        log(line)
         night_states.forget(self.shelf.path, self.date)
-        self.tell(self.date, "completion", "complete", line)
+        self.tell_all(self.date, "completion", "complete", line)
         try:
-            self.shelf.prune(self.date, say)
+            self.shelf.prune(self.date)
         except DiskError as error:
-            say(f"note: an old night could not be removed: {error}")
+            log(f"note: an old night could not be removed: {error}")
 
     def on_failure(self, exception: BaseException) -> str:
         """What luigi's mail says, and luigid shows."""
-        log = self.shelf.directory(self.date) / "stage.log"
-        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
+        log_path = self.shelf.directory(self.date) / "stage.log"
+        text = log_path.read_text(encoding="utf-8", errors="replace") if log_path.exists() else ""
+        last = text.splitlines()[-_LAST_LINES:]
         return "\n".join([str(exception), "", *last])
 
-    def tell(self, date: datetime.date, event: str, status: str, line: str) -> None:
+    def tell_all(self, date: datetime.date, event: str, status: str, line: str) -> None:
         notify.by_all(self.settings, f"Luigi: Nightly {date} is {status}", line, event=event, status=status, date=date)
 
     def ended(self, error: BaseException, status: night_states.Status) -> None:
@@ -126,9 +127,9 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             line = (
                 f"night {date} was killed without a word (process {state.pid} on {state.host}, started {state.started})"
             )
-            say(f"note: {line}")
+            log(f"note: {line}")
             night_states.write_ended(self.shelf.path, date, "killed", "")
-            self.tell(date, "failure", "killed", line)
+            self.tell_all(date, "failure", "killed", line)
 
     def _tell_held(self) -> None:
         """That another night holds this one up, once for each holder. A second start of the running one is no news."""
@@ -137,7 +138,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         before = night_states.recorded(self.shelf.path, self.date)
         if other != self.date and (before is None or before.line != line):
             self._note_ended("held", line)
-            self.tell(self.date, "failure", "held", line)
+            self.tell_all(self.date, "failure", "held", line)
 
 
 @Nightly.event_handler(luigi.Event.FAILURE)  # type: ignore[no-untyped-call, untyped-decorator]

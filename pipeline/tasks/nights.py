@@ -7,13 +7,14 @@ import datetime
 import glob
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from luigi.configuration import get_config
 from luigi.interface import core
 
+from common.console import log
 from common.errors import DiskError, UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, read_json, sweep_temporaries, write_json
 from common.secrets import Secret, address_identity
@@ -82,7 +83,7 @@ class Shelf:
             if path.is_dir() and not path.is_symlink() and _is_date(path.name):
                 yield path
 
-    def prune(self, current: datetime.date, say: Callable[[str], None]) -> None:
+    def prune(self, current: datetime.date) -> None:
         """Remove what is older than the newest `keep` complete nights, but not `current`, nor one that is in use.
         Raises `DiskError`."""
         keep = self._settings.nights.keep
@@ -96,12 +97,12 @@ class Shelf:
                     continue
                 # Not through links: the TensorBoard of all nights runs in none of them.
                 if any(holder(stage) for stage in path.iterdir() if not stage.is_symlink()):
-                    say(f"night {path.name}: kept, as it is in use")
+                    log(f"night {path.name}: kept, as it is in use")
                     continue
                 doomed = path.with_name(path.name + TEMPORARY_SUFFIX)
                 path.rename(doomed)
                 shutil.rmtree(doomed)
-                say(f"night {path.name}: removed, as {keep} newer {'one is' if keep == 1 else 'are'} complete")
+                log(f"night {path.name}: removed, as {keep} newer {'one is' if keep == 1 else 'are'} complete")
 
 
 def last_allowed() -> datetime.date:

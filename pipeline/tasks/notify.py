@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from luigi import notifications
 
+from common.console import log
 from common.errors import one_line
 from common.secrets import redact
-from pipeline.launchers.process import say
 from pipeline.settings.sections import Settings
 
 #: Seconds for one answer, and before each further try.
@@ -27,7 +27,7 @@ def install() -> None:
         try:
             send(*args, **options)
         except Exception as error:  # of smtplib, sockets, boto3, sendgrid, settings: a run does not end for any of them
-            say(f"note: the mail was not sent: {type(error).__name__}: {one_line(error)}; see [email] and [smtp]")
+            log(f"note: the mail was not sent: {type(error).__name__}: {one_line(error)}; see [email] and [smtp]")
 
     notifications.send_email = send_email
 
@@ -47,7 +47,7 @@ def by_webhook_of(settings: Settings, *, event: str, status: str, date: datetime
             work_dir=str(settings.work_dir.absolute() / "nights" / str(date)),
         )  # fmt: skip
         if problem is not None:
-            say(f"note: {problem}")
+            log(f"note: {problem}")
 
 
 def by_mail(subject: str, text: str) -> None:

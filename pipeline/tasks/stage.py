@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import luigi
 from luigi.retcodes import retcode
 
+from common.console import log
 from common.errors import EXIT_INTERRUPTED, LockHeld, UserError
 from common.files import utc_now
 from common.secrets import Secret, redact
@@ -21,7 +22,7 @@ from pipeline import launchers
 from pipeline.launchers.base import Detached, Work
 from pipeline.launchers.jobs import Job
 from pipeline.launchers.local import await_node_0, failure_mark
-from pipeline.launchers.process import Ending, say
+from pipeline.launchers.process import Ending
 from pipeline.status import latest
 from pipeline.tasks.base import PipelineTask, refusals
 from pipeline.tasks.log_filter import OneLine
@@ -121,6 +122,14 @@ class Stage(PipelineTask):
     def directory(self) -> Path:
         return self.settings.work_dir / f"{self.label}-{self.identity.fingerprint[:10]}"
 
+    @property
+    def max_steps(self) -> int | None:
+        """Optimizer steps of a training; None for any other stage, or where only the data tells."""
+        return None
+
+    def ends(self) -> list[Stage]:
+        return [self]
+
     def requires(self) -> dict[str, Stage]:
         """What has to be complete first, by name."""
         return {}
@@ -173,7 +182,7 @@ class Stage(PipelineTask):
                     self._follow()
                 else:
                     self._fill()
-            say(f"{self.label}: complete")
+            log(f"{self.label}: complete")
 
     def _fill(self) -> None:
         try:
@@ -182,14 +191,14 @@ class Stage(PipelineTask):
                     job = self._job_at_work()
                     if job is None:
                         claim(self.directory, self.identity)
-                        say(f"{self.label}: started in {self.directory}")
+                        log(f"{self.label}: started in {self.directory}")
                         self.started, self.clock = utc_now(), time.monotonic()
                     with reports(self):
                         self._run_command(lock, job)
                     self.finish()
                 latest.link(self.settings.work_dir, self.label, self.directory)
         except LockHeld as error:
-            say(f"error: {error}")
+            log(f"error: {error}")
             raise Leave(retcode().already_running) from None
         except Exception as error:
             if not (self.directory / FAILURE).exists():
@@ -218,7 +227,7 @@ class Stage(PipelineTask):
         """This machine is not the first: do its share, and wait until the first has finished."""
         failed_before = failure_mark(self.directory)
         if self.nodes > 1:
-            say(f"{self.label}: node {self.settings.cluster.node_rank} of {self.nodes}, in {self.directory}")
+            log(f"{self.label}: node {self.settings.cluster.node_rank} of {self.nodes}, in {self.directory}")
             self.directory.mkdir(parents=True, exist_ok=True)
             with (self.directory / LOCK).open("a", encoding="utf-8") as nothing:
                 self._run_command(nothing.fileno(), None)
@@ -227,7 +236,6 @@ class Stage(PipelineTask):
             self.directory,
             self.why_incomplete,
             self.settings.cluster.join_timeout_s,
-            say,
             failed_before=failed_before,
         )
 
@@ -246,12 +254,12 @@ class Stage(PipelineTask):
             try:
                 ending = self._attach(job) if job is not None else self._launch(lock)
             except Detached as detached:
-                say(f"{self.label}: {detached} goes on; the same command waits for it again, and "
+                log(f"{self.label}: {detached} goes on; the same command waits for it again, and "
                     f"`python -m pipeline cancel {self.label}` ends it")  # fmt: skip
                 raise Leave(EXIT_INTERRUPTED) from None
             job = None
             if ending.how == "interrupted":
-                say(f"{self.label}: interrupted; the same command goes on from here")
+                log(f"{self.label}: interrupted; the same command goes on from here")
                 raise Leave(EXIT_INTERRUPTED)
             if ending.status == 0:
                 return
@@ -259,9 +267,10 @@ class Stage(PipelineTask):
             if ending.is_final or not self.may_restart(ending):
                 if not self.settings.cluster.follows:
                     record_failure(self.directory, error)
-                log = self.directory / "stage.log"
-                raise UserError(f"{self.label} failed: {error} (exit status {ending.status}; log: {log})")
-            say(f"{self.label}: exit status {ending.status} ({error.splitlines()[-1]}); starting again")
+                raise UserError(
+                    f"{self.label} failed: {error} (exit status {ending.status}; log: {self.directory / 'stage.log'})"
+                )
+            log(f"{self.label}: exit status {ending.status} ({error.splitlines()[-1]}); starting again")
 
     def _launch(self, lock: int) -> Ending:
         work = Work(
@@ -277,7 +286,7 @@ class Stage(PipelineTask):
         return launchers.launcher(self.settings, on_cluster=self.on_cluster).run(work)
 
     def _attach(self, job: Job) -> Ending:
-        say(f"{self.label}: {job} is at work already; waiting for it")
+        log(f"{self.label}: {job} is at work already; waiting for it")
         return job.wait(from_start=False)
 
 

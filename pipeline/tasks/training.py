@@ -21,13 +21,8 @@ class Training(Stage):
 
     @property
     def accepts_messages(self) -> bool:
-        """Luigi's question; what it takes is in `plain_sight`."""
+        """Luigi's question; what it takes is in `luigid_progress`."""
         return has_audience()
-
-    @property
-    def max_steps(self) -> int | None:
-        """Optimizer steps in all; None if only the data tells."""
-        raise NotImplementedError
 
     def machine_options(self) -> dict[str, Any]:
         """The trainer's options that say where and how, and not what."""

@@ -43,7 +43,7 @@ def at_a_glance(run: Run) -> list[tuple[str, str, str]]:
         held_out = f"held out, {counts['samples']:,} sequences"
         found.append(("masked-LM accuracy", percent(counts["masked_lm_accuracy"]), held_out))
         found.append(("next-sentence accuracy", percent(counts["next_sentence_accuracy"]), held_out))
-    at_work = sum(stage.seconds for stage in run.stages)
+    at_work = sum(stage.seconds_at_work for stage in run.stages)
     if at_work:
         stopped = sum(stage.stops for stage in run.stages)
         times = "never stopped" if not stopped else f"stopped {stopped} time{'s' if stopped > 1 else ''}"
@@ -75,7 +75,7 @@ def training_table(run: Run) -> list[list[str]]:
         row(f"{title}, mean of the last 50", [number(one.recent(name)) for one in curves.values()])
     means = [one.values["throughput"] for one in curves.values()]
     row("sequences a second, mean", [number(round(sum(values) / len(values), 2)) for values in means])
-    row("time at work", [duration(run.trainings[phase].seconds) for phase in curves])
+    row("time at work", [duration(run.trainings[phase].seconds_at_work) for phase in curves])
     row("interruptions", [str(run.trainings[phase].stops) for phase in curves])
     row("workers", [number(one["num_workers"]) if "num_workers" in one else None for one in counts.values()])
     row("precision", [one.get("precision") for one in counts.values()])
@@ -127,7 +127,7 @@ def size_table(run: Run) -> list[list[str]]:
     """Rows of (what, how large)."""
     merged = run.counts("merge_shards")
     rows = [["parameters", number(merged["parameters"])]] if "parameters" in merged else []
-    rows += [[f"{stage.label}: files", size(stage.bytes)] for stage in run.stages if stage.bytes]
+    rows += [[f"{stage.stage}: files", size(stage.bytes)] for stage in run.stages if stage.bytes]
     return rows
 
 

@@ -11,7 +11,8 @@ from stages.view import facts
 from stages.view.chart import Series, line_chart
 from stages.view.curves import points
 from stages.view.html import cards, details, table
-from stages.view.run import Run, StageRecord
+from stages.view.run import Run
+from stages.view.status import StageStatus
 from stages.view.text import duration, moment, number, size
 from stages.view.timeline import has_cuts, timeline
 
@@ -61,7 +62,7 @@ def _css() -> str:
 def _progress(run: Run) -> Iterator[str]:
     for stage in run.stages:
         if stage.state == "running" and stage.done is not None and stage.total:
-            yield f'<progress max="{stage.total}" value="{stage.done}" aria-label="{escape(stage.label)}"></progress>'
+            yield f'<progress max="{stage.total}" value="{stage.done}" aria-label="{escape(stage.stage)}"></progress>'
 
 
 def _curves(run: Run) -> Iterator[str]:
@@ -157,7 +158,7 @@ def _stages(run: Run) -> Iterator[str]:
         "All stages", table(("stage", "state", "at work", "size", "directory"), rows, numbers=(2, 3), paths=(4,))
     )
     attempts = [
-        [stage.label, moment(one.started, seconds=True), duration(one.seconds), one.how, one.error, one.host]
+        [stage.stage, moment(one.started, seconds=True), duration(one.seconds), one.how, one.error, one.host]
         for stage in run.stages
         for one in stage.attempts
     ]
@@ -171,11 +172,11 @@ def _stages(run: Run) -> Iterator[str]:
         )
 
 
-def _stage_row(stage: StageRecord) -> list[str]:
+def _stage_row(stage: StageStatus) -> list[str]:
     detail = "" if stage.is_complete or not stage.detail else f": {stage.detail}"
-    taken = duration(stage.seconds) if stage.attempts else "–"
+    taken = duration(stage.seconds_at_work) if stage.attempts else "–"
     stored = "–" if stage.bytes is None else size(stage.bytes)
-    return [stage.label, stage.state + detail, taken, stored, str(stage.directory or "–")]
+    return [stage.stage, stage.state + detail, taken, stored, str(stage.directory or "–")]
 
 
 def _endings_legend(endings: Collection[str], *, cuts: bool) -> str:

@@ -6,86 +6,15 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from common.files import METRICS
-from stages.directory import attempts
-from stages.directory.manifest import why_incomplete
-from stages.directory.records import read_identity, read_manifest
 from stages.view.curves import Curves, MetricsFile
+from stages.view.status import StageStatus
 
 #: Settings by section, as strings: {"phase1": {"lr": "0.001"}}.
 Settings = Mapping[str, Mapping[str, str]]
-
-
-@dataclass(frozen=True)
-class StageRecord:
-    """A stage: what `status` says of it, and what its directory holds."""
-
-    #: `<stage>[-phase<N>]`
-    label: str
-    state: str
-    detail: str = ""
-    #: None: not begun.
-    directory: Path | None = None
-    #: Units done, of how many, of what, and the seconds that are left, while it runs.
-    done: int | None = None
-    total: int | None = None
-    unit: str | None = None
-    left_s: float | None = None
-
-    @classmethod
-    def of_directory(cls, directory: Path) -> StageRecord:
-        """What a directory alone tells: whether the stage in it is complete."""
-        record = read_identity(directory) or {}
-        phase = record.get("phase")
-        label = str(record.get("stage", directory.name)) + ("" if phase is None else f"-phase{phase}")
-        reason = why_incomplete(directory, str(record.get("fingerprint")))
-        return cls(label, "unfinished" if reason else "complete", reason or "", directory)
-
-    @functools.cached_property
-    def record(self) -> dict[str, Any]:
-        """Its manifest.json, stage.json where there is none, {} where it has not begun."""
-        if self.directory is None:
-            return {}
-        return read_manifest(self.directory) or read_identity(self.directory) or {}
-
-    @property
-    def is_complete(self) -> bool:
-        return self.state == "complete"
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        """What it counted; {} until it is complete."""
-        return dict(self.record.get("counts") or {}) if self.is_complete else {}
-
-    @property
-    def bytes(self) -> int | None:
-        """The size of its outputs; None until it is complete."""
-        return sum(output["bytes"] for output in self.record["outputs"]) if self.is_complete else None
-
-    @functools.cached_property
-    def attempts(self) -> list[attempts.Attempt]:
-        """Oldest first. One without a record of them (the command was run by hand) is taken for a single one."""
-        if self.directory is None:
-            return []
-        found = attempts.read(self.directory, running=self.state == "running", complete=self.is_complete)
-        if not found and self.is_complete:
-            began = datetime.fromisoformat(self.record["started"]).timestamp()
-            return [attempts.Attempt(began, began + self.record["seconds"], "complete")]
-        return found
-
-    @property
-    def stops(self) -> int:
-        """How often it ended before it was complete."""
-        return sum(attempt.how not in ("complete", "running") for attempt in self.attempts)
-
-    @property
-    def seconds(self) -> float:
-        """How long it was at work, in all attempts."""
-        return sum(attempt.seconds for attempt in self.attempts)
 
 
 _FOREMOST = ("failed", "running", "damaged", "refused", "interrupted")
@@ -98,15 +27,15 @@ class Run:
     """What a view shows."""
 
     #: In running order.
-    stages: Sequence[StageRecord]
+    stages: Sequence[StageStatus]
     settings: Settings = field(default_factory=dict)
     #: Of earlier looks at the same run, so that only what is new is read.
     metrics: dict[Path, MetricsFile] = field(default_factory=dict)
     #: When this was looked at, seconds since 1970.
     written: float = field(default_factory=time.time)
 
-    def stage(self, label: str) -> StageRecord | None:
-        return next((stage for stage in self.stages if stage.label == label), None)
+    def stage(self, label: str) -> StageStatus | None:
+        return next((stage for stage in self.stages if stage.stage == label), None)
 
     def counts(self, label: str) -> dict[str, Any]:
         """What a stage counted; {} if it is not there or not complete."""
@@ -114,7 +43,7 @@ class Run:
         return {} if stage is None else stage.counts
 
     @property
-    def trainings(self) -> dict[int, StageRecord]:
+    def trainings(self) -> dict[int, StageStatus]:
         """The phases that are trained, by number."""
         found = ((phase, self.stage(f"pretrain-phase{phase}")) for phase in (1, 2))
         return {phase: stage for phase, stage in found if stage is not None}
@@ -162,7 +91,7 @@ class Run:
             for stage in self.stages:
                 if stage.state == state:
                     return state, ": ".join(
-                        part for part in (f"{stage.label} {_IS.get(state, state)}", stage.detail) if part
+                        part for part in (f"{stage.stage} {_IS.get(state, state)}", stage.detail) if part
                     )
         if all(stage.is_complete for stage in self.stages):
             return "complete", "complete"

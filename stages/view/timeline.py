@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from html import escape
 
 from stages.directory.attempts import Attempt, How
-from stages.view.run import StageRecord
+from stages.view.status import StageStatus
 from stages.view.text import duration, moment
 
 _TOP, _BOTTOM = 26, 8
@@ -62,13 +62,13 @@ class Stretch:
         return self.left + (time - self.began) / max(self.ended - self.began, 1e-9) * (self.right - self.left)
 
 
-def has_cuts(stages: Sequence[StageRecord]) -> bool:
+def has_cuts(stages: Sequence[StageStatus]) -> bool:
     """Whether rest is cut out of their time line."""
     attempts = [attempt for stage in stages for attempt in stage.attempts]
     return len(_stretches(attempts, Layout.of(1000))) > 1 if attempts else False
 
 
-def timeline(stages: Sequence[StageRecord], *, width: int) -> str:
+def timeline(stages: Sequence[StageStatus], *, width: int) -> str:
     """An `<svg>` as wide as `width` units with a row for each stage that has begun; '' if none has."""
     rows = [stage for stage in stages if stage.attempts]
     if not rows:
@@ -76,13 +76,13 @@ def timeline(stages: Sequence[StageRecord], *, width: int) -> str:
     layout = Layout.of(width)
     stretches = _stretches([attempt for stage in rows for attempt in stage.attempts], layout)
     height = _TOP + layout.height * len(rows) + _BOTTOM
-    words = ", ".join(f"{stage.label} {duration(stage.seconds)} ({stage.state})" for stage in rows)
+    words = ", ".join(f"{stage.stage} {duration(stage.seconds_at_work)} ({stage.state})" for stage in rows)
     parts = [f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="Time line: {escape(words)}">']
     parts += _axis(stretches, layout, height)
     for row, stage in enumerate(rows):
         top = _TOP + layout.height * row
-        parts.append(f'<text class="tick" x="0" y="{top + 14}">{escape(stage.label)}</text>')
-        parts.append(f'<text class="tick end" x="{width}" y="{top + 14}">{duration(stage.seconds)}</text>')
+        parts.append(f'<text class="tick" x="0" y="{top + 14}">{escape(stage.stage)}</text>')
+        parts.append(f'<text class="tick end" x="{width}" y="{top + 14}">{duration(stage.seconds_at_work)}</text>')
         parts += [_bar(attempt, stretches, top + layout.bar) for attempt in stage.attempts]
     return "".join([*parts, "</svg>"])
 

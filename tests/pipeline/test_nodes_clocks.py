@@ -24,7 +24,7 @@ def fail(directory: Path, error: str, skew_s: float) -> None:
 
 
 def wait(directory: Path, failed_before: object, timeout_s: float) -> None:
-    await_node_0("pretrain", directory, lambda: "not yet", timeout_s, lambda _: None, failed_before=failed_before)
+    await_node_0("pretrain", directory, lambda: "not yet", timeout_s, failed_before=failed_before)
 
 
 @pytest.mark.parametrize("skew_s", SKEWS)

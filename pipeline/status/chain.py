@@ -1,0 +1,74 @@
+"""A chain of stages, walked from its end: which stages it has, and which of them a run would start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from common.errors import UserError
+from pipeline.settings.sections import Settings
+from stages.directory.manifest import Identity
+
+
+class StageTask(Protocol):
+    """What status has to know of the luigi task of a stage (`pipeline.tasks.stage.Stage`)."""
+
+    settings: Settings
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def identity(self) -> Identity: ...
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def max_steps(self) -> int | None: ...
+    def requires(self) -> Mapping[str, StageTask]: ...
+    def ends(self) -> Sequence[StageTask]: ...
+    def why_incomplete(self) -> str | None: ...
+    def manifest(self) -> dict[str, Any]: ...
+
+
+class ChainTask(Protocol):
+    """A stage, or a goal that several stages make up."""
+
+    def ends(self) -> Sequence[StageTask]:
+        """The stages that nothing else of the chain is made from."""
+
+
+def chain(task: ChainTask) -> list[StageTask]:
+    """Every stage that `task` is made from, itself included, in running order: by depth, then by name."""
+    depths: dict[StageTask, int] = {}
+
+    def depth(stage: StageTask) -> int:
+        if stage not in depths:
+            depths[stage] = max((depth(upstream) + 1 for upstream in stage.requires().values()), default=0)
+        return depths[stage]
+
+    for stage in task.ends():
+        depth(stage)
+    return sorted(depths, key=lambda stage: (depths[stage], stage.label))
+
+
+def is_complete(stage: StageTask) -> bool:
+    """Whether `stage` is complete; False too when its identity cannot be computed."""
+    try:
+        return stage.why_incomplete() is None
+    except UserError:
+        return False
+
+
+def would_run(task: ChainTask) -> list[StageTask]:
+    """The stages that a run of `task` would start, in running order: luigi does not look behind a complete one."""
+    needed: set[StageTask] = set()
+
+    def need(stage: StageTask) -> None:
+        if stage not in needed and not is_complete(stage):
+            needed.add(stage)
+            for upstream in stage.requires().values():
+                need(upstream)
+
+    for stage in task.ends():
+        need(stage)
+    return [stage for stage in chain(task) if stage in needed]
