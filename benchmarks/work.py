@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.examples.packing import Room, pack, pack_masked, pack_tokens
+from stages.examples.packing import RowCapacity, pack, pack_masked, pack_tokens
 from trainer.data.shards import LENGTHS_KEY, TOKEN_KEYS, ShardSet, write_shard
 
 ROOT = Path(__file__).parent.parent
@@ -126,7 +126,7 @@ def packed(rows: Arrays, work: Work, *, sequences: int = 16) -> Arrays:
     """The same sequences, packed as `stages.shard --pack` packs them."""
     lengths = rows["input_mask"].sum(1, dtype=np.int64)
     of_length = masked_of(np.arange(work.seq_len + 1), work)
-    places = pack(lengths, of_length, Room(work.seq_len, work.max_pred_len, sequences))
+    places = pack(lengths, of_length, RowCapacity(work.seq_len, work.max_pred_len, sequences))
     chosen, in_row = places[places >= 0], np.where(places >= 0, lengths[places], 0)
     made = {key: pack_tokens(rows[key][chosen], in_row, work.seq_len) for key in TOKEN_KEYS}
     positions, ids = rows["masked_lm_positions"][chosen], rows["masked_lm_ids"][chosen]

@@ -8,7 +8,7 @@ from pathlib import Path
 from common.errors import DiskError, existing_parent
 
 
-def require_room(directory: Path, needed: int, what: str) -> None:
+def require_disk_space(directory: Path, needed: int, what: str) -> None:
     """Raise `DiskError` unless `needed` bytes are free where `directory` is; `what` needs them ("the shards need")."""
     free = shutil.disk_usage(existing_parent(directory)).free
     if needed > free:

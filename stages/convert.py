@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from common.disk_space import require_room
+from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
 from common.hashing import InputHashes
@@ -52,7 +52,7 @@ def convert(work: StageDirectory, args: argparse.Namespace) -> dict[str, Any]:
         opened(path, model_config(args.config), optimizer=options.with_optimizer) as source,
     ):
         require_divisible(source.config, args.tensor_parallel_size)
-        require_room(work.path, bytes_needed(source, options), "the checkpoint needs")
+        require_disk_space(work.path, bytes_needed(source, options), "the checkpoint needs")
         if args.to not in RESULT:
             outputs, counts = written(work, source, work.path, args.to, options)
         else:

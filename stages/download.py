@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.disk_space import require_room
+from common.disk_space import require_disk_space
 from common.errors import DiskError, UserError
 from common.files import read_json, write_json
 from common.hashing import InputHashes, changed
@@ -31,7 +31,16 @@ from stages.transfer.archive import DamagedArchive
 from stages.transfer.fetch import fetch, require_sha256
 from stages.transfer.partial import State
 from stages.transfer.remote import Remote, Version
-from stages.transfer.shard_import import PATTERNS, Arrival, Limits, copied, folder_shards, is_shard, take_in, unpacked
+from stages.transfer.shard_import import (
+    PATTERNS,
+    IncomingShard,
+    Limits,
+    copied,
+    folder_shards,
+    is_shard,
+    take_in,
+    unpacked,
+)
 from stages.transfer.urls import (
     Transport,
     add_transport_options,
@@ -186,7 +195,7 @@ def _require_room(directory: Path, name: str, *, archive: int, contents: int) ->
     contents = max(0, contents - sum(path.stat().st_size for path in _placed(directory)))
     about = f", taken as {PACKED_RATIO} bytes for each of its own" if _contents(name, 1) > 1 else ""
     what = f"{name} ({archive:,} bytes still to fetch, {contents:,} of contents{about}) needs"
-    require_room(directory, archive + contents, what)
+    require_disk_space(directory, archive + contents, what)
 
 
 def _take_in(
@@ -205,23 +214,23 @@ def _take_in(
     total = len(folder_shards(source)) if folder else source.stat().st_size
     skipped = 0
 
-    def arrivals() -> Iterator[Arrival]:
+    def incoming() -> Iterator[IncomingShard]:
         nonlocal skipped
-        for arrival in copied(source, work.path) if folder else unpacked(source):
-            bar.update(1 if folder else arrival.size)
-            if is_shard(arrival.origin):
+        for shard in copied(source, work.path) if folder else unpacked(source):
+            bar.update(1 if folder else shard.size)
+            if is_shard(shard.origin):
 
-                def put(temporary: Path, arrival: Arrival = arrival) -> None:
-                    arrival.put(temporary)
+                def put(temporary: Path, shard: IncomingShard = shard) -> None:
+                    shard.put(temporary)
                     after_each()
 
-                yield dataclasses.replace(arrival, put=put)
+                yield dataclasses.replace(shard, put=put)
             else:
                 skipped += 1
 
     try:
         with work.progress("check" if folder else "unpack", total, "files" if folder else "B") as bar:
-            shards = take_in(work.path, name, arrivals(), options.limits, processes=transport.processes)
+            shards = take_in(work.path, name, incoming(), options.limits, processes=transport.processes)
     except DamagedArchive:
         for path in _placed(work.path):
             path.unlink()

@@ -15,7 +15,7 @@ from stages.directory.command import run
 from stages.directory.manifest import Identity, Output, StageDirectory
 from trainer.checkpoint.directory import MANIFEST
 from trainer.checkpoint.manager import require_valid
-from trainer.checkpoint.resume_point import Start
+from trainer.checkpoint.resume_point import ResumePoint
 from trainer.config import DEVICES
 from trainer.data.order import Samples
 from trainer.devices.base import Device
@@ -74,7 +74,7 @@ def main() -> None:
     with StageDirectory.begin(args.out, lambda: Identity("evaluate_mlp", 1, inputs=inputs)) as work:
         device = select_alone(args.device)
         model = MLP()
-        start = Start(args.checkpoint, TrainState.read(args.checkpoint), weights_only=True)
+        start = ResumePoint(args.checkpoint, TrainState.read(args.checkpoint), weights_only=True)
         load_into(dict(model.named_parameters()), start, "model", vocab_size=0, ranks=TensorParallel())
         print("----------Evaluating---------------")
         counts = evaluate(work, model, images, device=device, batch_size=max(1, args.batch_size))

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from common.disk_space import require_room
+from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
 from common.hashing import InputHashes
@@ -59,7 +59,7 @@ def merge(work: StageDirectory, args: argparse.Namespace) -> None:
     ):
         if args.with_optimizer and not source.with_optimizer:
             raise UserError(f"{path} has no optimizer state to keep; leave --with-optimizer out")
-        require_room(work.path, bytes_needed(source, options), "the model needs")
+        require_disk_space(work.path, bytes_needed(source, options), "the model needs")
         with disk_errors(temporary):
             temporary.mkdir()
             for file in _tokenizer_files(args.tokenizer) if args.tokenizer else ():

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from common.disk_space import require_room
+from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.workers import Workers, processes_asked_for
 from stages.directory.command import run
@@ -25,7 +25,7 @@ from stages.directory.manifest import Identity, StageDirectory, why_incomplete
 from stages.directory.records import read_manifest
 from stages.examples.pairs import PAIR, SPECIAL_POSITIONS, Form
 from stages.examples.plans import PLAN, SplitPlan, SplitTokens, form_of, make_plans, read_splits
-from stages.examples.shard_writer import Made, ShardTask, load_vocabulary, make_shard, row_bytes
+from stages.examples.shard_writer import ShardResult, ShardTask, load_vocabulary, make_shard, row_bytes
 from stages.tokens.files import SPLITS, TEST, TRAINING
 from stages.tokens.files import STAGE as TOKENS_STAGE
 
@@ -131,7 +131,7 @@ def _require_room(
     )
     needed += sum(int(tokens.cut[-1]) * tokens.dtype.itemsize for tokens in splits.values())
     there = [*directory.glob("bert_*.hdf5"), *(directory / PLAN).glob("*.*")]
-    require_room(directory, needed - sum(path.stat().st_size for path in there), what)
+    require_disk_space(directory, needed - sum(path.stat().st_size for path in there), what)
 
 
 def _tasks_of(work: StageDirectory, tokens: Path, plan: SplitPlan, options: ShardOptions) -> list[ShardTask]:
@@ -157,7 +157,7 @@ def _shards_for(rows: int, form: Form, tokens: Path) -> int:
     return max(1, min(rows, max(_SHARDS_MIN, -(-total // _SHARD_BYTES))))
 
 
-def _counts(made: list[Made], options: ShardOptions, vocab_size: int) -> dict[str, Any]:
+def _counts(made: list[ShardResult], options: ShardOptions, vocab_size: int) -> dict[str, Any]:
     rows = {one.output.path: one.rows for one in made}
     total = sum(rows.values())
     return {

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from common.disk_space import require_room
+from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.hashing import InputHashes, changed
 from common.workers import Workers, processes_asked_for
@@ -109,7 +109,7 @@ def tokenize_corpus(
         raise changed("the text or the vocabulary")
     about = int(_BYTES_PER_BYTE * sum(source.text_bytes for source in (*sources, *held_out_sources)))
     there = sum(path.stat().st_size for split in SPLITS for path in part_paths(work.path, split))
-    require_room(work.path, about - there, "the ids of this text need about")
+    require_disk_space(work.path, about - there, "the ids of this text need about")
     share = 0.0 if held_out_sources else share_held_out(sources, options.held_out)
     dropped: Counter[str] = Counter()
     seen: Counter[str] = Counter()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import graphlib
 import re
 import subprocess
 import sys
@@ -39,15 +41,52 @@ def test_files_and_functions_are_short(path: Path) -> None:
             assert node.end_lineno - node.lineno + 1 <= MAX_FUNCTION_LINES, node.name
 
 
-def imported(path: Path) -> set[str]:
-    """Top-level packages that a file imports, anywhere in it."""
+#: What may import what inside a package: each file or folder only those below it. A folder in which order matters, too,
+#: has a list of its own.
+ORDER = {
+    "pipeline": ["__init__", "__main__", "commands", "tasks", "status", "launchers", "settings"],
+    "stages": [
+        *(
+            "convert",
+            "download",
+            "evaluate",
+            "evaluate_mlp",
+            "merge",
+            "mnist",
+            "precompile",
+            "predict",
+            "report",
+            "shard",
+        ),
+        *("tokenize", "view", "checkpoints", "examples", "tokens", "text", "transfer", "directory", "__init__"),
+    ],
+    "trainer": [
+        *("__main__", "doctor", "options", "rollback", "loop", "resume", "metrics", "results", "replicas", "gradients"),
+        *("launch", "workloads", "checkpoint", "devices", "models", "data", "parallel", "optim"),
+        *("event_file", "precision", "state", "config", "seeds", "__init__"),
+    ],
+}
+MAX_ENTRIES = 24
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in SOURCES}
+
+
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
+    """What a file imports, anywhere in it: modules of ours, and the names of others."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names.add(node.module)
-    return names
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in MODULES else node.module for name in inner}
+    return frozenset(names - {module_of(path)})
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
@@ -56,7 +95,7 @@ def test_imports_go_one_way(path: Path) -> None:
     roots = {name.split(".")[0] for name in imported(path)}
     package = path.relative_to(ROOT).parts[0]
     forbidden = {
-        "pipeline": {"torch", "transformers", "h5py"},
+        "pipeline": {"torch", "transformers", "h5py", "numpy"},
         "stages": {"pipeline", "luigi"},
         "trainer": {"pipeline", "stages", "luigi"},
         "common": {"pipeline", "stages", "trainer", "luigi", "torch", "transformers", "h5py", "numpy"},
@@ -64,6 +103,39 @@ def test_imports_go_one_way(path: Path) -> None:
     assert not roots & forbidden
     if name_of(path) not in ("trainer/devices/xla.py", "trainer/devices/neuron.py"):
         assert "torch_xla" not in roots
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_lower_room_never_imports_a_higher_one(package: str) -> None:
+    order = ORDER[package]
+    there = {
+        path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert there == set(order)
+
+    def height(module: str) -> int:
+        parts = module.split(".")
+        return -order.index(parts[1] if len(parts) > 1 else "__init__")
+
+    for module, path in MODULES.items():
+        upward = [
+            name
+            for name in imported(path)
+            if name.split(".")[0] == package == module.split(".")[0] and height(name) > height(module)
+        ]
+        assert not upward, f"{module} imports {upward}"
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    graph = {module: {name for name in imported(path) if name in MODULES} for module, path in MODULES.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize("root", [*PACKAGES, "tests", "benchmarks", "docs", "configs"])
+def test_folders_are_small(root: str) -> None:
+    for folder in [ROOT / root, *(path for path in (ROOT / root).rglob("*") if path.is_dir())]:
+        entries = [path.name for path in folder.iterdir() if path.name not in ("__pycache__", ".mypy_cache")]
+        assert len(entries) <= MAX_ENTRIES, f"{folder.relative_to(ROOT)} has {len(entries)} entries"
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if "devices" not in p.parts], ids=name_of)

@@ -59,7 +59,7 @@ def _locked(config: TrainConfig, mesh: Mesh) -> Iterator[None]:
                 stack.enter_context(hold(config.output_dir))
             except UserError as error:
                 problem = str(error)
-        problem = mesh.tell(problem)
+        problem = mesh.broadcast_object(problem)
         if problem is not None:
             raise AgreedError(problem)
         yield

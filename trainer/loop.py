@@ -15,7 +15,7 @@ from common.errors import NonFiniteStep, UserError
 from common.files import METRICS, failpoint
 from trainer.checkpoint.format import MASTER
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.resume_point import Start, agree_on_start, checkpoint_directory, left_behind
+from trainer.checkpoint.resume_point import ResumePoint, agree_on_start, checkpoint_directory, left_behind
 from trainer.checkpoint.snapshot import HostCopy
 from trainer.config import TrainConfig
 from trainer.data.loader import Loader, Step, record_samples
@@ -129,7 +129,7 @@ class Trainer:
         #: Micro-steps between two questions whether to stop; until one step has been measured, one.
         self._ask_usteps = 1
 
-    def _make_model(self, workload: Workload, start: Start | None) -> None:
+    def _make_model(self, workload: Workload, start: ResumePoint | None) -> None:
         """The model on its device, with initial weights or those of `start`."""
         self.model = workload.make_model(self.device.operations, self.ranks)
         if start is None:
@@ -140,7 +140,7 @@ class Trainer:
         self.model.to(self.device.torch_device, self.precision.dtype).train()
         self.device.finish_closures()  # until then a lazy device keeps the host's copy
 
-    def _load_optimizer(self, start: Start, workload: Workload) -> None:
+    def _load_optimizer(self, start: ResumePoint, workload: Workload) -> None:
         load_into(self.optimizer.state(), start, "optimizer", workload.vocab_size, self.ranks)
         self.device.finish_closures()
 

@@ -17,7 +17,7 @@ from trainer.config import TrainConfig
 from trainer.event_file import EventFile
 from trainer.results import TrainTime, phase_results, recorded_steps, steps_of_phase
 from trainer.state import TrainState
-from trainer.workloads.base import Work, Workload
+from trainer.workloads.base import StepCost, Workload
 
 #: Steps over which the throughput is averaged, as in the tutorials' script.
 THROUGHPUT_WINDOW = 10
@@ -73,7 +73,7 @@ class Metrics:
         self._lines: list[str] = []
         self._progress: dict[str, Any] = {}
         #: (seconds, work) of the latest steps.
-        self._recent: collections.deque[tuple[float, Work]] = collections.deque(maxlen=THROUGHPUT_WINDOW)
+        self._recent: collections.deque[tuple[float, StepCost]] = collections.deque(maxlen=THROUGHPUT_WINDOW)
         if not is_root:
             return
         self._path = config.output_dir / METRICS

@@ -22,7 +22,7 @@ def require_sound(tensors: Mapping[str, Tensor], global_step: int, device: Devic
     summaries = dict(zip(tensors, device.summaries(list(tensors.values())), strict=True))
     digest = hashlib.sha256(repr([bits for bits, _ in summaries.values()]).encode()).hexdigest()
     broken = next((name for name, (_, is_finite) in summaries.items() if not is_finite), "")
-    found = mesh.from_all((digest, broken))
+    found = mesh.all_gather_object((digest, broken))
     odd = sorted(rank for ranks in mesh.data_parallel_group.ranks for rank in _odd_ones(ranks, found))
     if odd:
         who = f"of worker{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
@@ -39,7 +39,7 @@ def require_sound(tensors: Mapping[str, Tensor], global_step: int, device: Devic
 def require_finite_steps(mine: tuple[int, str] | None, batch_of: Callable[[int], int], mesh: Mesh) -> None:
     """Raise `NonFiniteStep`, on all workers, for the first step that was not finite on any; `mine`: this worker's, its
     number in the phase, from 0, and what is to be said of it."""
-    found = [one for one in mesh.from_all(mine) if one is not None]
+    found = [one for one in mesh.all_gather_object(mine) if one is not None]
     if found:
         step, text = min(found)
         error = NonFiniteStep(text)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.errors import CheckpointError
 from trainer.checkpoint.format import MASTER, has_master, read_tensors, tensor_file
-from trainer.checkpoint.resume_point import Start
+from trainer.checkpoint.resume_point import ResumePoint
 from trainer.config import TrainConfig, deciding
 from trainer.data.order import ORDER_VERSION
 from trainer.devices.base import Device
@@ -32,7 +32,7 @@ def beginning(
     config: TrainConfig,
     workload: Workload,
     mesh: Mesh,
-    start: Start | None,
+    start: ResumePoint | None,
     *,
     data: str,
     precision: str,
@@ -62,7 +62,7 @@ def beginning(
     )
 
 
-def resume_state(state: TrainState, start: Start, config: TrainConfig, say: Callable[[str], None]) -> TrainState:
+def resume_state(state: TrainState, start: ResumePoint, config: TrainConfig, say: Callable[[str], None]) -> TrainState:
     """`state` at the place of `start`, with the changes that the configuration allows, which are told.
 
     Raises `CheckpointError` if anything else that decides the result differs.
@@ -93,7 +93,9 @@ def resolve_precision(
 
 
 @torch.no_grad()
-def load_into(targets: dict[str, Tensor], start: Start, kind: str, vocab_size: int, ranks: TensorParallel) -> None:
+def load_into(
+    targets: dict[str, Tensor], start: ResumePoint, kind: str, vocab_size: int, ranks: TensorParallel
+) -> None:
     """Copy the tensors of a checkpoint's `kind` (model, optimizer) into `targets` of the same names: this rank's share
     of them. Weights are the master copy's where there is one, which is no part of the optimizer here.
 
@@ -137,7 +139,7 @@ def load_into(targets: dict[str, Tensor], start: Start, kind: str, vocab_size: i
         raise CheckpointError(f"{file} lacks {sorted(missing)[0]}; is it of another model?")
 
 
-def say_start(start: Start | None, state: TrainState, say: Callable[[str], None]) -> None:
+def say_start(start: ResumePoint | None, state: TrainState, say: Callable[[str], None]) -> None:
     """Tell where the run begins."""
     if start is None:
         say(f"starting phase {state.phase} at step 0 with initial weights")

@@ -11,7 +11,7 @@ from common.errors import LockHeld, UserError
 from pipeline.commands.why import add_task, find
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Unreachable
-from pipeline.status.stage_dirs import Shelf
+from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.stage import Stage
 from stages.directory.lock import hold
 
@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
     job = find_job(task.directory)
     if job is None:
         others = [
-            place.path
-            for place in Shelf(task.settings.work_dir).others(task.label, task.identity.fingerprint)
-            if find_job(place.path)
+            stage_dir.path
+            for stage_dir in StageDirs(task.settings.work_dir).others(task.label, task.identity.fingerprint)
+            if find_job(stage_dir.path)
         ]
         elsewhere = f"; {others[0]}, of other settings, has one: give those settings" if others else ""
         raise UserError(f"no job is at work in {task.directory}{elsewhere}")

@@ -19,8 +19,8 @@ from pipeline.launchers import find_job
 from pipeline.status.chain import StageTask, chain
 from pipeline.status.differences import first_difference
 from pipeline.status.stage_dirs import (
-    Place,
-    Shelf,
+    StageDir,
+    StageDirs,
     abandoned_checkpoints,
     holder,
     last_checkpoint_step,
@@ -46,13 +46,13 @@ SUMMARY = "what is superseded, its size and why; removes it only with --remove"
 class Plan:
     """Which stage directories can go, which stay, and why."""
 
-    superseded: list[tuple[Place, str]]
+    superseded: list[tuple[StageDir, str]]
     #: Those that the present settings have no use for and that stay all the same.
-    kept: list[tuple[Place, str]]
+    kept: list[tuple[StageDir, str]]
     #: Unfinished ones that hold work: only a person who names one can say that it will not be gone on with.
-    interrupted: list[tuple[Place, str]]
+    interrupted: list[tuple[StageDir, str]]
     #: Checkpoints that trainings which stay have set aside.
-    abandoned: list[tuple[Place, Path]]
+    abandoned: list[tuple[StageDir, Path]]
 
 
 def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
@@ -62,105 +62,109 @@ def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
     Raises `UserError` when the identity of a stage cannot be computed, because then nobody knows what is needed.
     """
     tasks = chain(goal)
-    shelf = Shelf(tasks[0].settings.work_dir)
+    stage_dirs = StageDirs(tasks[0].settings.work_dir)
     current = {task.identity.fingerprint: task for task in tasks}
-    linked = shelf.linked()
+    linked = stage_dirs.linked()
     reasons, interrupted = dict[str, str](), dict[str, str]()
-    for place in shelf.places:
-        who = holder(place.path)
-        if place.fingerprint in current:
-            reasons[place.fingerprint] = "the present settings"
-        elif place.path.resolve() in linked:
-            reasons[place.fingerprint] = f"latest/{place.label} points to it"
+    for stage_dir in stage_dirs.all:
+        who = holder(stage_dir.path)
+        if stage_dir.fingerprint in current:
+            reasons[stage_dir.fingerprint] = "the present settings"
+        elif stage_dir.path.resolve() in linked:
+            reasons[stage_dir.fingerprint] = f"latest/{stage_dir.label} points to it"
         elif who is not None:
-            reasons[place.fingerprint] = f"in use by {who}"
-        elif place.path.name not in named and (progress := _unfinished_work(place)) is not None:
-            reasons[place.fingerprint] = interrupted[place.fingerprint] = progress
-    needed = [(up, p.path.name) for p in shelf.places if p.fingerprint in reasons for up in _upstream(p)]
+            reasons[stage_dir.fingerprint] = f"in use by {who}"
+        elif stage_dir.path.name not in named and (progress := _unfinished_work(stage_dir)) is not None:
+            reasons[stage_dir.fingerprint] = interrupted[stage_dir.fingerprint] = progress
+    needed = [(up, p.path.name) for p in stage_dirs.all if p.fingerprint in reasons for up in _upstream(p)]
     while needed:
         fingerprint, by = needed.pop()
         if fingerprint not in reasons:
             reasons[fingerprint] = f"{by} is made from it"
-            found = shelf.of_fingerprint(fingerprint)
+            found = stage_dirs.of_fingerprint(fingerprint)
             needed += [(up, found.path.name) for up in _upstream(found)] if found is not None else []
     by_label = {task.label: task for task in tasks}
-    superseded = [(p, _why(p, by_label.get(p.label))) for p in shelf.places if p.fingerprint not in reasons]
+    superseded = [(p, _why(p, by_label.get(p.label))) for p in stage_dirs.all if p.fingerprint not in reasons]
     stays = reasons.keys() - current.keys() - interrupted.keys()
-    kept = [(p, reasons[p.fingerprint]) for p in shelf.places if p.fingerprint in stays]
-    unfinished = [(p, interrupted[p.fingerprint]) for p in shelf.places if p.fingerprint in interrupted]
-    abandoned = [(p, path) for p in shelf.places if p.fingerprint in reasons for path in abandoned_checkpoints(p.path)]
+    kept = [(p, reasons[p.fingerprint]) for p in stage_dirs.all if p.fingerprint in stays]
+    unfinished = [(p, interrupted[p.fingerprint]) for p in stage_dirs.all if p.fingerprint in interrupted]
+    abandoned = [
+        (p, path) for p in stage_dirs.all if p.fingerprint in reasons for path in abandoned_checkpoints(p.path)
+    ]
     return Plan(superseded, kept, unfinished, abandoned)
 
 
-def _unfinished_work(place: Place) -> str | None:
+def _unfinished_work(stage_dir: StageDir) -> str | None:
     """What an unfinished stage would go on from, in a few words; None: it is finished, or holds nothing yet."""
-    if place.is_complete or (place.path / _REMOVAL).exists():
+    if stage_dir.is_complete or (stage_dir.path / _REMOVAL).exists():
         return None
-    step = last_checkpoint_step(place.path)
+    step = last_checkpoint_step(stage_dir.path)
     if step is not None:
         return f"interrupted at step {step}"
-    checkpoints = place.path / CHECKPOINTS
+    checkpoints = stage_dir.path / CHECKPOINTS
     if checkpoints.is_dir():
         return "interrupted, with checkpoints none of which is whole" if any(checkpoints.iterdir()) else None
-    if place.label.startswith(_TRAININGS):
+    if stage_dir.label.startswith(_TRAININGS):
         return None
-    made = [path for path in place.path.iterdir() if path.name not in _RECORDS and path.suffix not in (".log", ".tmp")]
+    made = [
+        path for path in stage_dir.path.iterdir() if path.name not in _RECORDS and path.suffix not in (".log", ".tmp")
+    ]
     return "interrupted, with a part of its results" if made else None
 
 
-def _upstream(place: Place) -> list[str]:
-    return [str(fingerprint) for fingerprint in place.record.get("upstream", {}).values()]
+def _upstream(stage_dir: StageDir) -> list[str]:
+    return [str(fingerprint) for fingerprint in stage_dir.record.get("upstream", {}).values()]
 
 
-def _why(place: Place, task: StageTask | None) -> str:
+def _why(stage_dir: StageDir, task: StageTask | None) -> str:
     if task is None:
         return "no stage of the present settings"
-    state = "" if place.is_complete else "unfinished, "
-    return f"{state}made with other settings ({first_difference(place.record, task.identity.record())})"
+    state = "" if stage_dir.is_complete else "unfinished, "
+    return f"{state}made with other settings ({first_difference(stage_dir.record, task.identity.record())})"
 
 
-def remove(place: Place, shelf_dir: Path) -> None:
+def remove(stage_dir: StageDir, work_dir: Path) -> None:
     """Remove a stage directory under its lock. Raises `LockHeld`, `UserError`.
 
     manifest.json goes first and stage.json last: a removal that is cut short leaves an unfinished stage, which the
     next one finds again.
     """
-    with _locked(place):
-        if place.path.resolve() in Shelf(shelf_dir).linked():
-            raise LockHeld(f"{place.path} has become the latest of its stage meanwhile; it stays")
-        (place.path / _REMOVAL).touch()
+    with _locked(stage_dir):
+        if stage_dir.path.resolve() in StageDirs(work_dir).linked():
+            raise LockHeld(f"{stage_dir.path} has become the latest of its stage meanwhile; it stays")
+        (stage_dir.path / _REMOVAL).touch()
         order = {MANIFEST: 0, LOCK: 2, IDENTITY: 3, _REMOVAL: 4}
-        for path in sorted(place.path.iterdir(), key=lambda path: order.get(path.name, 1)):
+        for path in sorted(stage_dir.path.iterdir(), key=lambda path: order.get(path.name, 1)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        place.path.rmdir()
+        stage_dir.path.rmdir()
 
 
-def remove_abandoned(place: Place, path: Path) -> None:
-    """Remove checkpoints that the training in `place` has set aside, under its lock. Raises `LockHeld`, `UserError`."""
-    with _locked(place):
+def remove_abandoned(stage_dir: StageDir, path: Path) -> None:
+    """Remove checkpoints the training in `stage_dir` has set aside, under its lock. Raises `LockHeld`, `UserError`."""
+    with _locked(stage_dir):
         shutil.rmtree(path)
 
 
 @contextlib.contextmanager
-def _locked(place: Place) -> Iterator[None]:
+def _locked(stage_dir: StageDir) -> Iterator[None]:
     """Hold the lock of a stage directory that no job is at work in. Raises `LockHeld`; `UserError` for an OSError."""
     try:
-        fd = os.open(place.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(stage_dir.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (job := find_job(place.path)) is not None and job.is_alive():
-                raise LockHeld(f"{place.path} is in use now by {job}; it stays")
+            if (job := find_job(stage_dir.path)) is not None and job.is_alive():
+                raise LockHeld(f"{stage_dir.path} is in use now by {job}; it stays")
             yield
         finally:
             os.close(fd)
     except BlockingIOError:
-        raise LockHeld(f"{place.path} is in use now; it stays") from None
+        raise LockHeld(f"{stage_dir.path} is in use now; it stays") from None
     except OSError as error:
         raise UserError(
-            f"cannot remove {error.filename or place.path}: {error.strerror}; check its permissions"
+            f"cannot remove {error.filename or stage_dir.path}: {error.strerror}; check its permissions"
         ) from error
 
 
@@ -175,29 +179,29 @@ def run(args: argparse.Namespace) -> int:
     """List what is superseded, and remove it if told to; 1 if something could not be removed."""
     named = {Path(name).name for name in args.remove or ()}
     found = plan(everything(), named)
-    if unknown := named - {place.path.name for place, _ in found.superseded}:
+    if unknown := named - {stage_dir.path.name for stage_dir, _ in found.superseded}:
         raise UserError(
             f"{min(unknown)} is neither superseded nor interrupted; `python -m pipeline clean` lists what is"
         )
-    for place, reason in found.kept:
-        print(f"kept        {place.path}: {reason}")
-    for place, reason in found.interrupted:
-        held, name = size(size_bytes(place.path)), place.path.name
-        print(f"interrupted {place.path}: {held}, {reason}; to remove it: --remove {name}")
+    for stage_dir, reason in found.kept:
+        print(f"kept        {stage_dir.path}: {reason}")
+    for stage_dir, reason in found.interrupted:
+        held, name = size(size_bytes(stage_dir.path)), stage_dir.path.name
+        print(f"interrupted {stage_dir.path}: {held}, {reason}; to remove it: --remove {name}")
     total, failed = 0, 0
     removals: list[tuple[str, Path, str, Callable[[], None]]] = [
-        ("superseded", place.path, reason, functools.partial(remove, place, place.path.parent))
-        for place, reason in found.superseded
-        if not named or place.path.name in named
+        ("superseded", stage_dir.path, reason, functools.partial(remove, stage_dir, stage_dir.path.parent))
+        for stage_dir, reason in found.superseded
+        if not named or stage_dir.path.name in named
     ]
     removals += [
         (
             "set aside ",
             path,
             "checkpoints that training went on without",
-            functools.partial(remove_abandoned, place, path),
+            functools.partial(remove_abandoned, stage_dir, path),
         )
-        for place, path in found.abandoned
+        for stage_dir, path in found.abandoned
         if not named
     ]
     for what, path, reason, remove_it in removals:

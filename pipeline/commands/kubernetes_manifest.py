@@ -7,7 +7,7 @@ import argparse
 from common.errors import UserError
 from pipeline.commands.why import add_task, find
 from pipeline.launchers import kubernetes
-from pipeline.launchers.base import Work
+from pipeline.launchers.base import StageCommand
 from pipeline.launchers.jobs import job_name
 from pipeline.tasks.stage import Stage
 from pipeline.tasks.training import Training
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     settings.check()
     # The token is made anew for each submission, and is in job.json in the stage directory.
     record = {"name": job_name(task.label, task.identity.fingerprint, "token"), "token": "token"}
-    work = Work(
+    work = StageCommand(
         task.label, task.directory, -1, task.identity.fingerprint, [], task.nodes, isinstance(task, Training), None
     )
     documents = kubernetes.manifest(work, record, settings, task.settings.cluster.master_port)

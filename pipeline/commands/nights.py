@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """List or check. Raises `UserError`."""
     settings = load()
-    directory = nights.Shelf(settings).path
+    directory = nights.NightDirs(settings).path
     if args.check:
         date = _date(args.date)
         state = night_states.state_of(directory, date)

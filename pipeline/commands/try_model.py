@@ -9,16 +9,16 @@ from pathlib import Path
 
 from common.errors import UserError
 from pipeline.settings.load import load
-from pipeline.status.stage_dirs import Shelf
+from pipeline.status.stage_dirs import StageDirs
 
 SUMMARY = "the five best fillings of [MASK] by the newest merged model; of two texts, whether the second follows"
 
 
 def newest_model(work_dir: Path) -> Path:
     """The merged model that was completed last, whatever its settings. Raises `UserError` if there is none."""
-    for place in Shelf(work_dir).by_label["merge_shards"]:
-        if place.is_complete:
-            return place.path / "model"
+    for stage_dir in StageDirs(work_dir).by_label["merge_shards"]:
+        if stage_dir.is_complete:
+            return stage_dir.path / "model"
     raise UserError(
         f"there is no merged model in {work_dir} yet; make one with `luigi --module pipeline BertPhase2`, or name "
         f"another with --model DIR"

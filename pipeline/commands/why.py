@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import UserError
 from pipeline.status.chain import StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
-from pipeline.status.stage_dirs import Shelf, holder, last_checkpoint_step
+from pipeline.status.stage_dirs import StageDirs, holder, last_checkpoint_step
 from pipeline.tasks.everything import TASKS
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.stage import Stage
@@ -17,7 +17,7 @@ from stages.directory.manifest import IDENTITY, MANIFEST, last_failure, why_inco
 SUMMARY = "why a task would run: which setting, input or file; exit status 0 if it is complete, 1 if it would run"
 
 
-def explain(task: StageTask, shelf: Shelf, *, verify: bool) -> str | None:
+def explain(task: StageTask, stage_dirs: StageDirs, *, verify: bool) -> str | None:
     """Why `task` is not complete, in one line, or None if it is. With `verify` all its outputs are read."""
     directory, fingerprint = task.directory, task.identity.fingerprint
     reason = why_incomplete(directory, fingerprint, verify=verify)
@@ -40,7 +40,7 @@ def explain(task: StageTask, shelf: Shelf, *, verify: bool) -> str | None:
         step = last_checkpoint_step(directory)
         at = f", and goes on from step {step} of {task.max_steps}" if step is not None else ""
         return f"{task.label} would run: it was interrupted{at}"
-    changed = cause(task, shelf)
+    changed = cause(task, stage_dirs)
     if changed is not None:
         return f"{task.label} would run: {changed}"
     missing = [upstream.label for upstream in task.requires().values() if not is_complete(upstream)]
@@ -89,12 +89,12 @@ def run(args: argparse.Namespace) -> int:
     """Print one line for the stage, or for each stage that the goal would run."""
     task = find(args.task, args.phase)
     if isinstance(task, Stage):
-        shelf = Shelf(task.settings.work_dir)
-        reason = explain(task, shelf, verify=args.verify)
+        stage_dirs = StageDirs(task.settings.work_dir)
+        reason = explain(task, stage_dirs, verify=args.verify)
         print(reason or f"{task.label} is complete: {task.directory}")
         return 0 if reason is None else 1
     stages = chain(task) if args.verify else would_run(task)
-    shelf = Shelf(chain(task)[0].settings.work_dir)
-    reasons = [reason for stage in stages if (reason := explain(stage, shelf, verify=args.verify)) is not None]
+    stage_dirs = StageDirs(chain(task)[0].settings.work_dir)
+    reasons = [reason for stage in stages if (reason := explain(stage, stage_dirs, verify=args.verify)) is not None]
     print("\n".join(reasons) or f"{type(task).__name__} is complete")
     return 1 if reasons else 0

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.launchers.process import Ending
+from pipeline.launchers.process import ProcessResult
 
 
 @dataclass(frozen=True)
-class Work:
+class StageCommand:
     """A stage's command."""
 
     #: `<stage>[-phase<N>]`.
@@ -31,7 +31,7 @@ class Work:
 class Launcher(Protocol):
     """Runs commands."""
 
-    def run(self, work: Work) -> Ending:
+    def run(self, work: StageCommand) -> ProcessResult:
         """Run it to its end. Raises `UserError`; `Detached` if it goes on without this process."""
         ...
 

@@ -22,8 +22,8 @@ from common import console
 from common.console import log
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
 from common.files import read_json, utc_now, write_json
-from pipeline.launchers.base import Detached, Work
-from pipeline.launchers.process import Ending, handling
+from pipeline.launchers.base import Detached, StageCommand
+from pipeline.launchers.process import ProcessResult, handling
 from stages.directory.lock import JOB
 
 STATE = "job-state.json"
@@ -69,7 +69,7 @@ class Scheduler(Protocol):
     #: What has to be known beside a job's name to find it.
     place: dict[str, str]
 
-    def submit(self, work: Work, job: Job) -> str:
+    def submit(self, work: StageCommand, job: Job) -> str:
         """Hand the job in; returns its id. Raises `UserError` with the scheduler's words if it is refused."""
         ...
 
@@ -97,7 +97,7 @@ class Job:
         self.directory, self.record, self._scheduler = directory, record, scheduler
 
     @classmethod
-    def submit(cls, work: Work, scheduler: Scheduler) -> Job:
+    def submit(cls, work: StageCommand, scheduler: Scheduler) -> Job:
         """Hand `work` in. Raises `UserError`, with nothing left behind."""
         token = secrets.token_hex(4)
         log_path = work.directory / LOG
@@ -166,12 +166,12 @@ class Job:
                 write_json(self.directory / JOB, {**self.record, "is_cancelled": True})
             self._scheduler.cancel(self.id)
 
-    def ending(self) -> Ending | None:
+    def result(self) -> ProcessResult | None:
         """How it ended, in its own words; None if it has not said."""
         state = read_json(self.directory / STATE) or {}
-        if state.get("token") != self.record["token"] or state.get("ending") is None:
+        if state.get("token") != self.record["token"] or state.get("result") is None:
             return None
-        return Ending(**state["ending"])
+        return ProcessResult(**state["result"])
 
     def forget(self) -> None:
         """Its end has been seen."""
@@ -179,7 +179,7 @@ class Job:
         if self.id is not None:
             self._scheduler.tidy(self.id)
 
-    def wait(self, *, from_start: bool) -> Ending:
+    def wait(self, *, from_start: bool) -> ProcessResult:
         """Show its log (all that it has said, or only what is new) and its states until it is over; then forget it.
 
         Raises `Detached` on SIGINT, SIGTERM and SIGHUP: the job goes on. `UserError`.
@@ -189,12 +189,12 @@ class Job:
         tail = _Tail(log_path, self.record["log_began"] if is_new else log_path.stat().st_size)
         with _noted_signals() as signals:
             state = self._watch(tail, signals)
-        ending = self._how_it_ended(state)
+        result = self._how_it_ended(state)
         if state is not None and state.is_stuck:
             self.cancel()
         tail.show()
         self.forget()
-        return ending
+        return result
 
     def _watch(self, tail: _Tail, signals: list[int]) -> State | None:
         """Until the scheduler says that it is over; returns its last state."""
@@ -204,7 +204,7 @@ class Job:
             if signals:
                 raise Detached(str(self))
             now = time.monotonic()
-            if now - asked >= (_ASK_EVERY_S[0] if over_since or self.ending() else interval_s):
+            if now - asked >= (_ASK_EVERY_S[0] if over_since or self.result() else interval_s):
                 asked, interval_s = now, min(interval_s * 1.5, _ASK_EVERY_S[1])
                 try:
                     state = self.state()
@@ -215,29 +215,29 @@ class Job:
                     over = state is None or not state.is_alive or state.is_stuck
                     over_since = (over_since or now) if over else None
                     # A node that failed: the scheduler may put the job back into the queue in its next breath.
-                    if over_since and (self.ending() or now - over_since >= _SURE_S):
+                    if over_since and (self.result() or now - over_since >= _SURE_S):
                         return state
                 if text != shown:
                     shown, interval_s = text, _ASK_EVERY_S[0]
                     log(f"{self}: {text}")
             time.sleep(_LOOK_EVERY_S)
 
-    def _how_it_ended(self, state: State | None) -> Ending:
+    def _how_it_ended(self, state: State | None) -> ProcessResult:
         """In its own words, or its scheduler's: cancelled, its supervisor was killed, not known any more."""
-        ending = self.ending()
+        result = self.result()
         noted = read_json(self.directory / JOB) or {}
         cancelled = (state is not None and state.is_cancelled) or noted.get("is_cancelled")
-        if cancelled and (ending is None or ending.status):
-            return Ending(EXIT_INTERRUPTED, signal.SIGTERM, False, f"{self} was cancelled")
-        if ending is not None:
-            return ending
+        if cancelled and (result is None or result.status):
+            return ProcessResult(EXIT_INTERRUPTED, signal.SIGTERM, False, f"{self} was cancelled")
+        if result is not None:
+            return result
         if state is not None and state.is_stuck:
             text = f"{self} can never start as it is: {state.detail}; check nnodes and the section "
-            return Ending(EXIT_USER_ERROR, None, False, f"{text}[{self._scheduler.name}] of luigi.cfg")
+            return ProcessResult(EXIT_USER_ERROR, None, False, f"{text}[{self._scheduler.name}] of luigi.cfg")
         said = f"is gone as {state}" if state is not None else "is not known any more"
         logs = sorted(self.directory.glob("job-*.log"), key=lambda path: path.stat().st_mtime)
         hint = f"; see {logs[-1]}" if logs else ""
-        return Ending(EXIT_SOFTWARE, None, False, f"{self} {said}, without a word of how it ended{hint}")
+        return ProcessResult(EXIT_SOFTWARE, None, False, f"{self} {said}, without a word of how it ended{hint}")
 
 
 class JobLauncher:
@@ -246,7 +246,7 @@ class JobLauncher:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def run(self, work: Work) -> Ending:
+    def run(self, work: StageCommand) -> ProcessResult:
         return Job.submit(work, self._scheduler).wait(from_start=True)
 
 

@@ -18,10 +18,10 @@ import yaml
 
 from common.errors import EXIT_SOFTWARE, UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
-from pipeline.launchers.base import Work
+from pipeline.launchers.base import StageCommand
 from pipeline.launchers.jobs import Job, State, Unreachable
 from pipeline.launchers.local import start_on_node
-from pipeline.launchers.process import Start
+from pipeline.launchers.process import LaunchSpec
 from pipeline.launchers.restarts import FINAL_STATUSES
 from pipeline.launchers.tools import last_line, run_tool
 from pipeline.settings import cluster
@@ -56,7 +56,7 @@ class KubernetesScheduler:
         self._failing_since: float | None = None
         self.place = {} if settings is None else {"namespace": settings.namespace}
 
-    def submit(self, work: Work, job: Job) -> str:
+    def submit(self, work: StageCommand, job: Job) -> str:
         assert self._settings is not None
         text = as_yaml(manifest(work, job.record, self._settings, self._master_port))
         (work.directory / "job.yaml").write_text(text, encoding="utf-8")
@@ -131,7 +131,7 @@ class KubernetesScheduler:
 
 
 def manifest(
-    work: Work, record: dict[str, Any], settings: cluster.Kubernetes, master_port: int
+    work: StageCommand, record: dict[str, Any], settings: cluster.Kubernetes, master_port: int
 ) -> list[dict[str, Any]]:
     """The Service and the Job. Raises `UserError` if the pods would not see the stage directory."""
     name = record["name"]
@@ -240,7 +240,7 @@ class InPod:
     def __init__(self) -> None:
         self.rank = int(os.environ[NODE_RANK_VARIABLE])
 
-    def start(self, nodes: int, *, end_together: bool) -> Start:
+    def start(self, nodes: int, *, end_together: bool) -> LaunchSpec:
         return start_on_node(self.rank, os.environ[MASTER_ADDR_VARIABLE])
 
     def requeue(self) -> str | None:

@@ -11,8 +11,8 @@ from common.console import log
 from common.errors import NodeMissing, UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 from pipeline.launchers import process
-from pipeline.launchers.base import Work
-from pipeline.launchers.process import Ending, Start
+from pipeline.launchers.base import StageCommand
+from pipeline.launchers.process import LaunchSpec, ProcessResult
 from pipeline.settings.cluster import Cluster
 from stages.directory import attempts
 from stages.directory.lock import is_held
@@ -28,11 +28,11 @@ class Local:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
-    def run(self, work: Work) -> Ending:
+    def run(self, work: StageCommand) -> ProcessResult:
         start = start_on_node(self._cluster.node_rank, self._cluster.master_addr) if work.nodes > 1 else None
         # The account of a run is node 0's.
         with contextlib.nullcontext() if self._cluster.follows else attempts.recording(work.directory) as record:
-            ending = process.run(
+            result = process.run(
                 work.words,
                 directory=work.directory,
                 fingerprint=work.fingerprint,
@@ -41,14 +41,14 @@ class Local:
                 start=start,
             )
             if record is not None:
-                record(ending.how, ending.status, ending.error)
-        return ending
+                record(result.how, result.status, result.error)
+        return result
 
 
-def start_on_node(rank: int, master_addr: str) -> Start:
+def start_on_node(rank: int, master_addr: str) -> LaunchSpec:
     """How a command is started on one of several nodes."""
     environment = {NODE_RANK_VARIABLE: str(rank), MASTER_ADDR_VARIABLE: master_addr}
-    return Start(environment=environment, log="stage.log" if rank == 0 else f"stage-node{rank}.log")
+    return LaunchSpec(environment=environment, log="stage.log" if rank == 0 else f"stage-node{rank}.log")
 
 
 def failure_mark(directory: Path) -> object:

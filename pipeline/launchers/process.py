@@ -50,7 +50,7 @@ def handling(signums: Iterable[signal.Signals], handler: Callable[[int, FrameTyp
 
 
 @dataclass(frozen=True)
-class Ending:
+class ProcessResult:
     """How a command ended."""
 
     #: Its exit status, negative for a signal.
@@ -79,7 +79,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Start:
+class LaunchSpec:
     """How a command is started."""
 
     #: What starts Python elsewhere; empty: it is a child of this process, and dies if this process does.
@@ -98,7 +98,7 @@ class Start:
 class Command:
     """A running `python …`, with a process group of its own."""
 
-    def __init__(self, words: list[str], start: Start, *, fingerprint: str, keep_open: tuple[int, ...]) -> None:
+    def __init__(self, words: list[str], start: LaunchSpec, *, fingerprint: str, keep_open: tuple[int, ...]) -> None:
         """`keep_open`: descriptors it keeps, the stage's lock among them."""
         environment = {
             **os.environ,
@@ -145,14 +145,14 @@ def run(
     fingerprint: str,
     keep_open: tuple[int, ...],
     hang_timeout_s: float | None = None,
-    start: Start | None = None,
-) -> Ending:
+    start: LaunchSpec | None = None,
+) -> ProcessResult:
     """Run `python words…` to its end, its output on the console and appended to its log, DIRECTORY/stage.log.
 
     SIGINT, SIGTERM and SIGHUP to this process are handed on as SIGTERM; a second SIGINT or SIGTERM as SIGKILL. A
     command that neither says anything nor touches progress.json or alive for `hang_timeout_s` seconds is killed.
     """
-    start = start or Start()
+    start = start or LaunchSpec()
     log_path = directory / start.log
     began = log_path.stat().st_size if log_path.exists() else 0
     command = Command(words, start, fingerprint=fingerprint, keep_open=keep_open)
@@ -165,7 +165,7 @@ def run(
         finally:
             command.send(signal.SIGKILL)  # nothing of it stays, whatever went wrong here
             command.process.communicate()
-    return Ending(status, command.stopped_by, watch.hung, _last_error(log_path, began))
+    return ProcessResult(status, command.stopped_by, watch.hung, _last_error(log_path, began))
 
 
 class _Watch:

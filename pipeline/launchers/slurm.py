@@ -14,9 +14,9 @@ from typing import Any
 
 from common.errors import UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
-from pipeline.launchers.base import Work
+from pipeline.launchers.base import StageCommand
 from pipeline.launchers.jobs import Job, State, Unreachable
-from pipeline.launchers.process import Start
+from pipeline.launchers.process import LaunchSpec
 from pipeline.launchers.tools import TIMEOUT_S, last_line, run_tool
 from pipeline.settings import cluster
 
@@ -49,7 +49,7 @@ class SlurmScheduler:
         self._settings = settings
         self.place: dict[str, str] = {}
 
-    def submit(self, work: Work, job: Job) -> str:
+    def submit(self, work: StageCommand, job: Job) -> str:
         assert self._settings is not None
         script = work.directory / "job.sh"
         script.write_text(batch_script(work, job, self._settings), encoding="utf-8")
@@ -86,7 +86,7 @@ class SlurmScheduler:
             raise Unreachable(last_line(done))
 
 
-def batch_script(work: Work, job: Job, settings: cluster.Slurm) -> str:
+def batch_script(work: StageCommand, job: Job, settings: cluster.Slurm) -> str:
     """What sbatch is given. Raises `UserError`."""
     directory = str(work.directory.absolute())
     if "\\" in directory:
@@ -122,12 +122,12 @@ class InJob:
         self.rank = 0
         self.is_restarted = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
 
-    def start(self, nodes: int, *, end_together: bool) -> Start:
+    def start(self, nodes: int, *, end_together: bool) -> LaunchSpec:
         """One task on each node; if one fails, `-K1` ends all. srun hands SIGUSR1 on, and kills on SIGTERM."""
         srun = ["srun", "-K1", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
         if end_together:
             srun.append(f"--wait={_WAIT_S}")
-        return Start(
+        return LaunchSpec(
             prefix=(*srun, "bash", "-c", _ON_EACH_NODE, "task"),
             # Workers share the cores of a node among themselves.
             environment={MASTER_ADDR_VARIABLE: _address_of_first_node(), "SLURM_CPU_BIND": "none"},

@@ -19,7 +19,7 @@ from common.files import read_json, write_json
 from common.process import shell_status
 from pipeline.launchers import kubernetes, process, slurm
 from pipeline.launchers.jobs import STATE
-from pipeline.launchers.process import Ending, Start
+from pipeline.launchers.process import LaunchSpec, ProcessResult
 from pipeline.launchers.restarts import FINAL_STATUSES, MAX_RESTARTS, Restarts, newest_checkpoint
 from stages.directory import attempts
 from stages.directory.lock import JOB
@@ -36,7 +36,7 @@ class Surroundings(Protocol):
     #: Whether the job was started before.
     is_restarted: bool
 
-    def start(self, nodes: int, *, end_together: bool) -> Start:
+    def start(self, nodes: int, *, end_together: bool) -> LaunchSpec:
         """How the command is started; `end_together`: those of all nodes end at about the same time."""
         ...
 
@@ -69,19 +69,21 @@ class Supervisor:
             restarts = restarts.at(self._step())
         error = self._state.get("error", "it was started again by its scheduler")
         while not restarts.are_too_many:
-            self._note(restarts=restarts.record(), starts=self._state.get("starts", 0) + 1, ending=None)
-            ending = self._run_command()
-            if ending.status == 0 or not self._may_restart(ending):
-                return self._end(ending)
-            error = ending.error
+            self._note(restarts=restarts.record(), starts=self._state.get("starts", 0) + 1, result=None)
+            result = self._run_command()
+            if result.status == 0 or not self._may_restart(result):
+                return self._end(result)
+            error = result.error
             self._note(error=error)
             restarts = restarts.at(self._step())
             if not restarts.are_too_many:
                 refusal = self._surroundings.requeue()
                 if refusal is not None:  # whoever waits for it may hand it in again
-                    return self._end(Ending(EXIT_SOFTWARE, None, ending.hung, f"{error} (not requeued: {refusal})"))
+                    return self._end(
+                        ProcessResult(EXIT_SOFTWARE, None, result.hung, f"{error} (not requeued: {refusal})")
+                    )
         text = f"{error} (after {MAX_RESTARTS} restarts without a new checkpoint)"
-        return self._end(Ending(EXIT_SOFTWARE, None, False, text, is_final=True))
+        return self._end(ProcessResult(EXIT_SOFTWARE, None, False, text, is_final=True))
 
     def _note(self, **values: Any) -> None:
         """Keep that for the next start; what one machine sees is enough."""
@@ -89,13 +91,13 @@ class Supervisor:
         if self._surroundings.rank == 0:
             write_json(self._directory / STATE, self._state)
 
-    def _run_command(self) -> Ending:
+    def _run_command(self) -> ProcessResult:
         if self._early_signal is not None:
-            return Ending(EXIT_INTERRUPTED, self._early_signal, False, "stopped before it had begun")
+            return ProcessResult(EXIT_INTERRUPTED, self._early_signal, False, "stopped before it had begun")
         first = self._surroundings.rank == 0
         with attempts.recording(self._directory) if first else contextlib.nullcontext() as record:
             try:
-                ending = process.run(
+                result = process.run(
                     self._job["words"],
                     directory=self._directory,
                     fingerprint=self._job["fingerprint"],
@@ -104,25 +106,25 @@ class Supervisor:
                     start=self._surroundings.start(self._job["nodes"], end_together=self._job["resumes"]),
                 )
             except UserError as error:
-                ending = Ending(EXIT_SOFTWARE, None, False, str(error))
+                result = ProcessResult(EXIT_SOFTWARE, None, False, str(error))
             if record is not None:
-                record(ending.how, ending.status, ending.error)
-        return ending
+                record(result.how, result.status, result.error)
+        return result
 
-    def _may_restart(self, ending: Ending) -> bool:
-        if ending.stopped_by is not None:
-            return ending.stopped_by == self._surroundings.limit_signal
-        return bool(self._job["resumes"]) and ending.status not in FINAL_STATUSES
+    def _may_restart(self, result: ProcessResult) -> bool:
+        if result.stopped_by is not None:
+            return result.stopped_by == self._surroundings.limit_signal
+        return bool(self._job["resumes"]) and result.status not in FINAL_STATUSES
 
     def _step(self) -> int:
         return newest_checkpoint(self._directory) if self._job["resumes"] else 0
 
-    def _end(self, ending: Ending) -> int:
+    def _end(self, result: ProcessResult) -> int:
         """It is over: say how."""
-        self._note(ending=dataclasses.asdict(ending))
-        if ending.status == 0 and self._surroundings.rank == 0 and (self._directory / MANIFEST).exists():
+        self._note(result=dataclasses.asdict(result))
+        if result.status == 0 and self._surroundings.rank == 0 and (self._directory / MANIFEST).exists():
             (self._directory / JOB).unlink(missing_ok=True)  # nobody has to see to it any more
-        return shell_status(ending.status)
+        return shell_status(result.status)
 
     def _note_early(self, signum: int, frame: FrameType | None) -> None:
         self._early_signal = self._early_signal or signum

@@ -6,31 +6,31 @@ import re
 from typing import Any
 
 from pipeline.status.chain import StageTask, is_complete
-from pipeline.status.stage_dirs import Shelf
+from pipeline.status.stage_dirs import StageDirs
 from stages.directory.manifest import difference
 
 _HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{54}\b")
 
 
-def cause(task: StageTask, shelf: Shelf) -> str | None:
+def cause(task: StageTask, stage_dirs: StageDirs) -> str | None:
     """The first setting or input in which `task` differs from the newest other directory of its stage, followed
     through upstream stages to where it comes from: `lr: 0.001 → 0.0005`; None if there is no other directory."""
-    others = shelf.others(task.label, task.identity.fingerprint)
-    return _cause(task, others[0].record, shelf) if others else None
+    others = stage_dirs.others(task.label, task.identity.fingerprint)
+    return _cause(task, others[0].record, stage_dirs) if others else None
 
 
-def _cause(task: StageTask, old: dict[str, Any], shelf: Shelf) -> str:
+def _cause(task: StageTask, old: dict[str, Any], stage_dirs: StageDirs) -> str:
     changed = first_difference(old, task.identity.record())
     upstream = {name: up for name, up in task.requires().items() if changed.startswith(f"upstream.{name}:")}
     for name, up in upstream.items():
         before = old.get("upstream", {}).get(name)
         if before is None:
             break
-        place = shelf.of_fingerprint(before)
+        stage_dir = stage_dirs.of_fingerprint(before)
         verb = "changed" if is_complete(up) else "would change"
-        if place is None:
+        if stage_dir is None:
             return f"its upstream {up.label} {verb} (the one before, {before[:10]}, is not there any more)"
-        deeper = _cause(up, place.record, shelf)
+        deeper = _cause(up, stage_dir.record, stage_dirs)
         return deeper if deeper.startswith("its upstream ") else f"its upstream {up.label} {verb}: {deeper}"
     return changed
 

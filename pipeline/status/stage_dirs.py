@@ -25,7 +25,7 @@ _NAME = re.compile(r"(?P<label>[a-z][a-z0-9_]*(?:-phase[0-9]+)?)-(?P<short>[0-9a
 
 
 @dataclass(frozen=True)
-class Place:
+class StageDir:
     """A stage directory, of whatever settings."""
 
     path: Path
@@ -45,22 +45,22 @@ class Place:
         return why_incomplete(self.path, self.fingerprint) is None
 
 
-class Shelf:
+class StageDirs:
     """All stage directories of a work directory: those whose name and record agree; nothing else in it counts."""
 
     def __init__(self, work_dir: Path) -> None:
         self.work_dir = work_dir
-        self.by_label: dict[str, list[Place]] = defaultdict(list)
-        self.places = sorted(_places(work_dir), key=lambda place: place.written, reverse=True)
-        for place in self.places:
-            self.by_label[place.label].append(place)
+        self.by_label: dict[str, list[StageDir]] = defaultdict(list)
+        self.all = sorted(_stage_dirs(work_dir), key=lambda stage_dir: stage_dir.written, reverse=True)
+        for stage_dir in self.all:
+            self.by_label[stage_dir.label].append(stage_dir)
 
-    def others(self, label: str, fingerprint: str) -> list[Place]:
+    def others(self, label: str, fingerprint: str) -> list[StageDir]:
         """The directories of a stage made with other settings, newest first."""
-        return [place for place in self.by_label[label] if place.fingerprint != fingerprint]
+        return [stage_dir for stage_dir in self.by_label[label] if stage_dir.fingerprint != fingerprint]
 
-    def of_fingerprint(self, fingerprint: str) -> Place | None:
-        return next((place for place in self.places if place.fingerprint == fingerprint), None)
+    def of_fingerprint(self, fingerprint: str) -> StageDir | None:
+        return next((stage_dir for stage_dir in self.all if stage_dir.fingerprint == fingerprint), None)
 
     def linked(self) -> set[Path]:
         """What the links in `latest/` point to."""
@@ -69,7 +69,7 @@ class Shelf:
         return {link.resolve() for link in links if link.is_symlink()}
 
 
-def _places(work_dir: Path) -> Iterator[Place]:
+def _stage_dirs(work_dir: Path) -> Iterator[StageDir]:
     for path in work_dir.iterdir() if work_dir.is_dir() else ():
         name = _NAME.fullmatch(path.name)
         if name is None or path.is_symlink() or not path.is_dir():
@@ -80,7 +80,7 @@ def _places(work_dir: Path) -> Iterator[Place]:
                 phase = record.get("phase")
                 label = f"{record.get('stage')}" + ("" if phase is None else f"-phase{phase}")
                 if label == name["label"] and str(record.get("fingerprint"))[:10] == name["short"]:
-                    yield Place(path, label, record, file.stat().st_mtime)
+                    yield StageDir(path, label, record, file.stat().st_mtime)
                 break
 
 

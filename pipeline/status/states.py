@@ -10,7 +10,7 @@ from typing import Literal
 from common.errors import UserError
 from pipeline.status.chain import ChainTask, StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
-from pipeline.status.stage_dirs import Shelf, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
+from pipeline.status.stage_dirs import StageDirs, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
 from stages.directory.attempts import last_sign_of_life
 from stages.directory.manifest import IDENTITY, MANIFEST, last_failure
 from stages.directory.records import read_progress
@@ -26,11 +26,11 @@ def statuses(goal: ChainTask) -> list[StageStatus]:
     """The state of every stage that `goal` is made from, in running order."""
     needed = {task.label for task in would_run(goal)}
     tasks = chain(goal)
-    shelf = Shelf(tasks[0].settings.work_dir)
-    return [_status(task, shelf, needed=task.label in needed) for task in tasks]
+    stage_dirs = StageDirs(tasks[0].settings.work_dir)
+    return [_status(task, stage_dirs, needed=task.label in needed) for task in tasks]
 
 
-def _status(task: StageTask, shelf: Shelf, *, needed: bool) -> StageStatus:
+def _status(task: StageTask, stage_dirs: StageDirs, *, needed: bool) -> StageStatus:
     status = StageStatus(task.label, type(task).__name__, getattr(task, "phase", None), "waiting")
     try:
         fingerprint = task.identity.fingerprint
@@ -44,9 +44,9 @@ def _status(task: StageTask, shelf: Shelf, *, needed: bool) -> StageStatus:
         found = ask(task, there)
         if found is not None:
             return _with_abandoned(task, found)
-    stale = any(place.is_complete for place in shelf.others(task.label, fingerprint))
+    stale = any(stage_dir.is_complete for stage_dir in stage_dirs.others(task.label, fingerprint))
     if stale:
-        details = [f"made with other settings: {cause(task, shelf)}"]
+        details = [f"made with other settings: {cause(task, stage_dirs)}"]
     else:
         missing = [up.label for up in task.requires().values() if not is_complete(up)]
         details = [f"for {', '.join(missing)}"] if missing else ["its turn is next"]

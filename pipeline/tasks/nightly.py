@@ -34,10 +34,10 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.shelf = nights.Shelf(self.settings)
+        self.nights = nights.NightDirs(self.settings)
 
     def complete(self) -> bool:
-        return self.shelf.is_complete(self.date)
+        return self.nights.is_complete(self.date)
 
     def requires(self) -> list[luigi.Task]:
         """No task, but the night's files. Raises `UserError`: luigi exits with `scheduling_error`, and a RangeDaily
@@ -53,7 +53,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         """Raises `UserError` if the night failed, `Leave` if it was interrupted or another one is at it."""
         with leaving():
             try:
-                with hold(self.shelf.path) as lock:
+                with hold(self.nights.path) as lock:
                     if not self.complete():
                         self._tell_killed()
                         self._run_chain(lock)
@@ -66,46 +66,46 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
                 raise
 
     def _run_chain(self, lock: int) -> None:
-        directory, clock, started = self.shelf.directory(self.date), time.monotonic(), utc_now()
-        environment = self.shelf.prepare(self.date)
-        night_states.write(self.shelf.path, self.date, night_states.now("running"))
+        directory, clock, started = self.nights.directory(self.date), time.monotonic(), utc_now()
+        environment = self.nights.prepare(self.date)
+        night_states.write(self.nights.path, self.date, night_states.now("running"))
         log(f"night {self.date}: started in {directory}")
-        ending = process.run(
+        result = process.run(
             ["-m", "pipeline.tasks.one_night"],
             directory=directory,
             fingerprint="",
             keep_open=(lock,),
-            start=process.Start(environment=environment),
+            start=process.LaunchSpec(environment=environment),
         )
-        if ending.interrupted or ending.status == EXIT_INTERRUPTED:
+        if result.interrupted or result.status == EXIT_INTERRUPTED:
             log(f"night {self.date}: interrupted; the same command goes on from here")
             self._note_ended("interrupted", "the same command goes on")
             raise Leave(EXIT_INTERRUPTED)
-        if ending.status == retcode().already_running:
-            self._note_ended("failed", ending.error.splitlines()[-1])
-            raise Leave(ending.status)
-        if ending.status:
-            said, log_path = ending.error.splitlines()[-1], directory / "stage.log"
-            if ending.status == retcode().not_run:
+        if result.status == retcode().already_running:
+            self._note_ended("failed", result.error.splitlines()[-1])
+            raise Leave(result.status)
+        if result.status:
+            said, log_path = result.error.splitlines()[-1], directory / "stage.log"
+            if result.status == retcode().not_run:
                 said = "a stage was made to wait: one that failed too often waits [scheduler] disable_persist seconds"
-            raise UserError(f"night {self.date} failed: {said} (exit status {ending.status}; log: {log_path})")
+            raise UserError(f"night {self.date} failed: {said} (exit status {result.status}; log: {log_path})")
         results = nights.results(directory)
         facts = {"date": str(self.date), "started": started, "seconds": round(time.monotonic() - clock, 1), **results}
-        self.shelf.record(self.date, facts)
+        self.nights.record(self.date, facts)
         accuracy = results["evaluation"].get("masked_lm_accuracy")
         measured = "nothing was held out" if accuracy is None else f"masked-LM accuracy {accuracy:.1%}"
         line = f"night {self.date} is complete: {measured}, model {results['model']}"
         log(line)
-        night_states.forget(self.shelf.path, self.date)
+        night_states.forget(self.nights.path, self.date)
         self.tell_all(self.date, "completion", "complete", line)
         try:
-            self.shelf.prune(self.date)
+            self.nights.prune(self.date)
         except DiskError as error:
             log(f"note: an old night could not be removed: {error}")
 
     def on_failure(self, exception: BaseException) -> str:
         """What luigi's mail says, and luigid shows."""
-        log_path = self.shelf.directory(self.date) / "stage.log"
+        log_path = self.nights.directory(self.date) / "stage.log"
         text = log_path.read_text(encoding="utf-8", errors="replace") if log_path.exists() else ""
         last = text.splitlines()[-_LAST_LINES:]
         return "\n".join([str(exception), "", *last])
@@ -119,23 +119,23 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         notify.by_webhook_of(self.settings, event="failure", status=status, date=self.date, line=str(error))
 
     def _note_ended(self, status: night_states.Status, line: str) -> None:
-        night_states.write_ended(self.shelf.path, self.date, status, line)
+        night_states.write_ended(self.nights.path, self.date, status, line)
 
     def _tell_killed(self) -> None:
         """Under the lock: nights before this one, or this one's last start, that ended without a word."""
-        for date, state in list(night_states.killed(self.shelf.path)):
+        for date, state in list(night_states.killed(self.nights.path)):
             line = (
                 f"night {date} was killed without a word (process {state.pid} on {state.host}, started {state.started})"
             )
             log(f"note: {line}")
-            night_states.write_ended(self.shelf.path, date, "killed", "")
+            night_states.write_ended(self.nights.path, date, "killed", "")
             self.tell_all(date, "failure", "killed", line)
 
     def _tell_held(self) -> None:
         """That another night holds this one up, once for each holder. A second start of the running one is no news."""
-        other, who = night_states.running(self.shelf.path)
+        other, who = night_states.running(self.nights.path)
         line = f"night {self.date} was not started: {f'night {other}' if other else 'another one'} still runs, {who}"
-        before = night_states.recorded(self.shelf.path, self.date)
+        before = night_states.recorded(self.nights.path, self.date)
         if other != self.date and (before is None or before.line != line):
             self._note_ended("held", line)
             self.tell_all(self.date, "failure", "held", line)

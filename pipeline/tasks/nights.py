@@ -30,7 +30,7 @@ LATEST = "latest"
 _LUIGI_SECTIONS = ("core", "worker", "scheduler", "resources", "retcode", "logging", "execution_summary")
 
 
-class Shelf:
+class NightDirs:
     """All nights of a work directory. The record of a night stays when its directory is removed: it was done."""
 
     def __init__(self, settings: Settings) -> None:

@@ -19,10 +19,10 @@ from common.errors import EXIT_INTERRUPTED, LockHeld, UserError
 from common.files import utc_now
 from common.secrets import Secret, redact
 from pipeline import launchers
-from pipeline.launchers.base import Detached, Work
+from pipeline.launchers.base import Detached, StageCommand
 from pipeline.launchers.jobs import Job
 from pipeline.launchers.local import await_node_0, failure_mark
-from pipeline.launchers.process import Ending
+from pipeline.launchers.process import ProcessResult
 from pipeline.status import latest
 from pipeline.tasks.base import PipelineTask, refusals
 from pipeline.tasks.log_filter import OneLine
@@ -214,8 +214,8 @@ class Stage(PipelineTask):
         self.started, self.clock = job.submitted, time.monotonic() - job.seconds
         if job.is_alive():
             return job
-        ending = job.ending()
-        if ending is not None and ending.status == 0:
+        result = job.result()
+        if result is not None and result.status == 0:
             with contextlib.suppress(UserError):
                 self.finish()
         job.forget()
@@ -243,37 +243,37 @@ class Stage(PipelineTask):
         """Seconds without a sign of life after which the command is killed; None: never."""
         return self.settings.run.stage_hang_timeout_s or None
 
-    def may_restart(self, ending: Ending) -> bool:
+    def may_restart(self, result: ProcessResult) -> bool:
         """Whether a command that ended so is to be started again: after a hang, once."""
-        self._hangs += ending.hung
-        return ending.hung and self._hangs == 1
+        self._hangs += result.hung
+        return result.hung and self._hangs == 1
 
     def _run_command(self, lock: int, job: Job | None) -> None:
         """Run the command, again and again as long as that may help; or wait for the job that runs it already."""
         while True:
             try:
-                ending = self._attach(job) if job is not None else self._launch(lock)
+                result = self._attach(job) if job is not None else self._launch(lock)
             except Detached as detached:
                 log(f"{self.label}: {detached} goes on; the same command waits for it again, and "
                     f"`python -m pipeline cancel {self.label}` ends it")  # fmt: skip
                 raise Leave(EXIT_INTERRUPTED) from None
             job = None
-            if ending.how == "interrupted":
+            if result.how == "interrupted":
                 log(f"{self.label}: interrupted; the same command goes on from here")
                 raise Leave(EXIT_INTERRUPTED)
-            if ending.status == 0:
+            if result.status == 0:
                 return
-            error = f"it did nothing for {self.hang_timeout_s()} s" if ending.hung else ending.error
-            if ending.is_final or not self.may_restart(ending):
+            error = f"it did nothing for {self.hang_timeout_s()} s" if result.hung else result.error
+            if result.is_final or not self.may_restart(result):
                 if not self.settings.cluster.follows:
                     record_failure(self.directory, error)
                 raise UserError(
-                    f"{self.label} failed: {error} (exit status {ending.status}; log: {self.directory / 'stage.log'})"
+                    f"{self.label} failed: {error} (exit status {result.status}; log: {self.directory / 'stage.log'})"
                 )
-            log(f"{self.label}: exit status {ending.status} ({error.splitlines()[-1]}); starting again")
+            log(f"{self.label}: exit status {result.status} ({error.splitlines()[-1]}); starting again")
 
-    def _launch(self, lock: int) -> Ending:
-        work = Work(
+    def _launch(self, lock: int) -> ProcessResult:
+        work = StageCommand(
             self.label,
             self.directory,
             lock,
@@ -285,7 +285,7 @@ class Stage(PipelineTask):
         )
         return launchers.launcher(self.settings, on_cluster=self.on_cluster).run(work)
 
-    def _attach(self, job: Job) -> Ending:
+    def _attach(self, job: Job) -> ProcessResult:
         log(f"{self.label}: {job} is at work already; waiting for it")
         return job.wait(from_start=False)
 

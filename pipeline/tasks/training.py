@@ -63,9 +63,9 @@ class Training(Stage):
     def hang_timeout_s(self) -> float:
         return self.settings.cluster.hang_timeout_s
 
-    def may_restart(self, ending: process.Ending) -> bool:
+    def may_restart(self, result: process.ProcessResult) -> bool:
         """After a crash or a hang, yes, until `MAX_RESTARTS` of them in a row have not brought one more checkpoint."""
-        if ending.status in FINAL_STATUSES:
+        if result.status in FINAL_STATUSES:
             return False
         self._restarts = self._restarts.at(newest_checkpoint(self.directory))
         return not self._restarts.are_too_many

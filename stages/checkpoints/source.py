@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from common.disk_space import require_room
+from common.disk_space import require_disk_space
 from common.errors import CheckpointError, UserError
 from common.files import disk_errors, read_json
 from common.hashing import InputFile, InputHashes, changed
@@ -53,7 +53,7 @@ def brought(source: Secret, work: StageDirectory, transport: Transport) -> Itera
         path.parent.mkdir(exist_ok=True)
     fetch(
         remote, work, path, connections=transport.connections, least_rate=transport.least_rate, sha256=None,
-        begin=lambda version, missing, is_same: require_room(work.path, missing, f"{source} needs"),
+        begin=lambda version, missing, is_same: require_disk_space(work.path, missing, f"{source} needs"),
     )  # fmt: skip
     yield path
     with disk_errors(work.path):

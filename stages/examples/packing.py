@@ -16,7 +16,7 @@ from trainer.data.hdf5 import Array
 
 
 @dataclass(frozen=True)
-class Room:
+class RowCapacity:
     """What a row holds, at most."""
 
     tokens: int
@@ -37,19 +37,20 @@ class Pack:
         return Pack(rows, (*self.lengths, *(length,) * times), self.masked + times * masked)
 
 
-def plan_packs(histogram: Array, masked: Array, room: Room) -> list[Pack]:
-    """Rows for `histogram[n]` sequences of n tokens with `masked[n]` > 0 masked positions; both (room.tokens + 1,)."""
+def plan_packs(histogram: Array, masked: Array, limits: RowCapacity) -> list[Pack]:
+    """Rows for `histogram[n]` sequences of n tokens with `masked[n]` > 0 masked positions; both
+    (limits.tokens + 1,)."""
     #: Free tokens → rows with so many.
-    open_rows: list[list[Pack]] = [[] for _ in range(room.tokens)]
-    for length in range(room.tokens, 0, -1):
+    open_rows: list[list[Pack]] = [[] for _ in range(limits.tokens)]
+    for length in range(limits.tokens, 0, -1):
         left, needed = int(histogram[length]), int(masked[length])
-        for free in range(length, room.tokens + 1):
+        for free in range(length, limits.tokens + 1):
             if not left:
                 break
-            there = open_rows[free] if free < room.tokens else [Pack(left)]
+            there = open_rows[free] if free < limits.tokens else [Pack(left)]
             kept = []
             for pack in there:
-                fit = min(free // length, room.sequences - len(pack.lengths), (room.masked - pack.masked) // needed)
+                fit = min(free // length, limits.sequences - len(pack.lengths), (limits.masked - pack.masked) // needed)
                 if not left or fit < 1:
                     kept.append(pack)
                     continue
@@ -58,25 +59,27 @@ def plan_packs(histogram: Array, masked: Array, room: Room) -> list[Pack]:
                     if rest and rows and times and left:
                         open_rows[free - times * length].append(pack.grown(rows, length, times, needed))
                         left, rest = left - rows * times, rest - rows
-                if rest and free < room.tokens:
+                if rest and free < limits.tokens:
                     kept.append(Pack(rest, pack.lengths, pack.masked))
-            if free < room.tokens:
+            if free < limits.tokens:
                 open_rows[free] = kept
-        assert not left, f"{left} sequences of {length} tokens have {needed} masked positions; a row has {room.masked}"
+        assert not left, (
+            f"{left} sequences of {length} tokens have {needed} masked positions; a row has {limits.masked}"
+        )
     return [pack for packs in open_rows for pack in packs]
 
 
-def pack(lengths: Array, masked: Array, room: Room) -> Array:
-    """Which sequences share a row: (rows, room.sequences) int32 numbers of them, -1 for none.
+def pack(lengths: Array, masked: Array, limits: RowCapacity) -> Array:
+    """Which sequences share a row: (rows, limits.sequences) int32 numbers of them, -1 for none.
 
-    `lengths` (sequences,) in tokens, 1 … room.tokens; `masked` (room.tokens + 1,): masked positions by length.
+    `lengths` (sequences,) in tokens, 1 … limits.tokens; `masked` (limits.tokens + 1,): masked positions by length.
     Sequences of one length are taken in their order.
     """
     by_length = np.argsort(lengths, kind="stable")
-    histogram = np.bincount(lengths, minlength=room.tokens + 1)
+    histogram = np.bincount(lengths, minlength=limits.tokens + 1)
     taken = np.cumsum(histogram) - histogram
-    packs = plan_packs(histogram, masked, room)
-    rows = np.full((sum(pack.rows for pack in packs), room.sequences), -1, np.int32)
+    packs = plan_packs(histogram, masked, limits)
+    rows = np.full((sum(pack.rows for pack in packs), limits.sequences), -1, np.int32)
     first = 0
     for pack in packs:
         for slot, length in enumerate(pack.lengths):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.examples.packing import Room
+from stages.examples.packing import RowCapacity
 from trainer.data.hdf5 import Array
 
 #: One example: its two segments as ranges of the tokens of a part, and whether the second was drawn at random.
@@ -42,8 +42,8 @@ class Form:
     sequences_per_row: int = 1
 
     @property
-    def row(self) -> Room:
-        return Room(self.seq_len, self.max_pred_len, self.sequences_per_row)
+    def row(self) -> RowCapacity:
+        return RowCapacity(self.seq_len, self.max_pred_len, self.sequences_per_row)
 
     def masked_positions(self, lengths: Array) -> Array:
         """How many positions of sequences of `lengths` tokens are masked."""

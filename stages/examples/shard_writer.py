@@ -34,7 +34,7 @@ class ShardTask:
 
 
 @dataclass(frozen=True)
-class Made:
+class ShardResult:
     output: Output
     rows: int
     sequences: int
@@ -53,7 +53,7 @@ def row_bytes(form: Form, vocab_size: int) -> int:
     return sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in layout.values())
 
 
-def deal(rows: Array, shares: int, share: int) -> tuple[Array, Array]:
+def row_ranges(rows: Array, shares: int, share: int) -> tuple[Array, Array]:
     """Where share number `share` of `shares` begins and ends in each of several heaps of `rows`, (heaps,) int64.
 
     As if all rows, one heap after the other, were dealt out in turn, and then every share took its rows of a heap
@@ -70,19 +70,19 @@ def deal(rows: Array, shares: int, share: int) -> tuple[Array, Array]:
     return before(ends, share) - before(starts, share), before(ends, share + 1) - before(starts, share + 1)
 
 
-def make_shard(task: ShardTask) -> Made:
+def make_shard(task: ShardTask) -> ShardResult:
     """Write a shard, unless it is there; returns what it holds."""
     if not task.path.exists():
         vocabulary = load_vocabulary(task.tokens)
         form, rng = task.form, np.random.default_rng(task.seed)
-        starts, ends = deal(task.plan.rows, task.shards, task.shard)
+        starts, ends = row_ranges(task.plan.rows, task.shards, task.shard)
         total = int((ends - starts).sum())
         layout = layout_of(total, form, vocabulary.size)
         slabs = max(1, -(-total * row_bytes(form, vocabulary.size) // _SLAB_BYTES))
         with contiguous_file(task.path, layout) as writer:
             row = 0
             for slab in range(slabs):
-                first, last = deal(ends - starts, slabs, slab)
+                first, last = row_ranges(ends - starts, slabs, slab)
                 arrays = _make_slab(task, starts + first, starts + last, vocabulary, rng)
                 for key in layout:
                     writer.write(key, row, arrays[key])
@@ -94,7 +94,7 @@ def make_shard(task: ShardTask) -> Made:
     assert mapped is not None
     mask = mapped.arrays["input_mask"]
     sequences = len(mask) if packed is None else int(np.count_nonzero(packed.arrays[LENGTHS_KEY]))
-    return Made(Output.of(task.path.parent, task.path), len(mask), sequences, int(np.count_nonzero(mask)))
+    return ShardResult(Output.of(task.path.parent, task.path), len(mask), sequences, int(np.count_nonzero(mask)))
 
 
 def _make_slab(

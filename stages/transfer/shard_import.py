@@ -23,7 +23,7 @@ _FICLONE = 0x40049409
 
 
 @dataclass(frozen=True)
-class Arrival:
+class IncomingShard:
     """A file on its way: `put` makes it at a temporary path, fsynced."""
 
     origin: str
@@ -61,7 +61,7 @@ class _Task:
 
 
 def take_in(
-    directory: Path, source: str, arrivals: Iterator[Arrival], limits: Limits, *, processes: int
+    directory: Path, source: str, incoming: Iterator[IncomingShard], limits: Limits, *, processes: int
 ) -> dict[str, Shard]:
     """Put, check and name all of them; those that have their names from an earlier run are not put again.
 
@@ -70,18 +70,18 @@ def take_in(
     origins: dict[str, str] = {}
 
     def tasks() -> Iterator[_Task]:
-        for arrival in arrivals:
-            name = PurePosixPath(arrival.origin).name
+        for shard in incoming:
+            name = PurePosixPath(shard.origin).name
             if name in origins:
-                both = f"{origins[name]} and {arrival.origin}"
+                both = f"{origins[name]} and {shard.origin}"
                 raise UserError(f"{source} has {both}: two files of one name; rename one")
-            origins[name] = arrival.origin
+            origins[name] = shard.origin
             final = directory / name
             is_placed = final.exists()
             if not is_placed:
                 with disk_errors(final):
-                    arrival.put(_temporary(final))
-            yield _Task(final, f"{source}: {arrival.origin}", limits, is_placed)
+                    shard.put(_temporary(final))
+            yield _Task(final, f"{source}: {shard.origin}", limits, is_placed)
 
     shards: dict[str, Shard] = {}
     try:
@@ -145,7 +145,7 @@ def folder_shards(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and is_shard(path.name))
 
 
-def copied(folder: Path, directory: Path) -> Iterator[Arrival]:
+def copied(folder: Path, directory: Path) -> Iterator[IncomingShard]:
     """The shards of a folder, for `directory`: clones that share their blocks where the file system can, else copies.
 
     Where there is no room for copies they are hard links, so that the owner's edits reach them: that is said, and the
@@ -172,7 +172,7 @@ def copied(folder: Path, directory: Path) -> Iterator[Arrival]:
                     shutil.copyfile(source, temporary)
             _fsync(temporary)
 
-        yield Arrival(str(path.relative_to(folder)), path.stat().st_size, put)
+        yield IncomingShard(str(path.relative_to(folder)), path.stat().st_size, put)
 
 
 def _clone(source: Path, target: Path) -> bool:
@@ -199,7 +199,7 @@ def _link(source: Path, target: Path) -> bool:
     return True
 
 
-def unpacked(archive: Path) -> Iterator[Arrival]:
+def unpacked(archive: Path) -> Iterator[IncomingShard]:
     """All regular files of an archive, shards or not, in its order; each is put before the next, or not at all."""
     for member in members(archive):
 
@@ -210,7 +210,7 @@ def unpacked(archive: Path) -> Iterator[Arrival]:
                 file.flush()
                 os.fsync(file.fileno())
 
-        yield Arrival(member.name, member.size, put)
+        yield IncomingShard(member.name, member.size, put)
 
 
 def _fsync(path: Path) -> None:

@@ -107,10 +107,10 @@ def test_packed_sequences_do_not_see_each_other(ops: Operations, dropout_p: floa
     """Two sequences and padding in the first row, one sequence in the second."""
     q, k, v, _ = inputs(torch.float64)
     ids = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9])
-    bounds = torch.tensor([0, 4, 7, 9, 18])
+    cu_seqlens = torch.tensor([0, 4, 7, 9, 18])
     look = (ids[:, None, :, None] == ids[:, None, None, :]) & (ids > 0)[:, None, None, :]
     look |= torch.eye(9, dtype=torch.bool) & (ids == 0)[:, None, :, None]  # a softmax over nothing is no number
-    mask = ops.attention_mask(ids, bounds)
+    mask = ops.attention_mask(ids, cu_seqlens)
     torch.manual_seed(0)
     draws = torch.stack([ops.attention(q, k, v, mask, dropout_p) for _ in range(1000 if dropout_p else 1)])
     expected, real = attention_by_hand(q, k, v, look), (ids > 0)[:, None, :, None].expand_as(q)

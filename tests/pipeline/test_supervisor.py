@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.launchers.process import Start
+from pipeline.launchers.process import LaunchSpec
 from pipeline.launchers.supervisor import Supervisor
 
 #: Ends as its argument says, after one more checkpoint if there is a second one.
@@ -37,8 +37,8 @@ class StandIn:
     def __init__(self) -> None:
         self.requeued = 0
 
-    def start(self, nodes: int, *, end_together: bool) -> Start:
-        return Start(is_shown=False)
+    def start(self, nodes: int, *, end_together: bool) -> LaunchSpec:
+        return LaunchSpec(is_shown=False)
 
     def requeue(self) -> str | None:
         self.requeued += 1
@@ -72,8 +72,8 @@ def run(directory: Path, scheduler: StandIn) -> int | None:
         return None
 
 
-def ending(directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((directory / "job-state.json").read_text())["ending"]
+def result(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "job-state.json").read_text())["result"]
     return found
 
 
@@ -82,8 +82,8 @@ def test_three_restarts_without_a_new_checkpoint_are_enough(tmp_path: Path) -> N
     scheduler = StandIn()
     assert [run(tmp_path, scheduler) for _ in range(4)] == [None, None, None, 70]
     assert scheduler.requeued == 3
-    assert ending(tmp_path)["is_final"]
-    assert ending(tmp_path)["error"] == "it broke (after 3 restarts without a new checkpoint)"
+    assert result(tmp_path)["is_final"]
+    assert result(tmp_path)["error"] == "it broke (after 3 restarts without a new checkpoint)"
 
 
 def test_a_job_that_gets_further_is_always_started_again(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_restarts_of_the_scheduler_count_too(tmp_path: Path) -> None:
         state["restarts"]["step"] = 0
         (tmp_path / "job-state.json").write_text(json.dumps(state))
     assert run(tmp_path, StandIn()) == 70
-    assert ending(tmp_path)["is_final"]
+    assert result(tmp_path)["is_final"]
 
 
 def test_a_spot_notice_to_a_worker_puts_the_job_back(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_spot_notice_to_a_worker_puts_the_job_back(tmp_path: Path) -> None:
 def test_what_a_person_has_to_put_right_is_not_tried_again(tmp_path: Path, status: int) -> None:
     job(tmp_path, status)
     assert run(tmp_path, StandIn()) == status
-    assert (ending(tmp_path)["status"], ending(tmp_path)["error"]) == (status, "it broke")
+    assert (result(tmp_path)["status"], result(tmp_path)["error"]) == (status, "it broke")
 
 
 def test_what_starts_from_nothing_is_not_tried_again(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_a_refused_requeue_is_said_and_can_be_handed_in_again(tmp_path: Path) ->
 
     job(tmp_path, 70)
     assert run(tmp_path, Refusing()) == 70
-    assert ending(tmp_path)["error"] == "it broke (not requeued: Requested operation is presently disabled)"
-    assert not ending(tmp_path)["is_final"]
+    assert result(tmp_path)["error"] == "it broke (not requeued: Requested operation is presently disabled)"
+    assert not result(tmp_path)["is_final"]
 
 
 def test_a_job_of_an_earlier_submission_does_nothing(tmp_path: Path) -> None:

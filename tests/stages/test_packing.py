@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from stages.examples.packing import Room, pack, pack_masked, pack_tokens, unpack_tokens
+from stages.examples.packing import RowCapacity, pack, pack_masked, pack_tokens, unpack_tokens
 from stages.examples.pairs import Form
 from stages.shard import PACKED_SEQUENCES
 from tests.conftest import Stage
@@ -62,8 +62,8 @@ def test_rows_are_as_few_as_a_search_of_all_ways_finds() -> None:
     rng = np.random.default_rng(1)
     for _ in range(30):
         lengths = rng.integers(1, 11, 6)
-        room = Room(10, 100, 6)
-        ours = len(pack(lengths, np.ones(11, np.int64), room))
+        limits = RowCapacity(10, 100, 6)
+        ours = len(pack(lengths, np.ones(11, np.int64), limits))
         best = min(
             len(set(ways)) for ways in itertools.product(range(6), repeat=6) if max(np.bincount(ways, lengths)) <= 10
         )
@@ -90,7 +90,7 @@ def test_real_wikipedia_fills_rows(shared: Path) -> None:
 
 def test_a_sequence_that_fits_no_row_is_a_mistake() -> None:
     with pytest.raises(AssertionError, match="1 sequences of 5 tokens have 3 masked positions"):
-        pack(np.array([5]), np.full(11, 3), Room(10, 2, 4))
+        pack(np.array([5]), np.full(11, 3), RowCapacity(10, 2, 4))
 
 
 def test_packing_and_unpacking_are_inverse_and_masks_move_along() -> None:

@@ -19,7 +19,7 @@ from stages import shard
 from stages.directory.manifest import StageDirectory
 from stages.examples import plans, shard_writer
 from stages.examples.pairs import Form
-from stages.examples.shard_writer import deal
+from stages.examples.shard_writer import row_ranges
 from stages.shard import ShardOptions, shard_dataset, tokens_fingerprint
 from stages.tokens.files import TRAINING, part_paths, read_part
 from tests.conftest import Disk, Stage
@@ -173,7 +173,7 @@ def test_rows_are_dealt_out_evenly_and_completely() -> None:
     for _ in range(50):
         rows = rng.integers(0, 50, rng.integers(1, 8))
         shares = int(rng.integers(1, 12))
-        starts, ends = zip(*(deal(rows, shares, share) for share in range(shares)), strict=True)
+        starts, ends = zip(*(row_ranges(rows, shares, share) for share in range(shares)), strict=True)
         sizes = np.array(ends) - np.array(starts)
         assert sizes.sum(axis=1).max() - sizes.sum(axis=1).min() <= 1
         assert (np.ptp(sizes, axis=0) <= 1).all()

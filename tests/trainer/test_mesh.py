@@ -61,18 +61,18 @@ def _reduce(rank: int, port: int, how: str) -> None:
     group = mesh.data_parallel_group
     assert (group.links.shared_memory is not None) is (how == "shared")
     assert ("Permission denied" in mesh.not_shared) is (how == "refused"), mesh.not_shared
-    everybodys = [[torch.from_numpy(np.random.default_rng(r).integers(-99, 99, s)) for s in SHAPES] for r in range(3)]
+    tensors = [[torch.from_numpy(np.random.default_rng(r).integers(-99, 99, s)) for s in SHAPES] for r in range(3)]
     chance = random.Random(rank)
     for sums, combined in ((True, np.sum), (False, np.max)):
-        expected = [combined([t.numpy() for t in each], axis=0) for each in zip(*everybodys, strict=True)]
+        expected = [combined([t.numpy() for t in each], axis=0) for each in zip(*tensors, strict=True)]
         for _ in range(3):
-            mine = [tensor.double() for tensor in everybodys[rank]]
+            mine = [tensor.double() for tensor in tensors[rank]]
             for tensor in mine:
                 time.sleep(0.02 * chance.random())  # another is the last each time
                 CpuDevice().all_reduce([tensor], group, sums=sums)
             for reduced, numbers in zip(mine, expected, strict=True):
                 np.testing.assert_array_equal(reduced.numpy(), numbers)
-        mine = [tensor.bfloat16() for tensor in everybodys[rank]]  # only the last of two sums is rounded
+        mine = [tensor.bfloat16() for tensor in tensors[rank]]  # only the last of two sums is rounded
         CpuDevice().all_reduce(mine, group, sums=sums)
         for reduced, numbers in zip(mine, expected, strict=True):
             np.testing.assert_array_equal(reduced.double().numpy(), torch.from_numpy(numbers).bfloat16().double())

@@ -10,7 +10,7 @@ import torch
 
 from stages.directory.manifest import Identity, StageDirectory
 from stages.evaluate import evaluate
-from stages.examples.packing import Room, pack, pack_masked, pack_tokens
+from stages.examples.packing import RowCapacity, pack, pack_masked, pack_tokens
 from tests.support import MODEL, losses, metrics, synthetic_rows, train, write_model_config
 from trainer.config import ModelConfig
 from trainer.data.bert_batch import IGNORED
@@ -33,7 +33,7 @@ def write_both(directory: Path, sequences: int, *, shard: int = 0) -> tuple[Path
         for key, value in arrays.items()
     }
     lengths = arrays["input_mask"].sum(1).astype(np.int64)
-    chosen = pack(lengths, np.full(S + 1, 5), Room(S, P, K))
+    chosen = pack(lengths, np.full(S + 1, 5), RowCapacity(S, P, K))
     is_sequence, order = chosen >= 0, chosen[chosen >= 0]
     by_row = np.where(is_sequence, lengths[chosen], 0)
     wide = np.pad(arrays["masked_lm_positions"][order], ((0, 0), (0, P - 5)))

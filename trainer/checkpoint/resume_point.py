@@ -24,7 +24,7 @@ from trainer.state import TrainState
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """The checkpoint to begin with, and whether all of it counts or only its weights."""
 
     checkpoint: Path
@@ -36,7 +36,7 @@ class Start:
 
 def agree_on_start(
     config: TrainConfig, manager: CheckpointManager, mesh: Mesh, say: Callable[[str], None]
-) -> Start | None:
+) -> ResumePoint | None:
     """The checkpoint that `config` asks to start from, the same on all workers; None: begin with initial weights.
 
     The root chooses; where another worker cannot read its share of it, all take the next. Raises `UserError`.
@@ -47,14 +47,14 @@ def agree_on_start(
         if start is None:
             return None
         check = functools.partial(_why_unusable, start, mesh)
-        problems = list(enumerate(mesh.from_all(mesh.patiently(check))))
+        problems = list(enumerate(mesh.all_gather_object(mesh.patiently(check))))
         bad = [f"worker {worker} cannot use it: {reason}" for worker, reason in problems if reason is not None]
         if not bad:
             return start
         say(f"skipping checkpoint {start.checkpoint}: {bad[0]}")
 
 
-def left_behind(config: TrainConfig, manager: CheckpointManager, start: Start | None) -> list[Path]:
+def left_behind(config: TrainConfig, manager: CheckpointManager, start: ResumePoint | None) -> list[Path]:
     """The checkpoints of the output directory that are not of the branch that begins with `start`, newest first."""
     if start is None or start.checkpoint.parent != manager.directory:
         return [path for _, path in manager.paths()]
@@ -93,7 +93,7 @@ def _named(config: TrainConfig, directory: Path) -> tuple[Path | None, int]:
     return None, own_step
 
 
-def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[Start | None]:
+def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[ResumePoint | None]:
     """What can be started from, best first; None, the last of them: initial weights. Raises `UserError`."""
     if not config.resume:
         if manager.paths():
@@ -120,7 +120,7 @@ def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[Start |
                     f"--resume_step {state.global_step}"
                 )
             _require_origin(path, state, given)
-            yield Start(path, state, weights_only=False, origin=state.origin)
+            yield ResumePoint(path, state, weights_only=False, origin=state.origin)
             rejected = path
     unreadable = [path for path in manager.unreadable if (checkpoint_step(path) or 0) > config.phase1_end_step]
     if later is not None or rejected is not None or unreadable:
@@ -134,7 +134,7 @@ def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[Start |
     yield from _beginnings(config, manager, given)
 
 
-def _beginnings(config: TrainConfig, manager: CheckpointManager, given: Path | None) -> Iterator[Start | None]:
+def _beginnings(config: TrainConfig, manager: CheckpointManager, given: Path | None) -> Iterator[ResumePoint | None]:
     """What a phase without a checkpoint of its own can begin with."""
     _refuse_scripts(config, given)
     if given is not None:
@@ -177,7 +177,7 @@ def _refuse_scripts(config: TrainConfig, given: Path | None) -> None:
     )
 
 
-def _beginning(config: TrainConfig, path: Path) -> Start:
+def _beginning(config: TrainConfig, path: Path) -> ResumePoint:
     """Training that begins with the checkpoint `path`. Raises `CheckpointError`."""
     state = TrainState.read(path)
     if config.phase == 2 and state.phase == 1 and state.global_step != config.phase1_end_step:
@@ -185,10 +185,10 @@ def _beginning(config: TrainConfig, path: Path) -> Start:
             f"{path} is of step {state.global_step}, but phase 1 is said to end at step {config.phase1_end_step}; "
             f"give --phase1_end_step {state.global_step}, or another checkpoint"
         )
-    return Start(path, state, weights_only=state.phase != config.phase, origin=_origin_of(path))
+    return ResumePoint(path, state, weights_only=state.phase != config.phase, origin=_origin_of(path))
 
 
-def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, given: Path | None) -> Start:
+def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, given: Path | None) -> ResumePoint:
     """The output directory's own checkpoint of `step`; or the one that its training begins with, if it is of that step.
     Raises `CheckpointError`."""
     path = manager.directory / f"ckpt_{step}"
@@ -207,7 +207,7 @@ def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, giv
     state = TrainState.read(path)
     if state.phase == config.phase:
         _require_origin(path, state, given)
-        return Start(path, state, weights_only=False, origin=state.origin)
+        return ResumePoint(path, state, weights_only=False, origin=state.origin)
     if state.phase > config.phase:
         raise CheckpointError(f"{path} is of phase {state.phase}; add --phase2 to go on from it, or name another one")
     return _beginning(config, path)
@@ -236,7 +236,7 @@ def _origin_of(path: Path) -> str:
         ) from error
 
 
-def _why_unusable(start: Start, mesh: Mesh) -> str | None:
+def _why_unusable(start: ResumePoint, mesh: Mesh) -> str | None:
     """Why this worker cannot load its share of a checkpoint that the root, which has read all of it, found whole."""
     if mesh.is_root:
         return None

@@ -46,7 +46,7 @@ class BertBatch(Batch):
 
     @property
     def packed_bounds(self) -> Tensor | None:
-        """Of packed rows, see `PackedBertBatch.bounds`."""
+        """Of packed rows, see `PackedBertBatch.cu_seqlens`."""
         return None
 
 
@@ -56,8 +56,8 @@ class PackedBertBatch(BertBatch):
 
     #: (R,) ascending: where the sequences, and the padding behind them, begin in the flattened micro-batch, and its
     #: end. With static shapes there are empty ones.
-    bounds: Tensor
+    cu_seqlens: Tensor
 
     @property
     def packed_bounds(self) -> Tensor | None:
-        return self.bounds
+        return self.cu_seqlens

@@ -112,10 +112,10 @@ class BatchReader:
         }
         if not packed:
             return BertBatch(**fields)
-        return PackedBertBatch(**fields, bounds=as_int64(self._bounds(runs.reshape(-1))))
+        return PackedBertBatch(**fields, cu_seqlens=as_int64(self._bounds(runs.reshape(-1))))
 
     def _bounds(self, runs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `PackedBertBatch`; `runs`: the lengths of what there is, in order. With static shapes as many bounds as
+        """See `PackedBertBatch`; `runs`: the lengths of what there is, in order. With static shapes as many entries as
         there can be."""
         ends = np.cumsum(runs if self._static_shapes else runs[runs > 0])
         return np.concatenate([[0], ends])

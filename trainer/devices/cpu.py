@@ -31,13 +31,13 @@ class CpuOperations(Operations):
         dropped: Tensor = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
         return dropped
 
-    def attention_mask(self, sequence_ids: Tensor, bounds: Tensor | None) -> AttentionMask:
+    def attention_mask(self, sequence_ids: Tensor, cu_seqlens: Tensor | None) -> AttentionMask:
         """Of packed rows, how long each sequence is, and whether it is one: a graph cannot tell, so it gets a mask."""
-        if bounds is None or torch.compiler.is_compiling():
-            return super().attention_mask(sequence_ids, bounds)
-        lengths = bounds.diff()
+        if cu_seqlens is None or torch.compiler.is_compiling():
+            return super().attention_mask(sequence_ids, cu_seqlens)
+        lengths = cu_seqlens.diff()
         is_run = lengths > 0
-        is_sequence = sequence_ids.flatten()[bounds[:-1][is_run]] > 0
+        is_sequence = sequence_ids.flatten()[cu_seqlens[:-1][is_run]] > 0
         return list(zip(lengths[is_run].tolist(), is_sequence.tolist(), strict=True))
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:

@@ -28,12 +28,12 @@ _BF16_PEAKS = {
 class CudaOperations(Operations):
     """Packed rows go through torch's nested tensors, which call FlashAttention for sequences of different lengths."""
 
-    def attention_mask(self, sequence_ids: Tensor, bounds: Tensor | None) -> AttentionMask:
-        if bounds is None or torch.compiler.is_compiling():
-            return super().attention_mask(sequence_ids, bounds)
+    def attention_mask(self, sequence_ids: Tensor, cu_seqlens: Tensor | None) -> AttentionMask:
+        if cu_seqlens is None or torch.compiler.is_compiling():
+            return super().attention_mask(sequence_ids, cu_seqlens)
         # That they are a prototype is known; it is told once a process otherwise.
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype", UserWarning)
-        return Bounds(bounds)
+        return Bounds(cu_seqlens)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
         if not isinstance(mask, Bounds):

@@ -18,14 +18,14 @@ class Operations:
         """Zero a share `p` of `x` and scale the rest by 1 / (1 - p)."""
         return F.dropout(x, p)
 
-    def attention_mask(self, sequence_ids: Tensor, bounds: Tensor | None) -> AttentionMask:
+    def attention_mask(self, sequence_ids: Tensor, cu_seqlens: Tensor | None) -> AttentionMask:
         """Where attention may look, made once for all layers: at the tokens of the own sequence.
 
-        `sequence_ids` (B, S) and, where rows are packed, `bounds` (R,) as in `BertBatch`; nobody reads the results of
-        padding. Here bool, True: look there; (B, 1, 1, S), or (B, 1, S, S) where rows are packed. Padding looks at
+        `sequence_ids` (B, S) and, where rows are packed, `cu_seqlens` (R,) as in `BertBatch`; nobody reads the results
+        of padding. Here bool, True: look there; (B, 1, 1, S), or (B, 1, S, S) where rows are packed. Padding looks at
         padding, so that no softmax is over nothing.
         """
-        if bounds is None:
+        if cu_seqlens is None:
             return sequence_ids.bool()[:, None, None, :]
         return sequence_ids[:, None, :, None] == sequence_ids[:, None, None, :]
 

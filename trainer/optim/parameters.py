@@ -63,7 +63,7 @@ class SharedModel:
 
     is_split: Callable[[str], bool]
     #: Adds up a tensor over the ranks, in place.
-    add_up: Callable[[Tensor], None]
+    all_reduce: Callable[[Tensor], None]
     #: A context in which each rank draws random numbers of its own.
     random_region: Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -74,14 +74,14 @@ class SharedModel:
             for split in (True, False)
         }
         split = torch.stack(squares[True]).sum()
-        self.add_up(split)
+        self.all_reduce(split)
         return (split + torch.stack(squares[False]).sum()).sqrt()
 
     def whole_norms(self, names: list[str], norms: Tensor) -> Tensor:
         """L2 norms of whole tensors from those of this rank's pieces, (…, T); `names`: the T parameters."""
         split = [at for at, name in enumerate(names) if self.is_split(name)]
         squares = norms[..., split] ** 2
-        self.add_up(squares)
+        self.all_reduce(squares)
         norms = norms.clone()
         norms[..., split] = squares.sqrt()
         return norms

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from common.errors import UserError
-from trainer.parallel.shared_memory import SharedMemory, everybodys
+from trainer.parallel.shared_memory import SharedMemory, all_gather_object
 
 T = TypeVar("T")
 #: Seconds between two questions whether a worker is still busy.
@@ -134,7 +134,7 @@ class Mesh:
             # Every group by itself: where one has failed, the others' members still wait for each other.
             data, problem = self._sharing(data, self.data_parallel_group)
             tensor, another = self._sharing(tensor, self.tensor_parallel_group)
-            problems = everybodys(problem or another)
+            problems = all_gather_object(problem or another)
             mesh = dataclasses.replace(mesh, not_shared=next(filter(None, problems), ""))
         return dataclasses.replace(mesh, data_links=data, tensor_links=tensor)
 
@@ -167,11 +167,11 @@ class Mesh:
 
     def by_root(self, work: Callable[[], T]) -> T:
         """What `work` returns in the root, in every worker; it may take longer than workers wait for each other."""
-        told = self.tell(self.patiently(lambda: [work()] if self.is_root else []))
+        told = self.broadcast_object(self.patiently(lambda: [work()] if self.is_root else []))
         assert told is not None
         return told[0]
 
-    def tell(self, value: T | None) -> T | None:
+    def broadcast_object(self, value: T | None) -> T | None:
         """The root's `value`, in every worker; the others' is not looked at."""
         if self.world_size == 1:
             return value
@@ -179,9 +179,9 @@ class Mesh:
         dist.broadcast_object_list(box, src=0, group=self.host_group, device=torch.device("cpu"))
         return box[0]
 
-    def from_all(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Each worker's `value`, by rank, in every worker."""
-        return [value] if self.world_size == 1 else everybodys(value, self.host_group)
+        return [value] if self.world_size == 1 else all_gather_object(value, self.host_group)
 
     def wait_while(self, is_busy: Callable[[], bool]) -> None:
         """Wait until no worker `is_busy`. They ask each other all the time, so it may take longer than a collective

@@ -42,13 +42,13 @@ class SharedMemory:
             os.ftruncate(own, 2 * PIECE_BYTES)
             segments: list[Tensor] = []
             problem = ""
-            for pid, descriptor in everybodys((os.getpid(), own), group):
+            for pid, descriptor in all_gather_object((os.getpid(), own), group):
                 try:
                     segments.append(_segment(f"/proc/{pid}/fd/{descriptor}"))
                 except OSError as error:
                     problem = str(error)
             # Everybody has heard from everybody here, so nobody still needs the descriptor.
-            problem = next(filter(None, everybodys(problem, group)), "")
+            problem = next(filter(None, all_gather_object(problem, group)), "")
         finally:
             os.close(own)
         if problem:
@@ -69,21 +69,21 @@ class SharedMemory:
         own, others = self._rank, [rank for rank in range(self._size) if rank != self._rank]
         for rank in others:
             laid_out[own][shares[rank]].copy_(piece[shares[rank]])
-        self._meet()
+        self._barrier()
         total = piece[shares[own]]
         for rank in others:
             combine(total, laid_out[rank][shares[own]], out=total)
         sums[own][shares[own]].copy_(total)
-        self._meet()
+        self._barrier()
         for rank in others:
             piece[shares[rank]].copy_(sums[rank][shares[rank]])
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Wait until all workers are here; what they wrote before, the others see after."""
         dist.all_reduce(self._arrived, group=self._group)
 
 
-def everybodys(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """What each worker of a group gives as its `own`, by rank; None: of all workers."""
     found = [own] * dist.get_world_size(group)
     dist.all_gather_object(found, own, group=group)

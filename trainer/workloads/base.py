@@ -21,7 +21,7 @@ from trainer.parallel.tensor import TensorParallel
 
 
 @dataclass(frozen=True)
-class Work:
+class StepCost:
     """What a step of all workers has done."""
 
     samples: int
@@ -77,7 +77,7 @@ class Workload(abc.ABC):
         """What reads the data set; with `static_shapes` all micro-batches have the same shapes."""
 
     @abc.abstractmethod
-    def work(self, counts: Sequence[int]) -> Work:
+    def work(self, counts: Sequence[int]) -> StepCost:
         """The work of a step, from what its reader has counted, summed over the workers."""
 
     def max_steps(self, args: argparse.Namespace, global_batch_size: int) -> int:

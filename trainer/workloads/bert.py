@@ -18,7 +18,7 @@ from trainer.models.bert import BertForPreTraining, has_weight_decay
 from trainer.models.operations import Operations
 from trainer.parallel.plan import require_divisible
 from trainer.parallel.tensor import TensorParallel
-from trainer.workloads.base import Work, Workload
+from trainer.workloads.base import StepCost, Workload
 
 
 class BertWorkload(Workload):
@@ -80,7 +80,7 @@ class BertWorkload(Workload):
     def reader(self, *, static_shapes: bool) -> BatchReader:
         return BatchReader(self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes)
 
-    def work(self, counts: Sequence[int]) -> Work:
+    def work(self, counts: Sequence[int]) -> StepCost:
         """A multiplication and an addition are two, and the backward pass is two forward passes, as in Narayanan et
         al. 2021, arXiv:2104.04473, appendix; embeddings, norms and softmax are not counted. The usual formula pads
         every sequence to S tokens and computes the masked-LM head at all of them.
@@ -93,7 +93,7 @@ class BertWorkload(Workload):
         a_sequence = 2 * h**2 + 4 * h
         needed = tokens * a_token + pairs * a_pair + masked * a_prediction + sequences * a_sequence
         usual = sequences * (S * (a_token + a_prediction) + S**2 * a_pair + a_sequence)
-        return Work(sequences, 3.0 * needed, 3.0 * usual)
+        return StepCost(sequences, 3.0 * needed, 3.0 * usual)
 
     def summary(self) -> dict[str, Any]:
         return {"max_length": self.shards.seq_len}

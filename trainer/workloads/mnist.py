@@ -20,7 +20,7 @@ from trainer.models.mlp import CLASSES, HIDDEN, MLP, PIXELS, ImageBatch
 from trainer.models.operations import Operations
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.tensor import TensorParallel
-from trainer.workloads.base import Work, Workload
+from trainer.workloads.base import StepCost, Workload
 
 #: The files of the two sets, under their published names: images, labels.
 TRAINING = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
@@ -130,10 +130,10 @@ class MnistWorkload(Workload):
     def reader(self, *, static_shapes: bool) -> Images:
         return self.images  # the order has no smaller batches
 
-    def work(self, counts: Sequence[int]) -> Work:
+    def work(self, counts: Sequence[int]) -> StepCost:
         sizes = [PIXELS, *HIDDEN, CLASSES]
         flops = 6.0 * counts[0] * sum(a * b for a, b in itertools.pairwise(sizes))
-        return Work(counts[0], flops, flops)
+        return StepCost(counts[0], flops, flops)
 
     def max_steps(self, args: argparse.Namespace, global_batch_size: int) -> int:
         return int(args.epochs) * max(1, len(self.images) // global_batch_size)
