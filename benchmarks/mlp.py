@@ -37,7 +37,9 @@ def our_rate(data: Path, out: Path, *, workers: int, epochs: int) -> float:
 
 
 def plain_rate(data: Path, *flags: str, workers: int, epochs: int) -> float:
-    printed = python(*launcher(workers), "-m", "benchmarks.plain_mlp", str(data), f"--epochs={epochs}", *flags)
+    printed = python(
+        *launcher(workers), "-m", "benchmarks.references.plain_mlp", str(data), f"--epochs={epochs}", *flags
+    )
     return float(printed.split()[-1])
 
 

@@ -55,7 +55,7 @@ def main() -> None:
                 out = directory / f"out-{pair}"
                 with on_cores(args.cores):
                     mine = our_step_times(ours, together, model, out, steps=args.steps, precision=args.precision)
-                    theirs = their_step_times("hugging_face", A2, apart, model, steps=args.steps)
+                    theirs = their_step_times("references.hugging_face", A2, apart, model, steps=args.steps)
                 pairs.append((a_row * ours.sequences_per_step / steady(mine), A2.sequences_per_step / steady(theirs)))
         what = f"phase 2, work A, {name} (mean {lengths.mean():.0f} tokens, {a_row:.2f} sequences a row)"
         say(ratio(what, pairs, ours=f"packed, {args.precision}", beside="Trainer, fp32", at_least=LEAST))

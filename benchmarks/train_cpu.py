@@ -22,7 +22,7 @@ def main() -> None:
                 rates.append(A.sequences_per_step / steady(times))
             for name, rates in theirs.items():
                 words = (f"--precision={name}",)
-                times = their_step_times("hugging_face", A, data, model, *words, steps=args.steps)
+                times = their_step_times("references.hugging_face", A, data, model, *words, steps=args.steps)
                 rates.append(A.sequences_per_step / steady(times))
     for mine, other, least in COMPARISONS:
         resolved = auto if mine == "auto" else mine

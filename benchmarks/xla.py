@@ -15,7 +15,7 @@ def main() -> None:
     for _ in range(args.pairs):
         with scratch(A) as (directory, data, model), on_cores(args.cores):
             ours = our_step_times(A, data, model, directory / "ours", steps=args.steps, precision="fp32", device="xla")
-            theirs = their_step_times("plain_xla", A, data, model, steps=args.steps)
+            theirs = their_step_times("references.plain_xla", A, data, model, steps=args.steps)
         rates.append((A.sequences_per_step / steady(ours), A.sequences_per_step / steady(theirs)))
         firsts.append((ours[0], theirs[0]))
     say(ratio("phase 1, work A, XLA:CPU, fp32", rates, ours="ours", beside="plain loop, full head", at_least=LEAST))

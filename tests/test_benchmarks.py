@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.results import Result, ratio, write_table
 from benchmarks.work import A2, Work, half_padding_lengths, packed, random_rows, write_rows
-from tests.support import assert_one_line_error, command, forked, options, write_dataset, write_model_config
+from tests.helpers.support import assert_one_line_error, command, forked, options, write_dataset, write_model_config
 from trainer.data.shards import KEYS
 from trainer.data.validation import validate_file
 

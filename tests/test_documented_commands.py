@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from torch.distributed.run import parse_args
 
-from tests.documented import Documented, commands
-from tests.images import write_images
-from tests.neuron_machine import machine
-from tests.support import ROOT, command, synthetic_rows
+from tests.helpers.documented import Documented, commands
+from tests.helpers.images import write_images
+from tests.helpers.neuron_machine import machine
+from tests.helpers.support import ROOT, command, synthetic_rows
 from trainer.data.shards import write_shard
 from trainer.devices.select import automatic
 from trainer.options import parse, to_config

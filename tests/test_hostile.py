@@ -25,8 +25,8 @@ import pytest
 import torch
 
 from common.errors import UserError
-from tests.stages.ready import pack, refused, write
-from tests.support import ROOT, forked
+from tests.helpers.ready import pack, refused, write
+from tests.helpers.support import ROOT, forked
 from trainer.data.hdf5 import open_hdf5
 from trainer.data.shards import KEYS, ShardSet, file_shape
 

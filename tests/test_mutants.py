@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.support import ROOT, assert_one_line_error, command
 from tests.mutants.run import Fault, read_faults
-from tests.support import ROOT, assert_one_line_error, command
 
 FAULTS = read_faults()
 

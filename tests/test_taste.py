@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT
+from tests.helpers.support import ROOT
 from trainer.config import ModelConfig, TrainConfig
 
 PACKAGES = ("pipeline", "stages", "trainer", "common")

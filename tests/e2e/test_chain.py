@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.chain import LUIGI, STAGES, Chain, write_corpus
-from tests.support import command, metrics, tensors
+from tests.helpers.chain import LUIGI, STAGES, Chain, write_corpus
+from tests.helpers.support import command, metrics, tensors
 
 
 @pytest.fixture(scope="module")

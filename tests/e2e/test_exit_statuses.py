@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support import ROOT, options, synthetic_rows, write_dataset, write_model_config
+from tests.helpers.support import ROOT, options, synthetic_rows, write_dataset, write_model_config
 from trainer.data.order import SampleOrder
 from trainer.data.shards import write_shard
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chain import LUIGI, Chain, finished_chain, write_corpus
-from tests.stages.web import serving
-from tests.support import command, forked, losses, tensors, train, write_dataset, write_model_config
+from tests.helpers.chain import LUIGI, Chain, finished_chain, write_corpus
+from tests.helpers.support import command, forked, losses, tensors, train, write_dataset, write_model_config
+from tests.helpers.web import serving
 
 Run = Callable[..., object]
 

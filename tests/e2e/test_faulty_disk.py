@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from common.files import sweep_temporaries
-from tests.chain import write_corpus
 from tests.e2e.test_failpoints import TRAINING, outputs
-from tests.stages.web import serving
-from tests.support import (
+from tests.helpers.chain import write_corpus
+from tests.helpers.support import (
     ROOT,
     assert_one_line_error,
     assert_same_bytes,
@@ -27,17 +26,18 @@ from tests.support import (
     write_dataset,
     write_model_config,
 )
+from tests.helpers.web import serving
 from trainer.checkpoint.directory import why_invalid
 
 
 @pytest.fixture(scope="module", autouse=True)
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The compiled tests/faulty_io.c, preloaded into every process that is forked for these tests."""
+    """The compiled tests/helpers/faulty_io.c, preloaded into every process that is forked for these tests."""
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("no C compiler to build tests/faulty_io.c with")
+        pytest.skip("no C compiler to build tests/helpers/faulty_io.c with")
     library = tmp_path_factory.mktemp("shim") / "faulty_io.so"
-    source = ROOT / "tests" / "faulty_io.c"
+    source = ROOT / "tests" / "helpers" / "faulty_io.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_PRELOAD", str(library))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chain import Chain
 from tests.conftest import Disk
-from tests.support import assert_same_bytes, train, write_dataset, write_model_config
+from tests.helpers.chain import Chain
+from tests.helpers.support import assert_same_bytes, train, write_dataset, write_model_config
 from trainer.checkpoint.directory import why_invalid
 
 

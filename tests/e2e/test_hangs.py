@@ -9,10 +9,10 @@ import pytest
 
 from pipeline.launchers import process
 from pipeline.tasks.bert import BertPhase2
-from pipeline.tasks.goal import chain as stages_of
+from pipeline.status.chain import chain as stages_of
 from pipeline.tasks.mnist import MnistMlp
-from tests.chain import Chain, finished_chain
-from tests.support import assert_one_line_error
+from tests.helpers.chain import Chain, finished_chain
+from tests.helpers.support import assert_one_line_error
 
 #: Stops each `python -m stages.NAME` once, before its first line; with EVERY_TIME set, each time.
 STOPPED = """

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chain import LUIGI, Chain
-from tests.support import ROOT, assert_same_bytes, metrics, options, write_dataset, write_model_config
+from tests.helpers.chain import LUIGI, Chain
+from tests.helpers.support import ROOT, assert_same_bytes, metrics, options, write_dataset, write_model_config
 
 #: Enough steps that a signal sent when the first are done arrives in the middle.
 LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "500")

@@ -1,4 +1,4 @@
-"""A short run of the random killer; `python -m tests.e2e.killer` is the long one."""
+"""A short run of the random killer; `python -m tests.helpers.killer` is the long one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chain import Chain
-from tests.e2e.killer import check_end, digest, torment
+from tests.helpers.chain import Chain
+from tests.helpers.killer import check_end, digest, torment
 
 
 @pytest.mark.parametrize("workers", [1, 2])

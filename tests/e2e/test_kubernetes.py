@@ -1,5 +1,5 @@
 """Jobs on Kubernetes: manifests against its schemas; what luigi and the pods do, with a stand-in for the cluster
-(tests/kubectl.py). None of it has seen a real one."""
+(tests/helpers/kubectl.py). None of it has seen a real one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import psutil
 import pytest
 import yaml
 
-from tests.chain import Chain, one_core, wait_until
 from tests.e2e.test_interruptions import LONG, ours, training_directory
-from tests.support import ROOT, command, free_port, metrics, tensors
+from tests.helpers.chain import Chain, one_core, wait_until
+from tests.helpers.support import ROOT, command, free_port, metrics, tensors
 
 SETTINGS = """
 [cluster]
@@ -108,7 +108,9 @@ class Cluster:
         self.state = directory / "state"
         self.state.mkdir()
         program = directory / "kubectl"
-        program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(ROOT / "tests" / "kubectl.py")])} "$@"\n')
+        program.write_text(
+            f'#!/bin/sh\nexec {shlex.join([sys.executable, str(ROOT / "tests" / "helpers" / "kubectl.py")])} "$@"\n'
+        )
         program.chmod(0o755)
         self.environment = {"PATH": f"{directory}:{os.environ['PATH']}", "KUBECTL_STATE": str(self.state)}
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from stages.mnist import FILES
-from tests import neuron_machine
-from tests.chain import LUIGI
 from tests.e2e.test_failpoints import outputs, points
-from tests.images import write_images
-from tests.support import assert_one_line_error, command, forked
+from tests.helpers import neuron_machine
+from tests.helpers.chain import LUIGI
+from tests.helpers.images import write_images
+from tests.helpers.support import assert_one_line_error, command, forked
 
 
 def luigi(

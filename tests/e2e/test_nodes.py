@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from tests.chain import Chain, one_core
-from tests.support import command, free_port, tensors
+from tests.helpers.chain import Chain, one_core
+from tests.helpers.support import command, free_port, tensors
 from trainer.launch.rendezvous import choose_interface
 
 

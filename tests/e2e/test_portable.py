@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chain import Chain
-from tests.support import command
+from tests.helpers.chain import Chain
+from tests.helpers.support import command
 
 #: Read by each Python at its start. psutil, which has its own ways on other systems, still sees /proc.
 WITHOUT_LINUX = """

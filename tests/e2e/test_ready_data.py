@@ -5,9 +5,9 @@ from __future__ import annotations
 import string
 from pathlib import Path
 
-from tests.chain import LUIGI, Chain
-from tests.stages.ready import write
-from tests.support import assert_one_line_error, command
+from tests.helpers.chain import LUIGI, Chain
+from tests.helpers.ready import write
+from tests.helpers.support import assert_one_line_error, command
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [a + b for a in "bcdfg" for b in string.ascii_lowercase][: 100 - len(SPECIAL)]

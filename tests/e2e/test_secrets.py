@@ -14,14 +14,14 @@ from common.errors import UserError
 from pipeline.settings.parameters import Text
 from pipeline.settings.sections import SECTIONS, section_name
 from pipeline.status import live_report
-from tests.central import luigid
-from tests.chain import Chain
-from tests.checkpoints import CONFIG, snapshot, write_native
+from tests.helpers.chain import Chain
+from tests.helpers.checkpoints import CONFIG, snapshot, write_native
+from tests.helpers.luigid import luigid
+from tests.helpers.ready import pack
+from tests.helpers.support import forked, write_dataset
+from tests.helpers.web import Web, serving, status
 from tests.pipeline import test_nightly
 from tests.pipeline.test_nightly import Post
-from tests.stages.ready import pack
-from tests.stages.web import Web, serving, status
-from tests.support import forked, write_dataset
 
 inbox = test_nightly.post
 DATE, FAILING = "2026-11-20", "2026-11-21"

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from stages.directory.lock import hold
-from tests.central import luigid
-from tests.chain import LUIGI, Chain, wait_until
-from tests.support import ROOT
+from tests.helpers.chain import LUIGI, Chain, wait_until
+from tests.helpers.luigid import luigid
+from tests.helpers.support import ROOT
 
 #: Trains until it is stopped.
 LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "0")

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chain import Chain, finished_chain, one_core, wait_until
 from tests.e2e.test_interruptions import LONG, ours, training_directory
-from tests.slurm import Slurm, missing_programs
-from tests.support import free_port, metrics, tensors
+from tests.helpers.chain import Chain, finished_chain, one_core, wait_until
+from tests.helpers.slurm import Slurm, missing_programs
+from tests.helpers.support import free_port, metrics, tensors
 
 TWO_NODES = ("--Cluster-launcher", "slurm", "--Cluster-nnodes", "2")
 

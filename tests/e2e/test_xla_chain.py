@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chain import Chain
-from tests.support import metrics
+from tests.helpers.chain import Chain
+from tests.helpers.support import metrics
 
 pytest.importorskip("torch_xla")
 

@@ -13,8 +13,8 @@ import pytest
 
 from stages.directory import manifest
 from stages.directory.lock import hold
-from tests.chain import Chain, finished_chain
-from tests.support import assert_one_line_error, command, flip_a_byte
+from tests.helpers.chain import Chain, finished_chain
+from tests.helpers.support import assert_one_line_error, command, flip_a_byte
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from common.errors import UserError
 from pipeline.settings import sections
 from pipeline.settings.load import load
 from pipeline.tasks.stage import Stage
-from tests.support import ROOT
+from tests.helpers.support import ROOT
 
 Fingerprints = Callable[..., dict[str, str]]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from stages.directory.lock import hold
-from tests.chain import Chain, finished_chain, wait_until, write_corpus
+from tests.helpers.chain import Chain, finished_chain, wait_until, write_corpus
+from tests.helpers.support import assert_one_line_error
 from tests.pipeline.test_nightly import Post, chain, night_of, old_night, post, provide, words
-from tests.support import assert_one_line_error
 
 __all__ = ["chain", "post"]
 TODAY = datetime.date.today()

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from stages.directory.lock import hold
-from tests.central import luigid
-from tests.chain import Chain, finished_chain, wait_until, write_corpus
-from tests.support import assert_one_line_error, command
+from tests.helpers.chain import Chain, finished_chain, wait_until, write_corpus
+from tests.helpers.luigid import luigid
+from tests.helpers.support import assert_one_line_error, command
 
 SETTINGS = """
 [email]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from stages.directory.attempts import read
-from tests.chain import Chain, finished_chain, wait_until
-from tests.support import metrics
+from tests.helpers.chain import Chain, finished_chain, wait_until
+from tests.helpers.support import metrics
 
 
 @pytest.fixture(scope="module")

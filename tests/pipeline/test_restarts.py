@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.launchers.restarts import checkpoint_steps, newest_checkpoint
 from pipeline.status.stage_dirs import last_checkpoint_step
-from tests.checkpoints import save, snapshot
+from tests.helpers.checkpoints import save, snapshot
 from trainer.checkpoint.directory import set_aside
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, assert_one_line_error, command
+from tests.helpers.support import ROOT, assert_one_line_error, command
 
 CONFIGS = sorted((ROOT / "configs").glob("*.cfg"))
 LUIGI = ("-m", "luigi", "--module", "pipeline")

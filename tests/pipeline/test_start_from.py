@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chain import LUIGI, Chain, finished_chain
-from tests.support import assert_one_line_error, command, forked, tensors
+from tests.helpers.chain import LUIGI, Chain, finished_chain
+from tests.helpers.support import assert_one_line_error, command, forked, tensors
 
 FORMATS = {"pt": "ckpt_8.pt", "hf": "model"}
 

@@ -18,8 +18,8 @@ import pytest
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR
 from pipeline.status.states import State
 from stages.directory.lock import hold
-from tests.chain import STAGES, Chain, finished_chain, wait_until, write_corpus
-from tests.support import ROOT, assert_one_line_error, command
+from tests.helpers.chain import STAGES, Chain, finished_chain, wait_until, write_corpus
+from tests.helpers.support import ROOT, assert_one_line_error, command
 
 
 @pytest.fixture(scope="module")

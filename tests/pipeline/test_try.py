@@ -9,8 +9,8 @@ import pytest
 
 from common.errors import UserError
 from stages.predict import load, predict
-from tests.chain import Chain, finished_chain
-from tests.support import assert_one_line_error, command
+from tests.helpers.chain import Chain, finished_chain
+from tests.helpers.support import assert_one_line_error, command
 
 
 @pytest.fixture(scope="module")

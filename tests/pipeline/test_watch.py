@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.commands.watch import sparkline
-from tests.chain import Chain, finished_chain
-from tests.support import ROOT, command
+from tests.helpers.chain import Chain, finished_chain
+from tests.helpers.support import ROOT, command
 
 WORDS = (sys.executable, "-m", "pipeline", "status", "--watch", "0.1")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from stages.directory.lock import hold
-from tests.chain import STAGES, Chain, finished_chain, write_corpus
-from tests.support import assert_one_line_error, command
+from tests.helpers.chain import STAGES, Chain, finished_chain, write_corpus
+from tests.helpers.support import assert_one_line_error, command
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stages.ready import write
+from tests.helpers.ready import write
 
 
 @pytest.fixture

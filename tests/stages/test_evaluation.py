@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from stages import evaluate_mlp
 from stages.directory.manifest import Identity, StageDirectory
 from stages.evaluate import PATTERN, evaluate
-from tests.images import write_images
-from tests.support import MODEL, synthetic_rows
+from tests.helpers.images import write_images
+from tests.helpers.support import MODEL, synthetic_rows
 from trainer.config import ModelConfig
 from trainer.data.shards import ShardSet, write_shard
 from trainer.devices.cpu import CpuDevice

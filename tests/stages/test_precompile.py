@@ -1,4 +1,4 @@
-"""Precompile: on XLA's CPU for real; for Neuron on the stand-in machine of `tests.neuron_machine`."""
+"""Precompile: on XLA's CPU for real; for Neuron on the stand-in machine of `tests.helpers.neuron_machine`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.chain import wait_until
-from tests.images import write_images
-from tests.neuron_machine import DEFAULT_CACHE, machine
-from tests.support import (
+from tests.helpers.chain import wait_until
+from tests.helpers.images import write_images
+from tests.helpers.neuron_machine import DEFAULT_CACHE, machine
+from tests.helpers.support import (
     ROOT,
     assert_one_line_error,
     command,

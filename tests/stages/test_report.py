@@ -22,9 +22,9 @@ from stages.report import view_of
 from stages.view.curves import MetricsFile, points
 from stages.view.page import page
 from stages.view.text import duration, number, size
-from tests import browser
-from tests.runs import EVALUATION, VALUES, write_metrics, write_run
-from tests.support import ROOT, forked, metrics
+from tests.helpers import browser
+from tests.helpers.runs import EVALUATION, VALUES, write_metrics, write_run
+from tests.helpers.support import ROOT, forked, metrics
 
 STEPS = (28125, 1563)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import write_dataset, write_model_config
+from tests.helpers.support import write_dataset, write_model_config
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support import VOCAB, Workers, metrics, options
-from tests.trainer.known_peak import PEAK_FLOPS_PER_S
-from tests.trainer.test_packed import write_both
+from tests.helpers.known_peak import PEAK_FLOPS_PER_S
+from tests.helpers.support import VOCAB, Workers, metrics, options
+from tests.trainer.data.test_packed import write_both
 from trainer.config import ModelConfig
 from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
@@ -86,7 +86,7 @@ def records(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -
         data_dir=data, model_config=model, output_dir=out, precision="fp32", device="cpu", max_steps=14,
         batch_size=4, grad_accum_usteps=2, warmup_steps=2, max_pred_len=5,
     )  # fmt: skip
-    done = Workers(2, "tests.trainer.known_peak", words, {}).wait()
+    done = Workers(2, "tests.helpers.known_peak", words, {}).wait()
     assert done.returncode == 0, done.stdout
     return metrics(out)
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from common.process import free_port
-from tests.images import write_idx, write_images
-from tests.support import ROOT, assert_one_line_error, command, losses, metrics, options, tensors, train
+from tests.helpers.images import write_idx, write_images
+from tests.helpers.support import ROOT, assert_one_line_error, command, losses, metrics, options, tensors, train
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.models.mlp import MLP

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import assert_one_line_error, assert_same_bytes, losses, metrics, train
+from tests.helpers.support import assert_one_line_error, assert_same_bytes, losses, metrics, train
 from trainer.data.order import SampleOrder
 
 GIVEN: dict[str, Any] = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import (
+from tests.helpers.support import (
     MODEL,
     Workers,
     assert_one_line_error,
@@ -137,7 +137,7 @@ def test_all_workers_end_with_the_same_weights(
         data_dir=data, model_config=model, output_dir=tmp_path, precision=mode, max_steps=5, grad_accum_usteps=2,
         tensor_parallel_size=tensor_parallel_size, data_parallel=how, **COMMON,
     )  # fmt: skip
-    done = Workers(workers, "tests.trainer.replicas", words, {}).wait()
+    done = Workers(workers, "tests.helpers.replicas", words, {}).wait()
     assert done.returncode == 0, done.stdout
     found = [json.loads((tmp_path / f"weights-{rank}.json").read_text()) for rank in range(workers)]
     for name in found[0]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.chance import assert_mean_zero, assert_uncorrelated
-from tests.support import Workers, options, write_model_config
+from tests.helpers.chance import assert_mean_zero, assert_uncorrelated
+from tests.helpers.support import Workers, options, write_model_config
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.select import select
@@ -30,13 +30,13 @@ Draws = dict[str, np.ndarray]
 
 
 def record(data: Path, out: Path, workers: int, **values: object) -> list[Draws]:
-    """What each worker of a run drew: as `tests.trainer.recorder` has it."""
+    """What each worker of a run drew: as `tests.helpers.recorder` has it."""
     model = write_model_config(out.parent)
     given = {
         "data_dir": data, "model_config": model, "output_dir": out, "batch_size": 4, "grad_accum_usteps": USTEPS,
         "max_steps": STEPS, "warmup_steps": 1, "max_pred_len": 5, "device": "cpu", "ckpt_interval_steps": 0,
     }  # fmt: skip
-    done = Workers(workers, "tests.trainer.recorder", options(**{**given, **values}), {}).wait()
+    done = Workers(workers, "tests.helpers.recorder", options(**{**given, **values}), {}).wait()
     assert done.returncode == 0, done.stdout
     return [dict(np.load(out / f"random-{rank}.npz")) for rank in range(workers)]
 

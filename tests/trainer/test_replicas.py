@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import assert_same_bytes, metrics, train
+from tests.helpers.support import assert_same_bytes, metrics, train
 from trainer.devices.cpu import CpuDevice
 
 GIVEN: dict[str, Any] = {

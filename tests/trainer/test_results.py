@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import losses, metrics, train
+from tests.helpers.support import losses, metrics, train
 
 GIVEN: dict[str, Any] = {
     "batch_size": 4, "grad_accum_usteps": 2, "warmup_steps": 1, "max_pred_len": 5, "device": "cpu", "max_steps": 12,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import (
+from tests.helpers.support import (
     assert_one_line_error,
     assert_same_bytes,
     forked,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.neuron_machine import hardware, machine
-from tests.support import VOCAB as IDS
-from tests.support import assert_one_line_error, command, forked, options, train, write_dataset
+from tests.helpers.neuron_machine import hardware, machine
+from tests.helpers.support import VOCAB as IDS
+from tests.helpers.support import assert_one_line_error, command, forked, options, train, write_dataset
 
 GIVEN = {"batch_size": 4, "grad_accum_usteps": 1, "max_steps": 2, "warmup_steps": 1, "max_pred_len": 5}
 TINY = {"model": "tiny", "vocab_size": IDS, "device": "cpu", **GIVEN}

@@ -2,7 +2,7 @@
 computed at the masked positions only.
 
 The modules are our own because importing Hugging Face's takes longer than a whole start of the trainer may
-(docs/decisions.md); names, shapes and results are theirs (tests/trainer/test_bert.py).
+(docs/decisions.md); names, shapes and results are theirs (tests/trainer/models/test_bert.py).
 
 B: rows in the micro-batch, S: tokens in a row, H: hidden size, A: heads, M: masked positions and Q: sequences in the
 whole micro-batch, V: vocabulary. A row is one sequence, or, packed, several that do not see each other.

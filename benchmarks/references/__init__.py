@@ -1,0 +1,1 @@
+"""The other side of a comparison: plain scripts, Hugging Face."""

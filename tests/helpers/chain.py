@@ -1,0 +1,168 @@
+"""The whole chain on a tiny corpus, through the real commands."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.support import ROOT, command
+
+LUIGI = ("-m", "luigi", "--module", "pipeline")
+WORDS = "time year people way day man thing woman life child world school state family student group country problem"
+
+CONFIG = """
+[run]
+work_dir = {directory}/work
+log_interval = 2
+processes = 1
+[corpus]
+source = {directory}/corpus.txt
+held_out = 0.1
+vocab_size = 300
+[dataset]
+shards = 2
+[model]
+num_hidden_layers = 1
+hidden_size = 32
+num_attention_heads = 2
+intermediate_size = 64
+max_position_embeddings = 64
+[phase1]
+seq_len = 32
+max_pred_len = 5
+global_batch_size = 16
+micro_batch_size = 8
+warmup_steps = 2
+max_steps = 8
+ckpt_interval_steps = 3
+[phase2]
+seq_len = 64
+max_pred_len = 10
+global_batch_size = 8
+micro_batch_size = 4
+warmup_steps = 2
+max_steps = 4
+ckpt_interval_steps = 2
+"""
+
+STAGES = (
+    "tokenize_corpus", "shard_dataset-phase1", "shard_dataset-phase2", "precompile-phase1", "precompile-phase2",
+    "pretrain-phase1", "convert_checkpoint", "pretrain-phase2", "merge_shards", "evaluate", "report",
+)  # fmt: skip
+
+
+def write_corpus(path: Path, documents: int = 60) -> None:
+    rng = np.random.default_rng(0)
+    words = WORDS.split()
+    texts = []
+    for _ in range(documents):
+        sentences = [
+            " ".join(rng.choice(words, size=rng.integers(4, 14))).capitalize() + "." for _ in range(rng.integers(4, 20))
+        ]
+        texts.append("\n".join(sentences))
+    path.write_text("\n\n".join(texts))
+
+
+class Chain:
+    """A corpus, a configuration and a work directory, all in `directory`."""
+
+    def __init__(self, directory: Path, extra: str = "") -> None:
+        self.directory = directory
+        if not (directory / "corpus.txt").exists():
+            write_corpus(directory / "corpus.txt")
+        self.config = directory / "test.cfg"
+        self.config.write_text(CONFIG.format(directory=directory) + extra)
+        self.work = directory / "work"
+
+    def copy(self, directory: Path) -> Chain:
+        """The same corpus and work directory in another place, for a test that changes them."""
+        shutil.copytree(self.directory, directory, symlinks=True, dirs_exist_ok=True)
+        return Chain(directory)
+
+    def run(self, *words: str, status: int = 0, **kwargs: object):  # type: ignore[no-untyped-def]
+        done = command(*LUIGI, *words, env={"LUIGI_CONFIG_PATH": str(self.config), **kwargs})  # type: ignore[dict-item]
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    def start(self, *words: str, log: str = "luigi.log", **env: str) -> subprocess.Popen[bytes]:
+        """Start luigi; what it says goes to a file of the chain's directory."""
+        with (self.directory / log).open("wb") as file:
+            return subprocess.Popen(
+                [sys.executable, *LUIGI, *words], cwd=ROOT, stdout=file, stderr=file,
+                env={**os.environ, "LUIGI_CONFIG_PATH": str(self.config), **env},
+            )  # fmt: skip
+
+    def ask(self, *words: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        """`python -m pipeline words…`"""
+        done = command("-m", "pipeline", *words, env={"LUIGI_CONFIG_PATH": str(self.config), **env})
+        assert done.returncode == status, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done
+
+    def without_torch(self, program: str) -> subprocess.CompletedProcess[str]:
+        """Run a program, which must end well without the imports that take a second or more."""
+        heavy = "{'torch', 'transformers', 'h5py', 'numpy'}"
+        check = f"import sys; heavy = {heavy} & set(sys.modules)\nassert not heavy, heavy\n"
+        done = command("-c", program + check, env={"LUIGI_CONFIG_PATH": str(self.config)})
+        assert done.returncode == 0, done.stderr
+        return done
+
+    def status(self, *words: str, **env: str) -> dict[str, dict[str, Any]]:
+        """The rows of `python -m pipeline status --json` by stage."""
+        return {row["stage"]: row for row in json.loads(self.ask("status", "--json", *words, **env).stdout)}
+
+    def latest(self, stage: str) -> Path:
+        return (self.work / "latest" / stage).resolve()
+
+    def manifest(self, stage: str) -> dict[str, object]:
+        manifest: dict[str, object] = json.loads((self.latest(stage) / "manifest.json").read_text())
+        return manifest
+
+    def directories(self) -> set[str]:
+        """The names of all stage directories."""
+        return {path.name for path in self.work.iterdir() if (path / "stage.json").exists()}
+
+
+def finished_chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """A chain that has run to its end; one for all tests of a session, to be copied by those that change it."""
+    return _finished(tmp_path_factory.getbasetemp())
+
+
+@functools.cache
+def _finished(base: Path) -> Chain:
+    directory = base / "finished-chain"
+    directory.mkdir()
+    chain = Chain(directory)
+    chain.run("BertPhase2")
+    return chain
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Processes started in the block have one core. Workers share a machine's cores, and the number of threads is in
+    the last bits of sums: so it is the same for workers of one machine and of several."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def wait_until(holds: Callable[[], bool], *, timeout_s: float = 120, every_s: float = 0.2) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"waited for {timeout_s} s"
+        time.sleep(every_s)

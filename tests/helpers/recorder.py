@@ -1,0 +1,56 @@
+"""`python -m tests.helpers.recorder …`: the trainer on the CPU, whose workers each leave what they drew at random.
+
+random-<rank>.npz holds `keep/<call>`: which of the first `ELEMENTS` the call-th dropout of the run kept; and, for each
+update s (from 0) and parameter, `before/<s>/<name>` and `after/<s>/<name>`: what was rounded by chance, and to what.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.__main__ import main
+from trainer.devices.cpu import CpuDevice, CpuOperations
+from trainer.loop import Trainer
+
+ELEMENTS = 4096
+
+_dropout, _round, _run = CpuOperations.dropout, CpuDevice.round_stochastically, Trainer.run
+kept: list[np.ndarray] = []
+rounded: list[tuple[Tensor, Tensor]] = []
+
+
+def dropout(ops: CpuOperations, x: Tensor, p: float) -> Tensor:
+    """The same mask is drawn twice: of ones, where nothing else is zero, and of `x`."""
+    state = torch.get_rng_state()
+    kept.append(_dropout(ops, torch.ones(x.shape), p).view(-1)[:ELEMENTS].numpy() > 0)
+    torch.set_rng_state(state)
+    return _dropout(ops, x, p)
+
+
+def round_stochastically(device: CpuDevice, x: Tensor) -> Tensor:
+    rounded.append((x.clone(), _round(device, x)))
+    return rounded[-1][1]
+
+
+def run(trainer: Trainer) -> bool:
+    done = _run(trainer)
+    found = {f"keep/{call}": mask for call, mask in enumerate(kept)}
+    groups = trainer.parameters.groups
+    for call in range(0, len(rounded), len(groups)):
+        calls = rounded[call : call + len(groups)]
+        for side, name in enumerate(("before", "after")):
+            for parameter, values in trainer.parameters.named([[both[side]] for both in calls]):
+                found[f"{name}/{call // len(groups)}/{parameter}"] = values.numpy()
+    np.savez(trainer.config.output_dir / f"random-{trainer.mesh.rank}.npz", **found)
+    return done
+
+
+if __name__ == "__main__":
+    CpuOperations.dropout = dropout  # type: ignore[method-assign]
+    CpuDevice.round_stochastically = round_stochastically  # type: ignore[method-assign]
+    Trainer.run = run  # type: ignore[method-assign]
+    sys.exit(main())

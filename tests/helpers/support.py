@@ -1,0 +1,226 @@
+"""What several test files need: a small synthetic data set, and the real commands."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from common.process import free_port
+from trainer.data.shards import write_shard
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 200
+#: The smallest model with more than one layer and head.
+MODEL = {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
+def synthetic_rows(rows: int, *, seq_len: int, max_pred_len: int, seed: int) -> dict[str, np.ndarray]:
+    """Well-formed examples of random ids: [CLS] a [SEP] b [SEP] padding, of varied length, masks anywhere but on
+    special tokens."""
+    rng = np.random.default_rng(seed)
+    ids = np.zeros((rows, seq_len), np.uint16)
+    mask, segments = np.zeros((rows, seq_len), np.uint8), np.zeros((rows, seq_len), np.uint8)
+    positions, labels = np.zeros((rows, max_pred_len), np.uint16), np.zeros((rows, max_pred_len), np.uint16)
+    for row in range(rows):
+        length = int(rng.integers(8, seq_len + 1))
+        middle = int(rng.integers(2, length - 3))
+        ids[row, :length] = rng.integers(5, VOCAB, length)
+        ids[row, [0, middle, length - 1]] = 2, 3, 3
+        mask[row, :length] = 1
+        segments[row, middle + 1 : length] = 1
+        free = np.setdiff1d(np.arange(1, length - 1), [middle])
+        chosen = np.sort(rng.choice(free, size=min(len(free), int(rng.integers(1, max_pred_len + 1))), replace=False))
+        positions[row, : len(chosen)] = chosen
+        labels[row, : len(chosen)] = ids[row, chosen]
+        ids[row, chosen] = 4
+    return {
+        "input_ids": ids,
+        "input_mask": mask,
+        "segment_ids": segments,
+        "masked_lm_positions": positions,
+        "masked_lm_ids": labels,
+        "next_sentence_labels": rng.integers(0, 2, rows).astype(np.uint8),
+    }
+
+
+def write_dataset(directory: Path, rows_per_shard: list[int], *, seq_len: int = 32, max_pred_len: int = 5) -> Path:
+    """Training shards with those many rows each."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for shard, rows in enumerate(rows_per_shard):
+        arrays = synthetic_rows(rows, seq_len=seq_len, max_pred_len=max_pred_len, seed=shard)
+        write_shard(directory / f"synthetic_training_{shard}.hdf5", arrays)
+    return directory
+
+
+def write_model_config(directory: Path, **changes: Any) -> Path:
+    path = directory / "model.json"
+    path.write_text(json.dumps({**MODEL, **changes}))
+    return path
+
+
+def options(**values: Any) -> list[str]:
+    """`--name value` for each; True: a flag, False: left out."""
+    words: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not False:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def command(*words: str, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run `python words…` from the repository root; both outputs are captured, nothing is checked."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+class Workers:
+    """`python -m module words…` in one or more processes, as torchrun would start them, but forked from one that has
+    imported torch: a start takes 0.1 s instead of 4. The e2e tests go through torchrun itself.
+    """
+
+    def __init__(self, count: int, module: str, words: list[str], env: dict[str, str]) -> None:
+        self._log = tempfile.NamedTemporaryFile(prefix="workers-", suffix=".log")  # noqa: SIM115 (closed in `wait`)
+        self.processes = []
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+        for rank in range(count):
+            variables = {**env, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
+            process = FORKS.Process(target=_work, args=(module, words, variables, self._log.name), daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def wait(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Join all; a worker that fails takes the others with it, as under torchrun. The status is the first's."""
+        deadline = time.monotonic() + timeout
+        alive, status = list(self.processes), 0
+        while alive and time.monotonic() < deadline:
+            multiprocessing.connection.wait([process.sentinel for process in alive], timeout=1)
+            for process in [process for process in alive if not process.is_alive()]:
+                alive.remove(process)
+                if process.exitcode and not status:
+                    status = process.exitcode
+                    for other in alive:
+                        other.terminate()
+        for process in alive:
+            process.kill()
+        text = Path(self._log.name).read_text()
+        self._log.close()
+        assert not alive, f"still running after {timeout} s:\n{text}"
+        return subprocess.CompletedProcess([], status, text, "")
+
+
+#: Starts processes that have imported torch already.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        *("trainer.loop", "trainer.options", "trainer.devices.select", "tensorboard.summary", "stages.evaluate"),
+        # What loading a merged model imports: seconds, each time.
+        *("transformers.models.bert.modeling_bert", "accelerate.big_modeling"),
+    ]
+)
+
+
+def _work(module: str, words: list[str], variables: dict[str, str], log: str) -> None:
+    os.chdir(ROOT)
+    os.environ.update(variables)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def train(workers: int = 1, *, env: dict[str, str] | None = None, **values: Any) -> subprocess.CompletedProcess[str]:
+    """Run the trainer to its end."""
+    return Workers(workers, "trainer", options(**values), env or {}).wait()
+
+
+def forked(module: str, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module words…` to its end, started fast; environment variables as keywords."""
+    return Workers(1, module, [str(word) for word in words], env).wait()
+
+
+def metrics(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(output_dir: Path) -> list[float]:
+    return [record["loss"] for record in metrics(output_dir)]
+
+
+def tensors(checkpoint: Path) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint that is not split: parameters and moments."""
+    merged: dict[str, np.ndarray] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        found = load_file(path)
+        assert not merged.keys() & found.keys(), f"{checkpoint} is split"
+        merged.update(found)
+    return merged
+
+
+def assert_same_bytes(checkpoint: Path, wanted: Path, *, why: object = "") -> None:
+    """Both hold parameters and moments, in files of the same names and bytes: one of each for each rank."""
+    files, expected = ({path.name: path for path in found.glob("*.safetensors")} for found in (checkpoint, wanted))
+    assert files.keys() == expected.keys(), why
+    assert {name.split("-")[0] for name in files} == {"model", "optimizer"}
+    for name, path in expected.items():
+        assert files[name].read_bytes() == path.read_bytes(), (name, why)
+
+
+def flip_a_byte(path: Path) -> None:
+    """Change a byte in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def assert_workers_error(done: subprocess.CompletedProcess[str], rank: int, *fragments: str, size: int = 1) -> None:
+    """One of `size` workers ended the run with one line that holds all `fragments`; what all of them agreed on names no
+    worker. The others may name its error or their own, or have lost their connection to it."""
+    if size == 1:
+        return assert_one_line_error(done, *fragments)
+    output = done.stdout
+    assert done.returncode in (1, 70), output
+    said = [line for line in output.splitlines() if line.startswith("error: ")]
+    errors = [line for line in said if line.startswith(f"error: worker {rank}: ") or "error: worker " not in line]
+    assert len(errors) == 1, output
+    for fragment in fragments:
+        assert fragment in errors[0], errors[0]
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess[str], *fragments: str, status: int = 1) -> None:
+    """The command ended with `status`, one `error:` line holding all `fragments`, and no traceback."""
+    output = done.stdout + done.stderr
+    assert done.returncode == status, output
+    assert "Traceback" not in output, output
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, output
+    for fragment in fragments:
+        assert fragment in errors[0], errors[0]

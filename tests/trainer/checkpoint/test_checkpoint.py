@@ -1,0 +1,176 @@
+"""Checkpoints: readable by the library, whole or not used at all."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from common.errors import CheckpointError, DiskError
+from tests.helpers.support import FORKS
+from trainer.checkpoint.directory import why_invalid
+from trainer.checkpoint.format import read_tensors, write_tensors
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.snapshot import Snapshot
+from trainer.state import TrainState
+
+
+def snapshot(global_step: int, scale: float = 1.0) -> Snapshot:
+    state = TrainState(
+        phase=1, step=global_step, global_step=global_step, samples_consumed=0, epoch=0, seed=0, global_batch_size=1,
+        data="d", order_version=1, optimizer="AdamW", precision="fp32", model={"hidden_size": 4},
+        data_parallel_size=1, tensor_parallel_size=1, micro_batch_size=1, torch_version="2",
+    )  # fmt: skip
+    tensors = {"a.weight": scale * torch.arange(12.0).reshape(3, 4), "b.bias": torch.ones(5, dtype=torch.bfloat16)}
+    return Snapshot(state, tensors, {f"exp_avg.{name}": t.float() for name, t in tensors.items()})
+
+
+def save(directory: Path, *steps: int, keep: int = -1, size: int = 1) -> CheckpointManager:
+    """As `size` ranks that share a model save; returns the first's manager."""
+    managers = [CheckpointManager(directory, keep=keep, say=lambda line: None, rank=r, size=size) for r in range(size)]
+    managers[0].prepare()
+    for step in steps:
+        for manager in managers:
+            manager.save(snapshot(step))
+        for manager in managers:
+            manager.finish()
+    return managers[0]
+
+
+def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
+    tensors = {
+        "x": torch.randn(3, 5),
+        "y": torch.randn(7, dtype=torch.float64),
+        "z": torch.randn(2, 2).bfloat16(),
+        "scalar": torch.tensor(3),
+        "empty": torch.empty(0, 4),
+        "strided": torch.randn(4, 6).t(),
+    }
+    entry = write_tensors(tmp_path / "t.safetensors", tensors, {"format": "pt"})
+    loaded = safetensors.torch.load_file(tmp_path / "t.safetensors")
+    assert set(loaded) == set(tensors)
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor), name
+    digest = subprocess.run(["sha256sum", tmp_path / "t.safetensors"], capture_output=True, text=True, check=True)
+    assert entry["sha256"] == digest.stdout.split()[0]
+    assert entry["bytes"] == (tmp_path / "t.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_any_damage_is_found_and_the_checkpoint_before_is_used(tmp_path: Path, size: int) -> None:
+    """A byte flipped, or the file cut, at 100 places in each file of each rank."""
+    said: list[str] = []
+    save(tmp_path, 1, 2, size=size)
+    assert len(list((tmp_path / "ckpt_2").glob("*.safetensors"))) == 2 * size
+    manager = CheckpointManager(tmp_path, keep=-1, say=said.append)
+    rng = random.Random(0)
+    newest = tmp_path / "ckpt_2"
+    assert [p.name for p in manager.valid()] == ["ckpt_2", "ckpt_1"]
+    for path in sorted(newest.iterdir()):
+        whole = path.read_bytes()
+        for _ in range(100):
+            at = rng.randrange(len(whole))
+            flipped = bytes([whole[at] ^ (1 << rng.randrange(8))])
+            for damaged in (whole[:at] + flipped + whole[at + 1 :], whole[:at]):
+                path.write_bytes(damaged)
+                said.clear()
+                assert next(manager.valid()).name == "ckpt_1", (path.name, at)
+                assert len(said) == 1
+                assert "ckpt_2" in said[0]
+                assert path.name in said[0]
+        path.write_bytes(whole)
+    assert next(manager.valid()).name == "ckpt_2"
+
+
+def test_a_missing_file_or_manifest_is_named(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for path in (tmp_path / "ckpt_1").iterdir():
+        aside = tmp_path / "aside"
+        path.rename(aside)
+        assert path.name in (why_invalid(tmp_path / "ckpt_1") or "")
+        aside.rename(path)
+    assert why_invalid(tmp_path / "ckpt_1") is None
+
+
+def test_reading_something_else_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"\x80\x04pickle")
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors"):
+        dict(read_tensors(tmp_path / "x.safetensors"))
+
+
+def test_leftovers_of_dead_runs_are_swept(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "ckpt_2.tmp").mkdir()
+    (tmp_path / "ckpt_2.tmp" / "model-00-of-01.safetensors").write_bytes(b"half")
+    save(tmp_path, 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt_1", "ckpt_3"]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    """A file size limit makes write() itself fail, in the background thread; the error comes with the next call."""
+    manager = save(tmp_path, 1, keep=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        manager.save(snapshot(2))
+        with pytest.raises(DiskError, match=r"cannot write .*ckpt_2"):
+            manager.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt_1"]
+    assert why_invalid(tmp_path / "ckpt_1") is None
+    manager.save(snapshot(2))
+    manager.finish()
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt_2"]
+
+
+def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path) -> None:
+    """The first, which waits up to ten minutes for a share, gives up with the other's reason."""
+    first, second = (CheckpointManager(tmp_path, keep=-1, rank=rank, size=2) for rank in range(2))
+    first.prepare()
+    (tmp_path / "ckpt_1.tmp" / "model-01-of-02.safetensors.tmp").mkdir(parents=True)  # in the way of its file
+    for manager in (second, first):
+        manager.save(snapshot(1))
+    with pytest.raises(DiskError, match=r"^cannot write .*model-01-of-02"):
+        second.finish()
+    with pytest.raises(DiskError, match=r"rank 1 has not written its share: cannot write .*model-01-of-02"):
+        first.finish()
+    assert not list(first.valid())
+    first.prepare()
+    assert not list(tmp_path.iterdir())
+
+
+def _save_2(directory: Path, failpoint: str) -> None:
+    os.environ["FAILPOINT"] = failpoint
+    save(directory, 2, keep=1)
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        f"{kind}:{name}"
+        for name in ("model-00-of-01.safetensors", "optimizer-00-of-01.safetensors", "state.json", "manifest.json")
+        for kind in ("write-before", "write-after", "rename-before", "rename-after")
+    ]
+    + ["rename-before:ckpt_2", "rename-after:ckpt_2"],
+)
+def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, failpoint: str) -> None:
+    save(tmp_path, 1)
+    killed = FORKS.Process(target=_save_2, args=(tmp_path, failpoint))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    newest = next(CheckpointManager(tmp_path, keep=1).valid()).name
+    assert newest == ("ckpt_2" if failpoint == "rename-after:ckpt_2" else "ckpt_1")
+    assert next(save(tmp_path, 2, keep=1).valid()).name == "ckpt_2"
+    assert [p.name for p in tmp_path.iterdir()] == ["ckpt_2"]

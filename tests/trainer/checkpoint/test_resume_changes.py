@@ -1,0 +1,189 @@
+"""A resumed run is the same run: what decides the result may not change unasked, data by its content included."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.directory.manifest import Identity, Output, finish
+from tests.helpers.support import (
+    assert_one_line_error,
+    losses,
+    train,
+    write_dataset,
+)
+from trainer.checkpoint.format import write_manifest
+from trainer.config import CHANGEABLE, ModelConfig, TrainConfig, deciding
+from trainer.data.identity import CACHE, content_identity
+
+GIVEN: dict[str, Any] = {
+    "batch_size": 4, "grad_accum_usteps": 4, "warmup_steps": 2, "max_pred_len": 5, "device": "cpu", "max_steps": 8,
+    "ckpt_interval_steps": 0, "precision": "fp32",
+}  # fmt: skip
+CHANGES = {
+    "lr": 1e-3, "schedule": "constant", "warmup_steps": 3, "max_steps": 9, "weight_decay": 0.02, "max_grad_norm": 0.5,
+    "seed": 1, "optimizer": "LAMB", "precision": "autocast",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stopped(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps that was stopped after 4."""
+    out = tmp_path_factory.mktemp("stopped")
+    done = train(data_dir=data, model_config=model, output_dir=out, steps_this_run=4, **GIVEN)
+    assert done.returncode == 0, done.stdout
+    return out
+
+
+def state_in(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+    return state
+
+
+def test_every_field_says_whether_it_decides() -> None:
+    for config in (TrainConfig, ModelConfig):
+        for field in dataclasses.fields(config):
+            assert isinstance(field.metadata["decides"], bool), field.name
+    assert {"lr", "schedule", "micro_batch_size"} <= set(CHANGEABLE)
+    assert not {"output_dir", "device", "ckpt_interval_steps", "phase"} & set(CHANGEABLE)
+    assert deciding(ModelConfig()) == dataclasses.asdict(ModelConfig())
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_setting_is_refused_with_its_name(
+    stopped: Path, data: Path, model: Path, tmp_path: Path, name: str
+) -> None:
+    out = shutil.copytree(stopped, tmp_path / "out")
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": out, "resume_ckpt": True}
+    before = state_in(out / "checkpoints" / "ckpt_4")
+    old = {**before, **before["settings"]}[name]
+    refused = train(**{**given, name: CHANGES[name]})
+    assert_one_line_error(refused, f"{name} = {old}, this run has {CHANGES[name]}", f"--allow_changes {name}")
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["ckpt_4"]
+
+
+def test_dropout_and_the_micro_batch_that_decides_its_draws(
+    stopped: Path, data: Path, model: Path, tmp_path: Path
+) -> None:
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": stopped, "resume_ckpt": True}
+    done = train(**given, disable_dropout=True)
+    both = "hidden_dropout_prob = 0.1, this run has 0.0; attention_probs_dropout_prob = 0.1, this run has 0.0"
+    assert_one_line_error(done, both)
+    done = train(**{**given, "batch_size": 8, "grad_accum_usteps": 2})
+    assert_one_line_error(done, "micro_batch_size = 4, this run has 8")
+    assert_one_line_error(train(**given, allow_changes="phase"), "allow_changes: phase is not known", "lr")
+
+
+def test_an_allowed_change_is_recorded_and_holds_from_there(
+    stopped: Path, data: Path, model: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(stopped, tmp_path / "out")
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": out, "resume_ckpt": True}
+    done = train(**{**given, "lr": 1e-3, "allow_changes": "lr", "steps_this_run": 6})
+    assert done.returncode == 0, done.stdout
+    assert "from step 4 on: lr 0.0004 → 0.001, as allowed" in done.stdout
+    wanted = [{"step": 4, "name": "lr", "old": 4e-4, "new": 1e-3}]
+    assert state_in(out / "checkpoints" / "ckpt_6")["changes"] == wanted
+    assert_one_line_error(train(**given), "ckpt_6", "lr = 0.001, this run has 0.0004")
+    assert train(**{**given, "lr": 1e-3}).returncode == 0
+    assert state_in(out / "checkpoints" / "ckpt_8")["changes"] == wanted
+    assert json.loads((out / "results.json").read_text())["changes"] == wanted
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(
+    stopped: Path, data: Path, model: Path, tmp_path: Path
+) -> None:
+    """Versions before this one recorded no settings, and drew samples and random numbers in another order."""
+    out = shutil.copytree(stopped, tmp_path / "out")
+    checkpoint = out / "checkpoints" / "ckpt_4"
+    state = {**state_in(checkpoint), "order_version": 1}
+    for name in ("settings", "changes", "skipped", "origin"):
+        del state[name]
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    files = [entry for entry in manifest["files"] if entry["path"] != "state.json"]
+    write_manifest(checkpoint, manifest["step"], state, files)
+    done = train(**GIVEN, data_dir=data, model_config=model, output_dir=out, resume_ckpt=True)
+    assert_one_line_error(done, "order_version = 1", "finish the run with it", "start anew in another output directory")
+
+
+def change_a_label(path: Path) -> None:
+    """Another content of the same shape, size and time stamp."""
+    import h5py
+
+    stat = path.stat()
+    with h5py.File(path, "r+") as file:
+        file["next_sentence_labels"][0] ^= 1
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_other_contents_of_the_same_shape_are_another_data_set(model: Path, tmp_path: Path, workers: int) -> None:
+    data = write_dataset(tmp_path / "data", [37, 40])
+    out = tmp_path / "out"
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": out, "resume_ckpt": True}
+    given["grad_accum_usteps"] = 4 // workers
+    assert train(workers, **{**given, "steps_this_run": 4}).returncode == 0
+    change_a_label(data / "synthetic_training_1.hdf5")
+    done = train(workers, **given)
+    assert done.returncode != 0, done.stdout
+    assert "data = content:" in done.stdout
+    assert "--allow_changes data" in done.stdout
+    done = train(workers, **{**given, "allow_changes": "data"})
+    assert done.returncode == 0, done.stdout
+    (change,) = json.loads((out / "results.json").read_text())["changes"]
+    assert (change["step"], change["name"]) == (4, "data")
+    assert len(losses(out)) == 8
+
+
+def make_stage(directory: Path) -> list[str]:
+    """Declare a directory of shards finished, as the stages do."""
+    identity = Identity("shard_dataset", 1)
+    record = [Output.of(directory, path) for path in sorted(directory.glob("*.hdf5"))]
+    finish(directory, identity, record, {}, started="2026-11-18T00:00:00Z", clock=time.monotonic())
+    return [output.path for output in record]
+
+
+def never_said(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_the_identity_is_the_same_wherever_the_hashes_come_from(tmp_path: Path) -> None:
+    """Computed, remembered, from the manifest, in another place: sha256 of names and sha256 sums, by hashlib alone."""
+    data = write_dataset(tmp_path / "data", [11, 12, 13])
+    names = sorted(path.name for path in data.iterdir())
+    sums = [[name, hashlib.sha256((data / name).read_bytes()).hexdigest()] for name in names]
+    wanted = "content:" + hashlib.sha256(json.dumps(sums).encode()).hexdigest()
+    for name in names:
+        os.utime(data / name, (1e9, 1e9))
+    assert content_identity(data, names, tmp_path / "cache", never_said) == wanted
+    assert len(json.loads((tmp_path / "cache" / CACHE).read_text())) == 3
+    assert content_identity(data, names, tmp_path / "cache", never_said) == wanted
+    made = shutil.copytree(data, tmp_path / "made")
+    make_stage(made)
+    assert content_identity(made, names, tmp_path / "unused", never_said) == wanted
+    assert not (tmp_path / "unused").exists()
+
+
+def test_the_manifest_and_the_memory_are_believed_only_of_files_as_they_were(tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", [11, 12])
+    names = make_stage(data)
+    first = content_identity(data, names, tmp_path / "cache", never_said)
+    time.sleep(0.02)
+    path = data / names[0]
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    second = content_identity(data, names, tmp_path / "cache", never_said)
+    assert second != first
+    os.utime(path, (1e9, 1e9))
+    (data / "manifest.json").unlink()
+    assert content_identity(data, names, tmp_path / "cache", never_said) == second
+    path.write_bytes(content)
+    assert content_identity(data, names, tmp_path / "cache", never_said) == first

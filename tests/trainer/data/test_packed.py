@@ -1,0 +1,136 @@
+"""Packed rows: the loss and the gradients are those of the same sequences, each in a row of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stages.directory.manifest import Identity, StageDirectory
+from stages.evaluate import evaluate
+from stages.examples.packing import RowCapacity, pack, pack_masked, pack_tokens
+from tests.helpers.support import MODEL, losses, metrics, synthetic_rows, train, write_model_config
+from trainer.config import ModelConfig
+from trainer.data.bert_batch import IGNORED
+from trainer.data.order import Samples
+from trainer.data.reader import BatchReader
+from trainer.data.shards import LENGTHS_KEY, ShardSet, write_shard
+from trainer.devices.cpu import CpuDevice, CpuOperations
+from trainer.devices.cuda import CudaOperations
+from trainer.models.bert import BertForPreTraining
+from trainer.models.operations import Operations
+
+S, P, K = 64, 24, 6
+
+
+def write_both(directory: Path, sequences: int, *, shard: int = 0) -> tuple[Path, Path]:
+    """The same sequences as a data set of one a row, and as a packed one."""
+    arrays = synthetic_rows(sequences, seq_len=32, max_pred_len=5, seed=shard)
+    arrays = {
+        key: np.pad(value, ((0, 0), (0, (S - 32) if value.shape[1] == 32 else 0))) if value.ndim == 2 else value
+        for key, value in arrays.items()
+    }
+    lengths = arrays["input_mask"].sum(1).astype(np.int64)
+    chosen = pack(lengths, np.full(S + 1, 5), RowCapacity(S, P, K))
+    is_sequence, order = chosen >= 0, chosen[chosen >= 0]
+    by_row = np.where(is_sequence, lengths[chosen], 0)
+    wide = np.pad(arrays["masked_lm_positions"][order], ((0, 0), (0, P - 5)))
+    wide_ids = np.pad(arrays["masked_lm_ids"][order], ((0, 0), (0, P - 5)))
+    positions, ids = pack_masked(wide, wide_ids, by_row)
+    labels = np.zeros(chosen.shape, np.uint8)
+    labels[is_sequence] = arrays["next_sentence_labels"][order]
+    together = {key: pack_tokens(arrays[key][order], by_row, S) for key in ("input_ids", "input_mask", "segment_ids")}
+    together |= {"masked_lm_positions": positions, "masked_lm_ids": ids, "next_sentence_labels": labels}
+    for name, value in (("apart", arrays), ("packed", {**together, LENGTHS_KEY: by_row.astype(np.uint16)})):
+        (directory / name).mkdir(exist_ok=True)
+        write_shard(directory / name / f"x_training_{shard}.hdf5", value)
+    return directory / "apart", directory / "packed"
+
+
+def sums_and_gradients(
+    data: Path, operations: Operations, *, static: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    shards = ShardSet.open(data)
+    rows = np.arange(shards.rows)
+    reader = BatchReader(shards, vocab_size=MODEL["vocab_size"], static_shapes=static)
+    (batch,), ((masked, sequences, tokens, pairs),) = reader.micro_batches(Samples(0 * rows, rows), shards.rows)
+    model = BertForPreTraining(ModelConfig(**MODEL).without_dropout(), operations).double()
+    model.initialise(seed=1)
+    masked_lm, next_sentence = model(batch)
+    (masked_lm / masked + next_sentence / sequences).backward()
+    assert int((batch.masked_labels != IGNORED).sum()) == masked
+    assert int((batch.next_sentence_labels != IGNORED).sum()) == sequences
+    assert tokens <= shards.rows * S
+    assert pairs <= shards.rows * S**2
+    sums = [masked_lm.item(), next_sentence.item(), masked, sequences]
+    return sums, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_micro_batches_have_few_sizes(tmp_path: Path) -> None:
+    """What is there, filled up to a multiple of 16, but to no more than there can be; with static shapes to that."""
+    apart, packed = write_both(tmp_path, 41)
+    for data in (apart, packed):
+        shards = ShardSet.open(data)
+        rows, places = np.arange(shards.rows), shards.max_pred_len
+        for static in (False, True):
+            reader = BatchReader(shards, vocab_size=MODEL["vocab_size"], static_shapes=static)
+            batches, counts = reader.micro_batches(Samples(0 * rows, rows), 4)
+            for batch, (masked, sequences, _, _) in zip(batches, counts, strict=True):
+                size = len(batch.input_ids)
+                for found, most, labels in (
+                    (masked, size * places, batch.masked_labels),
+                    (sequences, size * (K if data is packed else 1), batch.next_sentence_labels),
+                ):
+                    assert (labels[:found] != IGNORED).all()
+                    assert (labels[found:] == IGNORED).all()
+                    full = most if static else min(most, found + -found % 16)
+                    assert len(labels) == full
+
+
+def test_a_model_is_measured_alike_on_either(tmp_path: Path) -> None:
+    model = BertForPreTraining(ModelConfig(**MODEL))
+    model.initialise(seed=1)
+    found = []
+    for data in write_both(tmp_path, 41):
+        with StageDirectory.begin(tmp_path / f"{data.name}-evaluated", lambda: Identity("evaluate", 1)) as work:
+            shards = ShardSet.open(data)
+            found.append(evaluate(work, model, shards, device=CpuDevice(), batch_size=4, max_samples=10**6))
+    assert found[0]["samples"] == 41
+    assert found[1] == pytest.approx(found[0], rel=1e-5)  # fp32
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("operations", [Operations(), CpuOperations(), CudaOperations()])
+def test_loss_and_gradients_are_those_of_sequences_apart(tmp_path: Path, operations: Operations, static: bool) -> None:
+    apart, packed = write_both(tmp_path, 23)
+    assert ShardSet.open(packed).rows < 0.7 * 23
+    expected, gradients = sums_and_gradients(apart, Operations(), static=False)
+    found, ours = sums_and_gradients(packed, operations, static=static)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_packed_rows_train_alike_however_they_are_computed(tmp_path: Path) -> None:
+    """One worker, two, two that share the model, XLA (with static shapes, and no graph but the first two)."""
+    for shard in (0, 1):
+        _, packed = write_both(tmp_path, 60, shard=shard)
+    ways = {
+        "one": (1, {}), "two": (2, {}), "shared": (2, {"tensor_parallel_size": 2}), "xla": (1, {"device": "xla"}),
+    }  # fmt: skip
+    for name, (workers, changes) in ways.items():
+        given = {
+            "device": "cpu", "data_dir": packed, "output_dir": tmp_path / name, "precision": "fp64",
+            "model_config": write_model_config(tmp_path), "max_pred_len": P, "batch_size": 4, "max_steps": 4,
+            "grad_accum_usteps": 2 if name == "two" else 4, "warmup_steps": 1, "disable_dropout": True, "lr": 1e-3,
+        }  # fmt: skip
+        done = train(workers, **{**given, **changes})
+        assert done.returncode == 0, done.stdout
+    for name in ways:
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-8)
+    assert metrics(tmp_path / "xla")[-1]["compiled_graphs"] == 2
+    # 16 rows a step hold more sequences than that, and all of them count.
+    assert metrics(tmp_path / "one")[0]["throughput"] * metrics(tmp_path / "one")[0]["step_time_s"] > 20

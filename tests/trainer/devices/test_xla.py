@@ -1,0 +1,92 @@
+"""The XLA device, for real, on the CPU: the same results as torch's CPU, two graphs, exact resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from tests.helpers.support import assert_one_line_error, losses, metrics, tensors, train
+from trainer.devices.xla import XlaDevice
+from trainer.parallel.mesh import Mesh
+
+pytest.importorskip("torch_xla")
+
+COMMON = {"batch_size": 4, "lr": 3e-3, "warmup_steps": 5, "max_pred_len": 5, "ckpt_interval_steps": 0}
+
+
+def run(data: Path, model: Path, out: Path, *, workers: int = 1, **values: object) -> Path:
+    """16 sequences a step in 4 micro-batches, whatever the number of workers."""
+    given = {"device": "xla", "grad_accum_usteps": 4 // workers, **COMMON, **values}
+    done = train(workers, data_dir=data, model_config=model, output_dir=out, **given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-8), ("fp32", 1e-4)])
+def test_the_loss_curve_is_the_cpus(data: Path, model: Path, tmp_path: Path, precision: str, tolerance: float) -> None:
+    """Other kernels sum in another order: rounding, which 50 steps carry on. Two workers reduce through gloo."""
+    given = {"precision": precision, "disable_dropout": True, "max_steps": 50}
+    expected = losses(run(data, model, tmp_path / "cpu", device="cpu", **given))
+    assert expected[-1] < expected[0]
+    for workers, execution in ((1, 2), (2, 1)):
+        out = run(data, model, tmp_path / str(workers), workers=workers, batches_per_execution=execution, **given)
+        np.testing.assert_allclose(losses(out), expected, rtol=tolerance)
+
+
+def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
+    data: Path, model: Path, tmp_path: Path
+) -> None:
+    """8 steps are an epoch: the run goes over its end, over log lines, checkpoints and a changing learning rate."""
+    given = {"precision": "fp32", "max_steps": 14, "ckpt_interval_steps": 5, "log_interval": 3}
+    whole = run(data, model, tmp_path / "whole", **given)
+    out = tmp_path / "killed"
+    killed = train(
+        data_dir=data, model_config=model, output_dir=out, device="xla", grad_accum_usteps=4, **COMMON | given,
+        env={"FAILPOINT": "step:8.0"},
+    )  # fmt: skip
+    assert killed.returncode == -9, killed.stdout
+    resumed = run(data, model, out, resume_ckpt=True, **given)
+
+    ours, theirs = (tensors(directory / "checkpoints" / "ckpt_14") for directory in (resumed, whole))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
+    # The counter is torch_xla's own. A step is recorded before its last graph is run, hence from the third on.
+    for directory, steps in ((whole, range(3, 15)), (resumed, range(8, 15))):
+        compiled = {record["step"]: record["compiled_graphs"] for record in metrics(directory)}
+        assert {compiled[step] for step in steps} == {2}, compiled
+
+
+@pytest.mark.parametrize(("precision", "optimizer"), [("bf16-sr", "LAMB"), ("bf16-master", "AdamW")])
+def test_bf16_weights_cost_no_graph_and_resume_exactly(
+    data: Path, model: Path, tmp_path: Path, precision: str, optimizer: str
+) -> None:
+    """Rounding by chance is part of the update's graph, its seed an input."""
+    given = {"precision": precision, "optimizer": optimizer, "max_steps": 5, "disable_dropout": True}
+    whole = run(data, model, tmp_path / "whole", **given)
+    cut = run(data, model, tmp_path / "cut", steps_this_run=3, **given)
+    run(data, model, cut, resume_ckpt=True, **given)
+    for path in (whole / "checkpoints" / "ckpt_5").glob("*.safetensors"):
+        assert (cut / "checkpoints" / "ckpt_5" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert [record["compiled_graphs"] for record in metrics(whole)][2:] == [2, 2, 2]
+    cpu = run(data, model, tmp_path / "cpu", **given | {"device": "cpu"})
+    # bf16 activations by other kernels, and other draws: an update ten times as large would be off by more.
+    np.testing.assert_allclose(losses(whole), losses(cpu), rtol=2e-3)
+
+
+def test_steps_of_unlike_graphs_are_refused(data: Path, model: Path, tmp_path: Path) -> None:
+    done = train(
+        data_dir=data, model_config=model, output_dir=tmp_path, device="xla", grad_accum_usteps=4,
+        batches_per_execution=3,
+    )  # fmt: skip
+    assert_one_line_error(done, "grad_accum_usteps / batches_per_execution = 4 / 3", "change one of them")
+
+
+def test_xla_and_torchrun_must_see_the_same_workers() -> None:
+    """On the CPU XLA knows of one worker a process, whatever torchrun started: gloo does the talking."""
+    XlaDevice.check_worlds(Mesh(world_size=4), 1)
+    with pytest.raises(UserError, match=r"one XLA device a process, but sees 2 .*torchrun"):
+        XlaDevice.check_worlds(Mesh(world_size=2), 2)

@@ -1,0 +1,195 @@
+"""What asks a run to save from outside: notices of EC2's metadata service, a file, a signal within a step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.chain import wait_until
+from tests.helpers.support import (
+    Workers,
+    assert_same_bytes,
+    free_port,
+    metrics,
+    options,
+    train,
+    write_dataset,
+    write_model_config,
+)
+
+SPOT, REBALANCE = "/latest/meta-data/spot/instance-action", "/latest/meta-data/events/recommendations/rebalance"
+#: Seconds in which a checkpoint has to be durable after a notice; Amazon takes the instance away after 120.
+DURABLE_S = 60
+
+
+class Metadata:
+    """A metadata service as Amazon documents IMDSv2: no answer without a token from PUT, 404 while there is no
+    notice. `forget`: its tokens are no longer good."""
+
+    def __init__(self) -> None:
+        self.notices: dict[str, str] = {}
+        self.tokens: set[str] = set()
+        self.asked: list[tuple[str, int]] = []
+        self.url = ""
+
+    def forget(self) -> None:
+        self.tokens.clear()
+
+    def asked_for(self, path: str, status: int) -> int:
+        return self.asked.count((path, status))
+
+
+@pytest.fixture
+def metadata() -> Iterator[Metadata]:
+    service = Metadata()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            lifetime = int(self.headers["X-aws-ec2-metadata-token-ttl-seconds"])
+            assert 1 <= lifetime <= 21600
+            service.tokens.add(token := f"token-{len(service.asked)}")
+            self.answer(200 if self.path == "/latest/api/token" else 404, token)
+
+        def do_GET(self) -> None:
+            if self.headers["X-aws-ec2-metadata-token"] not in service.tokens:
+                self.answer(401, "")
+            elif self.path in service.notices:
+                self.answer(200, service.notices[self.path])
+            else:
+                self.answer(404, "not found")
+
+        def answer(self, status: int, text: str) -> None:
+            service.asked.append((self.path, status))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        service.url = f"http://127.0.0.1:{server.server_port}/"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield service
+        server.shutdown()
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    """A run that ends only when it is stopped, and has no reason of its own to save."""
+    return {
+        "data_dir": write_dataset(tmp_path / "data", [40, 40]), "model_config": write_model_config(tmp_path),
+        "output_dir": tmp_path / "out", "max_pred_len": 5, "device": "cpu", "precision": "fp32", "batch_size": 4,
+        "grad_accum_usteps": 2, "max_steps": 1_000_000, "warmup_steps": 5, "ckpt_interval_steps": 0,
+        "num_ckpts_to_keep": -1,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def training(workers: int = 1, *, env: dict[str, str] | None = None, **values: Any) -> Iterator[Workers]:
+    running = Workers(workers, "trainer", options(**values), env or {})
+    try:
+        yield running
+    finally:
+        for process in running.processes:
+            process.kill()
+
+
+def checkpoints(out: Path) -> list[int]:
+    """Steps of the checkpoints that are durable: only those have their name."""
+    return sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("ckpt_*") if path.name[5:].isdigit())
+
+
+def recorded(out: Path) -> int:
+    return len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").exists() else 0
+
+
+def test_notices_make_it_save_and_the_last_one_ends_it(metadata: Metadata, values: dict[str, Any]) -> None:
+    """Two workers, of which one watches. A recommendation to move: it saves once and goes on. The notice that the
+    instance goes: it saves its last step and stops with 75, all within a minute."""
+    out = values["output_dir"]
+    env = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.url}
+    metadata.notices[REBALANCE] = json.dumps({"noticeTime": "2026-11-21T08:00:00Z"})
+    with training(2, env=env, spot_watch=True, **values) as running:
+        wait_until(lambda: len(checkpoints(out)) == 1 and metadata.asked_for(SPOT, 404) > 0, timeout_s=DURABLE_S)
+        seen = recorded(out)
+        wait_until(lambda: recorded(out) > seen)
+        metadata.forget()
+        metadata.notices[SPOT] = json.dumps({"action": "terminate", "time": "2026-11-21T08:22:00Z"})
+        noticed = time.monotonic()
+        done = running.wait()
+        assert time.monotonic() - noticed < DURABLE_S
+    assert done.returncode == 75, done.stdout
+    assert '"action": "terminate"' in done.stdout
+    assert "the state is saved" in done.stdout
+    steps = [record["step"] for record in metrics(out)]
+    assert steps == list(range(1, len(steps) + 1))
+    first, last = checkpoints(out)
+    assert first < last == steps[-1]
+    assert metadata.asked_for("/latest/api/token", 200) == 2, "one token at first, one when it was forgotten"
+
+
+@pytest.mark.parametrize("service", ["closed", "silent", "another cloud"])
+def test_a_service_without_an_answer_disturbs_nothing(values: dict[str, Any], metadata: Metadata, service: str) -> None:
+    """Nobody listens there; somebody listens and never answers; or every path is 404."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = {"closed": free_port(), "silent": silent.getsockname()[1]}.get(service)
+        url = metadata.url if port is None else f"http://127.0.0.1:{port}"
+        done = train(env={"AWS_EC2_METADATA_SERVICE_ENDPOINT": url}, spot_watch=True, **{**values, "max_steps": 20})
+    assert done.returncode == 0, done.stdout
+    assert checkpoints(values["output_dir"]) == [20]
+    assert ("no answer from the instance metadata" in done.stdout) == (service == "closed")
+    assert "Traceback" not in done.stdout
+
+
+def test_nobody_watches_unless_told_to(metadata: Metadata, values: dict[str, Any]) -> None:
+    metadata.notices[SPOT] = json.dumps({"action": "terminate", "time": "2026-11-21T08:22:00Z"})
+    env = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.url}
+    assert train(env=env, **{**values, "max_steps": 20}).returncode == 0
+    assert metadata.asked == []
+
+
+def test_a_file_asks_for_a_checkpoint(values: dict[str, Any]) -> None:
+    """It is taken away, the run goes on, and what was saved is whole: another run resumes from it."""
+    out = values["output_dir"]
+    with training(**values):
+        wait_until(lambda: recorded(out) > 2)
+        (out / "save_now").touch()
+        wait_until(lambda: len(checkpoints(out)) == 1)
+        assert not (out / "save_now").exists()
+        seen = recorded(out)
+        wait_until(lambda: recorded(out) > seen)
+    (step,) = checkpoints(out)
+    done = train(resume_ckpt=True, **{**values, "steps_this_run": step + 3})
+    assert done.returncode == 0, done.stdout
+    assert f"resuming from checkpoint {out / 'checkpoints' / f'ckpt_{step}'}" in done.stdout
+
+
+@pytest.mark.parametrize(("workers", "size"), [(1, 1), (2, 1), (2, 2)])
+def test_a_stop_within_a_step_does_not_wait_for_its_end(
+    values: dict[str, Any], tmp_path: Path, workers: int, size: int
+) -> None:
+    """The step is given up, what it is made from is saved, and the run that goes on ends with the same bytes. One
+    worker, the last, is asked, in its second micro-step of eight."""
+    values |= {"max_steps": 3, "grad_accum_usteps": 8, "warmup_steps": 1, "tensor_parallel_size": size}
+    env = {"FAILPOINT": f"micro-step:0.1.{workers - 1}", "FAILPOINT_ACTION": "terminate"}
+    log = tmp_path / "points"
+    done = train(workers, env={**env, "FAILPOINT_LOG": str(log)}, **values)
+    assert done.returncode == 75, done.stdout
+    assert checkpoints(values["output_dir"]) == [0]
+    assert not any(f"micro-step:0.{late}." in log.read_text() for late in range(3, 8)), "it went on with the step"
+    assert train(workers, resume_ckpt=True, **values).returncode == 0
+    straight = {**values, "output_dir": tmp_path / "straight"}
+    assert train(workers, **straight).returncode == 0
+    stopped, whole = (v["output_dir"] / "checkpoints" / "ckpt_3" for v in (values, straight))
+    assert_same_bytes(stopped, whole)

@@ -1,0 +1,64 @@
+"""Dropout stands where it stands in Hugging Face's model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.support import MODEL, synthetic_rows
+from trainer.config import ModelConfig
+from trainer.data.bert_batch import BertBatch
+from trainer.devices.cpu import CpuOperations
+from trainer.models.bert import BertForPreTraining
+
+transformers = pytest.importorskip("transformers")
+
+ROWS, S = 4, 32
+
+
+def drop(x: Tensor, p: float) -> Tensor:
+    """Dropout that is not left to chance: what goes is decided by the place."""
+    places = torch.arange(x.numel()).mul(7919).remainder(1009).view(x.shape)
+    return x * (places >= 1009 * p) / (1 - p)
+
+
+class Fixed(CpuOperations):
+    def dropout(self, x: Tensor, p: float) -> Tensor:
+        return drop(x, p)
+
+
+@pytest.mark.parametrize(("hidden", "attention"), [(0.1, 0.0), (0.0, 0.1), (0.1, 0.3)])
+def test_dropout_is_where_hugging_faces_is(monkeypatch: pytest.MonkeyPatch, hidden: float, attention: float) -> None:
+    """Both models drop the same elements: logits agree, in training, and dropout has a part in them."""
+    monkeypatch.setattr(torch.nn.functional, "dropout", lambda x, p, training=True, inplace=False: (
+        drop(x, p) if training and p else x
+    ))  # fmt: skip
+    config = ModelConfig(**{**MODEL, "hidden_dropout_prob": hidden, "attention_probs_dropout_prob": attention})
+    ours = BertForPreTraining(config, Fixed()).double()
+    ours.initialise(seed=1)
+    settings = transformers.BertConfig(**config.to_hugging_face(), attn_implementation="eager")
+    theirs = transformers.BertForPreTraining(settings).double()
+    theirs.load_state_dict(ours.state_dict(), strict=False)
+    theirs.tie_weights()
+    arrays: dict[str, Any] = {
+        name: torch.from_numpy(value.astype(np.int64))
+        for name, value in synthetic_rows(ROWS, seq_len=S, max_pred_len=5, seed=0).items()
+    }
+    batch = BertBatch(
+        arrays["input_ids"], arrays["segment_ids"], arrays["input_mask"], torch.arange(S)[None],
+        torch.arange(ROWS * S), torch.zeros(ROWS * S), S * torch.arange(ROWS), arrays["next_sentence_labels"],
+    )  # fmt: skip
+    logits = {}
+    for training in (True, False):
+        words, pairs = ours.train(training).logits(batch)
+        expected = theirs.train(training)(batch.input_ids, batch.sequence_ids, batch.segment_ids)
+        real = batch.sequence_ids.flatten() > 0  # nobody reads what is computed for padding
+        of_words = expected.prediction_logits.flatten(0, 1)
+        torch.testing.assert_close(words[real], of_words[real], rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(pairs, expected.seq_relationship_logits, rtol=1e-9, atol=1e-11)
+        logits[training] = words
+    assert not torch.allclose(logits[True], logits[False], rtol=1e-3)
