@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.launchers import process
-from pipeline.tasks.bert import BertPhase2
 from pipeline.status.chain import chain as stages_of
+from pipeline.tasks.bert import BertPhase2
 from pipeline.tasks.mnist import MnistMlp
 from tests.helpers.chain import Chain, finished_chain
 from tests.helpers.support import assert_one_line_error

@@ -151,7 +151,7 @@ def test_the_trainium_configs_have_the_tutorials_numbers(name: str) -> None:
 def test_the_wikipedia_config_makes_the_tutorials_data_from_a_dump() -> None:
     """NVIDIA's script: 1,024 shards, 5 duplicates, 15 % masked; both phases from the corpus, with BERT's vocabulary."""
     program = (
-        "from pipeline import dataset\n"
+        "from pipeline.tasks import dataset\n"
         "from pipeline.settings.load import load\n"
         "s = load()\n"
         "print([type(dataset.dataset_of(phase)).__name__ for phase in (1, 2)],\n"
