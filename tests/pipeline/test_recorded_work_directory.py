@@ -1,0 +1,50 @@
+"""A work directory that the version before the rooms were laid out has made is still complete: nothing is made anew."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.chain import STAGES, Chain
+from tests.helpers.support import ROOT
+
+RECORDED = ROOT / "tests" / "fixtures" / "work_directory"
+
+
+def lay_out(directory: Path) -> dict[str, Any]:
+    """The recorded work directory, with files of the recorded sizes in place of the outputs; its records by stage."""
+    (directory / "corpus.txt").write_bytes((RECORDED / "corpus.txt").read_bytes())
+    stages: dict[str, Any] = json.loads((RECORDED / "stages.json").read_text())
+    for name, records in stages.items():
+        stage = directory / "work" / name
+        for output in records["manifest.json"]["outputs"]:
+            path = stage / output["path"]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.truncate(output["bytes"])
+        for record, content in records.items():
+            (stage / record).write_text(json.dumps(content))
+        for present in records["manifest.json"].get("present", []):
+            (stage / present).touch()
+    return {name.rpartition("-")[0]: records for name, records in stages.items()}
+
+
+def same_compilers(recorded: dict[str, Any]) -> bool:
+    """Whether this machine compiles graphs with the recorded versions, which Precompile's fingerprint names."""
+    versions = recorded["precompile-phase1"]["stage.json"]["parameters"]["versions"]
+    return all(metadata.version(package) == version for package, version in versions.items())
+
+
+def test_a_recorded_work_directory_is_complete(tmp_path: Path) -> None:
+    recorded = lay_out(tmp_path)
+    assert set(recorded) == set(STAGES)
+    chain = Chain(tmp_path)
+    for stage, row in chain.status().items():
+        if stage.startswith("precompile") and not same_compilers(recorded):
+            assert row["state"] == "stale"
+        else:
+            assert row["state"] == "complete", row
+            assert row["fingerprint"] == recorded[stage]["manifest.json"]["fingerprint"]
+    assert "started in" not in chain.run("BertPhase2").stderr
