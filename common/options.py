@@ -1,0 +1,230 @@
+"""Command-line options as fields of frozen dataclasses: parser, checks and command line are made from the fields.
+
+    @dataclass(frozen=True, kw_only=True)
+    class CutOptions:
+        seq_len: int = option(help="tokens in a row", least=8)
+        pack: bool = option(False, help="several sequences in a row")
+
+        def __post_init__(self) -> None:
+            check(self)
+
+`add_options(parser, CutOptions)` adds --seq-len and --pack/--no-pack; `from_namespace(CutOptions, args)` makes the
+instance; `words(instance)` is the command line that makes it again. A field's type T is bool, int, float, str, Path or
+Secret, or `T | None` or `tuple[T, ...]` of one. Values are converted here and not by argparse, so that a bad one gives
+one line and no usage text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.errors import UserError
+from common.secrets import Secret, revealed_by_parent
+
+T = TypeVar("T")
+
+_KEY = "option"
+_KINDS: dict[type, tuple[Callable[[str], Any], str]] = {
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    Secret: (revealed_by_parent, "an address"),
+    Path: (Path, "a path"),
+    str: (str, "a text"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What a field's metadata says of the option."""
+
+    help: str
+    unit: str = ""
+    #: Limits of a number, both allowed; None: no limit.
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+    #: On the command line, preferred first; without dashes, a positional argument; None: not on the command line.
+    names: tuple[str, ...] | None = ()
+    metavar: str | None = None
+    #: Title of the group in --help.
+    group: str = ""
+    #: Whether it decides the result.
+    decides: bool = True
+    #: Whether the default is left out of `deciding`: an option added later then leaves old identities as they were.
+    omit_default: bool = False
+    #: Words that a single `--name` takes, as argparse's nargs; "": a tuple's option is repeated.
+    nargs: str = ""
+    #: The stage whose directory the path may be (see `stages.directory.options`).
+    upstream: str = ""
+
+    @property
+    def is_positional(self) -> bool:
+        return bool(self.names) and not self.names[0].startswith("-")  # type: ignore[index]
+
+    @property
+    def allowed(self) -> str:
+        """The limits in words: "from 1 to 9"."""
+        if self.choices:
+            return ", ".join(self.choices)
+        if self.least is not None and self.most is not None:
+            return f"from {self.least:g} to {self.most:g}"
+        if self.least is not None:
+            return f"{self.least:g} or more"
+        return "" if self.most is None else f"at most {self.most:g}"
+
+
+def option(default: Any = dataclasses.MISSING, **about: Any) -> Any:
+    """A field that is an option; without a default it is required. `about`: the fields of `Option`."""
+    return dataclasses.field(default=default, metadata={_KEY: Option(**about)})
+
+
+def fields_of(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Option]]:
+    """The options of a dataclass or its instance, by field name."""
+    return {f.name: (f, f.metadata[_KEY]) for f in dataclasses.fields(cls) if _KEY in f.metadata}
+
+
+def name_of(cls: Any, field_name: str) -> str:
+    """The preferred name on the command line: --seq-len, or for a positional argument its metavar."""
+    about = fields_of(cls)[field_name][1]
+    if about.is_positional:
+        return about.metavar or field_name
+    return about.names[0] if about.names else "--" + field_name.replace("_", "-")
+
+
+def deciding(instance: Any) -> dict[str, Any]:
+    """The values that decide the result, by field name."""
+    return {
+        name: getattr(instance, name)
+        for name, (field, about) in fields_of(instance).items()
+        if about.decides and not (about.omit_default and getattr(instance, name) == field.default)
+    }
+
+
+def check(instance: Any) -> None:
+    """Raise `UserError`, one line, for the first value that is not allowed. None is always allowed."""
+    for name, (_, about) in fields_of(instance).items():
+        value = getattr(instance, name)
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is None or isinstance(one, bool):
+                continue
+            number = isinstance(one, int | float)
+            least, most = about.least, about.most
+            if (about.choices and one not in about.choices) or (number and not _within(one, least, most)):
+                raise _refusal(type(instance), name, one)
+
+
+def _within(value: float, least: float | None, most: float | None) -> bool:
+    return math.isfinite(value) and (least is None or value >= least) and (most is None or value <= most)
+
+
+def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Add every option of `cls` to `parser`."""
+    groups: dict[str, Any] = {"": parser}
+    for name, (field, about) in fields_of(cls).items():
+        if about.names is None:
+            continue
+        if about.group not in groups:
+            groups[about.group] = parser.add_argument_group(about.group)
+        kind, many = _kind(cls, name)
+        required = field.default is dataclasses.MISSING
+        shown = f" ({field.default})" if _is_worth_showing(field.default) and kind is not bool else ""
+        arguments: dict[str, Any] = {"help": (about.help + shown).replace("%", "%%"), "default": None}
+        names = about.names or (name_of(cls, name),)
+        if kind is bool:
+            arguments["action"] = argparse.BooleanOptionalAction
+        else:
+            arguments["metavar"] = about.metavar or _metavar(about)
+            if many:
+                arguments |= {"nargs": about.nargs} if about.nargs else {"action": "append"}
+        if about.is_positional:
+            names = (name,)
+            arguments["nargs"] = ("+" if required else "*") if many else None if required else "?"
+            arguments.pop("action", None)
+        else:
+            arguments |= {"dest": name, "required": required}
+        groups[about.group].add_argument(*names, **arguments)
+
+
+def from_namespace(cls: type[T], args: argparse.Namespace, **others: Any) -> T:
+    """The instance that the command line describes; `others`: fields it does not have. Raises `UserError`."""
+    values = dict(others)
+    for name, (_, about) in fields_of(cls).items():
+        given = getattr(args, name, None)
+        if about.names is None or given is None or given == []:
+            continue
+        kind, many = _kind(cls, name)
+        if kind is bool:
+            values[name] = given
+        else:
+            values[name] = tuple(_convert(cls, name, one) for one in given) if many else _convert(cls, name, given)
+    return cls(**values)
+
+
+def words(instance: Any) -> list[str]:
+    """The command line that makes `instance` again; values at their defaults are left out."""
+    positional: list[str] = []
+    found: list[str] = []
+    for name, (field, about) in fields_of(instance).items():
+        value = getattr(instance, name)
+        if about.names is None or value is None or value == field.default:
+            continue
+        shown = name_of(instance, name)
+        if isinstance(value, bool):
+            found.append(shown if value else f"--no-{shown.removeprefix('--')}")
+            continue
+        every = value if isinstance(value, tuple) else (value,)
+        texts = [one if isinstance(one, str) else str(one) for one in every]
+        if about.is_positional:
+            positional += texts
+        elif about.nargs:
+            found += [shown, *texts]
+        else:  # a secret is a word of its own, which its launcher hides
+            found += [
+                word for text in texts for word in ([shown, text] if isinstance(text, Secret) else [f"{shown}={text}"])
+            ]
+    return [*positional, *found]
+
+
+@functools.cache
+def _hints(cls: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _kind(cls: type, name: str) -> tuple[type, bool]:
+    """The type of a field's value, and whether it is a tuple of them."""
+    hint = _hints(cls)[name]
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = next(one for one in typing.get_args(hint) if one is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0], True
+    return hint, False
+
+
+def _convert(cls: type, name: str, text: str) -> Any:
+    try:
+        return _KINDS[_kind(cls, name)[0]][0](text)
+    except ValueError:
+        raise _refusal(cls, name, text) from None
+
+
+def _refusal(cls: type, name: str, value: object) -> UserError:
+    about = fields_of(cls)[name][1]
+    what = "" if about.choices else _KINDS[_kind(cls, name)[0]][1]
+    allowed = " ".join(part for part in (what, about.allowed) if part)
+    return UserError(f"{name_of(cls, name)} is {value}; allowed: {allowed}")
+
+
+def _metavar(about: Option) -> str | None:
+    return "{" + ",".join(about.choices) + "}" if about.choices else about.unit.upper().replace(" ", "-") or None
+
+
+def _is_worth_showing(default: object) -> bool:
+    return default is not dataclasses.MISSING and default not in (None, "", ())
