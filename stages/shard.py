@@ -26,18 +26,17 @@ from stages.directory.records import read_manifest
 from stages.examples.pairs import PAIR, SPECIAL_POSITIONS, Form
 from stages.examples.plans import PLAN, SplitPlan, SplitTokens, form_of, make_plans, read_splits
 from stages.examples.shard_writer import ShardResult, ShardTask, load_vocabulary, make_shard, row_bytes
-from stages.tokens.files import SPLITS, TEST, TRAINING
 from stages.tokens.files import STAGE as TOKENS_STAGE
+from stages.tokens.files import TEST, TRAINING
+from trainer.seeds import derive_seed
 
 STAGE = "shard_dataset"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: the phases draw from independent random streams
 
 #: Left to the stage, shards are about this large, and at least so many that two machines share them evenly.
 _SHARD_BYTES, _SHARDS_MIN = 64 << 20, 8
 #: Sequences in a packed row, at most.
 PACKED_SEQUENCES = 16
-#: The first word of the random seeds of shards; those of plans begin otherwise.
-_SHARD_STREAM = 2
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,8 @@ class ShardOptions:
     shards: int | None = None
     test_shards: int = 1
     seed: int = 12345
+    #: The phase that trains on the shards; each has its own random streams.
+    phase: int = 1
 
     def __post_init__(self) -> None:
         form = self.form
@@ -59,17 +60,18 @@ class ShardOptions:
             ("--shards", 1 if self.shards is None else self.shards, 1, 100_000),
             ("--test-shards", self.test_shards, 1, 100_000),
             ("--seed", self.seed, 0, 1 << 63),
+            ("--phase", self.phase, 1, 2),
             ("--masked-lm-prob", form.masked_lm_prob, 0, 1),
             ("--short-seq-prob", form.short_seq_prob, 0, 1),
         ):
             if not low <= value <= high:
                 raise UserError(f"{name} is {value}; allowed is {low} to {high}")
 
-    def identity(self, tokens: str, phase: int | None = None) -> Identity:
+    def identity(self, tokens: str) -> Identity:
         """`tokens` is the fingerprint of the tokenized corpus."""
         parameters = {**asdict(self.form), "shards": self.shards, "test_shards": self.test_shards, "seed": self.seed}
         return Identity(
-            stage=STAGE, format_version=FORMAT_VERSION, phase=phase, parameters=parameters,
+            stage=STAGE, format_version=FORMAT_VERSION, phase=self.phase, parameters=parameters,
             upstream={TOKENS_STAGE: tokens},
         )  # fmt: skip
 
@@ -106,7 +108,7 @@ def shard_dataset(work: StageDirectory, tokens: Path, options: ShardOptions, *, 
             for split, found in splits.items()
         }
         _require_room(work.path, splits, least, forms, vocab_size, "plan and shards need at least")
-        plans = make_plans(work, splits, form, options.seed, workers)
+        plans = make_plans(work, splits, form, options.seed, options.phase, workers)
         rows = {split: int(plan.rows.sum()) for split, plan in plans.items()}
         _require_room(work.path, splits, rows, forms, vocab_size, "the shards need")
         tasks = [task for plan in plans.values() for task in _tasks_of(work, tokens, plan, options)]
@@ -146,7 +148,7 @@ def _tasks_of(work: StageDirectory, tokens: Path, plan: SplitPlan, options: Shar
     return [
         ShardTask(
             work.path / f"bert_{split}_{shard:05d}.hdf5", tokens, plan, shard, shards, form,
-            (_SHARD_STREAM, SPLITS.index(split), shard, options.seed),
+            derive_seed(options.seed, "shuffling and masking", options.phase, split, shard),
         )
         for shard in range(shards)
     ]  # fmt: skip
@@ -185,6 +187,7 @@ def parser() -> argparse.ArgumentParser:
         f"{PACKED_SEQUENCES}; held-out ones stay apart")  # fmt: skip
     add("--shards", type=int, default=None, help="training shards (default: about 64 MB each, at least 8)")
     add("--test-shards", type=int, default=1, help="shards of held-out documents (%(default)s)")
+    add("--phase", type=int, default=1, help="training phase, 1 or 2: each has its own random streams (%(default)s)")
     add("--seed", type=int, default=12345, help="decides pairs and masks (%(default)s)")
     add("--processes", type=int, default=0, help="changes no output (default: one for each core)")
     return options
@@ -201,7 +204,7 @@ def main() -> None:
         whole_word_mask=args.whole_word_mask,
         sequences_per_row=PACKED_SEQUENCES if args.pack else 1,
     )
-    options = ShardOptions(form, shards=args.shards, test_shards=args.test_shards, seed=args.seed)
+    options = ShardOptions(form, args.shards, args.test_shards, args.seed, args.phase)
     processes = processes_asked_for(args.processes)
     with StageDirectory.begin(args.out, lambda: options.identity(tokens_fingerprint(args.tokens))) as work:
         counts = shard_dataset(work, args.tokens, options, processes=processes)

@@ -1,4 +1,4 @@
-"""The seed of every random stream of training.
+"""The seed of every random stream of training and of its examples.
 
 Each stream has a seed of its own: a hash of the run's seed, of what the stream is for and of its place in the run. Sums
 and products of small numbers will not do, because generators may ignore a part of their seed: torch's for the CPU
@@ -19,6 +19,8 @@ Purpose = Literal[
     "stochastic rounding",  # global step
     "tensor-parallel region",  # region of the micro-step or update, tensor-parallel rank
     "Neuron stochastic rounding",
+    "pairs of segments",  # phase, split, part of the corpus
+    "shuffling and masking",  # phase, split, shard
 ]
 
 

@@ -94,6 +94,8 @@ class TokenizeCorpus(Stage):
 class ShardDataset(Stage):
     """Token ids → the masked, paired examples of one phase, as HDF5 shards."""
 
+    format_version = 2  # 2: the phases draw from independent random streams
+
     phase = luigi.IntParameter(description="1 or 2")
 
     def requires(self) -> dict[str, Stage]:
@@ -117,6 +119,7 @@ class ShardDataset(Stage):
         decides = self.parameters()
         command = ["-m", "stages.shard", "--tokens", str(self.requires()["tokenize_corpus"].directory)]
         command += ["--out", str(self.directory), "--processes", str(self.settings.run.processes)]
+        command += [f"--phase={self.phase}"]
         command += [f"--{flag.replace('_', '-')}" for flag in ("whole_word_mask", "pack") if decides.pop(flag)]
         return [*command, *option_words(decides)]
 

@@ -21,11 +21,10 @@ from stages.examples.packing import pack
 from stages.examples.pairs import PAIR, Form, lengths_of, plan_pairs
 from stages.tokens.files import SPLITS, TRAINING, part_paths, read_part
 from trainer.data.hdf5 import Array
+from trainer.seeds import derive_seed
 
 #: Where plans lie in the stage's directory.
 PLAN = "plan"
-#: The first word of the random seeds of plans.
-_PLAN_STREAM = 1
 #: Ids that are mapped at a time, unless a part has more: they count as memory of the process.
 _WINDOW_BYTES = 128 << 20
 
@@ -98,7 +97,7 @@ class _Task:
     part: Path
     pairs: Path
     form: Form
-    seed: tuple[int, ...]
+    seed: int
 
 
 def ids_path(directory: Path, split: str) -> Path:
@@ -115,7 +114,7 @@ def form_of(split: str, form: Form) -> Form:
 
 
 def make_plans(
-    work: StageDirectory, splits: dict[str, SplitTokens], form: Form, seed: int, workers: Workers
+    work: StageDirectory, splits: dict[str, SplitTokens], form: Form, seed: int, phase: int, workers: Workers
 ) -> dict[str, SplitPlan]:
     """Plan the splits, but for what is planned already. Raises `DiskError`."""
     directory = work.path / PLAN
@@ -123,7 +122,7 @@ def make_plans(
     tasks = [
         _Task(
             part, pairs_path(directory, split, index), form_of(split, form),
-            (_PLAN_STREAM, SPLITS.index(split), index, seed),
+            derive_seed(seed, "pairs of segments", phase, split, index),
         )
         for split, tokens in splits.items()
         for index, part in enumerate(tokens.parts)

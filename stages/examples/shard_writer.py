@@ -30,7 +30,7 @@ class ShardTask:
     shard: int
     shards: int
     form: Form
-    seed: tuple[int, ...]
+    seed: int
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def test_lengths_that_do_not_fit_are_refused(stage: Stage, tokens: Path, tmp_pat
 
     shards = made(stage, tokens, tmp_path / "out", "--pack")
     arrays = shards.read(0, np.arange(int(shards.rows_per_shard[0])))
-    arrays[LENGTHS_KEY][2, 0] += 1
+    arrays[LENGTHS_KEY][2, 0] -= 1
     write_shard(tmp_path / "bad_training_0.hdf5", arrays)
     with pytest.raises(UserError, match=r"sequence_lengths \[.*\] of row 2 do not fit its input_mask"):
         validate_file(tmp_path / "bad_training_0.hdf5")

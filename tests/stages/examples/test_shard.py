@@ -168,6 +168,29 @@ def test_what_masking_knows_of_the_vocabulary_is_what_hugging_faces_tokenizer_sa
     assert 0 < ours.continues.sum() < len(tokenizer)
 
 
+def test_the_phases_draw_independently(tmp_path: Path, tokens: Path) -> None:
+    """Same corpus, form and seed: without streams of their own both phases would have the same rows and masks."""
+    drawn = {}
+    for phase in (1, 2):
+        options = ShardOptions(Form(32, 5), shards=1, phase=phase)
+        directory = tmp_path / str(phase)
+        with StageDirectory.begin(directory, lambda made=options: made.identity(tokens_fingerprint(tokens))) as work:
+            shard_dataset(work, tokens, options, processes=1)
+        with h5py.File(directory / "bert_training_00000.hdf5") as file:
+            drawn[f"phase {phase}, random next sentence"] = file["next_sentence_labels"][:].astype(float)
+            drawn[f"phase {phase}, second masked position"] = file["masked_lm_positions"][:, 1].astype(float)
+            drawn[f"phase {phase}, length"] = file["input_mask"][:].sum(1).astype(float)
+    rows = min(len(values) for values in drawn.values())
+    assert rows > 500
+    phases = [
+        np.stack([values[:rows] for name, values in drawn.items() if name.startswith(phase)])
+        for phase in ("phase 1", "phase 2")
+    ]
+    between = np.corrcoef(*phases)[:3, 3:]  # within a phase the length and the positions depend on each other
+    # Nine coefficients of standard deviation 1/√rows.
+    assert np.abs(between).max() < 4 / np.sqrt(rows), dict(zip(drawn, between, strict=False))
+
+
 def test_rows_are_dealt_out_evenly_and_completely() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
