@@ -1,4 +1,4 @@
-"""A work directory that the version before the rooms were laid out has made is still complete: nothing is made anew."""
+"""A work directory recorded before is still complete: nothing is made anew. Recorded with ShardDataset's format 2."""
 
 from __future__ import annotations
 
