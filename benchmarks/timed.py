@@ -23,11 +23,11 @@ import torch
 from trainer.__main__ import main as train
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.devices.cpu import CpuDevice, matrix_flops_per_s
-from trainer.gradients import PlainModel
 from trainer.loop import Trainer
-from trainer.metrics import Metrics
+from trainer.metrics.metrics import Metrics
 from trainer.optim.adamw import AdamW
 from trainer.optim.parameters import Parameters
+from trainer.parallel.allreduce import AllReduceModel
 
 #: What is not time outside forward pass, backward pass and optimizer.
 INSIDE = ("forward", "backward", "reduce", "optimizer")
@@ -67,8 +67,8 @@ class Clock:
 
 
 def install(clock: Clock) -> None:
-    clock.part(PlainModel, "__call__", "forward")
-    clock.part(PlainModel, "backward", "backward")
+    clock.part(AllReduceModel, "__call__", "forward")
+    clock.part(AllReduceModel, "backward", "backward")
     clock.part(Parameters, "reduce", "reduce")
     for owner, method in ((Parameters, "clip"), (AdamW, "step"), (Parameters, "zero_gradients")):
         clock.part(owner, method, "optimizer")

@@ -14,6 +14,7 @@ from common.files import sha256_of, write_json
 from stages.directory.command import run
 from stages.directory.manifest import Identity, Output, StageDirectory
 from trainer.checkpoint.directory import MANIFEST
+from trainer.checkpoint.load import load_into
 from trainer.checkpoint.manager import require_valid
 from trainer.checkpoint.resume_point import ResumePoint
 from trainer.config import DEVICES
@@ -22,7 +23,6 @@ from trainer.devices.base import Device
 from trainer.devices.select import select_alone
 from trainer.models.mlp import MLP
 from trainer.parallel.tensor import TensorParallel
-from trainer.resume import load_into
 from trainer.state import TrainState
 from trainer.workloads.mnist import HELD_OUT, Images
 

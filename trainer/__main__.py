@@ -1,8 +1,8 @@
-"""`python -m trainer …`, or `torchrun --nproc_per_node=N -m trainer …` for N workers; `--doctor`: what is here.
+"""`python -m trainer …`, or `torchrun --nproc_per_node=N -m trainer …` for N workers; `--doctor` checks the machine.
 
-Exit status: 0 the steps asked for are done; 75 stopped by a signal, state saved, the same command with --resume_ckpt
-goes on; 1 refused with one line; 2 unknown options; 70 a mistake of ours, with its traceback; 71 workers' copies of the
-weights differed.
+Exit status: 0 all requested steps are done; 75 stopped by a signal with the state saved, continue with the same command
+and --resume_ckpt; 1 refused with one line; 2 unknown options; 70 a bug, with its traceback; 71 the workers' copies of
+the weights differed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Train as the command line says; returns the exit status."""
+    """Train with the options of the command line; returns the exit status."""
     die_with_starter()
     stop_early_on_signals()
-    # Only now, 2 s of imports: an orphan or a stopped worker is gone by then.
+    # Imported late because it takes 2 s: an orphaned or stopped worker has ended by then.
     from trainer.launch.failure import end
     from trainer.launch.spawn import spawn
     from trainer.options import parse, to_config
@@ -50,10 +50,10 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _locked(config: TrainConfig, mesh: Mesh) -> Iterator[None]:
-    """The root holds the lock of the output directory. Raises `AgreedError`, on all workers, if somebody else does."""
+    """The root holds the lock of the output directory. Raises `AgreedError` on all workers if another process does."""
     problem = None
     with contextlib.ExitStack() as stack:
-        # A trial writes nothing there.
+        # A trial does not write there.
         if mesh.is_root and not config.trial and not is_held_for_us(config.output_dir):
             try:
                 stack.enter_context(hold(config.output_dir))
@@ -78,25 +78,26 @@ def _train(config: TrainConfig, workload: Workload, mesh: Mesh) -> int:
 def _run(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh) -> int:
     from trainer.checkpoint.resume_point import how_to_go_on
     from trainer.rollback import train
+    from trainer.run import Run
 
     device.start(mesh)
-    say = _say if mesh.is_root else _say_nothing
-    say(f"device {device.describe()}; {mesh.world_size} worker(s)")
+    log = _print_line if mesh.is_root else _ignore
+    log(f"device {device.describe()}; {mesh.world_size} worker(s)")
     if mesh.not_shared:
-        say(f"workers here cannot share memory ({mesh.not_shared}): their sums go through sockets, and take longer")
-    say(f"config {config}; workload {type(workload).__name__}: {workload.describe()}")
-    done = train(config, workload, device, mesh, say)
+        log(f"workers here cannot share memory ({mesh.not_shared}): their sums go through sockets, and take longer")
+    log(f"config {config}; workload {type(workload).__name__}: {workload.describe()}")
+    done = train(Run(config, workload, device, mesh, log))
     mesh.disconnect()
     if not done:
-        say(f"stopped as asked; the state is saved: {how_to_go_on(config)}")
+        log(f"stopped as asked; the state is saved: {how_to_go_on(config)}")
     return 0 if done else EXIT_INTERRUPTED
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def _say_nothing(line: str) -> None:
+def _ignore(line: str) -> None:
     pass
 
 

@@ -19,15 +19,15 @@ from trainer.devices.neuron import PACKAGES, REPOSITORY, cores, wrong_packages
 _RUN = "luigi --module pipeline BertPhase2"
 
 
-def examine(say: Callable[[str], None]) -> int:
+def examine(log: Callable[[str], None]) -> int:
     """Say what there is; returns 0, or 1 if something has to be put right first."""
-    say(f"python {platform.python_version()}, {platform.platform()}")
+    log(f"python {platform.python_version()}, {platform.platform()}")
     for name in ("torch", "torch-xla", *PACKAGES, "transformers", "luigi", "h5py"):
-        say(f"  {name:14} {_version(name)}")
-    say(f"cpu     {available_cores()} cores, {_cpu_kind()}; {_memory_gb():.0f} GB memory")
-    say(f"disk    {shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here")
+        log(f"  {name:14} {_version(name)}")
+    log(f"cpu     {available_cores()} cores, {_cpu_kind()}; {_memory_gb():.0f} GB memory")
+    log(f"disk    {shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    say(f"cuda    {', '.join(gpus) or 'no GPU that torch sees'}")
+    log(f"cuda    {', '.join(gpus) or 'no GPU that torch sees'}")
     problems, commands = [], [_RUN]
     if gpus:
         commands.insert(0, f"{_RUN} --Cluster-device cuda --Cluster-nproc-per-node {len(gpus)}")
@@ -40,15 +40,15 @@ def examine(say: Callable[[str], None]) -> int:
     try:
         count = cores()
     except UserError as error:
-        say(f"neuron  {error}")
+        log(f"neuron  {error}")
     else:
-        say(f"neuron  {count} NeuronCores")
+        log(f"neuron  {count} NeuronCores")
         commands.insert(0, f"LUIGI_CONFIG_PATH=configs/trn1-bert-large.cfg {_RUN}")
         if _version("torch-neuronx") == "-":
             problems.append(f"torch-neuronx: pip install --extra-index-url=https://{REPOSITORY} '.[neuron]'")
     for problem in problems:
-        say(f"missing {problem}")
-    say(f"next    {commands[0]}" if not problems else "next    put right what is missing, then ask again")
+        log(f"missing {problem}")
+    log(f"next    {commands[0]}" if not problems else "next    put right what is missing, then ask again")
     return 1 if problems else 0
 
 

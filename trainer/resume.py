@@ -1,44 +1,52 @@
-"""Loads what a run starts from: its own checkpoint, or (phase 2) the weights of phase 1."""
+"""The state a run begins with: initial, or (for the same phase) that of a checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from common.errors import CheckpointError
-from trainer.checkpoint.format import MASTER, has_master, read_tensors, tensor_file
+from trainer.build import LOADING_AT_ONCE
+from trainer.checkpoint.load import load_into
 from trainer.checkpoint.resume_point import ResumePoint
 from trainer.config import TrainConfig, deciding
 from trainer.data.order import ORDER_VERSION
-from trainer.devices.base import Device
-from trainer.parallel.mesh import Mesh
-from trainer.parallel.shares import put_piece, put_share, whole_shape, without_padding
+from trainer.optim.select import Optimizer
 from trainer.parallel.tensor import TensorParallel
+from trainer.precision import Precision
+from trainer.run import Run
 from trainer.state import TrainState
-from trainer.workloads.base import Workload
 
 
 def deciding_settings(config: TrainConfig) -> dict[str, Any]:
-    """What of the configuration decides the result and is no field of `TrainState`, where `auto` is resolved."""
+    """The options that decide the result and are not fields of `TrainState`, which holds the resolved value."""
     own = {field.name for field in dataclasses.fields(TrainState)} - {"micro_batch_size"}
     return {name: value for name, value in deciding(config).items() if name not in own}
 
 
-def beginning(
-    config: TrainConfig,
-    workload: Workload,
-    mesh: Mesh,
-    start: ResumePoint | None,
-    *,
-    data: str,
-    precision: str,
-    skipped: Sequence[int],
-) -> TrainState:
-    """The state before the first step of a phase."""
+def resolve_precision(run: Run, start: ResumePoint | None) -> Precision:
+    """The precision the options name; for `auto` that of the resumed phase, else the device's default."""
+    return Precision(_precision_name(run, start), run.device.round_stochastically)
+
+
+def _precision_name(run: Run, start: ResumePoint | None) -> str:
+    config = run.config
+    if config.wanted_precision != "auto":
+        if config.precision == "auto":
+            run.log(f"precision {config.wanted_precision}: optimizer {config.optimizer} is made for it")
+        return config.wanted_precision
+    if start is not None and start.state.phase == config.phase:
+        return start.state.precision
+    name, reason = run.device.automatic_precision()
+    run.log(f"precision {name}: {reason}")
+    return name
+
+
+def initial_state(run: Run, start: ResumePoint | None, precision: Precision, skipped: Sequence[int]) -> TrainState:
+    """The state before the first step of a phase that leaves out the batches `skipped`. Raises `UserError`."""
+    config, workload, mesh = run.config, run.workload, run.mesh
     return TrainState(
         phase=config.phase,
         step=0,
@@ -47,10 +55,11 @@ def beginning(
         epoch=0,
         seed=config.seed,
         global_batch_size=config.global_batch_size(mesh.data_parallel_size),
-        data=data,
+        # Nothing is resumed after a trial, and reading all of the data may take long.
+        data=mesh.by_root(lambda: "" if config.trial else workload.identity(config.output_dir, run.log)),
         order_version=ORDER_VERSION,
         optimizer=config.optimizer,
-        precision=precision,
+        precision=precision.name,
         model=workload.describe(),
         data_parallel_size=mesh.data_parallel_size,
         tensor_parallel_size=mesh.tensor_parallel_size,
@@ -62,88 +71,30 @@ def beginning(
     )
 
 
-def resume_state(state: TrainState, start: ResumePoint, config: TrainConfig, say: Callable[[str], None]) -> TrainState:
-    """`state` at the place of `start`, with the changes that the configuration allows, which are told.
+def resume(
+    run: Run, state: TrainState, start: ResumePoint | None, optimizer: Optimizer, tensor_parallel: TensorParallel
+) -> TrainState:
+    """The state to continue from, whose moments are loaded into `optimizer`; `state` itself in a new phase.
 
-    Raises `CheckpointError` if anything else that decides the result differs.
+    Logs where the run begins and the changes that `--allow_changes` permits. Raises `CheckpointError` if anything else
+    that decides the result differs.
     """
-    resumed = state.resumed(start.state, start.checkpoint, allowed=config.allow_changes)
-    for change in resumed.changes[len(start.state.changes) :]:
-        say(f"from step {change['step']} on: {change['name']} {change['old']} → {change['new']}, as allowed")
-    return resumed
-
-
-def data_identity(config: TrainConfig, workload: Workload, say: Callable[[str], None]) -> str:
-    """Nothing is resumed after a trial, and the data may be large."""
-    return "" if config.trial else workload.identity(config.output_dir, say)
-
-
-def resolve_precision(
-    config: TrainConfig, device: Device, resumed: TrainState | None, say: Callable[[str], None]
-) -> str:
-    if config.wanted_precision != "auto":
-        if config.precision == "auto":
-            say(f"precision {config.wanted_precision}: optimizer {config.optimizer} is made for it")
-        return config.wanted_precision
-    if resumed is not None and resumed.phase == config.phase:
-        return resumed.precision
-    name, reason = device.automatic_precision()
-    say(f"precision {name}: {reason}")
-    return name
-
-
-@torch.no_grad()
-def load_into(
-    targets: dict[str, Tensor], start: ResumePoint, kind: str, vocab_size: int, ranks: TensorParallel
-) -> None:
-    """Copy the tensors of a checkpoint's `kind` (model, optimizer) into `targets` of the same names: this rank's share
-    of them. Weights are the master copy's where there is one, which is no part of the optimizer here.
-
-    Raises `CheckpointError` naming the first tensor that is missing, too much, or of another shape.
-    """
-    if not targets:  # an optimizer that remembers nothing
-        return
-    path, size = start.checkpoint, start.state.tensor_parallel_size
-    if size not in (1, ranks.size):
-        raise CheckpointError(
-            f"{path} is split over {size} tensor-parallel ranks, this run has {ranks.size}; make it fit: "
-            f"python -m stages.convert {path} OUT --to native --tensor-parallel-size {ranks.size}"
-        )
-    rank = 0 if size == 1 else ranks.rank
-    file, prefix = path / tensor_file(kind, rank, size), ""
-    if kind == "model" and has_master(path / tensor_file("optimizer", rank, size)):
-        file, prefix = path / tensor_file("optimizer", rank, size), f"{MASTER}."
-    if not file.exists():
-        raise CheckpointError(
-            f"{path} has no {file.name} (saved with --minimal_ckpt?): the next phase can start from its weights, but "
-            f"this one cannot be resumed; train it anew in another --output_dir"
-        )
-    missing = set(targets)
-    for stored, tensor in read_tensors(file, lambda name: name.startswith(f"{MASTER}.") is bool(prefix)):
-        name = stored.removeprefix(prefix)
-        if name not in targets:
-            raise CheckpointError(f"{file} holds {name}, which this run has no place for; is it of another model?")
-        target = targets[name]
-        whole = whole_shape(name, tuple(target.shape), vocab_size, ranks.size)
-        needed = whole if size == 1 else tuple(without_padding(name, target, vocab_size, ranks).shape)
-        if tuple(tensor.shape) != needed:
-            raise CheckpointError(
-                f"{file}: {name} has shape {tuple(tensor.shape)}, this run needs {needed}; is it of another model?"
-            )
-        if size == 1:
-            put_share(target, name, tensor, ranks)
-        else:
-            put_piece(target, name, tensor)
-        missing.discard(name)
-    if missing:
-        raise CheckpointError(f"{file} lacks {sorted(missing)[0]}; is it of another model?")
-
-
-def say_start(start: ResumePoint | None, state: TrainState, say: Callable[[str], None]) -> None:
-    """Tell where the run begins."""
     if start is None:
-        say(f"starting phase {state.phase} at step 0 with initial weights")
-    elif start.weights_only:
-        say(f"starting phase {state.phase} at step {state.global_step} with the weights of {start.checkpoint}")
-    else:
-        say(f"resuming from checkpoint {start.checkpoint} at step {state.global_step}")
+        run.log(f"starting phase {state.phase} at step 0 with initial weights")
+        return state
+    if start.weights_only:
+        run.log(f"starting phase {state.phase} at step {state.global_step} with the weights of {start.checkpoint}")
+        return state
+    state = state.resumed(start.state, start.checkpoint, allowed=run.config.allow_changes)
+    for change in state.changes[len(start.state.changes) :]:
+        run.log(f"from step {change['step']} on: {change['name']} {change['old']} → {change['new']}, as allowed")
+
+    def load_optimizer() -> None:
+        load_into(optimizer.state(), start, "optimizer", run.workload.vocab_size, tensor_parallel)
+        run.device.finish_closures()
+
+    if state.step < run.config.max_steps:  # a finished phase needs none, and may have none (--minimal_ckpt)
+        run.mesh.in_turns(load_optimizer, at_once=LOADING_AT_ONCE)
+    optimizer.set_steps_done(state.step)
+    run.log(f"resuming from checkpoint {start.checkpoint} at step {state.global_step}")
+    return state

@@ -1,69 +1,58 @@
-"""Training through steps that are not finite: from the last checkpoint before one it goes on without its batch."""
+"""Trains through steps that are not finite: rolls back to the last checkpoint and leaves out the step's batch."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
-from pathlib import Path
 
 from common.errors import NonFiniteStep
 from trainer.checkpoint.resume_point import checkpoint_directory
 from trainer.config import TrainConfig
-from trainer.devices.base import Device
 from trainer.launch.preemption import Interruptions
 from trainer.loop import Trainer
-from trainer.parallel.mesh import Mesh
-from trainer.workloads.base import Workload
+from trainer.run import Run
 
 
-def train(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh, say: Callable[[str], None]) -> bool:
+def train(run: Run) -> bool:
     """Train; True when `stop_step` is reached, False when a signal ended it earlier. Raises `UserError`."""
-    is_live = not config.trial
+    config = run.config
     interruptions = Interruptions(
         config.output_dir,
-        is_root=mesh.is_root and is_live,
-        watches_spot=config.spot_watch and mesh.local_rank == 0 and is_live,
+        is_root=run.is_root,
+        watches_spot=config.spot_watch and run.mesh.local_rank == 0 and not config.trial,
     )
     skipped: list[int] = []
     try:
         while True:
-            # A function of its own: nothing may hold the old model while the new one is made.
-            result = _attempt(config, workload, device, mesh, say, interruptions, skipped)
+            # In a function of its own, so that nothing holds the old model while the new one is built.
+            result = _attempt(run, interruptions, skipped)
             if isinstance(result, bool):
                 return result
             reason, batch, before = result
             left_out = sorted({*before, *skipped})
             if config.non_finite == "stop" or len(left_out) >= config.non_finite_limit or batch in left_out:
                 raise NonFiniteStep(f"{reason}; {_advice(config, left_out)}")
-            say(f"{reason}; going back to the last checkpoint, and on without batch {batch}")
+            run.log(f"{reason}; going back to the last checkpoint, and on without batch {batch}")
             skipped.append(batch)
-            config = _from_newest(config)
+            run = dataclasses.replace(run, config=_from_newest(config))
             gc.collect()
     finally:
         interruptions.end()
 
 
-def _attempt(
-    config: TrainConfig,
-    workload: Workload,
-    device: Device,
-    mesh: Mesh,
-    say: Callable[[str], None],
-    interruptions: Interruptions,
-    skipped: list[int],
-) -> bool | tuple[str, int, list[int]]:
-    """What `Trainer.run` returns; or of a step that was not finite what it says, its batch, and those left out."""
-    trainer = Trainer(config, workload, device, mesh, say, interruptions=interruptions, skipped=skipped)
+def _attempt(run: Run, interruptions: Interruptions, skipped: list[int]) -> bool | tuple[str, int, list[int]]:
+    """The result of `Trainer.train`; after a step that was not finite: the message, its batch, and the batches that
+    were left out before."""
+    trainer = Trainer(run, interruptions, skipped)
     try:
-        return trainer.run()
+        return trainer.train()
     except NonFiniteStep as error:
         return str(error), error.batch, trainer.state.skipped
 
 
 def _from_newest(config: TrainConfig) -> TrainConfig:
     """The same run, from its own newest checkpoint, or from where it began."""
-    given: Path | None = config.resume_ckpt_path
+    given = config.resume_ckpt_path
     if given is not None and given.resolve().parent == checkpoint_directory(config).resolve():
         given = None
     return dataclasses.replace(config, resume=True, resume_step=-1, resume_ckpt_path=given)

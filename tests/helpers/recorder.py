@@ -18,7 +18,7 @@ from trainer.loop import Trainer
 
 ELEMENTS = 4096
 
-_dropout, _round, _run = CpuOperations.dropout, CpuDevice.round_stochastically, Trainer.run
+_dropout, _round, _train = CpuOperations.dropout, CpuDevice.round_stochastically, Trainer.train
 kept: list[np.ndarray] = []
 rounded: list[tuple[Tensor, Tensor]] = []
 
@@ -36,8 +36,8 @@ def round_stochastically(device: CpuDevice, x: Tensor) -> Tensor:
     return rounded[-1][1]
 
 
-def run(trainer: Trainer) -> bool:
-    done = _run(trainer)
+def train(trainer: Trainer) -> bool:
+    done = _train(trainer)
     found = {f"keep/{call}": mask for call, mask in enumerate(kept)}
     groups = trainer.parameters.groups
     for call in range(0, len(rounded), len(groups)):
@@ -52,5 +52,5 @@ def run(trainer: Trainer) -> bool:
 if __name__ == "__main__":
     CpuOperations.dropout = dropout  # type: ignore[method-assign]
     CpuDevice.round_stochastically = round_stochastically  # type: ignore[method-assign]
-    Trainer.run = run  # type: ignore[method-assign]
+    Trainer.train = train  # type: ignore[method-assign]
     sys.exit(main())

@@ -11,11 +11,11 @@ import torch
 from trainer.__main__ import main
 from trainer.loop import Trainer
 
-_run = Trainer.run
+_train = Trainer.train
 
 
-def run(trainer: Trainer) -> bool:
-    done = _run(trainer)
+def train(trainer: Trainer) -> bool:
+    done = _train(trainer)
     found = {}
     for name, parameter in trainer.model.named_parameters():
         assert parameter.dtype == trainer.precision.weights, name
@@ -25,5 +25,5 @@ def run(trainer: Trainer) -> bool:
 
 
 if __name__ == "__main__":
-    Trainer.run = run  # type: ignore[method-assign]
+    Trainer.train = train  # type: ignore[method-assign]
     sys.exit(main())

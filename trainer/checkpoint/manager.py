@@ -41,15 +41,15 @@ class CheckpointManager:
     """The checkpoints below `directory`."""
 
     def __init__(
-        self, directory: Path, *, keep: int, say: Callable[[str], None] = print, rank: int = 0, size: int = 1,
+        self, directory: Path, *, keep: int, log: Callable[[str], None] = print, rank: int = 0, size: int = 1,
         timeout_s: float = 600,
     ) -> None:  # fmt: skip
-        """`keep`: how many to keep, -1 all; `say`: told when a checkpoint is skipped, and why. Rank `rank` of `size`
+        """`keep`: how many to keep, -1 all; `log`: told when a checkpoint is skipped, and why. Rank `rank` of `size`
         that share the model; `timeout_s`: seconds that the first waits for the others to begin their shares."""
         self.directory = directory
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._keep = keep
-        self._say = say
+        self._log = log
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         #: Found whole, every byte of them, or written by this process.
@@ -62,7 +62,7 @@ class CheckpointManager:
         with disk_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             for name in sweep_temporaries(self.directory):
-                self._say(f"removed the unfinished checkpoint {name}")
+                self._log(f"removed the unfinished checkpoint {name}")
 
     def paths(self) -> list[tuple[int, Path]]:
         """(global step, path) of everything named like a checkpoint, newest first."""
@@ -85,7 +85,7 @@ class CheckpointManager:
             if reason is None:
                 yield path
             else:
-                self._say(f"skipping checkpoint {path}: {reason}")
+                self._log(f"skipping checkpoint {path}: {reason}")
                 if isinstance(reason, Unreadable):
                     self.unreadable.append(path)
 
@@ -96,7 +96,7 @@ class CheckpointManager:
         place = set_aside(self.directory, paths, records)
         if place is not None:
             names = ", ".join(path.name for path in paths)
-            self._say(f"set aside {names}, which training goes on without: now in {place}")
+            self._log(f"set aside {names}, which training goes on without: now in {place}")
 
     def save(self, snapshot: Snapshot) -> None:
         """Start writing `snapshot`, once the write before is finished. Raises that one's error."""

@@ -35,7 +35,7 @@ class ResumePoint:
 
 
 def agree_on_start(
-    config: TrainConfig, manager: CheckpointManager, mesh: Mesh, say: Callable[[str], None]
+    config: TrainConfig, manager: CheckpointManager, mesh: Mesh, log: Callable[[str], None]
 ) -> ResumePoint | None:
     """The checkpoint that `config` asks to start from, the same on all workers; None: begin with initial weights.
 
@@ -51,7 +51,7 @@ def agree_on_start(
         bad = [f"worker {worker} cannot use it: {reason}" for worker, reason in problems if reason is not None]
         if not bad:
             return start
-        say(f"skipping checkpoint {start.checkpoint}: {bad[0]}")
+        log(f"skipping checkpoint {start.checkpoint}: {bad[0]}")
 
 
 def left_behind(config: TrainConfig, manager: CheckpointManager, start: ResumePoint | None) -> list[Path]:

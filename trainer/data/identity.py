@@ -22,7 +22,7 @@ _SETTLED_S = 2.0
 _LARGE_BYTES = 1 << 30
 
 
-def content_identity(directory: Path, names: Sequence[str], cache: Path, say: Callable[[str], None]) -> str:
+def content_identity(directory: Path, names: Sequence[str], cache: Path, log: Callable[[str], None]) -> str:
     """sha256, in hex, behind `content:`, of the names and contents of the files `names` of `directory`.
 
     The hash of a file is its stage's manifest's where that has one and the file has its size and is not newer; else it
@@ -39,7 +39,7 @@ def content_identity(directory: Path, names: Sequence[str], cache: Path, say: Ca
     if unknown:
         size = sum(stamps[name][0] for name in unknown)
         if size > _LARGE_BYTES:
-            say(f"reading {len(unknown)} files, {size / 1e9:.1f} GB, of {directory} once, to know this data set again")
+            log(f"reading {len(unknown)} files, {size / 1e9:.1f} GB, of {directory} once, to know this data set again")
         known |= _hashed(directory, unknown, stamps)
         _remember(cache, directory, {name: [*stamps[name], known[name]] for name in unknown}, remembered)
     record = [[name, known[name]] for name in names]

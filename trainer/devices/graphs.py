@@ -51,9 +51,9 @@ class GraphReport:
 class GraphList:
     """The list of graphs that Precompile leaves: a trial writes it, training is held to it."""
 
-    def __init__(self, config: TrainConfig, device: Device, say: Callable[[str], None]) -> None:
+    def __init__(self, config: TrainConfig, device: Device, log: Callable[[str], None]) -> None:
         assert config.graphs is not None
-        self._path, self._trial, self._device, self._say = config.graphs, config.trial, device, say
+        self._path, self._trial, self._device, self._log = config.graphs, config.trial, device, log
         record = read_json(config.graphs) or {"graphs": []}
         self._listed = {graph["hash"] for graph in record["graphs"]}
         self._checked = 0
@@ -66,7 +66,7 @@ class GraphList:
         self._checked += len(new)
         for name in new:
             if name not in self._listed:
-                self._say(f"warning: graph {name} is not in {self._path}: it was compiled in the middle of training")
+                self._log(f"warning: graph {name} is not in {self._path}: it was compiled in the middle of training")
 
     def close(self) -> None:
         """Check once more; after a trial, write the list. Raises `DiskError`."""

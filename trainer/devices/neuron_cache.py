@@ -51,7 +51,7 @@ def merge_flags(theirs: str, ours: str) -> tuple[str, list[str]]:
     return " ".join(filter(None, [theirs.strip(), *added])), remarks
 
 
-def use_cache(cache: Path, say: Callable[[str], None]) -> TextIOWrapper:
+def use_cache(cache: Path, log: Callable[[str], None]) -> TextIOWrapper:
     """Mark `cache` as in use for as long as the returned file is open; if nobody else uses it, remove stale locks.
 
     A compiler that is killed leaves its lock files (`*.lock`), and whoever needs the same graph waits for ever.
@@ -67,7 +67,7 @@ def use_cache(cache: Path, say: Callable[[str], None]) -> TextIOWrapper:
         else:
             for lock in cache.rglob("*.lock"):
                 lock.unlink(missing_ok=True)
-                say(f"removed {lock}, the lock of a compiler that is no more")
+                log(f"removed {lock}, the lock of a compiler that is no more")
         fcntl.flock(mark, fcntl.LOCK_SH)
     return mark
 

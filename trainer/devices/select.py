@@ -25,7 +25,7 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
             print(f"DISABLE_XLA={os.environ['DISABLE_XLA']}: device auto instead of {name}, without XLA", flush=True)
         name = "auto"
     if name == "auto":
-        name = automatic(say=print if mesh.is_root else None)
+        name = automatic(log=print if mesh.is_root else None)
     if options.compile and name in ("xla", "neuron"):
         raise UserError(f"compile is for cpu and cuda; device {name} compiles every step by itself: leave it off")
     if name == "cuda":
@@ -46,10 +46,10 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
     return _compiling(CpuDevice(mesh.local_world_size, options.threads), options)
 
 
-def automatic(say: Callable[[str], None] | None = None) -> str:
+def automatic(log: Callable[[str], None] | None = None) -> str:
     """What `auto` means on this machine: cuda, else neuron, else cpu; never xla, which here runs on the CPU.
 
-    NeuronCores that cannot be used because their packages are missing are told to `say`.
+    NeuronCores that cannot be used because their packages are missing are told to `log`.
     """
     if torch.cuda.is_available():
         return "cuda"
@@ -64,8 +64,8 @@ def automatic(say: Callable[[str], None] | None = None) -> str:
     try:
         require_packages()
     except UserError as error:
-        if say is not None:
-            say(f"warning: device auto is the CPU, although there are {count} NeuronCores here: {error}")
+        if log is not None:
+            log(f"warning: device auto is the CPU, although there are {count} NeuronCores here: {error}")
         return "cpu"
     return "neuron"
 

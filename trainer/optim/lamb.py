@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.optim.adamw import BETA1, BETA2, EPSILON, Moments
-from trainer.optim.parameters import Group, Parameters, SharedModel
+from trainer.optim.parameters import Group, Parameters
 
 #: Largest trust ratio, ‖x‖ / ‖r + λx‖ (Fong et al. 2020, arXiv:2011.13584): no weight moves by more than the rate.
 MAX_TRUST_RATIO = 1.0
@@ -21,19 +21,13 @@ class Lamb:
     """
 
     def __init__(
-        self,
-        parameters: Parameters,
-        *,
-        weight_decay: float,
-        number: Callable[[float], float | Tensor] | None = None,
-        ranks: SharedModel | None = None,
+        self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
     ) -> None:
-        """`number` puts a number that changes from step to step on a device that compiles whole steps; `ranks`: those
-        that share the model, whose pieces of a tensor have one norm."""
+        """`number` puts a number that changes with every step on a device that compiles whole steps."""
+        self._shared = parameters.shared
         self._moments = Moments(parameters)
         self._weight_decay = weight_decay
         self._number = number or (lambda value: value)
-        self._ranks = ranks
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -66,8 +60,8 @@ class Lamb:
                 for tensors in (weights, updates)
             ]
         )
-        if self._ranks is not None:
-            norms = self._ranks.whole_norms(list(named), norms)
+        if self._shared is not None:
+            norms = self._shared.whole_norms(list(named), norms)
         of_weights, of_updates = norms
         usable = (of_weights > 0) & (of_updates > 0)
         ratios = torch.where(usable, of_weights / torch.where(usable, of_updates, 1.0), 1.0).clamp(max=MAX_TRUST_RATIO)

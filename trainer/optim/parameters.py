@@ -107,26 +107,33 @@ class Parameters(abc.ABC):
         self,
         model: nn.Module,
         has_weight_decay: Callable[[str], bool],
+        extras: int,
         precision: Precision,
-        shared: SharedModel | None,
+        shared: SharedModel | None = None,
     ) -> None:
+        """`extras`: E. `shared`: the ranks that share the model; None: this worker holds all of it."""
+        self.shared = shared
         self._precision = precision
         self._parameters = dict(model.named_parameters())
         self._has_weight_decay = has_weight_decay
-        self._shared = shared
         #: Where the gradients are summed.
         self._homes: dict[str, Tensor] = {}
+        self._lay_out(extras)
+
+    @abc.abstractmethod
+    def _lay_out(self, extras: int) -> None:
+        """Allocate the gradient sums and the extras, and convert the weights to `Precision.weights`."""
 
     def _by_group(self) -> list[tuple[bool, bool, list[str]]]:
         """(has weight decay, is split, names) of each group, in the model's order."""
         found: dict[tuple[bool, bool], list[str]] = {}
         for name in self._parameters:
-            is_split = self._shared is not None and self._shared.is_split(name)
+            is_split = self.shared is not None and self.shared.is_split(name)
             found.setdefault((self._has_weight_decay(name), is_split), []).append(name)
         return [(*kind, found[kind]) for kind in sorted(found, reverse=True)]
 
     def _region(self, *, is_split: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        return self._shared.random_region if is_split and self._shared is not None else contextlib.nullcontext
+        return self.shared.random_region if is_split and self.shared is not None else contextlib.nullcontext
 
     @property
     def _sums_itself(self) -> bool:
@@ -162,13 +169,13 @@ class Parameters(abc.ABC):
         for name, parameter in self._parameters.items():
             assert parameter.grad is (self._homes[name] if self._sums_itself else None), name
 
-    def clip(self, max_norm: float | Tensor | None, ranks: SharedModel | None = None) -> Tensor:
+    def clip(self, max_norm: float | Tensor | None) -> Tensor:
         """Scale the gradients down to the L2 norm `max_norm` if theirs is larger (None: never); returns the norm
-        before, which is that of the whole model where `ranks` share it.
+        before, of the whole model also where ranks share it.
 
         As `torch.nn.utils.clip_grad_norm_`, whose 1e-6 keeps the division finite.
         """
-        norm = ranks.norm(self._homes) if ranks is not None else self._norm()
+        norm = self._norm() if self.shared is None else self.shared.norm(self._homes)
         if max_norm is not None:
             factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             for gradient in self._gradients:
@@ -200,16 +207,8 @@ def _move_gradient(parameter: Tensor, home: Tensor) -> None:
 
 
 class FlatParameters(Parameters):
-    def __init__(
-        self,
-        model: nn.Module,
-        has_weight_decay: Callable[[str], bool],
-        extras: int,
-        precision: Precision,
-        shared: SharedModel | None = None,
-    ) -> None:
-        """`shared`: the ranks that share the model; None: this one alone has it."""
-        super().__init__(model, has_weight_decay, precision, shared)
+    def _lay_out(self, extras: int) -> None:
+        precision = self._precision
         total = sum(parameter.numel() for parameter in self._parameters.values())
         device = next(iter(self._parameters.values())).device
         weights = torch.empty(total, dtype=precision.weights, device=device)
@@ -246,16 +245,8 @@ def _views(
 
 
 class SeparateParameters(Parameters):
-    def __init__(
-        self,
-        model: nn.Module,
-        has_weight_decay: Callable[[str], bool],
-        extras: int,
-        precision: Precision,
-        shared: SharedModel | None = None,
-    ) -> None:
-        """`shared`: the ranks that share the model; None: this one alone has it."""
-        super().__init__(model, has_weight_decay, precision, shared)
+    def _lay_out(self, extras: int) -> None:
+        precision = self._precision
         self._masters: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             if precision.weights != precision.dtype:

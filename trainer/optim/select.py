@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.optim.adamw import AdamW
 from trainer.optim.lamb import Lamb
-from trainer.optim.parameters import Parameters, SharedModel
+from trainer.optim.parameters import Parameters
 from trainer.optim.sgd import SGD
 
 
@@ -30,16 +30,9 @@ class Optimizer(Protocol):
 
 
 def make_optimizer(
-    name: str,
-    parameters: Parameters,
-    *,
-    weight_decay: float,
-    number: Callable[[float], float | Tensor] | None,
-    ranks: SharedModel | None,
+    name: str, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None
 ) -> Optimizer:
-    """The optimizer called `name`; `number` is for devices that compile whole steps, `ranks` for those that share the
-    model; both None elsewhere. Names that say a precision, too, are AdamW (`TrainConfig.wanted_precision`)."""
-    if name == "LAMB":
-        return Lamb(parameters, weight_decay=weight_decay, number=number, ranks=ranks)
-    kind = SGD if name == "SGD" else AdamW
-    return kind(parameters, weight_decay=weight_decay, number=number)
+    """The optimizer called `name`; `number`: for devices that compile whole steps, else None. Names that also choose a
+    precision (`TrainConfig.wanted_precision`) are AdamW."""
+    kinds: dict[str, type[SGD | Lamb | AdamW]] = {"LAMB": Lamb, "SGD": SGD}
+    return kinds.get(name, AdamW)(parameters, weight_decay=weight_decay, number=number)

@@ -68,9 +68,9 @@ class Workload(abc.ABC):
         """Whether weight decay applies to the parameter called `name`."""
 
     @abc.abstractmethod
-    def identity(self, cache: Path, say: Callable[[str], None]) -> str:
+    def identity(self, cache: Path, log: Callable[[str], None]) -> str:
         """Tells the data set from any other, by its content. What is read to know it is remembered in the directory
-        `cache`; `say` is told when that takes long. Raises `UserError`."""
+        `cache`; `log` is told when that takes long. Raises `UserError`."""
 
     @abc.abstractmethod
     def reader(self, *, static_shapes: bool) -> Reader:

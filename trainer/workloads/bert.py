@@ -74,8 +74,8 @@ class BertWorkload(Workload):
     def has_weight_decay(self, name: str) -> bool:
         return has_weight_decay(name)
 
-    def identity(self, cache: Path, say: Callable[[str], None]) -> str:
-        return content_identity(self.shards.directory, self.shards.names, cache, say)
+    def identity(self, cache: Path, log: Callable[[str], None]) -> str:
+        return content_identity(self.shards.directory, self.shards.names, cache, log)
 
     def reader(self, *, static_shapes: bool) -> BatchReader:
         return BatchReader(self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes)

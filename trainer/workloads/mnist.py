@@ -124,7 +124,7 @@ class MnistWorkload(Workload):
     def has_weight_decay(self, name: str) -> bool:
         return not name.endswith("bias")
 
-    def identity(self, cache: Path, say: Callable[[str], None]) -> str:
+    def identity(self, cache: Path, log: Callable[[str], None]) -> str:
         return self.images.identity
 
     def reader(self, *, static_shapes: bool) -> Images:

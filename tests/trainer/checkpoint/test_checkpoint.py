@@ -34,7 +34,7 @@ def snapshot(global_step: int, scale: float = 1.0) -> Snapshot:
 
 def save(directory: Path, *steps: int, keep: int = -1, size: int = 1) -> CheckpointManager:
     """As `size` ranks that share a model save; returns the first's manager."""
-    managers = [CheckpointManager(directory, keep=keep, say=lambda line: None, rank=r, size=size) for r in range(size)]
+    managers = [CheckpointManager(directory, keep=keep, log=lambda line: None, rank=r, size=size) for r in range(size)]
     managers[0].prepare()
     for step in steps:
         for manager in managers:
@@ -70,7 +70,7 @@ def test_any_damage_is_found_and_the_checkpoint_before_is_used(tmp_path: Path, s
     said: list[str] = []
     save(tmp_path, 1, 2, size=size)
     assert len(list((tmp_path / "ckpt_2").glob("*.safetensors"))) == 2 * size
-    manager = CheckpointManager(tmp_path, keep=-1, say=said.append)
+    manager = CheckpointManager(tmp_path, keep=-1, log=said.append)
     rng = random.Random(0)
     newest = tmp_path / "ckpt_2"
     assert [p.name for p in manager.valid()] == ["ckpt_2", "ckpt_1"]

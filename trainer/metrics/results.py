@@ -1,4 +1,4 @@
-"""The results of a phase, from all that metrics.jsonl holds of it, whichever processes did its steps."""
+"""The results of a phase, computed from metrics.jsonl, whichever processes trained its steps."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from common.files import read_json, replace_json
 from trainer.state import TrainState
 
-#: Seconds that each phase has been trained for, by its number.
+#: File with the training time of each phase, in seconds, by phase number.
 TRAIN_TIME = "train_time.json"
-#: What every record of a step holds.
+#: Keys that every record of a step has.
 _KEYS = {"step", "epoch", "loss", "throughput", "step_time_s"}
-#: First iterations of an epoch that do not count for its rate, as in the tutorial.
+#: Iterations at the start of an epoch that its rate leaves out, as in the tutorial.
 _WARMUP_ITERATIONS = 2
 
 
 class TrainTime:
-    """Seconds that a phase has been trained for in all its attempts, steps that had to be done again included."""
+    """Training time of a phase over all attempts, including steps that were repeated."""
 
     def __init__(self, directory: Path, phase: int, recorded: list[dict[str, Any]], *, resumes: bool) -> None:
-        """Goes on from what earlier attempts have left if the run `resumes`; without a record of theirs, from the times
-        of the steps `recorded` in metrics.jsonl."""
+        """Continues from the time that earlier attempts recorded if the run `resumes`; if they left none, from the sum
+        over the steps `recorded` in metrics.jsonl."""
         self._path, self._phase = directory / TRAIN_TIME, str(phase)
         self._all = read_json(self._path) or {}
         before = self._all.get(self._phase) if resumes else 0.0
@@ -34,7 +34,7 @@ class TrainTime:
         self._began: float | None = None
 
     def start(self) -> None:
-        """Training begins now."""
+        """Start the clock."""
         self._began = time.monotonic()
 
     @property
@@ -42,12 +42,12 @@ class TrainTime:
         return float(self._before + (0 if self._began is None else time.monotonic() - self._began))
 
     def write(self) -> None:
-        """Leave the time for the next attempt. Raises OSError."""
+        """Write the time for the next attempt. Raises `OSError`."""
         replace_json(self._path, {**self._all, self._phase: round(self.seconds, 3)})
 
 
 def recorded_steps(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """(record, its bytes) of each line of a metrics file, up to the first that is not whole."""
+    """(record, length in bytes) of each line of a metrics file, up to the first incomplete one."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -64,16 +64,16 @@ def recorded_steps(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def steps_of_phase(path: Path, state: TrainState) -> list[dict[str, Any]]:
-    """The records of the steps that `state`'s phase has done; the other phase's may be in the same file."""
+    """The records of the steps done in `state`'s phase; the file may also hold the other phase's."""
     before = state.global_step - state.step
     return [record for record, _ in recorded_steps(path) if before < record["step"] <= state.global_step]
 
 
 def phase_results(steps: list[dict[str, Any]], state: TrainState, *, train_time_s: float) -> dict[str, Any]:
-    """The numbers of a phase, of which `steps` are the records; None: too few are recorded.
+    """The summary of a phase from the records of its `steps`; None where too few are recorded.
 
-    throughput_average is the mean of the recorded throughputs, each of the latest ten steps of its process, as in the
-    tutorials' script; iterations_per_s is of the last epoch.
+    throughput_average is the mean of the recorded throughputs, each over the latest ten steps of its process, as in the
+    tutorials' script; iterations_per_s is that of the last epoch.
     """
     throughputs = [step["throughput"] for step in steps]
     return {
@@ -98,6 +98,6 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _rate_of_last_epoch(steps: list[dict[str, Any]]) -> float | None:
-    """Optimizer steps a second in the last epoch, as the tutorial counts them: without its first two."""
+    """Optimizer steps per second in the last epoch, without its first two, as the tutorial counts them."""
     times = [step["step_time_s"] for step in steps if step["epoch"] == steps[-1]["epoch"]][_WARMUP_ITERATIONS:]
     return len(times) / sum(times) if times else None

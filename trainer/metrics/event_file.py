@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 class EventFile:
-    """A TensorBoard event file, written by the training thread, so that a full disk is its error.
+    """A TensorBoard event file, written by the training thread, which therefore sees a full disk.
 
-    Not torch's SummaryWriter, whose import takes 4 s and whose own thread writes.
+    Not torch's SummaryWriter: its import takes 4 s, and it writes from a thread of its own.
     """
 
     def __init__(self, directory: Path, first_step: int) -> None:
@@ -26,7 +26,7 @@ class EventFile:
         self._file = (directory / name).open("wb")
         self._writer = RecordWriter(self._file)
         self._put(Event(wall_time=now, file_version="brain.Event:2"))
-        # Tells TensorBoard to forget what an interrupted run recorded from here on.
+        # Tells TensorBoard to drop what an interrupted run recorded from this step on.
         self._put(Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, step: int, scalars: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""What a run says about itself: the console line, TensorBoard, metrics.jsonl, the summary."""
+"""Records each step of a run: on the console, in TensorBoard and metrics.jsonl, and in the summary at its end."""
 
 from __future__ import annotations
 
@@ -7,75 +7,65 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, replace_json, write_json
-from trainer.config import TrainConfig
-from trainer.event_file import EventFile
-from trainer.results import TrainTime, phase_results, recorded_steps, steps_of_phase
+from trainer.metrics.event_file import EventFile
+from trainer.metrics.results import TrainTime, phase_results, recorded_steps, steps_of_phase
+from trainer.run import Run
 from trainer.state import TrainState
-from trainer.workloads.base import StepCost, Workload
+from trainer.workloads.base import StepCost
 
-#: Steps over which the throughput is averaged, as in the tutorials' script.
+#: Steps that the throughput is averaged over, as in the tutorials' script.
 THROUGHPUT_WINDOW = 10
-#: Seconds between two writes of what others look at while it runs; steps that are slower are written one by one.
+#: Least seconds between writes of the files that are read during a run.
 _WRITE_INTERVAL_S = 1.0
-#: Seconds between two points of the curves in TensorBoard, which draws a thousand at most; metrics.jsonl has all.
+#: Least seconds between points in TensorBoard, which draws a thousand at most; metrics.jsonl has every step.
 _BOARD_INTERVAL_S = 0.05
 
-#: json.dumps would make an encoder for each line.
+#: json.dumps would create an encoder for every line.
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is known of a finished step before its losses are read from the device."""
+    """A finished step, before its losses are read from the device."""
 
     state: TrainState
     learning_rate: float
-    #: What the reader has counted in the global batch.
+    #: The reader's counts, summed over the global batch.
     counts: Sequence[int]
-    #: Graphs compiled by then, on devices that compile.
+    #: Graphs compiled so far, on devices that compile.
     compiled_graphs: int | None = None
 
 
 class Metrics:
-    """The records of a run, written by the root worker; the others only check their losses."""
+    """The records of a run, which the root worker writes; the others only check that their losses are finite."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        workload: Workload,
-        start: TrainState,
-        *,
-        peak_flops_per_s: float | None,
-        is_root: bool,
-        say: Callable[[str], None],
-    ) -> None:
-        """`peak_flops_per_s`: of all workers' devices together, None where it is not known.
-
-        Goes on behind the records of `start`'s steps in the output directory; later ones there are dropped, because
-        their steps are done again. Where nothing is left to train they are of something else, and stay.
-        """
-        self._config = config
-        self._workload = workload
-        self._say = say
-        self._is_root = is_root
-        self._peak_flops_per_s = peak_flops_per_s
+    def __init__(self, run: Run, start: TrainState) -> None:
+        """Appends to the records in the output directory and drops those of steps after `start`, which are repeated.
+        If no steps are left to train, later records belong to the next phase and stay. Raises `DiskError`."""
+        self._config, self._workload, self._log = run.config, run.workload, run.log
+        self._is_root = run.is_root
+        self._workers = run.mesh.world_size
+        peak = run.device.peak_flops_per_s(start.precision) if self._is_root else None
+        #: Of all workers' devices together; None where it is not known.
+        self._peak_flops_per_s = peak and peak * self._workers
         self._last = time.monotonic()
         self._written = self._drawn = 0.0
-        #: The first step of the phase, from 0, that was not finite, and what is to be said of it.
+        #: The first step of the phase, from 0, that was not finite, and the message about it.
         self.not_finite: tuple[int, str] | None = None
-        #: Recorded, and not written yet.
+        #: Recorded but not yet written.
         self._lines: list[str] = []
         self._progress: dict[str, Any] = {}
-        #: (seconds, work) of the latest steps.
+        #: (seconds, cost) of the latest steps.
         self._recent: collections.deque[tuple[float, StepCost]] = collections.deque(maxlen=THROUGHPUT_WINDOW)
-        if not is_root:
+        if not self._is_root:
             return
+        config = run.config
         self._path = config.output_dir / METRICS
         self._was_over = start.step >= config.stop_step
         with disk_errors(self._path):
@@ -95,8 +85,8 @@ class Metrics:
             self._train_time.start()
 
     def record(self, record: StepRecord, values: list[float]) -> None:
-        """`values`: the workload's losses (nats, means of the global batch), and the gradient norm. In a trial they
-        mean nothing. The first step that is not finite is kept in `not_finite`."""
+        """`values`: the workload's losses (nats, means over the global batch), then the gradient norm; meaningless in a
+        trial. The first step that is not finite is kept in `not_finite`."""
         if self._config.trial:
             return
         *losses, norm = values
@@ -106,7 +96,7 @@ class Metrics:
             text = f"step {state.global_step}: {said}, gradient norm {norm} at learning rate {record.learning_rate:.3e}"
             self.not_finite = state.step - 1, text
         if self.not_finite is not None:
-            return  # what comes after such a step is nothing
+            return  # later values are meaningless
         now = time.monotonic()
         step_time, self._last = now - self._last, now
         self._recent.append((step_time, self._workload.work(record.counts)))
@@ -126,8 +116,8 @@ class Metrics:
         self._write(state, scalars)
 
     def _rates(self) -> dict[str, float]:
-        """Over the latest steps: samples a second, the model's FLOP/s, and its share of the hardware's peak, MFU
-        (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), by our count and by the usual formula."""
+        """Over the latest steps: samples and the model's FLOP per second, and its share of the hardware's peak (MFU,
+        Chowdhery et al. 2022, arXiv:2204.02311, appendix B), by our count and by the usual formula."""
         seconds = sum(time for time, _ in self._recent)
         samples, flops, usual_flops = (
             sum(getattr(work, name) for _, work in self._recent) / seconds
@@ -161,7 +151,7 @@ class Metrics:
             norm = f"grad-norm : {scalars['grad_norm']:.4f} " if self._config.print_grad_norm else ""
             mfu = f"mfu : {scalars['mfu']:.3f} " if "mfu" in scalars else ""
             left = (self._config.stop_step - state.step) / self._steps_per_s()
-            self._say(
+            self._log(
                 f"LOG {time.asctime()} - ({state.epoch}, {step}) step_loss : {scalars['loss']:.4f} "
                 f"learning_rate : {scalars['learning_rate']:.2e} throughput : {scalars['throughput']:.2f} {mfu}{norm}"
                 f"[{state.step}/{self._config.max_steps}, {_duration(left)} left]"
@@ -171,8 +161,8 @@ class Metrics:
         return len(self._recent) / sum(seconds for seconds, _ in self._recent)
 
     def flush(self, *, durable: bool = False) -> None:
-        """Hand what is recorded to the operating system, so that it outlives this process; `durable`: and this
-        machine's power."""
+        """Write what is recorded to the files, so that it survives a crash of this process; if `durable`, of the
+        machine. Raises `DiskError`."""
         self._written = time.monotonic()
         if self._lines:
             lines, self._lines = self._lines, []
@@ -188,7 +178,7 @@ class Metrics:
                 os.fsync(self._file.fileno())
 
     def abandon(self) -> None:
-        """Close the files; what follows goes on with others."""
+        """Close the files, to train on with another trainer. Raises `DiskError`."""
         if not self._is_root:
             return
         with disk_errors(self._path):
@@ -197,8 +187,8 @@ class Metrics:
             if self._board is not None:
                 self._board.close()
 
-    def close(self, state: TrainState, *, workers: int) -> None:
-        """Write the results of the phase so far: the tutorials' metrics file."""
+    def close(self, state: TrainState) -> None:
+        """Write the summary of the phase up to `state`: the tutorials' metrics file. Raises `DiskError`."""
         if not self._is_root:
             return
         failpoint("training-end:saved")
@@ -214,7 +204,7 @@ class Metrics:
         failpoint("training-end:without-progress")
         steps = steps_of_phase(self._path, state)
         summary = {
-            "num_workers": workers,
+            "num_workers": self._workers,
             **phase_results(steps, state, train_time_s=self._train_time.seconds),
             "microsteps": state.step * self._config.grad_accum_usteps,
             "batch_size": self._config.micro_batch_size,
@@ -222,11 +212,11 @@ class Metrics:
         }
         written = read_json(self._config.metrics_file) or {}
         if self._was_over and written.get("global_step", -1) >= state.global_step:
-            summary = written  # they were complete before this run, and may be the next phase's by now
+            summary = written  # complete before this run, and possibly the next phase's by now
         else:
             write_json(self._config.metrics_file, summary)
         for line in self._workload.last_words(summary):
-            self._say(line)
+            self._log(line)
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,137 @@
+"""Builds the parts of a trainer for one run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from common.errors import UserError
+from trainer.checkpoint.format import MASTER
+from trainer.checkpoint.load import load_into
+from trainer.checkpoint.resume_point import ResumePoint
+from trainer.config import TrainConfig
+from trainer.data.loader import Loader
+from trainer.data.order import SampleOrder
+from trainer.devices.base import Device
+from trainer.devices.graphs import GraphList
+from trainer.models.base import Model
+from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters, SharedModel
+from trainer.optim.schedule import learning_rate
+from trainer.optim.select import Optimizer, make_optimizer
+from trainer.parallel.allreduce import AllReduceModel
+from trainer.parallel.ddp import DdpModel, DdpParameters
+from trainer.parallel.mesh import Mesh
+from trainer.parallel.plan import split_of
+from trainer.parallel.tensor import TensorParallel
+from trainer.precision import Precision
+from trainer.run import Run
+from trainer.state import TrainState
+
+#: Workers on one machine that hold a copy of the model in host memory at the same time while loading.
+LOADING_AT_ONCE = 8
+
+
+def build_tensor_parallel(device: Device, mesh: Mesh) -> TensorParallel:
+    """This worker's rank among those that share its copy of the model."""
+    return TensorParallel(
+        mesh.tensor_parallel_rank,
+        mesh.tensor_parallel_size,
+        lambda tensors, sums: device.all_reduce(tensors, mesh.tensor_parallel_group, sums=sums),
+        device.random_region,
+    )
+
+
+def build_dataloader(run: Run, skipped: Sequence[int]) -> Loader:
+    """This worker's share of all batches but the `skipped` ones."""
+    config, mesh = run.config, run.mesh
+    order = SampleOrder(
+        run.workload.rows_per_shard,
+        seed=config.seed,
+        global_batch_size=config.global_batch_size(mesh.data_parallel_size),
+        skipped=skipped,
+    )
+    return Loader(
+        run.workload.reader(static_shapes=run.device.static_shapes),
+        order,
+        micro_batch_size=config.micro_batch_size,
+        rank=mesh.data_parallel_rank,
+        size=mesh.data_parallel_size,
+    )
+
+
+def build_model(
+    run: Run, state: TrainState, start: ResumePoint | None, precision: Precision, tensor_parallel: TensorParallel
+) -> Model:
+    """The model on its device, with initial weights or those of `start`. Raises `CheckpointError`."""
+    built: list[Model] = []
+
+    def build() -> None:
+        model = run.workload.make_model(run.device.operations, tensor_parallel)
+        if start is None:
+            model.initialise(run.config.seed)
+        else:
+            state.require_same_model(start.state, start.checkpoint)
+            load_into(dict(model.named_parameters()), start, "model", run.workload.vocab_size, tensor_parallel)
+        built.append(model.to(run.device.torch_device, precision.dtype).train())
+        run.device.finish_closures()  # until then a lazy device keeps the host's copy
+
+    run.mesh.in_turns(build, at_once=LOADING_AT_ONCE)
+    return built[0]
+
+
+def build_parameters(
+    run: Run, model: Model, precision: Precision, tensor_parallel: TensorParallel
+) -> tuple[AllReduceModel | DdpModel, Parameters]:
+    """The forward pass and the parameters of `model`, for `--data_parallel`; its weights are converted to the type that
+    `precision` computes with. Raises `UserError`."""
+    device, has_weight_decay, extras = run.device, run.workload.has_weight_decay, len(run.workload.losses)
+    if run.config.data_parallel == "ddp":
+        if not device.has_ddp:
+            raise UserError(
+                f"--data_parallel ddp: {device.describe()} has no collective operation that DDP can call while a "
+                f"graph is recorded; use --data_parallel allreduce, or --device cpu"
+            )
+        ddp = DdpParameters(model, has_weight_decay, extras, precision)
+        return DdpModel(model, run.mesh.data_parallel_group, ddp), ddp
+    shared = None
+    if tensor_parallel.size > 1:
+        shared = SharedModel(
+            lambda name: split_of(name) is not None, tensor_parallel.reduce_in_place, tensor_parallel.region
+        )
+    layout = SeparateParameters if device.compiles_steps else FlatParameters
+    forward = model if device.inductor is None else device.inductor.compile(model)
+    return AllReduceModel(forward), layout(model, has_weight_decay, extras, precision, shared)
+
+
+def build_optimizer(run: Run, parameters: Parameters, number: Callable[[float], float | Tensor]) -> Optimizer:
+    """`number`: puts a number that changes with every step on the device."""
+    return make_optimizer(
+        run.config.optimizer,
+        parameters,
+        weight_decay=run.config.weight_decay,
+        number=number if run.device.compiles_steps else None,
+    )
+
+
+def checkpoint_tensors(
+    model: Model, parameters: Parameters, optimizer: Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The model's and the optimizer's tensors under the names that checkpoints give them; later steps change them."""
+    masters = {f"{MASTER}.{name}": tensor for name, tensor in parameters.masters().items()}
+    return dict(model.named_parameters()), optimizer.state() | masters
+
+
+def build_lr_schedule(config: TrainConfig) -> Callable[[int], float]:
+    """The learning rate of the update after that many steps of the phase."""
+    return functools.partial(
+        learning_rate, config.schedule, peak=config.lr, warmup_steps=config.warmup_steps, max_steps=config.max_steps
+    )
+
+
+def build_graph_list(run: Run) -> GraphList | None:
+    """The list of compiled graphs, in the root worker, if `--graphs` names one."""
+    if run.config.graphs is None or not run.mesh.is_root:
+        return None
+    return GraphList(run.config, run.device, run.log)

@@ -1,0 +1,1 @@
+"""What a run records: the console line, TensorBoard, metrics.jsonl, and the summary of a phase."""
