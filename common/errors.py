@@ -1,6 +1,7 @@
 """The exceptions of this project, as a tree.
 
 Exception
+├── Interrupted        the process was asked to stop; the same command resumes: exit 75
 └── UserError          bad input: one line, exit 1, no traceback
     ├── DiskError      a write failed (full disk, I/O error, no permission)
     ├── LockHeld       somebody else is making the same thing
@@ -32,6 +33,10 @@ EXIT_REPLICAS = 71
 EXIT_SOFTWARE = 70
 #: Exit status of a command that was refused because of what it was given.
 EXIT_USER_ERROR = 1
+
+
+class Interrupted(Exception):
+    """This process was asked to stop; the same command resumes."""
 
 
 class UserError(Exception):

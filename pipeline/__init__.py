@@ -4,14 +4,12 @@ Imports neither torch nor transformers nor h5py: a finished pipeline answers in 
 """
 
 from common.process import print_in_any_locale
+from pipeline import luigi_adapters
 from pipeline.settings.load import add_defaults
-from pipeline.tasks import luigi_workers, notify, redaction
 
 add_defaults()
 print_in_any_locale()
-redaction.install()
-notify.install()
-luigi_workers.install()
+luigi_adapters.install()
 
 from pipeline.tasks.bert import (  # noqa: E402 (the tasks read settings when they are made)
     BertPhase1,

@@ -30,7 +30,7 @@ from pipeline.tasks.everything import everything
 from pipeline.tasks.goal import Goal
 from stages.directory.attempts import ATTEMPTS
 from stages.directory.lock import LOCK
-from stages.directory.manifest import FAILURE, IDENTITY, MANIFEST
+from stages.directory.manifest import IDENTITY, MANIFEST
 from stages.view.text import size
 from trainer.checkpoint.directory import CHECKPOINTS
 
@@ -38,7 +38,7 @@ from trainer.checkpoint.directory import CHECKPOINTS
 _REMOVAL = f"removal{TEMPORARY_SUFFIX}"
 _TRAININGS = ("pretrain", "train_mlp")
 #: What every stage directory holds before anything has been made.
-_RECORDS = (LOCK, IDENTITY, MANIFEST, FAILURE, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json")
+_RECORDS = (LOCK, IDENTITY, MANIFEST, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json", "failure.json")
 SUMMARY = "what is superseded, its size and why; removes it only with --remove"
 
 

@@ -6,13 +6,15 @@ import argparse
 from typing import Any
 
 from common.errors import UserError
+from common.files import utc
 from pipeline.status.chain import StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
 from pipeline.status.stage_dirs import StageDirs, holder, last_checkpoint_step
 from pipeline.tasks.everything import TASKS
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.stage import Stage
-from stages.directory.manifest import IDENTITY, MANIFEST, last_failure, why_incomplete
+from stages.directory.attempts import last_failure
+from stages.directory.manifest import IDENTITY, MANIFEST, why_incomplete
 
 SUMMARY = "why a task would run: which setting, input or file; exit status 0 if it is complete, 1 if it would run"
 
@@ -35,7 +37,7 @@ def explain(task: StageTask, stage_dirs: StageDirs, *, verify: bool) -> str | No
         return f"{task.label} would run: {reason}"
     failure = last_failure(directory)
     if failure is not None:
-        return f"{task.label} would run again: it failed at {failure.at}: {failure.line}"
+        return f"{task.label} would run again: it failed at {utc(failure.at)}: {failure.line}"
     if (directory / IDENTITY).exists():
         step = last_checkpoint_step(directory)
         at = f", and goes on from step {step} of {task.max_steps}" if step is not None else ""

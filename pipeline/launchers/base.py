@@ -1,4 +1,4 @@
-"""What a launcher is given, and what it does."""
+"""What a launcher runs, and its interface."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from common.errors import Interrupted
 from pipeline.launchers.process import ProcessResult
 
 
 @dataclass(frozen=True)
 class StageCommand:
-    """A stage's command."""
+    """A stage's command and how to run it."""
 
     #: `<stage>[-phase<N>]`.
     label: str
-    #: The stage directory, whose lock, the descriptor `lock`, is held.
+    #: The stage directory; `lock` is the descriptor that holds its lock.
     directory: Path
     lock: int
     fingerprint: str
-    #: What is run, on each node: arguments after the Python interpreter.
+    #: Arguments after the Python interpreter, on each node.
     words: list[str]
     nodes: int
-    #: Whether it goes on from where it was when it is started again.
+    #: Whether it resumes when it is started again.
     resumes: bool
-    #: Seconds of silence after which it is killed; None: never.
+    #: Seconds without a sign of life after which it is killed; None: never.
     hang_timeout_s: float | None
 
 
@@ -32,9 +33,9 @@ class Launcher(Protocol):
     """Runs commands."""
 
     def run(self, work: StageCommand) -> ProcessResult:
-        """Run it to its end. Raises `UserError`; `Detached` if it goes on without this process."""
+        """Run it to its end. Raises `UserError`; `Detached` if it continues without this process."""
         ...
 
 
-class Detached(Exception):
-    """This process was asked to stop, and what it waited for goes on."""
+class Detached(Interrupted):
+    """This process was asked to stop while it waited for a job, which continues."""

@@ -12,18 +12,18 @@ from stages.directory.manifest import MANIFEST
 LATEST = "latest"
 
 
-def is_older(work_dir: Path, label: str, directory: Path) -> bool:
-    """Whether the link is older than the complete `directory`, or not there."""
+def is_older(label: str, directory: Path) -> bool:
+    """Whether the link of the stage is missing, or older than its complete `directory`."""
     try:
-        linked = (work_dir / LATEST / label / MANIFEST).stat().st_mtime_ns
+        linked = (directory.parent / LATEST / label / MANIFEST).stat().st_mtime_ns
     except FileNotFoundError:
         return True
     return (directory / MANIFEST).stat().st_mtime_ns > linked
 
 
-def link(work_dir: Path, label: str, directory: Path) -> None:
-    """Have the link point to `directory`, in one step. Raises `DiskError`."""
-    latest = work_dir / LATEST
+def link(label: str, directory: Path) -> None:
+    """Point the link of the stage to `directory`, atomically. Raises `DiskError`."""
+    latest = directory.parent / LATEST
     final, temporary = latest / label, latest / f".{label}.{os.getpid()}"
     try:
         latest.mkdir(exist_ok=True)

@@ -8,11 +8,12 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from common.errors import UserError
+from common.files import utc
 from pipeline.status.chain import ChainTask, StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
 from pipeline.status.stage_dirs import StageDirs, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
-from stages.directory.attempts import last_sign_of_life
-from stages.directory.manifest import IDENTITY, MANIFEST, last_failure
+from stages.directory.attempts import last_failure, last_sign_of_life
+from stages.directory.manifest import IDENTITY, MANIFEST
 from stages.directory.records import read_progress
 from stages.view.status import StageStatus
 from stages.view.text import size
@@ -95,7 +96,7 @@ def _failed(task: StageTask, status: StageStatus) -> StageStatus | None:
     failure = last_failure(task.directory)
     if failure is None:
         return None
-    return dataclasses.replace(_with_progress(task, status), state="failed", detail=failure.line, when=failure.at)
+    return dataclasses.replace(_with_progress(task, status), state="failed", detail=failure.line, when=utc(failure.at))
 
 
 def _damaged(task: StageTask, status: StageStatus) -> StageStatus | None:
@@ -116,7 +117,7 @@ def _interrupted(task: StageTask, status: StageStatus) -> StageStatus | None:
         status,
         state="interrupted",
         detail=", ".join(details) or "goes on with what is not there yet",
-        when=datetime.fromtimestamp(when, UTC).strftime(UTC_FORMAT),
+        when=utc(when),
     )
 
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import time
 from typing import Any
 
 import luigi
-from luigi import worker
 from luigi.retcodes import retcode
 from luigi.task import MixinNaiveBulkComplete
 
 from common.console import log
-from common.errors import EXIT_INTERRUPTED, DiskError, LockHeld, UserError
+from common.errors import EXIT_INTERRUPTED, DiskError, Interrupted, LockHeld, UserError
 from common.files import utc_now
 from pipeline.launchers import process
+from pipeline.luigi_adapters import exits
 from pipeline.tasks import night_states, nights, notify
 from pipeline.tasks.base import PipelineTask
-from pipeline.tasks.luigi_workers import Leave, leaving
 from stages.directory.lock import hold
 
 #: Lines at the end of a night's log that a mail about its failure has.
@@ -45,27 +45,29 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         try:
             nights.require_inputs(self.settings, self.date)
         except UserError:
-            _wait_for_nothing()
+            exits.disable_keep_alive()
             raise
         return []
 
     def run(self) -> None:
-        """Raises `UserError` if the night failed, `Leave` if it was interrupted or another one is at it."""
-        with leaving():
+        """Run the night's chain. Raises `UserError` if it failed."""
+        with exits.while_running(), contextlib.ExitStack() as stack:
             try:
-                with hold(self.nights.path) as lock:
-                    if not self.complete():
-                        self._tell_killed()
-                        self._run_chain(lock)
-            except LockHeld as error:
-                log(f"error: {error}")
+                lock = stack.enter_context(hold(self.nights.path))
+            except LockHeld:
                 self._tell_held()
-                raise Leave(retcode().already_running) from None
+                raise
+            if self.complete():
+                return
+            try:
+                self._tell_killed()
+                self._run_chain(lock)
             except UserError:
-                _wait_for_nothing()
+                exits.disable_keep_alive()
                 raise
 
     def _run_chain(self, lock: int) -> None:
+        """Raises `Interrupted`; `LockHeld` if another process is working on a stage; `UserError`."""
         directory, clock, started = self.nights.directory(self.date), time.monotonic(), utc_now()
         environment = self.nights.prepare(self.date)
         night_states.write(self.nights.path, self.date, night_states.now("running"))
@@ -78,14 +80,15 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             start=process.LaunchSpec(environment=environment),
         )
         if result.interrupted or result.status == EXIT_INTERRUPTED:
-            log(f"night {self.date}: interrupted; the same command goes on from here")
-            self._note_ended("interrupted", "the same command goes on")
-            raise Leave(EXIT_INTERRUPTED)
+            log(f"night {self.date}: interrupted; the same command resumes from here")
+            self._note_ended("interrupted", "the same command resumes")
+            raise Interrupted
+        said = result.error.splitlines()[-1]
         if result.status == retcode().already_running:
-            self._note_ended("failed", result.error.splitlines()[-1])
-            raise Leave(result.status)
+            self._note_ended("failed", said)
+            raise LockHeld(f"night {self.date}: {said}")
         if result.status:
-            said, log_path = result.error.splitlines()[-1], directory / "stage.log"
+            log_path = directory / "stage.log"
             if result.status == retcode().not_run:
                 said = "a stage was made to wait: one that failed too often waits [scheduler] disable_persist seconds"
             raise UserError(f"night {self.date} failed: {said} (exit status {result.status}; log: {log_path})")
@@ -149,9 +152,3 @@ def _tell_failed(night: Nightly, error: BaseException) -> None:
 @Nightly.event_handler(luigi.Event.BROKEN_TASK)  # type: ignore[no-untyped-call, untyped-decorator]
 def _tell_refused(night: Nightly, error: BaseException) -> None:
     night.ended(error, "refused")
-
-
-def _wait_for_nothing() -> None:
-    """With [worker] keep_alive the stages of the night have been tried again by its own luigi; this one is not to wait
-    until the whole night may be tried once more, or until files appear."""
-    worker.worker().keep_alive = False

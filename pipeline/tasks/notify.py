@@ -11,25 +11,11 @@ from urllib.parse import urlsplit
 from luigi import notifications
 
 from common.console import log
-from common.errors import one_line
 from common.secrets import redact
 from pipeline.settings.sections import Settings
 
 #: Seconds for one answer, and before each further try.
 _ANSWER_S, _RETRY_S = 10.0, (1.0, 4.0)
-
-
-def install() -> None:
-    """A mail that cannot be sent, of luigi's own too, is said and changes nothing: luigi would end with a traceback."""
-    send: Any = notifications.send_email
-
-    def send_email(*args: Any, **options: Any) -> None:
-        try:
-            send(*args, **options)
-        except Exception as error:  # of smtplib, sockets, boto3, sendgrid, settings: a run does not end for any of them
-            log(f"note: the mail was not sent: {type(error).__name__}: {one_line(error)}; see [email] and [smtp]")
-
-    notifications.send_email = send_email
 
 
 def by_all(settings: Settings, subject: str, line: str, *, event: str, status: str, date: datetime.date) -> None:

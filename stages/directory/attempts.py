@@ -1,10 +1,12 @@
-"""When a stage was at work, and how that ended: attempts.jsonl in its directory, of which a view draws the time line.
+"""When a stage ran, how that ended and why it failed: attempts.jsonl in its directory, from which a view draws the
+time line.
 
-    {"started": 1763740800.1, "host": "node-3", "pid": 4711, "seen": 1763737200.0}     when its command is started
-    {"ended": 1763740923.4, "how": "interrupted", "status": 75, "error": ""}           when it has ended
+    {"started": 1763740800.1, "host": "node-3", "pid": 4711, "seen": 1763737200.0}     its command starts
+    {"ended": 1763740923.4, "how": "interrupted", "status": 75, "error": ""}           its command has ended
+    {"ended": 1763740923.5, "how": "failed", "is_final": true, "error": "…"}           it is not started again
 
-Times are seconds since 1970. A process that was killed leaves no second line; then `seen`, when the attempt after it
-began, says when something was last heard of it. Imports neither torch nor luigi.
+Times are seconds since 1970. A process that was killed leaves no second line; then `seen` of the next start is the time
+of its last sign of life. Imports neither torch nor luigi.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +26,7 @@ from common.errors import DiskError
 from common.files import ALIVE, METRICS, PROGRESS, disk_errors, failpoint
 
 ATTEMPTS = "attempts.jsonl"
-#: hung: killed after too long a silence. killed: gone without a word, with the process that started it.
+#: hung: killed after the hang timeout. killed: gone without a record, with the process that started it.
 How = Literal["complete", "interrupted", "failed", "hung", "killed", "running"]
 _SIGNS_OF_LIFE = ("stage.log", PROGRESS, ALIVE, METRICS)
 _ERROR_CHARACTERS = 500
@@ -31,10 +34,10 @@ _ERROR_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run of a stage's command; times in seconds since 1970."""
+    """One start of a stage's command; times in seconds since 1970."""
 
     started: float
-    #: Of one that was killed, when it was last heard of; of one that runs, now.
+    #: Of a killed attempt, its last sign of life; of a running one, now.
     ended: float
     how: How
     #: The last line of what it failed with.
@@ -46,10 +49,20 @@ class Attempt:
         return self.ended - self.started
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why a stage failed."""
+
+    #: Of a traceback, its last line.
+    line: str
+    #: Seconds since 1970.
+    at: float
+
+
 @contextlib.contextmanager
 def recording(directory: Path) -> Iterator[Callable[[How, int, str], None]]:
-    """Record an attempt, which is the block; it says how it ended (how, exit status, error) by the function that it is
-    given. What the block raises is recorded as a failure. Raises `DiskError` if the start cannot be written."""
+    """Record the block as an attempt; it passes how it ended (how, exit status, error) to the yielded function.
+    An exception is recorded as a failure. Raises `DiskError` if the start cannot be written."""
     said: list[tuple[How, int | None, str]] = []
     start: dict[str, Any] = {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
     if (directory / ATTEMPTS).exists():
@@ -62,10 +75,25 @@ def recording(directory: Path) -> Iterator[Callable[[How, int, str], None]]:
         raise
     finally:
         how, status, text = said[-1] if said else ("interrupted", None, "")
-        shown = "" if how == "complete" else text[-_ERROR_CHARACTERS:]
-        # Best effort: the disk may be full, and what is said of that must not be hidden.
-        with contextlib.suppress(DiskError):
-            _append(directory, {"ended": time.time(), "how": how, "status": status, "error": shown})
+        _append_end(directory, how, "" if how == "complete" else text, status=status)
+
+
+def record_failure(directory: Path, error: str) -> None:
+    """Record that a run of the stage has failed for good."""
+    _append_end(directory, "failed", error, is_final=True)
+
+
+def failures(directory: Path) -> int:
+    """How many runs of the stage have failed for good."""
+    return sum(record.get("is_final") is True for record in _records(directory / ATTEMPTS))
+
+
+def last_failure(directory: Path) -> Failure | None:
+    """The failure that ended the last run or attempt, or None."""
+    last = next(iter(deque(_records(directory / ATTEMPTS), maxlen=1)), {})
+    if last.get("how") not in ("failed", "hung"):
+        return None
+    return Failure(_last_line(last) or "no message", last["ended"])
 
 
 def read(directory: Path, *, running: bool, complete: bool) -> list[Attempt]:
@@ -92,13 +120,16 @@ def read(directory: Path, *, running: bool, complete: bool) -> list[Attempt]:
 
 def _attempt(start: dict[str, Any], end: dict[str, Any]) -> Attempt:
     started = float(start["started"])
-    lines = str(end.get("error") or "").strip().splitlines()
     ended = max(started, float(end.get("ended") or 0))
-    return Attempt(started, ended, end["how"], lines[-1] if lines else "", str(start.get("host", "")))
+    return Attempt(started, ended, end["how"], _last_line(end), str(start.get("host", "")))
+
+
+def _last_line(end: dict[str, Any]) -> str:
+    return "".join(str(end.get("error") or "").strip().splitlines()[-1:])
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines that are whole; a machine that loses power may leave others."""
+    """The valid lines; a power failure may leave others."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -122,6 +153,12 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, int | float) and 0 <= value < 1e11
 
 
+def _append_end(directory: Path, how: How, error: str, **facts: Any) -> None:
+    # Best effort: a full disk may be what the stage failed with, and that error must not be replaced.
+    with contextlib.suppress(DiskError):
+        _append(directory, {"ended": time.time(), "how": how, **facts, "error": error[-_ERROR_CHARACTERS:]})
+
+
 def _append(directory: Path, record: dict[str, Any]) -> None:
     path = directory / ATTEMPTS
     failpoint(f"append-before:{path.name}")
@@ -131,7 +168,7 @@ def _append(directory: Path, record: dict[str, Any]) -> None:
 
 
 def last_sign_of_life(directory: Path) -> float:
-    """When the stage in `directory` was last heard of, in seconds since 1970; 0: never."""
+    """When the stage in `directory` last showed a sign of life, in seconds since 1970; 0: never."""
     times = [0.0]
     for name in _SIGNS_OF_LIFE:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):

@@ -5,8 +5,7 @@ A stage directory DIR holds
     stage.json      the identity of what is being made here, written first
     progress.json   how far a running stage is, rewritten about once a second
     alive           touched while a stage that luigi has started computes (see `stages.directory.progress`)
-    failure.json    why the last run failed, until the next one starts: {"error", "at"}
-    attempts.jsonl  when it was at work, and how that ended (see `stages.directory.attempts`)
+    attempts.jsonl  when it ran, how that ended, and why it failed (see `stages.directory.attempts`)
     …               the outputs
     manifest.json   the identity, the outputs with size and sha256, and the counts; written last
 
@@ -29,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from common.errors import DiskError, UserError
+from common.errors import UserError
 from common.files import (
     ALIVE,
     PROGRESS,
@@ -41,11 +40,11 @@ from common.files import (
 )
 from common.lock import HELD_FINGERPRINT_VARIABLE, LOCK
 from common.lock import IDENTITY as IDENTITY
+from stages.directory.attempts import ATTEMPTS
 from stages.directory.lock import hold
 from stages.directory.progress import Progress, signs_of_life
-from stages.directory.records import FAILURE as FAILURE
 from stages.directory.records import MANIFEST as MANIFEST
-from stages.directory.records import read_failure, read_identity, read_manifest
+from stages.directory.records import read_identity, read_manifest
 
 
 @dataclass(frozen=True)
@@ -131,6 +130,20 @@ def _why_altered(path: Path, output: dict[str, Any], *, verify: bool) -> str | N
     return None
 
 
+@dataclass(frozen=True)
+class StartTime:
+    """When a stage started."""
+
+    #: As `utc_now` writes it.
+    utc: str
+    #: On the clock of `time.monotonic`.
+    monotonic_s: float
+
+    @classmethod
+    def now(cls) -> StartTime:
+        return cls(utc_now(), time.monotonic())
+
+
 class AlreadyComplete(Exception):
     """The directory holds exactly what was asked for; there is nothing to do."""
 
@@ -141,8 +154,7 @@ class StageDirectory:
     def __init__(self, path: Path, identity: Identity) -> None:
         self.path = path
         self.identity = identity
-        self._started = utc_now()
-        self._clock = time.monotonic()
+        self._start = StartTime.now()
 
     @classmethod
     @contextlib.contextmanager
@@ -173,7 +185,7 @@ class StageDirectory:
 
     def finish(self, outputs: Iterable[Output], counts: dict[str, Any], *, present: Sequence[str] = ()) -> None:
         """Declare the stage complete: write the manifest, last of all. `present`: other files that must be there."""
-        finish(self.path, self.identity, outputs, counts, started=self._started, clock=self._clock, present=present)
+        finish(self.path, self.identity, outputs, counts, start=self._start, present=present)
 
 
 def claim(path: Path, identity: Identity) -> None:
@@ -184,7 +196,9 @@ def claim(path: Path, identity: Identity) -> None:
     before = read_identity(path)
     bookkeeping = {
         LOCK,
-        *(name + end for name in (IDENTITY, PROGRESS, ALIVE, FAILURE) for end in ("", TEMPORARY_SUFFIX)),
+        ATTEMPTS,
+        "failure.json",  # of earlier versions
+        *(name + end for name in (IDENTITY, PROGRESS, ALIVE) for end in ("", TEMPORARY_SUFFIX)),
     }
     ours = (".log", TEMPORARY_SUFFIX) if before is not None else (".log",)
     holds_outputs = any(p.name not in bookkeeping and not p.name.endswith(ours) for p in path.iterdir())
@@ -199,34 +213,8 @@ def claim(path: Path, identity: Identity) -> None:
     if why_incomplete(path, identity.fingerprint) is None:
         raise AlreadyComplete
     sweep_temporaries(path)
-    (path / FAILURE).unlink(missing_ok=True)
     if not same:
         write_json(path / IDENTITY, identity.record())
-
-
-def record_failure(path: Path, error: str) -> None:
-    """Leave a note of why the stage failed, for whoever asks for its state. Best effort: the disk may be full."""
-    with contextlib.suppress(DiskError):
-        write_json(path / FAILURE, {"error": error, "at": utc_now()})
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a stage failed last."""
-
-    #: In one line; of a traceback, what was raised.
-    line: str
-    #: When, UTC.
-    at: str | None
-
-
-def last_failure(path: Path) -> Failure | None:
-    """What `record_failure` has left, or None."""
-    record = read_failure(path)
-    if record is None:
-        return None
-    lines = record["error"].strip().splitlines() or ["it said nothing"]
-    return Failure(lines[-1], record["at"])
 
 
 def finish(
@@ -235,12 +223,11 @@ def finish(
     outputs: Iterable[Output],
     counts: dict[str, Any],
     *,
-    started: str,
-    clock: float,
+    start: StartTime,
     present: Sequence[str] = (),
 ) -> None:
-    """Write the manifest of a stage that began at `started` (UTC) and `clock` (`time.monotonic()`). `present`: paths,
-    relative to `path`, of files that must be there, whatever is in them by now."""
+    """Write the manifest of a stage. `present`: paths, relative to `path`, of files that must exist, whatever their
+    content."""
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"python": platform.python_version()}
@@ -254,8 +241,8 @@ def finish(
             "outputs": [output.record() for output in outputs],
             **({"present": list(present)} if present else {}),
             "counts": counts,
-            "started": started,
-            "seconds": round(time.monotonic() - clock, 3),
+            "started": start.utc,
+            "seconds": round(time.monotonic() - start.monotonic_s, 3),
             "versions": versions,
         },
     )

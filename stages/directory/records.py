@@ -9,7 +9,7 @@ from typing import Any
 from common.files import PROGRESS, read_json
 from common.lock import IDENTITY
 
-MANIFEST, FAILURE = "manifest.json", "failure.json"
+MANIFEST = "manifest.json"
 
 _IDENTITY: dict[str, Any] = {
     "stage": str, "format_version": int, "parameters": dict, "inputs": dict, "upstream": dict, "fingerprint": str,
@@ -33,15 +33,6 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     is_whole = isinstance(present, list) and all(isinstance(name, str) for name in present)
     is_whole &= isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values())
     return record if is_whole and all(_is(output, _OUTPUT) for output in record["outputs"]) else None
-
-
-def read_failure(directory: Path) -> dict[str, Any] | None:
-    """failure.json with its `error` and its time `at`, or None."""
-    record = read_json(directory / FAILURE)
-    if record is None:
-        return None
-    at = record.get("at")
-    return {"error": str(record.get("error", "")), "at": at if _is_time(at) else None}
 
 
 def read_progress(directory: Path) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def chain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
 def test_a_stage_that_is_stopped_is_started_again(chain: Chain, stage: str, words: tuple[str, ...]) -> None:
     shutil.rmtree(chain.latest(stage))
     done = chain.run(*words, *LIMIT, PYTHONPATH=str(chain.directory / "site"))
-    assert f"{stage}: exit status -9 (it did nothing for 20.0 s); starting again" in done.stderr
+    assert f"{stage}: exit status -9 (no sign of life for 20.0 s); starting again" in done.stderr
     assert (chain.latest(stage) / "manifest.json").exists()
     assert not (chain.latest(stage) / "alive").exists()
 
@@ -70,7 +70,7 @@ def test_a_stage_that_hangs_again_fails_in_one_line(chain: Chain) -> None:
     site = str(chain.directory / "site")
     done = chain.run("Report", *LIMIT, status=30, PYTHONPATH=site, EVERY_TIME="1")
     assert done.stderr.count("starting again") == 1
-    assert "report failed: it did nothing for 20.0 s (exit status -9; log: " in done.stdout + done.stderr
+    assert "report failed: no sign of life for 20.0 s (exit status -9; log: " in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -86,7 +86,7 @@ def test_computing_without_a_word_is_no_hang(tmp_path: Path, work: str, hung: bo
 def test_every_stage_has_a_limit() -> None:
     stages = [*stages_of(BertPhase2()), *stages_of(MnistMlp())]
     assert {stage.stage for stage in stages} >= {"tokenize_corpus", "precompile", "pretrain", "merge_shards", "report"}
-    assert all((stage.hang_timeout_s() or 0) > 0 for stage in stages)
+    assert all((stage.hang_timeout_s or 0) > 0 for stage in stages)
 
 
 def test_a_limit_below_zero_is_refused(tmp_path: Path) -> None:

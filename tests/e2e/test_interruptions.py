@@ -162,7 +162,7 @@ def test_a_stopped_worker_is_noticed(prepared, start, tmp_path: Path, size: int)
     )  # fmt: skip
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert "it did nothing for 12.0 s" in output
+    assert "no sign of life for 12.0 s" in output
     assert "resuming from checkpoint" in output
 
 

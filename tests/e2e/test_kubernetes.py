@@ -137,7 +137,7 @@ def test_pods_meet_again_after_a_killed_worker_and_a_killed_pod(
     # A pod is lost before its command has begun, or soon after: the Job replaces it.
     supervisors(prepared)[-1].kill()
     done = prepared.run("Pretrain", "--phase", "1", **cluster.environment)
-    assert re.search(r"kubernetes job nlp/pretrain-phase1-\S+ is at work already; waiting for it", done.stderr)
+    assert re.search(r"kubernetes job nlp/pretrain-phase1-\S+ is running already; waiting for it", done.stderr)
     assert not token.exists()
     there = prepared.latest("pretrain-phase1")
     assert "resuming from checkpoint" in (there / "stage.log").read_text()

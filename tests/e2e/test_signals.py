@@ -176,7 +176,7 @@ def test_a_signal_to_luigi_with_several_workers_saves_and_stops(chain: Chain, si
     step = assert_saved(directory)
     assert not running(str(chain.directory))
     output = (chain.directory / "luigi.log").read_text()
-    assert "pretrain-phase1: interrupted; the same command goes on from here" in output
+    assert "pretrain-phase1: interrupted; the same command resumes from here" in output
     assert "Traceback" not in output
 
     again = chain.start("Pretrain", "--phase", "1", *LONG, *WORKERS, log="again.log")

@@ -98,7 +98,7 @@ def test_a_job_outlives_luigi_and_a_killed_worker_and_ends_with_the_bytes_of_a_r
     again = runs.start("Pretrain", "--phase", "1", *TWO_NODES)
     assert again.wait(timeout=120) == 0, runs.said()
     said = runs.said()
-    assert f"slurm job {job} is at work already; waiting for it" in said
+    assert f"slurm job {job} is running already; waiting for it" in said
     assert f"slurm job {job}: PENDING" in said
     assert not token.exists()
     there = runs.chain.latest("pretrain-phase1")
@@ -138,7 +138,7 @@ def test_a_job_goes_on_after_its_time_a_killed_launcher_and_a_lost_node_until_it
 
     runs.chain.ask("cancel", "pretrain-phase1", *TWO_NODES, *LONG, "--Phase1-lr", "0.011", **runs.slurm.environment)
     assert process.wait(timeout=60) == 75, runs.said()
-    assert "pretrain-phase1: interrupted; the same command goes on from here" in runs.said()
+    assert "pretrain-phase1: interrupted; the same command resumes from here" in runs.said()
     assert not (directory / "job.json").exists()
     wait_until(lambda: not ours(directory.name), timeout_s=10)
     runs.slurm.start_node("n2")

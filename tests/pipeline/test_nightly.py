@@ -269,7 +269,7 @@ def test_an_interrupted_night_leaves_nothing_running(
     with hold(chain.work / "nights"), hold(directory):  # nobody is at it any more
         saved = list(directory.glob("checkpoints/ckpt_*"))
     assert len(saved) == (signum == signal.SIGTERM)
-    assert ("night 2026-11-21: interrupted; the same command goes on from here" in output) == bool(saved)
+    assert ("night 2026-11-21: interrupted; the same command resumes from here" in output) == bool(saved)
     assert (post.mails, post.hooks) == ([], [])
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR
 from pipeline.status.states import State
+from stages.directory.attempts import record_failure, recording
 from stages.directory.lock import hold
 from tests.helpers.chain import STAGES, Chain, finished_chain, wait_until, write_corpus
 from tests.helpers.support import ROOT, assert_one_line_error, command
@@ -182,9 +183,12 @@ def test_of_a_traceback_what_was_raised_is_shown(chain: Chain, tmp_path: Path) -
     directory = copy.latest("evaluate")
     (directory / "manifest.json").unlink()
     error = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nKeyError: 3'
-    (directory / "failure.json").write_text(json.dumps({"error": error, "at": "2026-01-02T03:04:05Z"}))
+    record_failure(directory, error)
     row = copy.status()["evaluate"]
-    assert (row["state"], row["detail"], row["when"]) == ("failed", "KeyError: 3", "2026-01-02T03:04:05Z")
+    assert (row["state"], row["detail"]) == ("failed", "KeyError: 3")
+    with recording(directory) as record:
+        record("interrupted", 75, "")
+    assert copy.status()["evaluate"]["state"] == "interrupted"
 
 
 def test_other_settings_make_stages_stale_from_where_they_differ(chain: Chain) -> None:

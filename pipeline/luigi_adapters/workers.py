@@ -1,6 +1,8 @@
-"""Several luigi workers (`luigi --workers 2`): luigi forks a process for each task then.
+"""Signals and exit statuses with several luigi workers (`luigi --workers 2`).
 
-A signal to luigi reaches all of them, none outlives it, and luigi ends with the status that it has with one worker.
+`luigi.worker.Worker._run_task` then forks a process for each task, which a SIGTERM to luigi does not reach and which
+outlives luigi; and `luigi.worker.Worker._purge_children` makes a failed task of every exit status. With this module a
+signal to luigi reaches each task once, no task outlives luigi, and luigi ends with the status it has with one worker.
 """
 
 from __future__ import annotations
@@ -9,9 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-from collections.abc import Iterator
 from types import FrameType
 
 import luigi
@@ -20,33 +20,13 @@ from luigi.worker import TaskProcess
 
 from common.errors import EXIT_INTERRUPTED
 from common.process import die_with_parent, is_ignored
+from pipeline.luigi_adapters.exits import exit_now
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Leave(KeyboardInterrupt, SystemExit):
-    """Leaves luigi at once with an exit code. Luigi hands a KeyboardInterrupt on, and makes a failed task with a
-    traceback of everything else; being a SystemExit too, it ends the process with `code`."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = self.status = code
-
-
-@contextlib.contextmanager
-def leaving() -> Iterator[None]:
-    """Around a task's `run`: `Leave` ends luigi, also from a process that luigi has forked for the task."""
-    try:
-        yield
-    except Leave as leave:
-        if multiprocessing.parent_process() is None:
-            raise
-        # Not as an exception: luigi would report a failed task before its main process sees the exit status.
-        _exit(leave.status)
-
-
 def install() -> None:
-    """Have stop signals to luigi's main process reach the processes of its tasks. Without any, the default action."""
+    """Pass stop signals from luigi's main process on to its task processes. Without any, take the default action."""
     if threading.current_thread() is threading.main_thread():
         for signum in _SIGNALS:
             if not is_ignored(signum):
@@ -68,7 +48,7 @@ def _task_processes() -> list[multiprocessing.process.BaseProcess]:
 
 
 def _stop_all(status: int) -> None:
-    """Have the tasks save and stop, and end with `status`. A second signal meanwhile is handed on, too."""
+    """Have all tasks save and stop, then exit with `status`. A second signal meanwhile is passed on, too."""
     processes = _task_processes()
     for process in processes:
         assert process.pid is not None
@@ -76,20 +56,12 @@ def _stop_all(status: int) -> None:
             os.kill(process.pid, signal.SIGTERM)
     for process in processes:
         process.join()
-    _exit(status)
-
-
-def _exit(status: int) -> None:
-    """Luigi turns exceptions in its callbacks into log lines, so end without one."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(status)
+    exit_now(status)
 
 
 @luigi.Task.event_handler(luigi.Event.START)  # type: ignore[untyped-decorator]
 def _begin(task: luigi.Task) -> None:
-    """In a task's process: only luigi's main process answers to the terminal, whose signals reach both."""
+    """In a task process: leave the terminal's signals, which reach both processes, to luigi's main process."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         for signum in (signal.SIGINT, signal.SIGHUP):
@@ -99,8 +71,8 @@ def _begin(task: luigi.Task) -> None:
 
 
 @luigi.Task.event_handler(luigi.Event.PROCESS_FAILURE)  # type: ignore[untyped-decorator]
-def _leave_as_the_task_did(task: luigi.Task, error: str) -> None:
-    """In the main process: a task's process has ended with a status; `error` ends with it."""
+def _exit_as_the_task_did(task: luigi.Task, error: str) -> None:
+    """In the main process, when a task process has ended with a status; `error` ends with that status."""
     status = int(error.split()[-1])
     if status in (EXIT_INTERRUPTED, retcode().already_running, retcode().scheduling_error):
         _stop_all(status)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from luigi.interface import core
 from luigi.rpc import RPCError
 
+from common.errors import Interrupted
 from common.files import PROGRESS, SAVE_REQUEST, read_json
 from pipeline.launchers.restarts import checkpoint_steps
 from pipeline.status import tensorboard
@@ -47,7 +48,7 @@ def reports(stage: StageTask) -> Iterator[None]:
     reporter.start()
     try:
         yield
-    except KeyboardInterrupt:  # the process is to end: it waits for no scheduler that may be gone
+    except (KeyboardInterrupt, Interrupted):  # ends at once: the scheduler may be gone
         raise
     except BaseException:
         reporter.finish()

@@ -1,0 +1,163 @@
+"""Runs the command of one stage until the stage is complete: lock, restarts, job on a cluster, record of failures."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Protocol
+
+from common.console import log
+from common.errors import Interrupted, LockHeld, UserError
+from pipeline import launchers
+from pipeline.launchers.base import Detached, Launcher, StageCommand
+from pipeline.launchers.jobs import Job
+from pipeline.launchers.local import await_node_0
+from pipeline.launchers.process import ProcessResult
+from pipeline.launchers.restarts import RestartAfterHang, RestartPolicy, RestartWhileProgressing
+from pipeline.status import latest
+from stages.directory import attempts
+from stages.directory.lock import LOCK, hold
+from stages.directory.manifest import AlreadyComplete, Identity, StartTime, claim
+
+
+class RunnableStage(Protocol):
+    """What a runner has to know of a stage (`pipeline.tasks.stage.Stage`, which documents the members)."""
+
+    @property
+    def resumes(self) -> bool: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def identity(self) -> Identity: ...
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def hang_timeout_s(self) -> float | None: ...
+    def command(self) -> list[str]: ...
+    def finish(self, start: StartTime) -> None: ...
+    def why_incomplete(self) -> str | None: ...
+
+
+class CommandFailed(UserError):
+    """A stage's command failed and is not started again."""
+
+    def __init__(self, message: str, error: str) -> None:
+        """`error`: the command's own words."""
+        super().__init__(message)
+        self.error = error
+
+
+class Runner:
+    """One run of a stage."""
+
+    def __init__(self, stage: RunnableStage, launcher: Launcher) -> None:
+        self._stage, self._launcher = stage, launcher
+        self._restarts: RestartPolicy = (
+            RestartWhileProgressing(stage.directory) if stage.resumes else RestartAfterHang()
+        )
+
+    def run(self) -> None:
+        """Complete the stage in its directory.
+
+        Raises `LockHeld`; `Interrupted`; `UserError`, also `CommandFailed`, which `attempts.last_failure` then returns.
+        """
+        stage = self._stage
+        try:
+            with hold(stage.directory, knows_jobs=True) as lock:
+                with contextlib.suppress(AlreadyComplete):
+                    self._fill(lock)
+                latest.link(stage.label, stage.directory)
+        except (LockHeld, Interrupted):
+            raise
+        except Exception as error:
+            attempts.record_failure(stage.directory, error.error if isinstance(error, CommandFailed) else str(error))
+            raise
+        log(f"{stage.label}: complete")
+
+    def follow(self, node: int, timeout_s: float) -> None:
+        """Run this node's share of the command, if there is one, and wait until node 0 has completed the stage.
+
+        Raises `Interrupted`; `UserError`; `NodeMissing` if node 0 shows no sign of life for `timeout_s` seconds.
+        """
+        stage = self._stage
+        failures_before = attempts.failures(stage.directory)
+        if stage.nodes > 1:
+            log(f"{stage.label}: node {node} of {stage.nodes}, in {stage.directory}")
+            stage.directory.mkdir(parents=True, exist_ok=True)
+            with (stage.directory / LOCK).open("a", encoding="utf-8") as unlocked:
+                self._run_command(unlocked.fileno(), None)
+        await_node_0(stage.label, stage.directory, stage.why_incomplete, timeout_s, failures_before=failures_before)
+        log(f"{stage.label}: complete")
+
+    def _fill(self, lock: int) -> None:
+        """Raises `AlreadyComplete`."""
+        stage = self._stage
+        job = self._find_job()
+        if job is not None:
+            start = StartTime(job.submitted, time.monotonic() - job.seconds)
+        else:
+            claim(stage.directory, stage.identity)
+            log(f"{stage.label}: started in {stage.directory}")
+            start = StartTime.now()
+        self._run_command(lock, job)
+        stage.finish(start)
+
+    def _find_job(self) -> Job | None:
+        """The job that an earlier run submitted, unless it has ended. Raises `AlreadyComplete` if it completed the
+        stage."""
+        stage = self._stage
+        job = launchers.find_job(stage.directory)
+        if job is None or job.is_alive():
+            return job
+        result = job.result()
+        if result is not None and result.status == 0:
+            with contextlib.suppress(UserError):
+                stage.finish(StartTime(job.submitted, time.monotonic() - job.seconds))
+        job.forget()
+        if stage.why_incomplete() is None:
+            raise AlreadyComplete
+        return None
+
+    def _run_command(self, lock: int, job: Job | None) -> None:
+        """Run the command, or wait for the `job` that runs it already; restart it as the policy allows."""
+        stage = self._stage
+        while True:
+            try:
+                result = self._attach(job) if job is not None else self._launch(lock)
+            except Detached as detached:
+                log(f"{stage.label}: {detached} continues; the same command waits for it again, and "
+                    f"`python -m pipeline cancel {stage.label}` ends it")  # fmt: skip
+                raise
+            job = None
+            if result.how == "interrupted":
+                log(f"{stage.label}: interrupted; the same command resumes from here")
+                raise Interrupted
+            if result.status == 0:
+                return
+            error = f"no sign of life for {stage.hang_timeout_s} s" if result.hung else result.error
+            if result.is_final or not self._restarts.may_restart(result):
+                where = f"exit status {result.status}; log: {stage.directory / 'stage.log'}"
+                raise CommandFailed(f"{stage.label} failed: {error} ({where})", error)
+            log(f"{stage.label}: exit status {result.status} ({error.splitlines()[-1]}); starting again")
+
+    def _launch(self, lock: int) -> ProcessResult:
+        stage = self._stage
+        return self._launcher.run(
+            StageCommand(
+                stage.label,
+                stage.directory,
+                lock,
+                stage.identity.fingerprint,
+                stage.command(),
+                stage.nodes,
+                stage.resumes,
+                stage.hang_timeout_s,
+            )
+        )
+
+    def _attach(self, job: Job) -> ProcessResult:
+        log(f"{self._stage.label}: {job} is running already; waiting for it")
+        return job.wait(from_start=False)
