@@ -16,7 +16,7 @@ from common.console import log
 from common.errors import EXIT_INTERRUPTED, DiskError, Interrupted, LockHeld, UserError
 from common.files import utc_now
 from pipeline.launchers import process
-from pipeline.luigi_adapters import exits
+from pipeline.luigi_adapters import exits, luigid_release
 from pipeline.tasks import night_states, nights, notify
 from pipeline.tasks.base import PipelineTask
 from stages.directory.lock import hold
@@ -37,7 +37,10 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         self.nights = nights.NightDirs(self.settings)
 
     def complete(self) -> bool:
-        return self.nights.is_complete(self.date)
+        complete = self.nights.is_complete(self.date)
+        if not complete:
+            luigid_release.release(self, self.nights.path)
+        return complete
 
     def requires(self) -> list[luigi.Task]:
         """No task, but the night's files. Raises `UserError`: luigi exits with `scheduling_error`, and a RangeDaily

@@ -13,7 +13,7 @@ import luigi
 
 from common.secrets import Secret, redact
 from pipeline import launchers
-from pipeline.luigi_adapters import exits
+from pipeline.luigi_adapters import exits, luigid_release
 from pipeline.luigi_adapters.luigid_progress import reports
 from pipeline.status import latest
 from pipeline.tasks.base import PipelineTask
@@ -131,10 +131,12 @@ class Stage(PipelineTask):
 
     def complete(self) -> bool:
         with exits.while_scheduling():
-            complete = self.why_incomplete() is None
-            if complete and latest.is_older(self.label, self.directory):
+            if self.why_incomplete() is not None:
+                luigid_release.release(self, self.directory)
+                return False
+            if latest.is_older(self.label, self.directory):
                 latest.link(self.label, self.directory)  # a run was killed between its manifest and the link
-            return complete
+            return True
 
     def manifest(self) -> dict[str, Any]:
         """The manifest of this stage, which is complete."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.chain import LUIGI, Chain
+from tests.helpers.chain import LUIGI, Chain, prepared_chain
 from tests.helpers.support import ROOT, assert_same_bytes, metrics, options, write_dataset, write_model_config
 
 #: Enough steps that a signal sent when the first are done arrives in the middle.
@@ -28,10 +28,8 @@ def cluster(workers: int, size: int) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """A chain with its data made; tests copy nothing of it and train below their own settings."""
-    chain = Chain(tmp_path_factory.mktemp("chain"))
-    chain.run("Precompile", "--phase", "1")
-    return chain
+    """One for all tests of this module, each of which trains with settings of its own."""
+    return prepared_chain(tmp_path_factory).copy(tmp_path_factory.mktemp("chain"))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from stages.directory.lock import hold
-from tests.helpers.chain import LUIGI, Chain, wait_until
+from tests.helpers.chain import LUIGI, Chain, prepared_chain, wait_until
 from tests.helpers.luigid import luigid
 from tests.helpers.support import ROOT
 
@@ -26,17 +26,10 @@ LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "0")
 WORKERS = ("--workers", "2")
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    chain = Chain(tmp_path_factory.mktemp("chain"))
-    chain.run("Precompile", "--phase", "1")
-    return chain
-
-
 @pytest.fixture
-def chain(prepared: Chain, tmp_path: Path) -> Iterator[Chain]:
-    """The data is made and phase 1 can train. Whatever still runs in its directory is killed afterwards."""
-    yield prepared.copy(tmp_path)
+def chain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
+    """Phase 1 can train. Whatever still runs in its directory is killed afterwards."""
+    yield prepared_chain(tmp_path_factory).copy(tmp_path)
     for process in running(str(tmp_path)):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -228,3 +221,25 @@ def test_two_work_directories_on_one_luigid_do_not_wait_for_each_other(chain: Ch
         for process in (first, second):
             process.terminate()
         assert [process.wait(timeout=120) for process in (first, second)] == [75, 75]
+
+
+def test_with_luigid_a_run_resumes_at_once_however_the_last_one_ended(chain: Chain) -> None:
+    """Luigid itself would take the stage for running for 60 to 120 s more."""
+    with luigid(chain):
+        for signum, status in ((signal.SIGINT, 75), (signal.SIGKILL, -9), (signal.SIGTERM, 75)):
+            process = chain.start("Pretrain", "--phase", "1", *LONG)
+            before = max(map(steps_done, chain.work.glob("pretrain-phase1-*")), default=0)
+            wait_until(lambda before=before: steps_done(training(chain)) > before + 3)  # type: ignore[misc]
+            process.send_signal(signum)
+            assert process.wait(timeout=120) == status, (chain.directory / "luigi.log").read_text()
+
+
+def test_with_luigid_a_second_run_of_a_stage_names_the_first(chain: Chain) -> None:
+    with luigid(chain):
+        first = chain.start("Pretrain", "--phase", "1", *LONG)
+        training(chain)
+        done = chain.run("Pretrain", "--phase", "1", *LONG, status=10)
+        assert first.poll() is None
+        first.terminate()
+        assert first.wait(timeout=120) == 75
+    assert "is being made by luigi worker" in done.stderr

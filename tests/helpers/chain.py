@@ -137,15 +137,20 @@ class Chain:
 
 def finished_chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     """A chain that has run to its end; one for all tests of a session, to be copied by those that change it."""
-    return _finished(tmp_path_factory.getbasetemp())
+    return _ran(tmp_path_factory.getbasetemp(), "BertPhase2")
+
+
+def prepared_chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """A chain whose phase 1 can train; one for all tests of a session, to be copied."""
+    return _ran(tmp_path_factory.getbasetemp(), "Precompile", "--phase", "1")
 
 
 @functools.cache
-def _finished(base: Path) -> Chain:
-    directory = base / "finished-chain"
+def _ran(base: Path, *words: str) -> Chain:
+    directory = base / words[0]
     directory.mkdir()
     chain = Chain(directory)
-    chain.run("BertPhase2")
+    chain.run(*words)
     return chain
 
 

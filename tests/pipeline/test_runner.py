@@ -1,0 +1,134 @@
+"""The runner of a stage, with a stage and a launcher of our own: when it restarts, what it records, what it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, Interrupted, LockHeld
+from pipeline.launchers.base import Detached, StageCommand
+from pipeline.launchers.process import ProcessResult
+from pipeline.launchers.restarts import MAX_RESTARTS
+from pipeline.tasks.runner import CommandFailed, Runner
+from stages.directory.attempts import failures, last_failure
+from stages.directory.lock import hold
+from stages.directory.manifest import Identity, StartTime, finish, why_incomplete
+from tests.helpers.checkpoints import save, snapshot
+
+CRASH = ProcessResult(EXIT_SOFTWARE, None, False, "Traceback (most recent call last):\nKeyError: 3")
+HANG = ProcessResult(-9, None, True, "")
+REFUSED = ProcessResult(EXIT_USER_ERROR, None, False, "lr = -1 is not allowed")
+STOPPED = ProcessResult(EXIT_INTERRUPTED, 15, False, "")
+DONE = ProcessResult(0, None, False, "")
+
+
+class Stage:
+    """Complete once its command has succeeded."""
+
+    label, nodes, hang_timeout_s = "example", 1, 20.0
+
+    def __init__(self, work_dir: Path, *, resumes: bool) -> None:
+        self.directory, self.resumes = work_dir / "example-0", resumes
+        self.identity = Identity("example", 1)
+
+    def command(self) -> list[str]:
+        return ["-c", "pass"]
+
+    def finish(self, start: StartTime) -> None:
+        finish(self.directory, self.identity, [], {}, start=start)
+
+    def why_incomplete(self) -> str | None:
+        return why_incomplete(self.directory, self.identity.fingerprint)
+
+
+class Launcher:
+    """Ends each command with the next of the given results, or with an exception; a result may save a checkpoint."""
+
+    def __init__(self, *results: ProcessResult | Exception, checkpoints: bool = False) -> None:
+        self._results: Iterator[ProcessResult | Exception] = iter(results)
+        self._checkpoints = checkpoints
+        self.starts = 0
+
+    def run(self, work: StageCommand) -> ProcessResult:
+        self.starts += 1
+        result = next(self._results)
+        if isinstance(result, Exception):
+            raise result
+        if self._checkpoints:
+            (work.directory / "checkpoints").mkdir(exist_ok=True)
+            save(work.directory / "checkpoints", snapshot(self.starts))
+        return result
+
+
+def run(tmp_path: Path, *results: ProcessResult | Exception, resumes: bool = True, **options: Any) -> int:
+    """Run the stage to its end; returns how often its command was started."""
+    launcher = Launcher(*results, **options)
+    stage = Stage(tmp_path, resumes=resumes)
+    Runner(stage, launcher).run()
+    assert stage.why_incomplete() is None
+    assert (tmp_path / "latest" / "example").resolve() == stage.directory
+    return launcher.starts
+
+
+def test_a_training_is_restarted_as_long_as_it_saves_checkpoints(tmp_path: Path) -> None:
+    crashes = [CRASH] * (2 * MAX_RESTARTS)
+    assert run(tmp_path, *crashes, DONE, checkpoints=True) == len(crashes) + 1
+
+
+def test_a_training_that_saves_none_is_given_up_with_its_own_error(tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match=r"example failed: Traceback[\s\S]*KeyError: 3 \(exit status 70; log: "):
+        run(tmp_path, *[CRASH] * (MAX_RESTARTS + 1))
+    failure = last_failure(tmp_path / "example-0")
+    assert failure is not None
+    assert failure.line == "KeyError: 3"
+    assert failures(tmp_path / "example-0") == 1
+    assert run(tmp_path, DONE) == 1
+
+
+def test_what_a_person_has_to_fix_is_not_tried_again(tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match="lr = -1 is not allowed"):
+        run(tmp_path, REFUSED)
+
+
+def test_any_other_stage_is_restarted_once_after_a_hang(tmp_path: Path) -> None:
+    assert run(tmp_path, HANG, DONE, resumes=False) == 2
+
+
+@pytest.mark.parametrize("results", [(CRASH,), (HANG, HANG), (HANG, CRASH)], ids=["crash", "hang twice", "hang, crash"])
+def test_any_other_stage_is_given_up_otherwise(tmp_path: Path, results: tuple[ProcessResult, ...]) -> None:
+    with pytest.raises(CommandFailed, match="example failed: "):
+        run(tmp_path, *results, resumes=False)
+
+
+@pytest.mark.parametrize("stopped", [STOPPED, Detached("slurm job 17")], ids=["here", "as a job"])
+def test_an_interruption_is_no_failure(tmp_path: Path, stopped: ProcessResult | Exception) -> None:
+    with pytest.raises(Interrupted):
+        run(tmp_path, stopped)
+    assert last_failure(tmp_path / "example-0") is None
+    assert run(tmp_path, DONE) == 1
+
+
+def test_a_held_lock_is_no_failure_of_the_holder(tmp_path: Path) -> None:
+    with hold(tmp_path / "example-0"), pytest.raises(LockHeld):
+        run(tmp_path)
+    assert last_failure(tmp_path / "example-0") is None
+
+
+def test_a_failure_before_the_command_starts_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "example-0").mkdir()
+    (tmp_path / "example-0" / "thesis.txt").touch()
+    with pytest.raises(Exception, match="was not made by this stage"):
+        run(tmp_path)
+    failure = last_failure(tmp_path / "example-0")
+    assert failure is not None
+    assert "was not made by this stage" in failure.line
+    (tmp_path / "example-0" / "thesis.txt").unlink()
+    assert run(tmp_path, DONE) == 1
+
+
+def test_a_complete_stage_starts_nothing(tmp_path: Path) -> None:
+    assert run(tmp_path, DONE) == 1
+    assert run(tmp_path) == 0
