@@ -9,7 +9,7 @@ from typing import Any
 import luigi
 
 from common.errors import UserError
-from pipeline.settings.parameters import Number, Switch, Text, Whole
+from pipeline.settings.parameters import Choice, Number, Switch, Whole
 from trainer.config import DATA_PARALLEL, DEVICES
 
 LAUNCHERS = ("local", "slurm", "kubernetes")
@@ -24,16 +24,16 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
 class Cluster(luigi.Config):
-    device = Text(DEVICES)
-    launcher = Text(LAUNCHERS)
+    device = Choice(DEVICES)
+    launcher = Choice(LAUNCHERS)
     nnodes = Whole(1, 4096)
     node_rank = Whole(0, 4095)
-    master_addr = Text()
+    master_addr = luigi.StrParameter()
     master_port = Whole(1024, 65_000)
     join_timeout_s = Number(1)
     nproc_per_node = Whole(1, 1024)
     tensor_parallel_size = Whole(1, 1024)
-    data_parallel = Text(DATA_PARALLEL)
+    data_parallel = Choice(DATA_PARALLEL)
     batches_per_execution = Whole(1)
     compile = Switch()
     collective_timeout_s = Number(1)
@@ -89,11 +89,11 @@ class Cluster(luigi.Config):
 
 
 class Slurm(luigi.Config):
-    partition = Text()
-    account = Text()
-    time_limit = Text()
+    partition = luigi.StrParameter()
+    account = luigi.StrParameter()
+    time_limit = luigi.StrParameter()
     signal_s = Whole(1, 65_535)
-    sbatch_lines = Text()
+    sbatch_lines = luigi.StrParameter()
 
     @property
     def extra_lines(self) -> list[str]:
@@ -139,13 +139,13 @@ def limit_s(text: str) -> int:
 
 
 class Kubernetes(luigi.Config):
-    image = Text()
-    namespace = Text()
-    volume_claim = Text()
-    mount_path = Text()
-    pod_resources = Text()
-    node_selector = Text()
-    service_account = Text()
+    image = luigi.StrParameter()
+    namespace = luigi.StrParameter()
+    volume_claim = luigi.StrParameter()
+    mount_path = luigi.StrParameter()
+    pod_resources = luigi.StrParameter()
+    node_selector = luigi.StrParameter()
+    service_account = luigi.StrParameter()
     start_timeout_s = Number(0)
 
     @property

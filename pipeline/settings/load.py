@@ -1,7 +1,7 @@
-"""The only reader of luigi.cfg: every setting typed, in range, and known.
+"""The only reader of luigi.cfg; checks that every setting is known, typed and in range.
 
-The defaults are the file luigi.cfg that comes with the project; what the user's own luigi.cfg, LUIGI_CONFIG_PATH or
-the command line (`--Phase1-lr 1e-3`) says is laid over it. Each section is a luigi Config.
+The defaults are the luigi.cfg of this project. The user's own luigi.cfg, LUIGI_CONFIG_PATH and the command line
+(`--Phase1-lr 1e-3`) override it. Each section is a luigi Config.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import difflib
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import luigi
 from luigi.configuration import get_config
+from luigi.configuration.cfg_parser import InterpolationMissingEnvvarError
 from luigi.task_register import Register
 
 from common.errors import UserError
@@ -22,7 +25,7 @@ from pipeline.settings.sections import SECTIONS, Settings, section_name
 from trainer.config import require_agreement
 from trainer.parallel.plan import require_divisible
 
-#: Sections that belong to luigi itself; everything else must be ours or a task's.
+#: Luigi's own sections; all others must be ours or a task's.
 _LUIGI_SECTIONS = frozenset(
     (
         *("core", "retcode", "scheduler", "worker", "logging", "execution_summary", "batch_notifier", "resources"),
@@ -31,35 +34,56 @@ _LUIGI_SECTIONS = frozenset(
 )
 
 
-#: Secret settings of this process: a JSON object of sections, as objects of keys.
+#: Secret settings of this process as JSON: {section: {key: value}}.
 SECRETS_VARIABLE = "SETTINGS_SECRETS"
 
 
 @functools.cache
 def load() -> Settings:
-    """The settings of this process. Raises `UserError`: one line for the first thing that is wrong."""
+    """The settings of this process. Raises `UserError` for the first error."""
     path = os.environ.get("LUIGI_CONFIG_PATH")
     if path is not None and not Path(path).is_file():
         raise UserError(f"LUIGI_CONFIG_PATH = {path}: there is no such file; give a .cfg file, or unset it")
     _refuse_unknown()
-    sections: dict[str, Any] = {}
-    for section in SECTIONS:
-        try:
-            sections[section_name(section)] = section()
-        except ValueError as error:  # luigi's wrapping of what a parameter raises
-            if not isinstance(error.__cause__, UserError):
-                raise
-            raise UserError(f"[{section_name(section)}] {error.__cause__}") from None
-    settings = Settings(**sections)
+    settings = Settings(**{section_name(section): _read(section) for section in SECTIONS})
     _check_together(settings)
     return settings
 
 
+def _read(section: type[luigi.Config]) -> Any:
+    """Read one section. Raises `UserError`.
+
+    Luigi reads [Phase1] for the class Phase1, so [phase1] is copied there meanwhile. A class phase1 would make luigi's
+    `--phase 2` ambiguous with `--phase1-lr`.
+    """
+    config, name = get_config(), section_name(section)
+    for key, value in config.items(name, raw=True):
+        config.set(section.__name__, key, value)
+    try:
+        return section()
+    except ValueError as error:  # luigi wraps what parameters and interpolation raise
+        match error.__cause__:
+            case UserError() as cause:
+                raise UserError(f"[{name}] {cause}") from None
+            case InterpolationMissingEnvvarError() as cause:
+                found = re.search(r"variable (\S+)\. ", str(cause))  # the exception has no attribute for it
+                raise UserError(
+                    f"[{name}] {cause.option}: the environment variable {found and found[1]} is not set"
+                ) from None
+            case configparser.InterpolationError() as cause:
+                raise UserError(
+                    f"[{name}] {cause.option}: write %% for a % in a settings file (%%20 for a space in an address)"
+                ) from None
+        raise
+    finally:
+        config.remove_section(section.__name__)
+
+
 def add_defaults() -> None:
-    """Lay the project's luigi.cfg under whatever luigi has read, so that it holds in any directory."""
+    """Add the project's luigi.cfg below whatever luigi has read, in any current directory."""
     here = Path(__file__).parents[1]
     defaults = configparser.ConfigParser(interpolation=None)
-    # An installed package carries the file; a checkout has it one level up.
+    # In an installed package the file is in the package; in a checkout, one level up.
     defaults.read_string(
         next(p for p in (here / "luigi.cfg", here.parent / "luigi.cfg") if p.exists()).read_text(encoding="utf-8")
     )
@@ -72,7 +96,7 @@ def add_defaults() -> None:
 
 
 def _add_secrets() -> None:
-    """Lay over it the settings that a file does not hold as they are secret: those that a night gives its chain."""
+    """Add the secret settings that a night passes to its chain, which no file holds."""
     hidden = json.loads(os.environ.pop(SECRETS_VARIABLE, "{}"))
     for section, values in hidden.items():
         for key, value in values.items():
@@ -82,7 +106,7 @@ def _add_secrets() -> None:
 def _refuse_unknown() -> None:
     config = get_config()
     ours = {section_name(section): {name for name, _ in section.get_params()} for section in SECTIONS}
-    tasks = set(Register.task_names())
+    tasks = set(Register.task_names()) - {section.__name__ for section in SECTIONS}
     for section in config.sections():
         if section not in ours:
             if section not in _LUIGI_SECTIONS | tasks:
@@ -99,7 +123,7 @@ def _nearest(name: str, known: Any) -> str:
 
 
 def _check_together(settings: Settings) -> None:
-    """What no single setting can know. Raises `UserError`."""
+    """Check settings against each other. Raises `UserError`."""
     cluster = settings.cluster
     cluster.check()
     if cluster.launcher == "slurm":

@@ -1,14 +1,18 @@
-"""The kinds of values in luigi.cfg: luigi parameters that say in one line what is wrong with a value."""
+"""The types of values in luigi.cfg, as luigi parameters whose errors name the value and what is allowed.
+
+Luigi's own say what is allowed only of a number out of range and, in random order, of a choice; not of "1.5" for an
+integer or "perhaps" for a boolean; and OptionalIntParameter accepts -3.
+"""
 
 from __future__ import annotations
 
 import configparser
 import re
+from collections.abc import Collection
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import luigi
-from luigi.configuration.cfg_parser import InterpolationMissingEnvvarError
 
 from common.errors import UserError
 from common.secrets import Secret
@@ -17,54 +21,41 @@ T = TypeVar("T")
 
 
 class Setting(luigi.Parameter[T]):
-    """A luigi parameter that says in one line what is wrong with its value."""
-
-    def _get_value_from_config(self, section: str, name: str) -> Any:
-        """The class Phase1 is the section [phase1]. (A class phase1 would make luigi's `--phase` ambiguous with its
-        own `--phase1-lr`; so that is `--Phase1-lr`.)"""
-        try:
-            return super()._get_value_from_config(section.lower(), name)  # type: ignore[no-untyped-call]
-        except InterpolationMissingEnvvarError as error:
-            found = re.search(r"variable (\S+)\. ", str(error))  # luigi keeps it nowhere else
-            raise UserError(f"{name}: the environment variable {found and found[1]} is not set") from None
-        except configparser.InterpolationError:
-            raise UserError(
-                f"{name}: write %% for a % in a file of settings (%%20 for a space in an address)"
-            ) from None
+    """A luigi parameter with an error of one line."""
 
     def refuse(self, value: object, allowed: str) -> UserError:
         return UserError(f"{self._attribute_name} = {value} is not allowed; allowed: {allowed}")
 
 
-class Text(Setting[str]):
-    """Any text; one of `choices` where they are given."""
+class Choice(Setting[str]):
+    """One of `choices`."""
 
-    def __init__(self, choices: tuple[str, ...] = ()) -> None:
+    def __init__(self, choices: Collection[str]) -> None:
         super().__init__()
         self._choices = choices
 
     def parse(self, x: str) -> str:
-        if self._choices and x not in self._choices:
+        if x not in self._choices:
             raise self.refuse(x, ", ".join(self._choices))
         return x
 
 
 class Address(Setting[Secret]):
-    """An address or a path; what in it proves who asks is shown nowhere."""
+    """An address or a path; credentials in it are never shown."""
 
     def parse(self, x: str) -> Secret:
         return Secret.address(x)
 
 
 class Hidden(Setting[Secret]):
-    """A text that is shown nowhere."""
+    """A text that is never shown."""
 
     def parse(self, x: str) -> Secret:
         return Secret(x)
 
 
 class Webhook(Hidden):
-    """An address that takes a POST, shown nowhere; or nothing."""
+    """An address for POST requests, never shown; or empty."""
 
     def parse(self, x: str) -> Secret:
         try:
@@ -78,7 +69,7 @@ class Webhook(Hidden):
 
 
 class Sha256OrEmpty(Setting[str]):
-    """A sha256 in hex, or nothing."""
+    """A sha256 in hex, or empty."""
 
     def parse(self, x: str) -> str:
         if x.strip() and not re.fullmatch("[0-9a-fA-F]{64}", x.strip()):
@@ -119,7 +110,7 @@ class Whole(Setting[int]):
 
 
 class WholeOrEmpty(Setting[int | None]):
-    """A whole number from 1 up, or nothing: somebody else's default."""
+    """A whole number from 1 up, or empty: the default is the preset's."""
 
     def parse(self, x: str) -> int | None:
         return _number(self, x, int, "empty or a whole number", (1, None)) if x.strip() else None

@@ -11,7 +11,7 @@ import luigi
 from common.errors import UserError
 from common.secrets import Secret
 from pipeline.settings.cluster import Cluster, Kubernetes, Slurm
-from pipeline.settings.parameters import Address, Number, Sha256OrEmpty, Switch, Text, Webhook, Whole, WholeOrEmpty
+from pipeline.settings.parameters import Address, Choice, Number, Sha256OrEmpty, Switch, Webhook, Whole, WholeOrEmpty
 from stages.mnist import CHECKSUMS
 from stages.text.corpus import DOCUMENT_ENDS
 from stages.transfer.urls import CONNECTIONS_MAX
@@ -19,10 +19,10 @@ from trainer.config import NON_FINITE, OPTIMIZERS, PRECISIONS, PRESETS, ModelCon
 
 
 class Run(luigi.Config):
-    work_dir = Text()
+    work_dir = luigi.StrParameter()
     seed = Whole(0, 2**31 - 1)
     log_interval = Whole(1)
-    non_finite = Text(NON_FINITE)
+    non_finite = Choice(NON_FINITE)
     non_finite_limit = Whole(0)
     replica_check_steps = Whole(0)
     processes = Whole(0)
@@ -31,11 +31,11 @@ class Run(luigi.Config):
 
 
 class Corpus(luigi.Config):
-    source = Text()
-    held_out_source = Text()
+    source = luigi.StrParameter()
+    held_out_source = luigi.StrParameter()
     held_out = Number(0, 0.5)
-    document = Text(DOCUMENT_ENDS)
-    vocab_file = Text()
+    document = Choice(DOCUMENT_ENDS)
+    vocab_file = luigi.StrParameter()
     vocab_size = Whole(64, 1 << 20)
     lower_case = Switch()
     max_unknown_share = Number(0, 1)
@@ -46,7 +46,7 @@ class Dataset(luigi.Config):
     phase2_url = Address()
     phase1_sha256 = Sha256OrEmpty()
     phase2_sha256 = Sha256OrEmpty()
-    s3_profile = Text()
+    s3_profile = luigi.StrParameter()
     s3_endpoint = Address()
     connections = Whole(1, CONNECTIONS_MAX)
     low_speed_limit_bytes_per_s = Number(0)
@@ -72,7 +72,7 @@ class Dataset(luigi.Config):
 
 
 class Model(luigi.Config):
-    preset = Text(tuple(PRESETS))
+    preset = Choice(tuple(PRESETS))
     vocab_size = WholeOrEmpty()
     num_hidden_layers = WholeOrEmpty()
     hidden_size = WholeOrEmpty()
@@ -101,7 +101,7 @@ class Phase(luigi.Config):
     pack = Switch()
     global_batch_size = Whole(1)
     micro_batch_size = Whole(1)
-    optimizer = Text(OPTIMIZERS)
+    optimizer = Choice(OPTIMIZERS)
     lr = Number(0)
     warmup_steps = Whole(0)
     max_steps = Whole(1)
@@ -122,7 +122,7 @@ class Phase2(Phase):
 
 
 class Precision(luigi.Config):
-    mode = Text(PRECISIONS)
+    mode = Choice(PRECISIONS)
 
 
 class Evaluation(luigi.Config):
@@ -131,11 +131,11 @@ class Evaluation(luigi.Config):
 
 class Mnist(luigi.Config):
     url = Address()
-    checksums = Text(CHECKSUMS)
+    checksums = Choice(CHECKSUMS)
     epochs = Whole(1)
     batch_size = Whole(1)
     lr = Number(0)
-    precision = Text(PRECISIONS)
+    precision = Choice(PRECISIONS)
     ckpt_interval_steps = Whole(0)
     log_interval = Whole(1)
 
