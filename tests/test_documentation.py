@@ -1,0 +1,108 @@
+"""The documentation names only what exists, and its pictures are of the code as it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.rooms import between_packages, inside, mermaid
+from tests.helpers.support import ROOT
+from tests.test_taste import PACKAGES, SOURCES
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [*PAGES, *sorted((ROOT / "configs").glob("*.cfg")), ROOT / "luigi.cfg", *SOURCES]
+#: Folders inside rooms, which the tree leaves out.
+_INNER = {"trainer/checkpoint/interop/"}
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        found = page.parent / name if name else page
+        assert found.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(found), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_functions_that_are_named_exist(page: Path) -> None:
+    """`docs/x.md`, `trainer/loop.py`, `trainer/loop.py:Trainer.save`."""
+    first = "|".join((*PACKAGES, "tests", "benchmarks", "docs", "configs"))
+    for name, symbol in re.findall(
+        rf"(?<![\w/.*-])((?:{first})/[\w/-]+\.(?:py|md|cfg|c|toml))(?::(\w[\w.]*\w))?", page.read_text()
+    ):
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
+        if symbol and not symbol.isdigit():
+            assert symbol in symbols(ROOT / name), f"{page.name} names {name}:{symbol}"
+
+
+def symbols(path: Path) -> set[str]:
+    """Functions and classes of a file, and `Class.method`."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return found
+
+
+@pytest.mark.parametrize("title", ["Architecture", *PACKAGES[:3]])
+def test_the_picture_of_the_rooms_is_the_import_graph(title: str) -> None:
+    """`python -m tests.helpers.rooms` prints what belongs there."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = re.split(rf"^#+ {title}$", text, flags=re.MULTILINE)[1]
+    drawn = re.search(r"```mermaid\nflowchart TD\n(.*?)\n```", section, re.DOTALL)
+    assert drawn is not None
+    arrows = between_packages() if title == "Architecture" else inside(title)
+    assert drawn[1] == mermaid(arrows)
+
+
+def test_the_tree_in_the_readme_has_every_room() -> None:
+    tree = (ROOT / "README.md").read_text().partition("## Where things are")[2].partition("\n## ")[0]
+    package, named = "", set()
+    for line in tree.splitlines():
+        names = re.findall(r"[\w.]+/", line[:26])
+        if line.startswith("      "):
+            named |= {package + name for name in names}
+        elif names:
+            package = names[-1]
+            named |= set(names)
+    assert named >= {f"{path.parent.relative_to(ROOT)}/" for path in SOURCES if path.name == "__init__.py"} - _INNER
+    assert all((ROOT / name).is_dir() for name in named)
+
+
+def test_the_readme_is_an_overview() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+
+
+def test_a_commit_runs_what_make_check_runs() -> None:
+    rule = re.search(r"^check:.*\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert rule is not None
+    checks = [line.strip().replace("$(BIN)", ".venv/bin") for line in rule[1].splitlines()]
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    assert [repository["repo"] for repository in config["repos"]] == ["local"]  # nothing is downloaded
+    assert [hook["entry"] for hook in hooks] == checks
+    for hook in hooks:
+        assert (hook["language"], hook["pass_filenames"], hook["always_run"]) == ("system", False, True)
+
+
+def test_the_licence_is_the_one_that_the_package_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0"
+    assert (ROOT / "LICENSE").read_text().split("\n")[1].strip() == "Version 2.0, January 2004"
