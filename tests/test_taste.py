@@ -61,7 +61,7 @@ ORDER = {
     "trainer": [
         *("__main__", "doctor", "options", "rollback", "loop", "resume", "build", "metrics", "replicas", "run"),
         *("launch", "workloads", "checkpoint", "devices", "models", "data", "parallel", "optim"),
-        *("precision", "state", "config", "seeds", "__init__"),
+        *("precision", "state", "config", "registry", "seeds", "__init__"),
     ],
 }
 MAX_ENTRIES = 24

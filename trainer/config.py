@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import UserError
+from trainer import registry
 
 #: Published sizes: layers, hidden size, attention heads, intermediate size.
 #: tiny … medium: Turc et al. 2019 (arXiv:1908.08962), table 1; base and large: Devlin et al. 2018 (arXiv:1810.04805);
@@ -241,12 +242,12 @@ _LEAST = {
 #: What can be chosen today. Also what the pipeline's settings allow.
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "phase": (1, 2),
-    "optimizer": ("AdamW", "AdamW_FP32OptimParams", "AdamW_FP32ParamsCopy", "LAMB", "SGD"),
+    "optimizer": tuple(registry.OPTIMIZERS),
     "schedule": ("linear", "constant"),
     "non_finite": ("skip", "stop"),
     "data_parallel": ("allreduce", "ddp"),
     "precision": ("auto", "fp32", "autocast", "bf16-sr", "bf16-master", "fp64"),
-    "device": ("auto", "cpu", "cuda", "xla", "neuron"),
+    "device": ("auto", *registry.DEVICES),
 }
 
 #: The tutorials' names for AdamW that say a precision, too: what each promises, what `auto` means with it, and what

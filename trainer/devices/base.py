@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,11 @@ class Device(abc.ABC):
     inductor: Inductor | None = None
     #: Whether a change of shape, or of a number in the program, costs a compilation.
     compiles_steps: bool = False
+
+    @classmethod
+    def of(cls, mesh: Mesh, options: DeviceOptions) -> Self:
+        """This worker's device. Raises `UserError`."""
+        return cls()
 
     @property
     def static_shapes(self) -> bool:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from common.process import available_cores
 from trainer.data.bert_batch import filled_up
-from trainer.devices.base import Device
+from trainer.devices.base import Device, DeviceOptions
 from trainer.models.operations import AttentionMask, Operations
 from trainer.parallel.mesh import Mesh
 
@@ -113,6 +113,10 @@ class CpuDevice(Device):
             cores = available_cores() if is_torchruns else torch.get_num_threads()
             share = max(1, cores // local_world_size)
             torch.set_num_threads(min(share, threads or share))
+
+    @classmethod
+    def of(cls, mesh: Mesh, options: DeviceOptions) -> Self:
+        return cls(mesh.local_world_size, options.threads)
 
     def start(self, mesh: Mesh) -> None:
         keep_freed_memory()

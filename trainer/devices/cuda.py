@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from common.errors import UserError
 from trainer.data.batch import B
-from trainer.devices.base import Device
+from trainer.devices.base import Device, DeviceOptions
 from trainer.models.operations import AttentionMask, Operations
+from trainer.parallel.mesh import Mesh
 
 #: Dense bf16 tensor-core peaks, FLOP/s, from NVIDIA's data sheets, by words of the name torch reports.
 _BF16_PEAKS = {
@@ -73,6 +74,10 @@ class CudaDevice(Device):
         torch.cuda.set_device(self.torch_device)
         torch.backends.cuda.matmul.allow_tf32 = False
         self._waiting: list[tuple[Callable[..., Any], list[torch.Tensor], torch.cuda.Event]] = []
+
+    @classmethod
+    def of(cls, mesh: Mesh, options: DeviceOptions) -> Self:
+        return cls(mesh.local_rank)
 
     def describe(self) -> str:
         return f"cuda, {torch.cuda.get_device_name(self.torch_device)}"

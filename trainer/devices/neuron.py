@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -183,6 +183,10 @@ class NeuronDevice(XlaDevice):
         super().__init__(dataclasses.replace(options, count_operations=False))
         load_runtime()
         import torch_xla.distributed.xla_backend  # noqa: F401 (registers the process group's backend)
+
+    @classmethod
+    def of(cls, mesh: Mesh, options: DeviceOptions) -> Self:
+        return cls(mesh, options)
 
     @staticmethod
     def check_worlds(mesh: Mesh, world_size: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from common.errors import UserError
+from trainer import registry
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.inductor import Inductor
 from trainer.models.operations import Operations
@@ -26,24 +27,14 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
         name = "auto"
     if name == "auto":
         name = automatic(log=print if mesh.is_root else None)
-    if options.compile and name in ("xla", "neuron"):
+    kind: type[Device] = registry.load(registry.DEVICES[name])
+    if options.compile and kind.compiles_steps:
         raise UserError(f"compile is for cpu and cuda; device {name} compiles every step by itself: leave it off")
-    if name == "cuda":
-        from trainer.devices.cuda import CudaDevice
-
-        return _compiling(CudaDevice(mesh.local_rank), options)
-    if name == "xla":
-        from trainer.devices.xla import XlaDevice
-
-        return XlaDevice(options)
-    if name == "neuron":
-        from trainer.devices.neuron import NeuronDevice
-
-        return NeuronDevice(mesh, options)
-    assert name == "cpu", name
-    from trainer.devices.cpu import CpuDevice
-
-    return _compiling(CpuDevice(mesh.local_world_size, options.threads), options)
+    device = kind.of(mesh, options)
+    if options.compile:
+        device.inductor = Inductor(options.compile_cache, needs_cxx=device.backend == "gloo")
+        device.operations = Operations()  # its kernels are better fused than ours
+    return device
 
 
 def automatic(log: Callable[[str], None] | None = None) -> str:
@@ -74,12 +65,4 @@ def select_alone(name: str) -> Device:
     """The device called `name`, started, for a process that computes without other workers. Raises `UserError`."""
     device = select(name, Mesh(), DeviceOptions())
     device.start(Mesh())
-    return device
-
-
-def _compiling(device: Device, options: DeviceOptions) -> Device:
-    """The device, with torch.compile where it is asked for."""
-    if options.compile:
-        device.inductor = Inductor(options.compile_cache, needs_cxx=device.backend == "gloo")
-        device.operations = Operations()  # its kernels are better fused than ours
     return device

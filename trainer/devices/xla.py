@@ -7,7 +7,7 @@ import os
 import queue
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -49,6 +49,10 @@ class XlaDevice(Device):
             torch.float32: op_registry.register("float32_of_bits", lambda x: x.bitcast(xla_builder.Type.F32)),
         }
         self._late: list[tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = []
+
+    @classmethod
+    def of(cls, mesh: Mesh, options: DeviceOptions) -> Self:
+        return cls(options)
 
     def start(self, mesh: Mesh) -> None:
         import torch_xla.runtime as xr

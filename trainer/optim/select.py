@@ -7,10 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trainer.optim.adamw import AdamW
-from trainer.optim.lamb import Lamb
+from trainer import registry
 from trainer.optim.parameters import Parameters
-from trainer.optim.sgd import SGD
 
 
 class Optimizer(Protocol):
@@ -21,18 +19,20 @@ class Optimizer(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """What it remembers, by name; later steps change it."""
+        """Its tensors, by name; later steps change them. Checkpoints store them."""
         ...
 
     def set_steps_done(self, steps: int) -> None:
-        """How many updates its state has seen."""
+        """Tell it how many updates the restored state has seen."""
         ...
 
 
 def make_optimizer(
     name: str, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None
 ) -> Optimizer:
-    """The optimizer called `name`; `number`: for devices that compile whole steps, else None. Names that also choose a
-    precision (`TrainConfig.wanted_precision`) are AdamW."""
-    kinds: dict[str, type[SGD | Lamb | AdamW]] = {"LAMB": Lamb, "SGD": SGD}
-    return kinds.get(name, AdamW)(parameters, weight_decay=weight_decay, number=number)
+    """The optimizer called `name` in `trainer.registry`; `number` makes a tensor of a number that changes every step,
+    on devices that compile whole steps, and is None elsewhere."""
+    optimizer: Optimizer = registry.load(registry.OPTIMIZERS[name])(
+        parameters, weight_decay=weight_decay, number=number
+    )
+    return optimizer

@@ -7,15 +7,10 @@ from torch import Tensor
 from trainer.parallel.plan import Split, share, split_of
 from trainer.parallel.tensor import TensorParallel
 
-#: What stands before a parameter's name in an optimizer's state.
-_PREFIXES = ("exp_avg_sq.", "exp_avg.", "master.")
-
 
 def split_like(name: str) -> Split | None:
-    """How a parameter, or what an optimizer keeps of one, is split; None: it is whole on every rank."""
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    return split_of(name)
+    """How a parameter, or an optimizer's tensor `<kind>.<parameter>`, is split; None: it is whole on every rank."""
+    return split_of(name) or split_of(name.partition(".")[2])
 
 
 def whole_shape(name: str, shape: tuple[int, ...], vocab_size: int, size: int) -> tuple[int, ...]:
