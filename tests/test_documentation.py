@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.rooms import between_packages, inside, mermaid
+from tests.helpers import rooms
 from tests.helpers.support import ROOT
 from tests.test_taste import PACKAGES, SOURCES
 
@@ -41,11 +41,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_and_functions_that_are_named_exist(page: Path) -> None:
     """`docs/x.md`, `trainer/loop.py`, `trainer/loop.py:Trainer.save`."""
-    first = "|".join((*PACKAGES, "tests", "benchmarks", "docs", "configs"))
-    for name, symbol in re.findall(
-        rf"(?<![\w/.*-])((?:{first})/[\w/-]+\.(?:py|md|cfg|c|toml))(?::(\w[\w.]*\w))?", page.read_text()
-    ):
-        assert (ROOT / name).exists(), f"{page.name} names {name}"
+    text, first = page.read_text(), "|".join((*PACKAGES, "tests", "benchmarks", "docs", "configs"))
+    examples = re.findall(r"Make\s+`(\S+)`:", text)  # CONTRIBUTING.md's
+    named = re.findall(rf"(?<![\w/.*-])((?:{first})/[\w/-]+\.(?:py|md|cfg|c|toml))(?::(\w[\w.]*\w))?", text)
+    for name, symbol in named:
+        assert name in examples or (ROOT / name).exists(), f"{page.name} names {name}"
         if symbol and not symbol.isdigit():
             assert symbol in symbols(ROOT / name), f"{page.name} names {name}:{symbol}"
 
@@ -61,15 +61,10 @@ def symbols(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("title", ["Architecture", *PACKAGES[:3]])
+@pytest.mark.parametrize("title", rooms.TITLES)
 def test_the_picture_of_the_rooms_is_the_import_graph(title: str) -> None:
-    """`python -m tests.helpers.rooms` prints what belongs there."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    section = re.split(rf"^#+ {title}$", text, flags=re.MULTILINE)[1]
-    drawn = re.search(r"```mermaid\nflowchart TD\n(.*?)\n```", section, re.DOTALL)
-    assert drawn is not None
-    arrows = between_packages() if title == "Architecture" else inside(title)
-    assert drawn[1] == mermaid(arrows)
+    drawn = rooms.drawing(rooms.PAGE.read_text(), title)
+    assert drawn == rooms.mermaid(title), "draw it anew: python -m tests.helpers.rooms"
 
 
 def test_the_tree_in_the_readme_has_every_room() -> None:

@@ -1,11 +1,20 @@
-"""The rooms of the packages and the imports between them, as docs/architecture.md draws them."""
+"""The rooms of the packages and the imports between them, as docs/architecture.md draws them.
+
+`python -m tests.helpers.rooms` draws them anew.
+"""
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterable, Mapping
 
+from tests.helpers.support import ROOT
 from tests.test_taste import MODULES, ORDER, PACKAGES, imported
 
+PAGE = ROOT / "docs" / "architecture.md"
+#: Its headings above a picture: of the packages, then of the rooms in each that has any.
+TITLES = ("Architecture", *PACKAGES[:3])
 Arrows = set[tuple[str, str]]
 
 
@@ -14,15 +23,24 @@ def between_packages() -> Arrows:
 
 
 def inside(package: str) -> Arrows:
-    """Between the rooms of a package. Files at its top level are in one room above its folders or one below them
-    (`ORDER`): `package` and `package (base)`."""
+    """Between the rooms of a package: its folders, its top-level files above all of them (`package`), and those between
+    or below folders (`package: their names`), as in `ORDER`."""
     ours = ((a, b) for a, b in _imports() if a.split(".")[0] == b.split(".")[0] == package)
     return reduced({(_room(a), _room(b)) for a, b in ours})
 
 
-def mermaid(arrows: Iterable[tuple[str, str]]) -> str:
-    """The lines of a flowchart, sorted."""
+def mermaid(title: str) -> str:
+    """The lines of the flowchart below the heading `title`, sorted."""
+    arrows = between_packages() if title == TITLES[0] else inside(title)
     return "\n".join(f"    {_node(a)} --> {_node(b)}" for a, b in sorted(arrows))
+
+
+def drawing(text: str, title: str) -> str:
+    """Those of the page `text`."""
+    section = re.split(rf"^#+ {title}$", text, flags=re.MULTILINE)[1]
+    found = re.search(r"```mermaid\nflowchart TD\n(.*?)\n```", section, re.DOTALL)
+    assert found is not None
+    return found[1]
 
 
 def reduced(arrows: Arrows) -> Arrows:
@@ -49,18 +67,29 @@ def _imports() -> Iterable[tuple[str, str]]:
 def _room(module: str) -> str:
     package, *inner = module.split(".")
     order = ORDER[package]
-    folders = [name for name in order if MODULES.get(f"{package}.{name}", MODULES[package]).name == "__init__.py"]
-    folders = [name for name in folders if name != "__init__"]
     name = inner[0] if inner else "__init__"
-    if name in folders:
+    if _is_folder(package, name):
         return f"{package}/{name}"
-    return package if order.index(name) < order.index(folders[-1]) else f"{package} (base)"
+    at = order.index(name)
+    above = [other for other in order[:at] if _is_folder(package, other)]
+    if not above:
+        return package
+    start = order.index(above[-1]) + 1
+    files = itertools.takewhile(lambda other: not _is_folder(package, other), order[start:])
+    return f"{package}: {', '.join(sorted(other for other in files if other != '__init__'))}"
+
+
+def _is_folder(package: str, name: str) -> bool:
+    path = MODULES.get(f"{package}.{name}")
+    return path is not None and path.name == "__init__.py"
 
 
 def _node(room: str) -> str:
-    return f'{room.replace("/", "_").replace(" (", "_").rstrip(")")}["{room}"]'
+    return f'{re.sub("[^a-z0-9]+", "_", room)}["{room}"]'
 
 
 if __name__ == "__main__":
-    for title, arrows in [("packages", between_packages()), *((name, inside(name)) for name in PACKAGES[:3])]:
-        print(f"### {title}\n\n```mermaid\nflowchart TD\n{mermaid(arrows)}\n```\n")
+    text = PAGE.read_text()
+    for title in TITLES:
+        text = text.replace(drawing(text, title), mermaid(title))
+    PAGE.write_text(text)
