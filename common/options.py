@@ -11,7 +11,7 @@
 `add_options(parser, CutOptions)` adds --seq-len and --pack/--no-pack; `from_namespace(CutOptions, args)` makes the
 instance; `words(instance)` is the command line that makes it again. A field's type T is bool, int, float, str, Path or
 Secret, or `T | None` or `tuple[T, ...]` of one. Values are converted here and not by argparse, so that a bad one gives
-one line and no usage text.
+one line and no usage text. A class with `option_separator = "_"` gets --seq_len.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,7 +96,7 @@ def name_of(cls: Any, field_name: str) -> str:
     about = fields_of(cls)[field_name][1]
     if about.is_positional:
         return about.metavar or field_name
-    return about.names[0] if about.names else "--" + field_name.replace("_", "-")
+    return about.names[0] if about.names else "--" + field_name.replace("_", getattr(cls, "option_separator", "-"))
 
 
 def deciding(instance: Any) -> dict[str, Any]:
@@ -125,17 +125,25 @@ def _within(value: float, least: float | None, most: float | None) -> bool:
     return math.isfinite(value) and (least is None or value >= least) and (most is None or value <= most)
 
 
-def add_options(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add every option of `cls` to `parser`."""
+def add_options(
+    parser: argparse.ArgumentParser,
+    *classes: type,
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    without: Collection[str] = (),
+) -> None:
+    """Add every option of `classes` to `parser`, except the fields `without`; `defaults`: shown instead of their own,
+    by field name, to be given to `from_namespace` too."""
     groups: dict[str, Any] = {"": parser}
-    for name, (field, about) in fields_of(cls).items():
+    every = [(cls, name, *found) for cls in classes for name, found in fields_of(cls).items() if name not in without]
+    for cls, name, field, about in every:
         if about.names is None:
             continue
         if about.group not in groups:
             groups[about.group] = parser.add_argument_group(about.group)
         kind, many = _kind(cls, name)
         required = field.default is dataclasses.MISSING
-        shown = f" ({field.default})" if _is_worth_showing(field.default) and kind is not bool else ""
+        default = defaults.get(name, field.default)
+        shown = f" ({default})" if _is_worth_showing(default) and kind is not bool else ""
         arguments: dict[str, Any] = {"help": (about.help + shown).replace("%", "%%"), "default": None}
         names = about.names or (name_of(cls, name),)
         if kind is bool:

@@ -145,20 +145,21 @@ def test_the_trainer_takes_its_options_and_trains_as_the_tutorial_does(
     split = trainers(found)
     assert split is not None
     launcher, words = split
-    args = parse(words)
-    if args.doctor:
+    given = parse(words)
+    if given.run.doctor:
         return
-    workers, nodes = args.spawn or 1, 1
+    workers, nodes = given.run.spawn or 1, 1
     if launcher:
         started = parse_args([*launcher, "-m", "trainer"])
         workers, nodes = int(started.nproc_per_node), int(started.nnodes.partition(":")[0])
     for name, value in machine(tmp_path, cores=[2] * 16).items():
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    args.data_dir = data["mnist" if args.workload == "mnist" else "phase2" if args.phase2 else "phase1"]
-    args.output_dir = tmp_path / "output"
-    mesh = Mesh(world_size=workers * nodes, local_world_size=workers, tensor_parallel_size=args.tensor_parallel_size)
-    config, _ = to_config(args, mesh)
+    directory = data["mnist" if given.run.workload == "mnist" else "phase2" if given.run.phase2 else "phase1"]
+    given = parse([*words, f"--data_dir={directory}", f"--output_dir={tmp_path / 'output'}"])
+    size = given.config.tensor_parallel_size
+    mesh = Mesh(world_size=workers * nodes, local_world_size=workers, tensor_parallel_size=size)
+    config, _ = to_config(given, mesh)
     device = automatic() if config.device == "auto" else config.device
     resolved = device, config.wanted_precision, config.global_batch_size(mesh.data_parallel_size)
     wanted = expected(found)

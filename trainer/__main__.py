@@ -35,15 +35,16 @@ def main() -> int:
 
     mesh = Mesh()
     try:
-        args = parse()
-        if args.doctor:
+        mesh = Mesh.of_environment(1)
+        given = parse()
+        if given.run.doctor:
             from trainer.doctor import examine
 
             return examine(print)
-        if args.spawn is not None:
-            spawn(args.spawn, sys.argv[1:])
-        mesh = Mesh.of_environment(args.tensor_parallel_size)
-        return _train(*to_config(args, mesh), mesh)
+        if given.run.spawn is not None:
+            spawn(given.run.spawn, sys.argv[1:])
+        mesh = Mesh.of_environment(given.config.tensor_parallel_size)
+        return _train(*to_config(given, mesh), mesh)
     except Exception as error:
         return end(error, mesh)
 

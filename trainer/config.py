@@ -1,18 +1,23 @@
-"""What a training run is, as frozen dataclasses, validated once. Imports no torch: the pipeline reads this too."""
+"""The options of a training run and the sizes of a BERT, as validated frozen dataclasses. Imports no torch.
+
+`TrainConfig` is the only definition of a training option: the parser, the checks, the rule of what a resumed run may
+change, and docs/options.md are made from its fields.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from common.errors import UserError
+from common.options import check, fields_of, option
 from trainer import registry
 
 #: Published sizes: layers, hidden size, attention heads, intermediate size.
 #: tiny … medium: Turc et al. 2019 (arXiv:1908.08962), table 1; base and large: Devlin et al. 2018 (arXiv:1810.04805);
-#: debug: what `--debug` of the Neuron tutorial's script makes.
+#: debug: `--debug` of the Neuron tutorial's script.
 PRESETS: dict[str, tuple[int, int, int, int]] = {
     "debug": (1, 16, 2, 64),
     "tiny": (2, 128, 2, 512),
@@ -24,35 +29,21 @@ PRESETS: dict[str, tuple[int, int, int, int]] = {
 }
 
 
-def setting(*, decides: bool) -> dict[str, Any]:
-    """Metadata of a configuration's field. `decides`: whether it decides what is trained, so that a resumed run must
-    not change it unasked; else it only says how, where, or how often something is written."""
-    return {"decides": decides}
-
-
-_DECIDES, _HOW = setting(decides=True), setting(decides=False)
-
-
-def deciding(config: Any) -> dict[str, Any]:
-    """The values of a configuration's fields that decide what is trained, by name."""
-    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.metadata["decides"]}
-
-
 @dataclass(frozen=True)
 class ModelConfig:
-    """A BERT, in Hugging Face's words; the defaults are those of `bert-large-uncased`."""
+    """The configuration of a BERT, in Hugging Face's names; the defaults are those of `bert-large-uncased`."""
 
-    vocab_size: int = field(default=30522, metadata=_DECIDES)
-    num_hidden_layers: int = field(default=24, metadata=_DECIDES)
-    hidden_size: int = field(default=1024, metadata=_DECIDES)
-    num_attention_heads: int = field(default=16, metadata=_DECIDES)
-    intermediate_size: int = field(default=4096, metadata=_DECIDES)
-    max_position_embeddings: int = field(default=512, metadata=_DECIDES)
-    type_vocab_size: int = field(default=2, metadata=_DECIDES)
-    hidden_dropout_prob: float = field(default=0.1, metadata=_DECIDES)
-    attention_probs_dropout_prob: float = field(default=0.1, metadata=_DECIDES)
-    layer_norm_eps: float = field(default=1e-12, metadata=_DECIDES)
-    initializer_range: float = field(default=0.02, metadata=_DECIDES)
+    vocab_size: int = 30522
+    num_hidden_layers: int = 24
+    hidden_size: int = 1024
+    num_attention_heads: int = 16
+    intermediate_size: int = 4096
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
@@ -66,7 +57,7 @@ class ModelConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """The model of that published name, with single fields changed. Raises `UserError` for an unknown name."""
+        """The published model `name` with single fields changed. Raises `UserError` for an unknown name."""
         if name not in PRESETS:
             raise UserError(f"model '{name}' is not known; allowed: {', '.join(PRESETS)}")
         layers, hidden, heads, intermediate = PRESETS[name]
@@ -80,7 +71,7 @@ class ModelConfig:
 
     @classmethod
     def of_hugging_face(cls, config: dict[str, Any]) -> Self:
-        """From the object in a Hugging Face `config.json`; keys this project has no use for are left out."""
+        """From the object in a Hugging Face `config.json`; unused keys are ignored."""
         return cls(**{f.name: config[f.name] for f in dataclasses.fields(cls) if f.name in config})
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -99,97 +90,187 @@ class ModelConfig:
         return dataclasses.replace(self, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """One phase of training. Steps are optimizer steps; a micro-step is one forward and backward of one worker."""
+#: Values of `--optimizer`, `--precision` …; the pipeline's settings and the stages allow the same.
+OPTIMIZERS = tuple(registry.OPTIMIZERS)
+SCHEDULES = ("linear", "constant")
+NON_FINITE = ("skip", "stop")
+DATA_PARALLEL = ("allreduce", "ddp")
+PRECISIONS = ("auto", "fp32", "autocast", "bf16-sr", "bf16-master", "fp64")
+DEVICES = ("auto", *registry.DEVICES)
 
-    output_dir: Path = field(metadata=_HOW)
-    #: Where the summary of the run is written, as JSON.
-    metrics_file: Path = field(metadata=_HOW)
-    #: 1 or 2; phase 2 counts its global steps on from `phase1_end_step`.
-    phase: int = field(metadata=_DECIDES)
-    #: Global step at which phase 1 ended; 0 in phase 1.
-    phase1_end_step: int = field(metadata=_DECIDES)
-    #: Sequences in one micro-step of one worker. Dropout is drawn by micro-batch.
-    micro_batch_size: int = field(metadata=_DECIDES)
-    #: Micro-steps in one optimizer step. What decides is the global batch.
-    grad_accum_usteps: int = field(metadata=_HOW)
-    #: Optimizer steps in the whole phase: where the learning rate reaches zero.
-    max_steps: int = field(metadata=_DECIDES)
-    #: Optimizer steps after which this run stops, counted from the start of the phase.
-    stop_step: int = field(metadata=_HOW)
-    warmup_steps: int = field(metadata=_DECIDES)
-    #: linear: warm-up, then down to zero at `max_steps`; constant: no change after the warm-up.
-    schedule: str = field(metadata=_DECIDES)
-    #: Peak learning rate.
-    lr: float = field(metadata=_DECIDES)
-    optimizer: str = field(metadata=_DECIDES)
-    weight_decay: float = field(metadata=_DECIDES)
-    max_grad_norm: float = field(metadata=_DECIDES)
-    seed: int = field(metadata=_DECIDES)
-    #: fp32, fp64, autocast, bf16-sr, bf16-master (trainer/precision.py), or auto.
-    precision: str = field(metadata=_DECIDES)
-    #: cpu, cuda, xla, neuron, or auto.
-    device: str = field(metadata=_HOW)
-    tensor_parallel_size: int = field(metadata=_HOW)
-    #: How gradients are summed over workers: allreduce, ours after the last micro-step; ddp, torch's, beside backward.
-    data_parallel: str = field(metadata=_HOW)
-    #: Optimizer steps between checkpoints; 0: only by time.
-    ckpt_interval_steps: int = field(metadata=_HOW)
-    #: Minutes between checkpoints; 0: only by steps.
-    ckpt_interval_minutes: float = field(metadata=_HOW)
-    #: Checkpoints kept, newest first; -1: all.
-    num_ckpts_to_keep: int = field(metadata=_HOW)
-    #: Optimizer steps between two comparisons of the workers' weights and moments; 0: only before checkpoints.
-    replica_check_steps: int = field(metadata=_HOW)
-    #: What to do about a step that is not finite: skip its batch, from the checkpoint before it on; or stop.
-    non_finite: str = field(metadata=_HOW)
-    #: Batches of a phase that may be skipped.
-    non_finite_limit: int = field(metadata=_HOW)
-    #: Leave the optimizer's state out of the checkpoint that ends the phase.
-    minimal_ckpt: bool = field(metadata=_HOW)
-    resume: bool = field(metadata=_HOW)
-    #: The checkpoint that training in `output_dir` begins with; or one of its own, to roll back to.
-    resume_ckpt_path: Path | None = field(metadata=_HOW)
-    #: The global step to roll back to; -1: go on from the newest.
-    resume_step: int = field(metadata=_HOW)
-    #: Names of what the run may change that it resumes, although it decides the result.
-    allow_changes: tuple[str, ...] = field(metadata=_HOW)
-    #: Show the gradient norm on the console line too.
-    print_grad_norm: bool = field(metadata=_HOW)
-    #: Optimizer steps between console lines.
-    log_interval: int = field(metadata=_HOW)
-    #: Write which samples each worker used in each step to samples-<rank>.jsonl.
-    record_samples: bool = field(metadata=_HOW)
-    #: Whether torch.compile makes kernels of the model, on cpu and cuda.
-    compile: bool = field(metadata=_HOW)
-    #: Directory that compiled graphs are kept in, by devices that can; None: where the compiler likes.
-    compile_cache: str | None = field(metadata=_HOW)
-    #: Only have the graphs compiled: nothing is written, no loss believed.
-    trial: bool = field(metadata=_HOW)
-    #: List of compiled graphs: written by a trial, else what is not in it is told; None: neither.
-    graphs: Path | None = field(metadata=_HOW)
-    #: Micro-batches in one compiled graph, on devices that compile steps.
-    batches_per_execution: int = field(metadata=_HOW)
-    #: Seconds without an answer after which a collective operation gives up.
-    collective_timeout_s: float = field(metadata=_HOW)
-    #: Whether one worker on each machine watches for Amazon's notices that the instance is to be taken away.
-    spot_watch: bool = field(metadata=_HOW)
+#: The tutorials' names for AdamW that also choose a precision: what each promises, what `auto` means with it, and which
+#: others are compatible.
+NAMED_PRECISIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "AdamW_FP32OptimParams": ("fp32 moments and no fp32 copy of bf16 weights", ("bf16-sr", "fp32", "autocast")),
+    "AdamW_FP32ParamsCopy": ("bf16 weights with an fp32 copy", ("bf16-master",)),
+}
+
+
+def require_agreement(optimizer: str, precision: str) -> None:
+    """Raise `UserError` if the optimizer's name means one precision, and `precision` is another."""
+    promise, agreeing = NAMED_PRECISIONS.get(optimizer, ("", ()))
+    if agreeing and precision not in ("auto", *agreeing):
+        raise UserError(
+            f"optimizer {optimizer} means {promise}, which is not precision {precision}; allowed with it: auto, "
+            f"{', '.join(agreeing)}; or take optimizer AdamW, which goes with every precision"
+        )
+
+
+_TRAIN, _TRAIN_HOW = {"group": "training"}, {"group": "training", "decides": False}
+_CKPT = {"group": "checkpoints", "decides": False}
+_MACHINE = {"group": "machine", "decides": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One phase of training. A step is an optimizer step; a micro-step is one forward and backward of one worker.
+
+    An option keeps its name in the tutorials' scripts (`names`), and its help says where its default is another one.
+    """
+
+    option_separator: ClassVar[str] = "_"
+
+    output_dir: Path = option(
+        Path("output"), group="data", decides=False, help="directory for checkpoints, logs and metrics"
+    )
+    metrics_file: Path | None = option(
+        None, group="data", decides=False, help="summary of the run, JSON (default: OUTPUT_DIR/results.json)"
+    )
+    #: 1 or 2, from `--phase2`; phase 2 counts its global steps from `phase1_end_step`.
+    phase: int = option(1, names=None, help="the phase")
+    phase1_end_step: int = option(
+        28125, **_TRAIN, least=0, unit="step", help="of phase 2: global step at which phase 1 ended"
+    )
+    #: Dropout is drawn for each micro-batch.
+    micro_batch_size: int = option(
+        8, **_TRAIN, names=("--batch_size",), least=1, unit="samples", help="samples in a micro-step of one worker"
+    )
+    #: Does not decide; the global batch does.
+    grad_accum_usteps: int = option(
+        64, **_TRAIN_HOW, least=1, unit="micro-steps", help="micro-steps in an optimizer step"
+    )
+    max_steps: int = option(
+        28125, **_TRAIN, least=1, unit="steps", help="optimizer steps in the phase, at which the learning rate is 0"
+    )
+    stop_step: int = option(
+        -1, **_TRAIN_HOW, names=("--steps_this_run",), unit="steps",
+        help="stop after this optimizer step of the phase; -1: the last",
+    )  # fmt: skip
+    warmup_steps: int = option(
+        2000, **_TRAIN, least=0, unit="steps", help="optimizer steps in which the learning rate rises linearly"
+    )
+    schedule: str = option(
+        "linear", **_TRAIN, choices=SCHEDULES, help="learning rate after the warm-up: linear down to 0, or constant"
+    )
+    lr: float = option(
+        4e-4, **_TRAIN, least=0, help="peak learning rate; of mnist: per worker, multiplied by their number as in its "
+        "tutorial",
+    )  # fmt: skip
+    optimizer: str = option(
+        "AdamW", **_TRAIN, choices=OPTIMIZERS,
+        help="with --precision auto, AdamW_FP32OptimParams means bf16-sr and AdamW_FP32ParamsCopy bf16-master; the "
+        "tutorial's default is AdamW_FP32OptimParams",
+    )  # fmt: skip
+    weight_decay: float = option(0.01, **_TRAIN, least=0, help="weight decay of all parameters but biases and norms")
+    max_grad_norm: float = option(1.0, **_TRAIN, least=0, help="L2 norm that gradients are clipped to; 0: never")
+    seed: int = option(12349, **_TRAIN, help="seed of initial weights, sample order and dropout")
+    precision: str = option(
+        "auto", **_TRAIN, choices=PRECISIONS,
+        help="autocast: fp32 weights, bf16 products; bf16-sr: bf16 weights with stochastic rounding; bf16-master: bf16 "
+        "weights with an fp32 copy; sums, moments and losses are fp32; auto: by the optimizer's name, else autocast "
+        "where the hardware has bf16, else fp32",
+    )  # fmt: skip
+    non_finite: str = option(
+        "skip", **_TRAIN_HOW, choices=NON_FINITE,
+        help="when a step's loss, gradients or weights are not finite: skip returns to the last checkpoint and leaves "
+        "out the batch of that step; stop ends the run",
+    )  # fmt: skip
+    non_finite_limit: int = option(
+        3, **_TRAIN_HOW, least=0, unit="batches", help="batches of a phase that may be left out"
+    )
+    replica_check_steps: int = option(
+        100, **_TRAIN_HOW, least=0, unit="steps",
+        help="optimizer steps between comparisons of the workers' copies of weights and moments, which also precede "
+        "every checkpoint; 0: only those",
+    )  # fmt: skip
+    resume: bool = option(False, **_CKPT, names=("--resume_ckpt",), help="continue from the newest valid checkpoint")
+    resume_step: int = option(
+        -1, **_CKPT, least=-1, unit="step",
+        help="roll back to the checkpoint of this global step, which implies --resume_ckpt: newer ones are moved to "
+        "OUTPUT_DIR/checkpoints/abandoned-N, each time; -1: continue from the newest",
+    )  # fmt: skip
+    resume_ckpt_path: Path | None = option(
+        None, **_CKPT,
+        help="checkpoint directory to begin training in OUTPUT_DIR with; implies --resume_ckpt. One of phase 1 gives "
+        "phase 2 its weights, one of the same phase is continued. The same command again continues from OUTPUT_DIR's "
+        "own newest checkpoint if that began with this one, else it is refused. One of OUTPUT_DIR's own, of the same "
+        "phase, is rolled back to, as by --resume_step",
+    )  # fmt: skip
+    allow_changes: tuple[str, ...] = option(
+        (), **_CKPT, nargs="+", metavar="NAME",
+        help="deciding options that a resumed run may change; the checkpoints record the change",
+    )  # fmt: skip
+    ckpt_interval_steps: int = option(
+        -1, **_CKPT, least=-1, unit="steps",
+        help="optimizer steps between checkpoints; 0: none by steps; -1: by --shards_per_ckpt",
+    )  # fmt: skip
+    ckpt_interval_minutes: float = option(
+        0.0, **_CKPT, least=0, unit="minutes", help="minutes between checkpoints; 0: none"
+    )
+    num_ckpts_to_keep: int = option(2, **_CKPT, least=-1, help="checkpoints to keep; -1: all; the tutorial keeps 1")
+    minimal_ckpt: bool = option(
+        False, **_CKPT,
+        help="leave the optimizer out of the checkpoint that ends the phase: a third of the size, and all that phase 2 "
+        "needs; earlier ones keep it, so that an interrupted phase can continue",
+    )  # fmt: skip
+    device: str = option("auto", **_MACHINE, choices=DEVICES, help="what to train on")
+    tensor_parallel_size: int = option(
+        1, **_MACHINE, least=1, unit="workers", help="workers that share a copy of the model"
+    )
+    data_parallel: str = option(
+        "allreduce", **_MACHINE, choices=DATA_PARALLEL,
+        help="allreduce sums the gradients in a fixed order after the last micro-step; recommended. ddp is torch's "
+        "DistributedDataParallel (gradient_as_bucket_view=True), which sums during the backward pass, for large models "
+        "whose all-reduce takes a good part of a step. Both give the same curve up to rounding; but ddp reorders its "
+        "buckets after the first step, so with more than 2 workers a resumed run does not end with the same bytes as "
+        "an uninterrupted one",
+    )  # fmt: skip
+    compile: bool = option(False, **_MACHINE, help="compile the model with torch.compile, on cpu and cuda")
+    compile_cache: str | None = option(None, **_MACHINE, help="directory of compiled graphs (default: the compiler's)")
+    batches_per_execution: int = option(
+        1, **_MACHINE, least=1, unit="micro-batches", help="micro-batches in one compiled graph, on xla and neuron"
+    )
+    trial: bool = option(
+        False, **_MACHINE, help="only compile the graphs: no checkpoint, log or metric is written, losses mean nothing"
+    )
+    graphs: Path | None = option(
+        None, **_MACHINE, metavar="FILE",
+        help="list of compiled graphs, JSON: written with --trial; else a graph that is not in it causes a warning",
+    )  # fmt: skip
+    collective_timeout_s: float = option(
+        600.0, **_MACHINE, names=("--collective_timeout",), least=1, unit="seconds", help="limit of a collective "
+        "operation, in seconds",
+    )  # fmt: skip
+    spot_watch: bool = option(
+        False, **_MACHINE,
+        help="on EC2: save and stop (exit status 75) on a spot interruption notice, save on a rebalance recommendation",
+    )  # fmt: skip
+    print_grad_norm: bool = option(False, **_MACHINE, help="show the gradient norm on the console line")
+    record_samples: bool = option(
+        False, **_MACHINE, help="write each sample's (shard, row) to OUTPUT_DIR/samples-RANK.jsonl"
+    )
+    log_interval: int = option(1, **_MACHINE, least=1, unit="steps", help="optimizer steps between console lines")
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value < least:
-                raise UserError(f"{name} = {value} is too small; allowed: {least} or more")
-        chosen = [(name, getattr(self, name), allowed) for name, allowed in _CHOICES.items()]
-        for name, value, allowed in [*chosen, *(("allow_changes", name, CHANGEABLE) for name in self.allow_changes)]:
-            if value not in allowed:
-                raise UserError(f"{name}: {value} is not known; allowed: {', '.join(map(str, allowed))}")
+        check(self)
+        for name in self.allow_changes:
+            if name not in CHANGEABLE:
+                raise UserError(f"--allow_changes is {name}; allowed: {', '.join(CHANGEABLE)}")
         require_agreement(self.optimizer, self.precision)
         if self.data_parallel == "ddp" and self.tensor_parallel_size > 1:
-            raise UserError("data_parallel ddp knows nothing of ranks that share a model; use data_parallel allreduce")
+            raise UserError("--data_parallel ddp does not support --tensor_parallel_size > 1; use allreduce")
         if self.compile and self.data_parallel == "ddp":
-            raise UserError("compile and data_parallel ddp do not go together; choose one of them")
+            raise UserError("--compile and --data_parallel ddp do not go together; choose one of them")
         if self.grad_accum_usteps % self.batches_per_execution:
             raise UserError(
                 f"grad_accum_usteps / batches_per_execution = {self.grad_accum_usteps} / {self.batches_per_execution} "
@@ -200,77 +281,20 @@ class TrainConfig:
 
     @property
     def wanted_precision(self) -> str:
-        """The precision that is asked for, by `precision` or by the optimizer's name; auto: the device's."""
+        """The requested precision, by `precision` or the optimizer's name; auto: the device's default."""
         if self.precision == "auto" and self.optimizer in NAMED_PRECISIONS:
             return NAMED_PRECISIONS[self.optimizer][1][0]
         return self.precision
 
     def global_batch_size(self, data_parallel_size: int) -> int:
-        """Sequences in one optimizer step of all workers."""
+        """Samples in one optimizer step of all workers."""
         return self.micro_batch_size * self.grad_accum_usteps * data_parallel_size
 
 
-#: What a resumed run may change if `allow_changes` names it: all that decides and does not make it another phase or
-#: another model.
+#: What a resumed run may change if `allow_changes` names it: all that decides the result, except what makes it another
+#: phase or another model.
 CHANGEABLE = (
-    *(f.name for f in dataclasses.fields(TrainConfig) if f.metadata["decides"] and not f.name.startswith("phase")),
+    *(name for name, (_, about) in fields_of(TrainConfig).items() if about.decides and not name.startswith("phase")),
     *("global_batch_size", "data"),
-    *(f.name for f in dataclasses.fields(ModelConfig) if "dropout" in f.name),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob"),
 )
-
-_LEAST = {
-    "micro_batch_size": 1,
-    "grad_accum_usteps": 1,
-    "batches_per_execution": 1,
-    "tensor_parallel_size": 1,
-    "max_steps": 1,
-    "warmup_steps": 0,
-    "lr": 0.0,
-    "phase1_end_step": 0,
-    "ckpt_interval_steps": 0,
-    "ckpt_interval_minutes": 0.0,
-    "num_ckpts_to_keep": -1,
-    "resume_step": -1,
-    "replica_check_steps": 0,
-    "non_finite_limit": 0,
-    "log_interval": 1,
-    "weight_decay": 0.0,
-    "max_grad_norm": 0.0,
-    "collective_timeout_s": 1.0,
-}
-
-#: What can be chosen today. Also what the pipeline's settings allow.
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "phase": (1, 2),
-    "optimizer": tuple(registry.OPTIMIZERS),
-    "schedule": ("linear", "constant"),
-    "non_finite": ("skip", "stop"),
-    "data_parallel": ("allreduce", "ddp"),
-    "precision": ("auto", "fp32", "autocast", "bf16-sr", "bf16-master", "fp64"),
-    "device": ("auto", *registry.DEVICES),
-}
-
-#: The tutorials' names for AdamW that say a precision, too: what each promises, what `auto` means with it, and what
-#: else agrees with it.
-NAMED_PRECISIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "AdamW_FP32OptimParams": ("fp32 moments and no fp32 copy of bf16 weights", ("bf16-sr", "fp32", "autocast")),
-    "AdamW_FP32ParamsCopy": ("bf16 weights with an fp32 copy", ("bf16-master",)),
-}
-
-
-def require_agreement(optimizer: str, precision: str) -> None:
-    """Raise `UserError` if the optimizer's name says one precision, and `precision` another."""
-    promise, agreeing = NAMED_PRECISIONS.get(optimizer, ("", ()))
-    if agreeing and precision not in ("auto", *agreeing):
-        raise UserError(
-            f"optimizer {optimizer} means {promise}, which is not precision {precision}; allowed with it: auto, "
-            f"{', '.join(agreeing)}; or take optimizer AdamW, which goes with every precision"
-        )
-
-
-NON_FINITE: tuple[str, ...] = _CHOICES["non_finite"]
-SCHEDULES: tuple[str, ...] = _CHOICES["schedule"]
-DATA_PARALLEL: tuple[str, ...] = _CHOICES["data_parallel"]
-OPTIMIZERS: tuple[str, ...] = _CHOICES["optimizer"]
-PRECISIONS: tuple[str, ...] = _CHOICES["precision"]
-DEVICES: tuple[str, ...] = _CHOICES["device"]

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from common.options import deciding
 from trainer.build import LOADING_AT_ONCE
 from trainer.checkpoint.load import load_into
 from trainer.checkpoint.resume_point import ResumePoint
-from trainer.config import TrainConfig, deciding
+from trainer.config import TrainConfig
 from trainer.data.order import ORDER_VERSION
 from trainer.optim.select import Optimizer
 from trainer.parallel.tensor import TensorParallel

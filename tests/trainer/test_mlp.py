@@ -216,9 +216,9 @@ def test_bad_input_is_one_line(data: Path, tmp_path: Path) -> None:
         assert_one_line_error(done, *fragments)
 
     refused(data, "300 samples", "global batch of 512", batch_size=512)
-    refused(data, "epochs = 0", "1 or more", epochs=0)
+    refused(data, "--epochs is 0", "1 or more", epochs=0)
     refused(tmp_path / "nothing", "train-images-idx3-ubyte.gz", "give the directory that has")
-    refused(data, "micro_batch_size = 0", "1 or more", batch_size=0)
+    refused(data, "--batch_size is 0", "1 or more", batch_size=0)
 
 
 @pytest.mark.parametrize(

@@ -282,8 +282,8 @@ def test_the_tutorials_names(data: Path, model: Path, tmp_path: Path, given: dic
         ({"optimizer": "AdamW_FP32ParamsCopy", "enable_fp32": True}, ["AdamW_FP32ParamsCopy", "fp32", "bf16-master"]),
         ({"optimizer": "AdamW_FP32ParamsCopy", "precision": "bf16-sr"}, ["which is not precision bf16-sr"]),
         ({"optimizer": "AdamW_FP32OptimParams", "precision": "bf16-master"}, ["no fp32 copy", "take optimizer AdamW"]),
-        ({"precision": "bf16"}, ["precision: bf16 is not known", "bf16-sr, bf16-master"]),
-        ({"optimizer": "Adam"}, ["optimizer: Adam is not known", "AdamW_FP32ParamsCopy, LAMB"]),
+        ({"precision": "bf16"}, ["--precision is bf16; allowed: auto", "bf16-sr, bf16-master"]),
+        ({"optimizer": "Adam"}, ["--optimizer is Adam; allowed: AdamW", "AdamW_FP32ParamsCopy, LAMB"]),
     ],
 )
 def test_contradictions_are_one_line(

@@ -210,12 +210,13 @@ class Metrics:
             "batch_size": self._config.micro_batch_size,
             **self._workload.summary(),
         }
-        written = read_json(self._config.metrics_file) or {}
+        file = self._config.metrics_file or self._config.output_dir / "results.json"
+        written = read_json(file) or {}
         if self._was_over and written.get("global_step", -1) >= state.global_step:
             summary = written  # complete before this run, and possibly the next phase's by now
         else:
-            write_json(self._config.metrics_file, summary)
-        for line in self._workload.last_words(summary):
+            write_json(file, summary)
+        for line in self._workload.last_lines(summary):
             self._log(line)
 
 

@@ -1,4 +1,4 @@
-"""What the loop has to know of a model and its data, so that everything else is shared.
+"""The interface between the training loop and a model with its data.
 
 To add a model: a module in `trainer/models/`, a file like `mnist.py` here, and its line in `WORKLOADS`.
 """
@@ -6,8 +6,7 @@ To add a model: a module in `trainer/models/`, a file like `mnist.py` here, and 
 from __future__ import annotations
 
 import abc
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -16,52 +15,50 @@ from trainer.data.loader import Reader
 from trainer.data.order import Int64s
 from trainer.models.base import Model
 from trainer.models.operations import Operations
-from trainer.parallel.mesh import Mesh
 from trainer.parallel.tensor import TensorParallel
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step of all workers has done."""
+    """The work of one step of all workers."""
 
     samples: int
-    #: Forward and backward, of what is computed: padded rows whole, but no attention between packed sequences.
+    #: Forward and backward, as computed: padded rows count in full, attention between packed sequences does not.
     flops: float
-    #: By the formula that others publish their rates with, where that counts more.
+    #: By the formula that published rates use, where that counts more.
     usual_flops: float
 
 
 class Workload(abc.ABC):
-    """A model, the data set it is trained on, and what its options are."""
+    """A model, the data set it is trained on, and its options."""
 
-    #: Defaults of the trainer's options that differ from BERT's, and values of options that do not apply.
-    defaults: ClassVar[dict[str, Any]] = {}
+    #: The dataclass of the options that only this workload has (see `common.options`).
+    options: ClassVar[type]
+    #: Defaults of options that differ from those of their fields, by field name.
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    #: Fields of `TrainConfig` and `RunOptions` that are not options of this workload.
+    without: ClassVar[frozenset[str]] = frozenset()
     #: The losses' names in the metrics.
     losses: ClassVar[tuple[str, ...]]
     #: Samples in each file of the data set.
     rows_per_shard: Int64s
-    #: Words the model knows, where it knows words: what tensor parallelism pads.
+    #: Size of the vocabulary, which tensor parallelism pads; 0: the model has none.
     vocab_size: int = 0
-    #: Threads of the CPU that its steps are worth, at most; None: all there are.
+    #: Most CPU threads that speed up its steps; None: all available.
     threads: int | None = None
-
-    @staticmethod
-    @abc.abstractmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        """Add the options that are this workload's alone."""
 
     @classmethod
     @abc.abstractmethod
-    def of(cls, args: argparse.Namespace) -> Self:
-        """The workload the options ask for. Raises `UserError`."""
+    def of(cls, options: Any) -> Self:
+        """The workload that an instance of `options` describes. Raises `UserError`."""
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
-        """The model, as checkpoints record it: two that differ in anything but dropout cannot share one."""
+        """The model, as checkpoints record it; models that differ in anything but dropout cannot share a checkpoint."""
 
     @abc.abstractmethod
     def make_model(self, operations: Operations, ranks: TensorParallel) -> Model:
-        """This rank's share of the model, for a device with these operations; on the CPU, not initialised."""
+        """This rank's share of the model, for a device with these operations; on the CPU, uninitialised."""
 
     @abc.abstractmethod
     def has_weight_decay(self, name: str) -> bool:
@@ -69,29 +66,29 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def identity(self, cache: Path, log: Callable[[str], None]) -> str:
-        """Tells the data set from any other, by its content. What is read to know it is remembered in the directory
-        `cache`; `log` is told when that takes long. Raises `UserError`."""
+        """Identifies the data set by its content. File hashes are cached in the directory `cache`; `log` gets a line
+        when hashing takes long. Raises `UserError`."""
 
     @abc.abstractmethod
     def reader(self, *, static_shapes: bool) -> Reader:
-        """What reads the data set; with `static_shapes` all micro-batches have the same shapes."""
+        """A reader of the data set; with `static_shapes` all micro-batches have the same shapes."""
 
     @abc.abstractmethod
     def work(self, counts: Sequence[int]) -> StepCost:
-        """The work of a step, from what its reader has counted, summed over the workers."""
+        """The work of a step, from its reader's counts summed over the workers."""
 
-    def max_steps(self, args: argparse.Namespace, global_batch_size: int) -> int:
-        """Optimizer steps in the whole run."""
-        return int(args.max_steps)
+    def max_steps(self, given: int, global_batch_size: int) -> int:
+        """Optimizer steps in the whole phase; `given`: the option's value."""
+        return given
 
-    def learning_rate(self, args: argparse.Namespace, mesh: Mesh) -> float:
-        """The peak learning rate."""
-        return float(args.lr)
+    def learning_rate(self, given: float, workers: int) -> float:
+        """The peak learning rate for `workers` data-parallel workers; `given`: the option's value."""
+        return given
 
     def summary(self) -> dict[str, Any]:
-        """What the summary of a run says of the workload."""
+        """Entries for the summary of a run."""
         return {}
 
-    def last_words(self, summary: dict[str, Any]) -> list[str]:
-        """Lines for the console at the end of a run, of which `summary` is written."""
+    def last_lines(self, summary: dict[str, Any]) -> list[str]:
+        """Lines for the console at the end of a run, from its `summary`."""
         return []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from common.errors import UserError
+from common.options import check, option
 from trainer.config import PRESETS, ModelConfig
 from trainer.data.identity import content_identity
 from trainer.data.reader import BatchReader
@@ -21,7 +22,32 @@ from trainer.parallel.tensor import TensorParallel
 from trainer.workloads.base import StepCost, Workload
 
 
+@dataclass(frozen=True, kw_only=True)
+class BertOptions:
+    """The options that only this workload has."""
+
+    option_separator: ClassVar[str] = "_"
+
+    data_dir: Path = option(
+        Path("~/examples_datasets/bert_pretrain_wikicorpus_tokenized_hdf5_seqlen128/"), group="data", decides=False,
+        help="directory with the data set: *_training_*.hdf5 shards",
+    )  # fmt: skip
+    seq_len: int | None = option(
+        None, group="data", least=1, unit="tokens", help="tokens in a row (default: the shards')"
+    )
+    max_pred_len: int = option(20, group="data", least=1, help="most masked positions in a row")
+    model: str = option("large", group="model", choices=tuple(PRESETS), help="a published size")
+    model_config: Path | None = option(None, group="model", help="a Hugging Face config.json instead of --model")
+    vocab_size: int | None = option(None, group="model", least=1, help="size of the vocabulary (default: 30522)")
+    disable_dropout: bool = option(False, group="model", help="train without dropout")
+    debug: bool = option(False, group="model", help="the tutorials' toy model: 1 layer, 2 heads, hidden size 16")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
 class BertWorkload(Workload):
+    options = BertOptions
     losses = ("masked_lm_loss", "next_sentence_loss")
 
     def __init__(self, model: ModelConfig, shards: ShardSet) -> None:
@@ -36,33 +62,11 @@ class BertWorkload(Workload):
         self.shards = shards
         self.rows_per_shard = shards.rows_per_shard
 
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        data = parser.add_argument_group("examples")
-        data.add_argument("--seq_len", type=int, default=None, help="tokens in a row (default: what the shards have)")
-        data.add_argument("--max_pred_len", type=int, default=20, help="masked positions in a row, at most")
-        model = parser.add_argument_group("model")
-        model.add_argument("--model", choices=PRESETS, default="large", help="a published size")
-        model.add_argument(
-            "--model_config", type=Path, default=None, help="a Hugging Face config.json instead of --model"
-        )
-        model.add_argument("--vocab_size", type=int, default=None, help="entries of the vocabulary (default: 30522)")
-        model.add_argument("--disable_dropout", action="store_true", help="train without dropout")
-        model.add_argument("--debug", action="store_true", help="the tutorials' toy model: 1 layer, 2 heads, hidden 16")
-        train = parser.add_argument_group("phases")
-        train.add_argument(
-            "--max_steps", type=int, default=28125, help="optimizer steps in the phase (the schedule's end)"
-        )
-        train.add_argument("--phase2", action="store_true", help="second phase: starts from the weights of the first")
-        train.add_argument("--phase1_end_step", type=int, default=28125, help="global step at which phase 1 ended")
-        train.add_argument(
-            "--tensor_parallel_size", type=int, default=1, help="workers that share one copy of the model"
-        )
-
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Self:
-        shards = ShardSet.open(args.data_dir.expanduser(), seq_len=args.seq_len, max_pred_len=args.max_pred_len)
-        return cls(_model(args), shards)
+    def of(cls, options: BertOptions) -> Self:
+        directory = options.data_dir.expanduser()
+        shards = ShardSet.open(directory, seq_len=options.seq_len, max_pred_len=options.max_pred_len)
+        return cls(_model(options), shards)
 
     def describe(self) -> dict[str, Any]:
         return dataclasses.asdict(self.config)
@@ -81,9 +85,9 @@ class BertWorkload(Workload):
         return BatchReader(self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes)
 
     def work(self, counts: Sequence[int]) -> StepCost:
-        """A multiplication and an addition are two, and the backward pass is two forward passes, as in Narayanan et
-        al. 2021, arXiv:2104.04473, appendix; embeddings, norms and softmax are not counted. The usual formula pads
-        every sequence to S tokens and computes the masked-LM head at all of them.
+        """A multiply-add counts as two operations and the backward pass as two forward passes (Narayanan et al. 2021,
+        arXiv:2104.04473, appendix); embeddings, norms and softmax are not counted. The usual formula pads every
+        sequence to S tokens and computes the masked-LM head at all of them.
         """
         masked, sequences, tokens, pairs = counts
         S, h, c = self.shards.seq_len, self.config.hidden_size, self.config
@@ -99,16 +103,18 @@ class BertWorkload(Workload):
         return {"max_length": self.shards.seq_len}
 
 
-def _model(args: argparse.Namespace) -> ModelConfig:
-    changes = {} if args.vocab_size is None else {"vocab_size": args.vocab_size}
-    if args.model_config is not None:
+def _model(options: BertOptions) -> ModelConfig:
+    changes = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
+    if options.model_config is not None:
         try:
-            config = json.loads(args.model_config.read_text(encoding="utf-8"))
+            config = json.loads(options.model_config.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"--model_config {args.model_config}: {error}; give a Hugging Face config.json") from error
+            raise UserError(
+                f"--model_config {options.model_config}: {error}; give a Hugging Face config.json"
+            ) from error
         if not isinstance(config, dict):
-            raise UserError(f"--model_config {args.model_config} is no JSON object; give a Hugging Face config.json")
+            raise UserError(f"--model_config {options.model_config} is no JSON object; give a Hugging Face config.json")
         model = ModelConfig.of_hugging_face({**config, **changes})
     else:
-        model = ModelConfig.preset("debug" if args.debug else args.model, **changes)
-    return model.without_dropout() if args.disable_dropout else model
+        model = ModelConfig.preset("debug" if options.debug else options.model, **changes)
+    return model.without_dropout() if options.disable_dropout else model

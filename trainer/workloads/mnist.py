@@ -1,36 +1,37 @@
-"""The MLP of the Neuron tutorial on MNIST, or on anything of its form: 28 × 28 grey images in 10 classes."""
+"""The Neuron tutorial's MLP on MNIST or any data set in its format: 28 × 28 grey images in 10 classes."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from common.errors import UserError
+from common.options import check, option
 from trainer.data.idx import read_idx
 from trainer.data.order import Samples
 from trainer.models.mlp import CLASSES, HIDDEN, MLP, PIXELS, ImageBatch
 from trainer.models.operations import Operations
-from trainer.parallel.mesh import Mesh
 from trainer.parallel.tensor import TensorParallel
 from trainer.workloads.base import StepCost, Workload
 
-#: The files of the two sets, under their published names: images, labels.
+#: The published file names of the two sets: images, labels.
 TRAINING = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
 HELD_OUT = ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
 
 
 class Images:
-    """A set of images and their labels, in memory as they are in the files."""
+    """A set of images and their labels, in memory."""
 
-    #: Steps of 32 samples take as long as reading 32 samples one by one.
+    #: Reading 32 samples one by one takes as long as a step of 32 samples.
     rows_at_once = 2048
 
     def __init__(self, directory: Path, names: tuple[str, str]) -> None:
@@ -68,52 +69,61 @@ class Images:
         return digest.hexdigest()
 
     def micro_batches(self, samples: Samples, size: int) -> tuple[list[ImageBatch], list[tuple[int]]]:
-        """`samples` in order, `size` at a time, scaled to 0 … 1; the loss is a sum over images."""
+        """`samples` in order, `size` at a time, scaled to [0, 1]; the loss is a sum over images."""
         images = torch.from_numpy(self.pixels[samples.row]).to(torch.float32).div_(255).split(size)
         labels = torch.from_numpy(self.labels[samples.row]).split(size)
         batches = [ImageBatch(*both) for both in zip(images, labels, strict=True)]
         return batches, [(len(batch.labels),) for batch in batches]
 
 
-class MnistWorkload(Workload):
-    """4 epochs of SGD, 32 images a worker, a learning rate that grows with the workers."""
+@dataclass(frozen=True, kw_only=True)
+class MnistOptions:
+    """The options that only this workload has."""
 
+    option_separator: ClassVar[str] = "_"
+
+    data_dir: Path = option(Path("mnist"), group="data", decides=False, help="directory with the data set's .gz files")
+    epochs: int = option(
+        4, group="training", least=1, unit="epochs", help="times all images are seen, except for an epoch's tail"
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class MnistWorkload(Workload):
+    """4 epochs of SGD, 32 images per worker, a learning rate that grows with the workers."""
+
+    options = MnistOptions
     losses = ("nll_loss",)
     threads = 1  # a step is 0.7 ms, and threads that wait for each other take longer (docs/decisions.md)
-    defaults = {
-        "data_dir": Path("mnist"),
-        "batch_size": 32,
-        "grad_accum_usteps": 1,
-        # The tutorial's 0.01 ends its 4 epochs at 93 % of the held-out images (docs/decisions.md).
-        "lr": 0.05,
-        "schedule": "constant",
-        "warmup_steps": 0,
-        "optimizer": "SGD",
-        "weight_decay": 0.0,
-        "max_grad_norm": 0.0,
-        "precision": "fp32",
-        "shards_per_ckpt": 0,
-        "log_interval": 625,
-        # The MLP has one phase and is not split.
-        "phase2": False,
-        "phase1_end_step": 0,
-        "tensor_parallel_size": 1,
-    }
+    defaults = MappingProxyType(
+        {
+            "micro_batch_size": 32,
+            "grad_accum_usteps": 1,
+            # The tutorial's 0.01 ends its 4 epochs at 93 % of the held-out images (docs/decisions.md).
+            "lr": 0.05,
+            "schedule": "constant",
+            "warmup_steps": 0,
+            "optimizer": "SGD",
+            "weight_decay": 0.0,
+            "max_grad_norm": 0.0,
+            "precision": "fp32",
+            "shards_per_ckpt": 0,
+            "log_interval": 625,
+        }
+    )
+    # One phase, whose length is in epochs; the MLP is not split.
+    without = frozenset({"max_steps", "phase2", "phase1_end_step", "tensor_parallel_size"})
 
-    def __init__(self, images: Images) -> None:
+    def __init__(self, images: Images, epochs: int) -> None:
         self.images = images
+        self.epochs = epochs
         self.rows_per_shard = np.array([len(images)])
 
-    @staticmethod
-    def add_options(parser: argparse.ArgumentParser) -> None:
-        group = parser.add_argument_group("length")
-        group.add_argument("--epochs", type=int, default=4, help="times all images are seen, but for an epoch's tail")
-
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Self:
-        if args.epochs < 1:
-            raise UserError(f"epochs = {args.epochs} is too small; allowed: 1 or more")
-        return cls(Images(args.data_dir.expanduser(), TRAINING))
+    def of(cls, options: MnistOptions) -> Self:
+        return cls(Images(options.data_dir.expanduser(), TRAINING), options.epochs)
 
     def describe(self) -> dict[str, Any]:
         return {"architecture": "MLP", "layers": [PIXELS, *HIDDEN, CLASSES]}
@@ -128,20 +138,20 @@ class MnistWorkload(Workload):
         return self.images.identity
 
     def reader(self, *, static_shapes: bool) -> Images:
-        return self.images  # the order has no smaller batches
+        return self.images  # SampleOrder makes no smaller batches
 
     def work(self, counts: Sequence[int]) -> StepCost:
         sizes = [PIXELS, *HIDDEN, CLASSES]
         flops = 6.0 * counts[0] * sum(a * b for a, b in itertools.pairwise(sizes))
         return StepCost(counts[0], flops, flops)
 
-    def max_steps(self, args: argparse.Namespace, global_batch_size: int) -> int:
-        return int(args.epochs) * max(1, len(self.images) // global_batch_size)
+    def max_steps(self, given: int, global_batch_size: int) -> int:
+        return self.epochs * max(1, len(self.images) // global_batch_size)
 
-    def learning_rate(self, args: argparse.Namespace, mesh: Mesh) -> float:
-        return float(args.lr) * mesh.data_parallel_size
+    def learning_rate(self, given: float, workers: int) -> float:
+        return given * workers
 
-    def last_words(self, summary: dict[str, Any]) -> list[str]:
+    def last_lines(self, summary: dict[str, Any]) -> list[str]:
         """As the tutorial's script prints them."""
         rate = summary["iterations_per_s"]
         return [
