@@ -145,6 +145,8 @@ def test_the_trainer_takes_its_options_and_trains_as_the_tutorial_does(
     split = trainers(found)
     assert split is not None
     launcher, words = split
+    if "--help" in words:
+        return
     given = parse(words)
     if given.run.doctor:
         return
