@@ -1,4 +1,4 @@
-"""Input files from outside: their sha256, remembered, and checks that what is read is what was hashed."""
+"""The sha256 of input files, cached between commands, and checks that a file read is still the file that was hashed."""
 
 from __future__ import annotations
 
@@ -16,83 +16,81 @@ from typing import NamedTuple
 from common.errors import UserError
 from common.files import read_json, replace_json
 
-#: The sha256 of every input file that was read, in the work directory.
+#: The cache, in the work directory: {absolute path: "sha256 state"}. One string per file is read three times as fast as
+#: a list, which matters with 100,000 files.
 INPUT_HASHES = "inputs.json"
-#: A file changed this recently may change again without a new time stamp, so its sha256 is not remembered. File
-#: systems keep times in steps of up to 2 s (FAT), Linux's own in steps of up to 10 ms.
+#: A file that changed this recently may change again within the same time stamp, so its sha256 is not cached. The
+#: resolution is up to 2 s on FAT and up to 10 ms on Linux's own file systems.
 _SETTLED_NS = 2_000_000_000
-#: Seconds of hashing after which what is known so far is written down, and a line says what takes so long.
+#: Seconds between writes of the cache while hashing, and before a line says what takes so long.
 _SAVE_INTERVAL_S, _NOTE_AFTER_S = 20.0, 5.0
 _THREADS = min(8, os.cpu_count() or 1)
 _BLOCK_BYTES = 1 << 20
 _TRIES = 3
 
 
-class FileState(NamedTuple):
-    """What changes whenever a file does, even if its size and modification time are put back."""
+def _state(stat: os.stat_result) -> str:
+    """What changes with any change of a file, even if its size and modification time are restored."""
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 
-    bytes: int
-    mtime_ns: int
-    ctime_ns: int
-    inode: int
 
-    @classmethod
-    def of(cls, stat: os.stat_result) -> FileState:
-        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-
-    def has_settled(self, now_ns: int) -> bool:
-        return abs(now_ns - max(self.mtime_ns, self.ctime_ns)) > _SETTLED_NS
+def _has_settled(stat: os.stat_result) -> bool:
+    return abs(time.time_ns() - max(stat.st_mtime_ns, stat.st_ctime_ns)) > _SETTLED_NS
 
 
 class InputFile(NamedTuple):
-    """A file that was hashed, and the state in which it was."""
+    """A hashed file, with its size and its state when it was hashed."""
 
     path: str
     sha256: str
-    state: FileState
+    bytes: int
+    state: str
 
     def require_unchanged(self, fd: int | None = None) -> None:
-        """Raise `UserError` if the file, or the one open as `fd`, is not in the state in which it was hashed."""
+        """Raise `UserError` unless the file (or the one open as `fd`) is in the state in which it was hashed."""
         with _readable(self.path):
             stat = os.stat(self.path) if fd is None else os.fstat(fd)
-        if FileState.of(stat) != self.state:
+        if _state(stat) != self.state:
             raise changed(self.path)
 
 
 def changed(path: object) -> UserError:
     return UserError(
-        f"{path} was changed while it was in use; what was made from it before is kept: run the same command again, "
-        f"which takes the file as it is then"
+        f"{path} was changed while it was in use; earlier results are kept: run the same command again to use the "
+        f"file as it is now"
     )
 
 
 class InputHashes:
-    """The sha256 of files, by path and state; `memory` is a JSON file that keeps them for the next command."""
+    """The sha256 of files, by path and state; the JSON file `cache` keeps them for later commands."""
 
-    def __init__(self, memory: Path | None = None) -> None:
-        self._path = memory
-        self._known: dict[str, list[object]] | None = None
+    def __init__(self, cache: Path | None = None) -> None:
+        self._path = cache
+        self._known: dict[str, str] | None = None
 
     @classmethod
     def beside(cls, stage_directory: Path) -> InputHashes:
-        """With the memory of the work directory, if the stage directory is in one."""
-        memory = stage_directory.parent / INPUT_HASHES
-        return cls(memory if memory.exists() else None)
+        """With the cache of the work directory, if the stage directory is in one."""
+        cache = stage_directory.parent / INPUT_HASHES
+        return cls(cache if cache.exists() else None)
 
     def hash(self, paths: Iterable[str | Path]) -> list[InputFile]:
         """The sha256 of all files, in order.
 
-        Raises `UserError`: a file cannot be read, or does not stay as it is for as long as reading it takes.
+        Raises `UserError` if a file cannot be read, or changes while it is read.
         """
         known, found, missing = self._load(), list[InputFile](), list[int]()
-        names = list(map(str, paths))
-        for name, stat in zip(names, _stats(names), strict=True):
-            state = FileState.of(stat)
-            entry = known.get(_key(name))
-            if entry is None or entry[1:] != [*state]:
-                missing.append(len(found))
-                entry = [""]
-            found.append(InputFile(name, str(entry[0]), state))
+        names, name = list(map(str, paths)), ""
+        try:  # once, not for each file: a context manager takes as long as `stat`
+            for name in names:
+                stat = os.stat(name)
+                state = _state(stat)
+                entry = known.get(_key(name), "")
+                if entry[65:] != state:
+                    missing.append(len(found))
+                found.append(InputFile(name, entry[:64], stat.st_size, state))
+        except OSError as error:
+            raise _cannot_read(name, error) from error
         for at, file in zip(missing, self._hashed([names[at] for at in missing]), strict=True):
             found[at] = file
         return found
@@ -102,7 +100,7 @@ class InputHashes:
         return self.hash([path])[0].sha256
 
     def _hashed(self, paths: Sequence[str]) -> Iterator[InputFile]:
-        """Read and remember these files."""
+        """Read and cache these files."""
         if not paths:
             return
         began = saved = time.monotonic()
@@ -110,8 +108,9 @@ class InputHashes:
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
                 try:
-                    for done, file in enumerate(threads.map(_hash_file, paths), 1):
-                        self._remember(file)
+                    for done, (file, settled) in enumerate(threads.map(_hash_file, paths), 1):
+                        if settled:
+                            self._load()[_key(file.path)] = f"{file.sha256} {file.state}"
                         yield file
                         now = time.monotonic()
                         if not noted and now - began > _NOTE_AFTER_S:
@@ -126,17 +125,13 @@ class InputHashes:
         finally:
             self._save()
 
-    def _load(self) -> dict[str, list[object]]:
+    def _load(self) -> dict[str, str]:
         if self._known is None:
             self._known = _read(self._path) if self._path is not None else {}
         return self._known
 
-    def _remember(self, file: InputFile) -> None:
-        if file.state.has_settled(time.time_ns()):
-            self._load()[_key(file.path)] = [file.sha256, *file.state]
-
     def _save(self) -> None:
-        """Best effort: several processes may write it, and where it cannot be written files are read again."""
+        """Best effort: several processes may write the cache; without it files are read again."""
         if self._path is None:
             return
         with contextlib.suppress(OSError):
@@ -145,7 +140,7 @@ class InputHashes:
 
 
 def digest(identities: Iterable[str]) -> str:
-    """One identity for several, in order: their own if it is one, else a sha256."""
+    """One identity for several, in order: that of a single one itself, else a sha256."""
     every = list(identities)
     if len(every) == 1:
         return every[0]
@@ -156,34 +151,26 @@ def _key(name: str) -> str:
     return name if name.startswith("/") else os.path.abspath(name)
 
 
-def _stats(names: list[str]) -> Iterator[os.stat_result]:
-    """One for each file; a context manager for each would take as long as the system does."""
-    at = 0
-    try:
-        for at, name in enumerate(names):  # noqa: B007 (for the message)
-            yield os.stat(name)
-    except OSError as error:
-        raise _cannot_read(names[at], error) from error
-
-
 def _cannot_read(path: object, error: OSError) -> UserError:
     return UserError(f"cannot read {path}: {error.strerror}; check the path and its permissions")
 
 
-def _read(path: Path) -> dict[str, list[object]]:
-    return {key: entry for key, entry in (read_json(path) or {}).items() if isinstance(entry, list) and len(entry) == 5}
+def _read(path: Path) -> dict[str, str]:
+    """The cache; entries of any other format, older ones included, are ignored."""
+    return {key: entry for key, entry in (read_json(path) or {}).items() if isinstance(entry, str)}
 
 
-def _hash_file(path: str) -> InputFile:
+def _hash_file(path: str) -> tuple[InputFile, bool]:
+    """The file, and whether its state may be cached."""
     for _ in range(_TRIES):
         with _readable(path), open(path, "rb", buffering=0) as file:
-            before = FileState.of(os.fstat(file.fileno()))
-            sha256, buffer = hashlib.sha256(), bytearray(min(_BLOCK_BYTES, before.bytes + 1))
+            before = os.fstat(file.fileno())
+            sha256, buffer = hashlib.sha256(), bytearray(min(_BLOCK_BYTES, before.st_size + 1))
             while count := file.readinto(buffer):
                 sha256.update(memoryview(buffer)[:count])
-            if FileState.of(os.fstat(file.fileno())) == before:
-                return InputFile(path, sha256.hexdigest(), before)
-    raise UserError(f"{path} is being written: it changed {_TRIES} times while it was read; wait until it is whole")
+            if _state(os.fstat(file.fileno())) == _state(before):
+                return InputFile(path, sha256.hexdigest(), before.st_size, _state(before)), _has_settled(before)
+    raise UserError(f"{path} is being written: it changed {_TRIES} times while it was read; wait until it is complete")
 
 
 @contextlib.contextmanager

@@ -81,6 +81,8 @@ class FileSource:
     #: Bytes of text in a byte of such a file, about.
     text_share: ClassVar[float] = 1.0
 
+    __slots__ = ("_file", "one_document", "position")
+
     def __init__(self, file: InputFile, *, one_document: bool = False) -> None:
         self.one_document = one_document
         self.position = 0
@@ -96,7 +98,7 @@ class FileSource:
 
     @property
     def size(self) -> int:
-        return self._file.state.bytes
+        return self._file.bytes
 
     @property
     def text_bytes(self) -> int:

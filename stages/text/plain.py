@@ -14,6 +14,8 @@ _LINE_BYTES = 1 << 20
 class PlainTextSource(FileSource):
     """A UTF-8 text file."""
 
+    __slots__ = ()
+
     def documents(self, dropped: Counter[str]) -> Iterator[str]:
         yield from gathered(self._lines(dropped), dropped, one_document=self.one_document)
 
