@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bz2
+import glob
 import gzip
 import json
+import os
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -15,6 +17,7 @@ from common.errors import UserError
 from common.hashing import InputHashes
 from stages.text.base import Document
 from stages.text.corpus import BUILTIN, CorpusOptions, documents, open_sources, raw_documents, sentences
+from stages.text.patterns import expand
 
 
 def read(*specs: object, document: str = "blank_line") -> tuple[list[str], Counter[str]]:
@@ -232,3 +235,21 @@ def test_the_identity_says_how_a_file_is_read(tmp_path: Path) -> None:
     assert len({identity("a.txt"), identity("a.jsonl"), identity("a.xml"), identity("a.txt", "file")}) == 4
     assert identity("a.xml") == identity("a.xml-p1p9")
     assert identity("a.jsonl") == identity("a.jsonl", "file")  # it makes no difference there
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*.txt", "*/*.txt", "**", "**/*.txt", "a/**/b.txt", "[ab]/c*", "*/b.txt", "./*.txt"]
+)
+def test_a_glob_names_the_regular_files_that_python_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    for name in ("b.txt", "a/b.txt", "a/c.txt", "a/d/e/b.txt", "b/c.md", ".hidden.txt", "a/.hidden/b.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "folder.txt").mkdir()
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a/b.txt")
+    (tmp_path / "dangling.txt").symlink_to(tmp_path / "nothing")
+    monkeypatch.chdir(tmp_path)
+    for name in (pattern, str(tmp_path / pattern)):
+        assert expand(name) == sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
