@@ -11,35 +11,5 @@ add_defaults()
 print_in_any_locale()
 luigi_adapters.install()
 
-from pipeline.tasks.bert import (  # noqa: E402 (the tasks read settings when they are made)
-    BertPhase1,
-    BertPhase2,
-    ConvertCheckpoint,
-    Evaluate,
-    MergeShards,
-    Precompile,
-    Pretrain,
-    Report,
-)
-from pipeline.tasks.dataset import DownloadDataset, ShardDataset, TokenizeCorpus  # noqa: E402
-from pipeline.tasks.mnist import DownloadMnist, EvaluateMlp, MnistMlp, TrainMlp  # noqa: E402
-from pipeline.tasks.nightly import Nightly  # noqa: E402
-
-__all__ = [
-    "BertPhase1",
-    "BertPhase2",
-    "ConvertCheckpoint",
-    "DownloadDataset",
-    "DownloadMnist",
-    "Evaluate",
-    "EvaluateMlp",
-    "MergeShards",
-    "MnistMlp",
-    "Nightly",
-    "Precompile",
-    "Pretrain",
-    "Report",
-    "ShardDataset",
-    "TokenizeCorpus",
-    "TrainMlp",
-]
+# Registers all tasks with luigi. They read settings when they are made.
+from pipeline.tasks import everything, nightly  # noqa: E402, F401

@@ -18,7 +18,7 @@ from tests.helpers.support import ROOT
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 SECTIONS = dict(re.findall(r"^## (Add .+)\n((?s:.+?))(?=^## |\Z)", TEXT, re.MULTILINE))
 #: A paragraph, and the code block below it.
-_STEP = re.compile(r"((?:^(?!```|#|\n).+\n)+)\n```(python|sh)\n((?s:.*?))^```", re.MULTILINE)
+_STEP = re.compile(r"((?:^(?!```|#|\n).+\n)+)\n```(python|text|sh)\n((?s:.*?))^```", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ import luigi
 import pytest
 from luigi.configuration import get_config
 
-import pipeline
 from common.errors import UserError
 from pipeline.settings import sections
 from pipeline.settings.load import load
+from pipeline.tasks.bert import BertPhase2
+from pipeline.tasks.mnist import MnistMlp
 from pipeline.tasks.stage import Stage
 from tests.helpers.support import ROOT
 
@@ -221,8 +222,8 @@ def fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fi
             for upstream in (task.requires() or {}).values():
                 visit(upstream)
 
-        visit(pipeline.BertPhase2())
-        visit(pipeline.MnistMlp())
+        visit(BertPhase2())
+        visit(MnistMlp())
         return found
 
     yield compute
