@@ -1,10 +1,8 @@
-"""`python -m pipeline status | why | report | try | clean | cancel | nights | manifest`: what is done, what would run
-and why, how it went, what the model says, what can go, what runs on a cluster; `tensorboard` and
-`luigid` serve it to a browser.
+"""`python -m pipeline COMMAND`: everything about a pipeline except running it, which `luigi --module pipeline` does.
 
-Every setting may be given as luigi takes it: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
-Exit status: 0 done (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed), 2 unknown option,
-35 a setting, an input or a task name was refused.
+Settings are given as to luigi: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
+Exit status: 0 success (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed), 2 unknown
+option, 35 a setting, an input or a task name was refused.
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ import argparse
 import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
 from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
@@ -35,27 +33,28 @@ from pipeline.commands import (
 from pipeline.settings.load import load
 
 
-@dataclass(frozen=True)
-class Command:
-    """What `python -m pipeline NAME` does."""
+class Command(Protocol):
+    """A module of `pipeline.commands`."""
 
-    summary: str
-    add_options: Callable[[argparse.ArgumentParser], None]
-    #: Returns the exit status; raises `UserError`.
-    run: Callable[[argparse.Namespace], int]
+    SUMMARY: str
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None: ...
+    def run(self, args: argparse.Namespace) -> int:
+        """Returns the exit status; raises `UserError`."""
+        ...
 
 
-COMMANDS = {
-    "status": Command(status.SUMMARY, status.add_options, status.run),
-    "why": Command(why.SUMMARY, why.add_options, why.run),
-    "report": Command(report.SUMMARY, report.add_options, report.run),
-    "try": Command(try_model.SUMMARY, try_model.add_options, try_model.run),
-    "clean": Command(clean.SUMMARY, clean.add_options, clean.run),
-    "cancel": Command(cancel.SUMMARY, cancel.add_options, cancel.run),
-    "nights": Command(nights.SUMMARY, nights.add_options, nights.run),
-    "manifest": Command(kubernetes_manifest.SUMMARY, kubernetes_manifest.add_options, kubernetes_manifest.run),
-    "tensorboard": Command(tensorboard.SUMMARY, tensorboard.add_options, tensorboard.run),
-    "luigid": Command(luigid.SUMMARY, luigid.add_options, luigid.run),
+COMMANDS: dict[str, Command] = {
+    "status": status,
+    "why": why,
+    "report": report,
+    "try": try_model,
+    "clean": clean,
+    "cancel": cancel,
+    "nights": nights,
+    "manifest": kubernetes_manifest,
+    "tensorboard": tensorboard,
+    "luigid": luigid,
 }
 
 
@@ -66,17 +65,17 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        described = f"{command.summary}.\n\nSettings are taken as luigi takes them: --Phase1-lr 5e-4."
+        described = f"{command.SUMMARY}.\n\nSettings are taken as luigi takes them: --Phase1-lr 5e-4."
         command.add_options(
             commands.add_parser(
-                name, help=command.summary, description=described, formatter_class=plain, allow_abbrev=False
+                name, help=command.SUMMARY, description=described, formatter_class=plain, allow_abbrev=False
             )
         )
     return p
 
 
-def _apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words without the settings among them (`--Phase1-lr 5e-4`, `--Phase1-lr=5e-4`), and the settings."""
+def _split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words without settings (`--Phase1-lr 5e-4`, `--Phase1-lr=5e-4`), and the settings."""
     ours, given = list[str](), list[str]()
     rest = iter(words)
     for word in rest:
@@ -88,7 +87,7 @@ def _apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    ours, given = _apart(sys.argv[1:] if words is None else words)
+    ours, given = _split_settings(sys.argv[1:] if words is None else words)
     args, unknown = parser().parse_known_args(ours)
     try:
         # luigi's own parser, so that settings are named and checked as on its command line.
