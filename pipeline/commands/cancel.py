@@ -16,7 +16,7 @@ from pipeline.tasks.stage import Stage
 from stages.directory.lock import hold
 
 SUMMARY = "end the job of a stage on Slurm or Kubernetes; what it has saved stays"
-#: Seconds that a job is given to end: Slurm kills what is left after its KillWait, 30 s by default.
+#: Seconds to wait for the end of a job: Slurm kills its processes after KillWait, 30 s by default.
 _END_S = 120
 
 

@@ -1,5 +1,4 @@
-"""`python -m pipeline clean`: the stage directories that nothing needs any more and the checkpoints that trainings have
-set aside, their sizes, and their removal."""
+"""`python -m pipeline clean`: lists or removes superseded stage directories, and checkpoints set aside."""
 
 from __future__ import annotations
 
@@ -34,30 +33,30 @@ from stages.directory.manifest import IDENTITY, MANIFEST
 from stages.view.text import size
 from trainer.checkpoint.directory import CHECKPOINTS
 
-#: In a stage directory that is being removed: what is left of it is no work to go on with.
+#: Marks a stage directory whose removal has begun: the rest of it cannot be resumed.
 _REMOVAL = f"removal{TEMPORARY_SUFFIX}"
 _TRAININGS = ("pretrain", "train_mlp")
-#: What every stage directory holds before anything has been made.
+#: Files of stage directories that are no results.
 _RECORDS = (LOCK, IDENTITY, MANIFEST, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json", "failure.json")
 SUMMARY = "what is superseded, its size and why; removes it only with --remove"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which stage directories can go, which stay, and why."""
+    """Which stage directories can be removed, which are kept, and why."""
 
     superseded: list[tuple[StageDir, str]]
-    #: Those that the present settings have no use for and that stay all the same.
+    #: Kept although the present settings do not need them.
     kept: list[tuple[StageDir, str]]
-    #: Unfinished ones that hold work: only a person who names one can say that it will not be gone on with.
+    #: Unfinished, with work that could be resumed: removed only if a person names them.
     interrupted: list[tuple[StageDir, str]]
-    #: Checkpoints that trainings which stay have set aside.
+    #: Checkpoints set aside by trainings that are kept.
     abandoned: list[tuple[StageDir, Path]]
 
 
 def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
-    """Superseded is what neither the present settings nor a link in `latest/`, a running or an interrupted stage needs;
-    and an interrupted one that is `named`.
+    """Superseded are directories that neither the present settings, nor a link in `latest/`, nor a running or
+    interrupted stage needs; and interrupted ones that are `named`.
 
     Raises `UserError` when the identity of a stage cannot be computed, because then nobody knows what is needed.
     """
@@ -95,7 +94,7 @@ def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
 
 
 def _unfinished_work(stage_dir: StageDir) -> str | None:
-    """What an unfinished stage would go on from, in a few words; None: it is finished, or holds nothing yet."""
+    """What an unfinished stage would resume from, in a few words; None: it is finished, or has no results yet."""
     if stage_dir.is_complete or (stage_dir.path / _REMOVAL).exists():
         return None
     step = last_checkpoint_step(stage_dir.path)
@@ -143,14 +142,14 @@ def remove(stage_dir: StageDir, work_dir: Path) -> None:
 
 
 def remove_abandoned(stage_dir: StageDir, path: Path) -> None:
-    """Remove checkpoints the training in `stage_dir` has set aside, under its lock. Raises `LockHeld`, `UserError`."""
+    """Remove checkpoints that the training in `stage_dir` set aside. Raises `LockHeld`, `UserError`."""
     with _locked(stage_dir):
         shutil.rmtree(path)
 
 
 @contextlib.contextmanager
 def _locked(stage_dir: StageDir) -> Iterator[None]:
-    """Hold the lock of a stage directory that no job is at work in. Raises `LockHeld`; `UserError` for an OSError."""
+    """Hold the lock of a stage directory without a running job. Raises `LockHeld`; `UserError` for an OSError."""
     try:
         fd = os.open(stage_dir.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -176,7 +175,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List what is superseded, and remove it if told to; 1 if something could not be removed."""
+    """List what is superseded, and remove it if asked to. Returns 1 if something could not be removed."""
     named = {Path(name).name for name in args.remove or ()}
     found = plan(everything(), named)
     if unknown := named - {stage_dir.path.name for stage_dir, _ in found.superseded}:

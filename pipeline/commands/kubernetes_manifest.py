@@ -20,13 +20,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it as YAML. Raises `UserError` for a stage that is not run on a cluster, or settings that are missing."""
+    """Print the manifest as YAML. Raises `UserError` for missing settings, or a stage that runs on no cluster."""
     task = find(args.task, args.phase)
     if not isinstance(task, Stage) or not task.on_cluster:
         raise UserError(f"{args.task} is not run on a cluster; allowed: Precompile, Pretrain, Evaluate")
     settings = task.settings.kubernetes
     settings.check()
-    # The token is made anew for each submission, and is in job.json in the stage directory.
+    # Each submission has a new token, which is in job.json in the stage directory.
     record = {"name": job_name(task.label, task.identity.fingerprint, "token"), "token": "token"}
     work = StageCommand(
         task.label, task.directory, -1, task.identity.fingerprint, [], task.nodes, isinstance(task, Training), None

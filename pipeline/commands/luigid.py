@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM; what was known is kept in WORK/luigid.pickle for the next start."""
+    """Serve until SIGTERM; the state is saved in WORK/luigid.pickle for the next start."""
     config, work_dir = get_config(), load().work_dir
     work_dir.mkdir(parents=True, exist_ok=True)
     if not config.has_option("scheduler", "metrics_collector"):

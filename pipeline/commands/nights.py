@@ -1,4 +1,4 @@
-"""`python -m pipeline nights`: how each night went; with --check, for a monitor: tell if one is not complete."""
+"""`python -m pipeline nights`: the state of each night; --check, for monitors, notifies if the last is not complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.tasks import night_states, nights, notify
 from pipeline.tasks.night_states import NightState
 
 SUMMARY = "how each night went; --check tells by mail and webhook if the last one failed or is missing"
-#: Nights that are listed.
+#: Number of nights listed.
 _SHOWN = 30
 
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline tensorboard`: curves of all trainings below the work directory, those that run included."""
+"""`python -m pipeline tensorboard`: curves of all trainings below the work directory, also running ones."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from stages.directory.lock import hold
 
 SUMMARY = "TensorBoard for all trainings below the work directory; luigid shows its address beside each stage"
 _RUNS = "runs"
-#: Where trainings write their curves: of this work directory, and of each night.
+#: Curves of trainings in this work directory and in each night.
 _CURVES = ("*/tensorboard", "nights/[0-9]*/*/tensorboard")
-#: Seconds between two looks for new trainings.
+#: Seconds between two searches for new trainings.
 _LOOK_S = 2.0
 
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline try "Paris is the [MASK] of France."`: what the newest merged model says."""
+"""`python -m pipeline try "Paris is the [MASK] of France."`: predictions of the newest merged model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUMMARY = "the five best fillings of [MASK] by the newest merged model; of two t
 
 
 def newest_model(work_dir: Path) -> Path:
-    """The merged model that was completed last, whatever its settings. Raises `UserError` if there is none."""
+    """The newest complete merged model, whatever its settings. Raises `UserError` if there is none."""
     for stage_dir in StageDirs(work_dir).by_label["merge_shards"]:
         if stage_dir.is_complete:
             return stage_dir.path / "model"
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask the model, in a process that may import torch; its exit status."""
+    """Run `stages.predict` in a process that may import torch; returns its exit status."""
     model = args.model or newest_model(load().work_dir)
     options = [f"--tokenizer={args.tokenizer}"] if args.tokenizer else []
     if args.model is None:

@@ -1,7 +1,7 @@
-"""Where a stage's command runs: here, here and on other machines started by hand, as a Slurm job, on Kubernetes.
+"""Where a stage's command runs: on this machine, on several machines started by hand, on Slurm, on Kubernetes.
 
-local.py, slurm.py, kubernetes.py: one file each. jobs.py is what the last two share on this side, a job that is
-submitted, watched and found again; supervisor.py is what runs in the job. restarts.py: how often it is tried again.
+local.py, slurm.py and kubernetes.py are one launcher each. jobs.py submits, watches and finds the jobs of the last two;
+supervisor.py runs inside the job. restarts.py decides on restarts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stages.directory.lock import JOB
 
 
 def launcher(settings: Settings, *, on_cluster: bool) -> Launcher:
-    """What starts a stage's command, with these settings. Raises `UserError`."""
+    """The launcher of a stage's command. Raises `UserError`."""
     if settings.cluster.launcher == "slurm" and on_cluster:
         return JobLauncher(SlurmScheduler(settings.slurm))
     if settings.cluster.launcher == "kubernetes" and on_cluster:
@@ -28,7 +28,7 @@ def launcher(settings: Settings, *, on_cluster: bool) -> Launcher:
 
 
 def find_job(directory: Path) -> Job | None:
-    """The job that was submitted for a stage directory and whose end nobody has seen, or None."""
+    """The job submitted for a stage directory whose end has not been handled yet, or None."""
     record = read_json(directory / JOB)
     if record is None:
         return None

@@ -1,4 +1,4 @@
-"""A job that a scheduler runs: submitted, watched, and found again by the next run if nobody saw its end.
+"""A scheduler's job: submitted, watched, and found again by the next run if this one ends first.
 
 Two files in the stage directory. job.json (`stages.directory.lock.JOB`), by whoever submits: what is run, the job's
 name and, once the scheduler has answered, its id; gone when the end has been seen. job-state.json, by the job
@@ -28,34 +28,34 @@ from stages.directory.lock import JOB
 
 STATE = "job-state.json"
 LOG = "stage.log"
-#: Seconds between two looks at the log, and the shortest and longest between two questions to the scheduler.
+#: Seconds between two reads of the log, and the shortest and longest between two queries to the scheduler.
 _LOOK_EVERY_S, _ASK_EVERY_S = 0.5, (1.0, 15.0)
-#: Seconds after which a job that ended without a word is believed to be at its end, and not on its way to a restart.
+#: Seconds for which a job must stay ended without a result before it counts as over, not as about to be restarted.
 _SURE_S = 5.0
 
 
 class Unreachable(Exception):
-    """The scheduler does not answer now; its words."""
+    """The scheduler does not answer at present; its message."""
 
 
 def job_name(label: str, fingerprint: str, token: str) -> str:
-    """A name that schedulers take, and that no other submission has."""
+    """A unique name that schedulers accept."""
     return f"{label}-{fingerprint[:10]}-{token}".replace("_", "-")
 
 
 @dataclass(frozen=True)
 class State:
-    """What the scheduler says of a job."""
+    """A job's state, from the scheduler."""
 
-    #: In its own words: PENDING, RUNNING, …
+    #: The scheduler's name for it: PENDING, RUNNING, …
     name: str
     #: Why, or where.
     detail: str
-    #: Whether it runs, or will.
+    #: Whether it runs or will run.
     is_alive: bool
-    #: Whether somebody ended it on purpose.
+    #: Whether a person cancelled it.
     is_cancelled: bool = False
-    #: Whether it waits for what can never be.
+    #: Whether it waits for a condition that can never hold.
     is_stuck: bool = False
 
     def __str__(self) -> str:
@@ -63,14 +63,14 @@ class State:
 
 
 class Scheduler(Protocol):
-    """What runs jobs. All methods raise `UserError` where its commands are not there."""
+    """A batch scheduler. All methods raise `UserError` if its command-line tools are missing."""
 
     name: str
-    #: What has to be known beside a job's name to find it.
+    #: What identifies a job in addition to its name.
     place: dict[str, str]
 
     def submit(self, work: StageCommand, job: Job) -> str:
-        """Hand the job in; returns its id. Raises `UserError` with the scheduler's words if it is refused."""
+        """Submit the job; returns its id. Raises `UserError` with the scheduler's message if it is refused."""
         ...
 
     def find(self, record: dict[str, Any]) -> str | None:
@@ -78,15 +78,15 @@ class Scheduler(Protocol):
         ...
 
     def ask(self, job_id: str) -> State | None:
-        """The state of a job; None if there is no such job (any more). Raises `Unreachable`."""
+        """The state of a job; None if the scheduler does not know it. Raises `Unreachable`."""
         ...
 
     def cancel(self, job_id: str) -> None:
-        """End a job for good; one that is gone already is fine. Raises `Unreachable`."""
+        """Cancel a job, if it still exists. Raises `Unreachable`."""
         ...
 
     def tidy(self, job_id: str) -> None:
-        """Remove what a job that is over has left with the scheduler, as far as that is possible."""
+        """Best effort: remove what a finished job has left with the scheduler."""
         ...
 
 
@@ -98,7 +98,7 @@ class Job:
 
     @classmethod
     def submit(cls, work: StageCommand, scheduler: Scheduler) -> Job:
-        """Hand `work` in. Raises `UserError`, with nothing left behind."""
+        """Submit `work`. Raises `UserError`, and then leaves nothing behind."""
         token = secrets.token_hex(4)
         log_path = work.directory / LOG
         record = {
@@ -115,13 +115,15 @@ class Job:
             "submitted": utc_now(),
         }
         job = cls(work.directory, record, scheduler)
-        write_json(work.directory / JOB, record)  # before the job exists: it is found by its name if we die here
+        write_json(
+            work.directory / JOB, record
+        )  # before the job exists: if this process dies here, the job is found by its name
         try:
             job.record["id"] = scheduler.submit(work, job)
         except UserError:
             job.forget()
             raise
-        if (work.directory / JOB).exists():  # a short job is over by now
+        if (work.directory / JOB).exists():  # else the job has ended already
             write_json(work.directory / JOB, record)
         log(f"{work.label}: {job}")
         return job
@@ -136,22 +138,22 @@ class Job:
 
     @property
     def submitted(self) -> str:
-        """When, UTC."""
+        """When it was submitted, UTC."""
         return str(self.record["submitted"])
 
     @property
     def seconds(self) -> float:
-        """How long ago that is."""
+        """Seconds since it was submitted."""
         return max(0.0, time.time() - datetime.fromisoformat(self.submitted).timestamp())
 
     def state(self) -> State | None:
-        """What the scheduler says; None if it knows nothing of it (any more). Raises `Unreachable`, `UserError`."""
-        if self.id is None:  # whoever submitted it died before it had the answer
+        """Its state; None if the scheduler does not know it. Raises `Unreachable`, `UserError`."""
+        if self.id is None:  # the submitting process died before it had the answer
             self.record["id"] = self._scheduler.find(self.record)
         return None if self.id is None else self._scheduler.ask(self.id)
 
     def is_alive(self) -> bool:
-        """Whether it runs, or will; True too if nobody can say. Raises `UserError`."""
+        """Whether it runs or will run; True if the scheduler is unreachable. Raises `UserError`."""
         try:
             state = self.state()
         except Unreachable:
@@ -159,7 +161,7 @@ class Job:
         return state is not None and state.is_alive
 
     def cancel(self) -> None:
-        """End it, on purpose: whoever waits for it does not hand it in again. Raises `Unreachable`, `UserError`."""
+        """Cancel it: a process that waits for it does not submit it again. Raises `Unreachable`, `UserError`."""
         self.state()
         if self.id is not None:
             if (self.directory / JOB).exists():
@@ -167,22 +169,22 @@ class Job:
             self._scheduler.cancel(self.id)
 
     def result(self) -> ProcessResult | None:
-        """How it ended, in its own words; None if it has not said."""
+        """The result that its supervisor wrote, or None."""
         state = read_json(self.directory / STATE) or {}
         if state.get("token") != self.record["token"] or state.get("result") is None:
             return None
         return ProcessResult(**state["result"])
 
     def forget(self) -> None:
-        """Its end has been seen."""
+        """Remove its record, now that its end has been handled."""
         (self.directory / JOB).unlink(missing_ok=True)
         if self.id is not None:
             self._scheduler.tidy(self.id)
 
     def wait(self, *, from_start: bool) -> ProcessResult:
-        """Show its log (all that it has said, or only what is new) and its states until it is over; then forget it.
+        """Show its log, from its start or only new lines, and its states until it is over; then forget it.
 
-        Raises `Detached` on SIGINT, SIGTERM and SIGHUP: the job goes on. `UserError`.
+        Raises `Detached` on SIGINT, SIGTERM and SIGHUP: the job continues. `UserError`.
         """
         log_path = self.directory / LOG
         is_new = from_start or not log_path.exists()
@@ -197,7 +199,7 @@ class Job:
         return result
 
     def _watch(self, tail: _Tail, signals: list[int]) -> State | None:
-        """Until the scheduler says that it is over; returns its last state."""
+        """Watch until the job is over; returns its last state."""
         shown, interval_s, asked, over_since = "", _ASK_EVERY_S[0], 0.0, None
         while True:
             tail.show()
@@ -214,7 +216,7 @@ class Job:
                     text = "unknown" if state is None else str(state)
                     over = state is None or not state.is_alive or state.is_stuck
                     over_since = (over_since or now) if over else None
-                    # A node that failed: the scheduler may put the job back into the queue in its next breath.
+                    # After a node failure the scheduler may requeue the job a moment later.
                     if over_since and (self.result() or now - over_since >= _SURE_S):
                         return state
                 if text != shown:
@@ -223,7 +225,7 @@ class Job:
             time.sleep(_LOOK_EVERY_S)
 
     def _how_it_ended(self, state: State | None) -> ProcessResult:
-        """In its own words, or its scheduler's: cancelled, its supervisor was killed, not known any more."""
+        """Its own result, else what the scheduler's last state tells: cancelled, stuck, killed or unknown."""
         result = self.result()
         noted = read_json(self.directory / JOB) or {}
         cancelled = (state is not None and state.is_cancelled) or noted.get("is_cancelled")
@@ -251,7 +253,7 @@ class JobLauncher:
 
 
 class _Tail:
-    """Shows what is appended to a file, in whole lines."""
+    """Shows lines appended to a file."""
 
     def __init__(self, path: Path, position: int) -> None:
         self._path, self._position = path, position
@@ -268,7 +270,7 @@ class _Tail:
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """In the block SIGINT, SIGTERM and SIGHUP are only noted."""
+    """Collect SIGINT, SIGTERM and SIGHUP instead of acting on them."""
     noted: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:

@@ -29,20 +29,19 @@ from pipeline.settings import cluster
 #: The label that the Job controller gives to pods, and the annotation with their index (Kubernetes 1.28 and newer;
 #: podFailurePolicy is stable from 1.31 on).
 _JOB_LABEL, _INDEX = "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index"
-#: Exit statuses with which a supervisor gives up: the Job fails, and all its pods end. Any other (killed, evicted): the
-#: pod is replaced.
+#: Exit statuses after which the Job fails and all its pods end. After any other (killed, evicted) the pod is replaced.
 _GIVEN_UP = (*FINAL_STATUSES, EXIT_SOFTWARE)
-#: Pods of a Job that may be replaced; what bounds restarts is their progress (`supervisor`).
+#: Pods that may be replaced in a Job; `supervisor` limits restarts by their progress.
 _REPLACEMENTS = 1000
-#: Reasons for which a pod waits although its node is there (kubelet's images and container runtime).
+#: Reasons for which a pod waits although it has a node (kubelet's images and container runtime).
 _NEVER_START = frozenset(("InvalidImageName", "ErrImageNeverPull"))
 _CANNOT_START = _NEVER_START | {
     *("ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable", "CreateContainerConfigError"),
     *("CreateContainerError", "RunContainerError", "CrashLoopBackOff"),
 }
-#: [kubernetes] start_timeout_s of a run that only looks after the job of another.
+#: [kubernetes] start_timeout_s of a run that waits for a job submitted by another.
 _START_TIMEOUT_S = 180.0
-#: Seconds that a pod has to save when it is told to go, and that a finished Job stays.
+#: Seconds in which an evicted pod may save, and for which a finished Job is kept.
 _GRACE_S, _KEPT_S = 120, 24 * 3600
 
 
@@ -50,9 +49,9 @@ class KubernetesScheduler:
     name = "kubernetes"
 
     def __init__(self, settings: cluster.Kubernetes | None = None, master_port: int = 0) -> None:
-        """`settings` and the port are needed to submit only."""
+        """`settings` and the port are needed only for `submit`."""
         self._settings, self._master_port = settings, master_port
-        #: When pods were first seen that cannot start, by this process' clock.
+        #: When pods that cannot start were first seen, on the clock of `time.monotonic`.
         self._failing_since: float | None = None
         self.place = {} if settings is None else {"namespace": settings.namespace}
 
@@ -86,7 +85,7 @@ class KubernetesScheduler:
         return State("Active", "; ".join([pods, *why]), is_alive=True, is_stuck=self._is_stuck(complaints.keys()))
 
     def _is_stuck(self, reasons: Collection[str]) -> bool:
-        """Whether pods have been unable to start for so long that they never will. Kubernetes itself tries for ever."""
+        """Whether pods have been unable to start for too long; Kubernetes itself retries forever."""
         failing = _CANNOT_START.intersection(reasons)
         if not failing:
             self._failing_since = None
@@ -97,8 +96,8 @@ class KubernetesScheduler:
 
     @staticmethod
     def _complaints(job_id: str) -> dict[str, str]:
-        """Why pods are not running yet, and Kubernetes' words for it: no node has room for them, their image does not
-        come, their volume or configuration is not there."""
+        """Reasons and messages why pods are not running yet: no node has room, an image cannot be pulled, a volume or
+        configuration is missing."""
         pods = _get(job_id, "pods", f"--selector={_JOB_LABEL}={job_id.partition('/')[2]}") or {}
         found = dict[str, str]()
         for pod in pods.get("items", []):
@@ -113,7 +112,7 @@ class KubernetesScheduler:
         return found
 
     def cancel(self, job_id: str) -> None:
-        # In the foreground: the Job is there until its pods are gone.
+        # In the foreground, so that the Job exists until its pods are gone.
         self._delete(job_id, "job", "--cascade=foreground")
         self._delete(job_id, "service")
 
@@ -192,7 +191,7 @@ def _pod(name: str, directory: Path, token: str, cwd: Path, settings: cluster.Ku
             {"name": MASTER_ADDR_VARIABLE, "value": f"{name}-0.{name}"},
         ],
         "resources": {"limits": quantities, "requests": quantities},
-        # EFA registers memory that is locked.
+        # EFA registers locked memory.
         "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
         "volumeMounts": [
             {"name": "shared", "mountPath": settings.mount_path},
@@ -205,7 +204,7 @@ def _pod(name: str, directory: Path, token: str, cwd: Path, settings: cluster.Ku
         "subdomain": name,
         "terminationGracePeriodSeconds": _GRACE_S,
         "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
-        # Nodes with devices are kept free of pods that do not ask for them.
+        # Nodes with devices are tainted against pods that do not request them.
         "tolerations": [{"key": q, "operator": "Exists", "effect": "NoSchedule"} for q in quantities if "/" in q],
         "containers": [container],
         "volumes": [
@@ -221,7 +220,7 @@ def _pod(name: str, directory: Path, token: str, cwd: Path, settings: cluster.Ku
 
 
 class _Plain(yaml.SafeDumper):
-    """Without `&id001` and `*id001` where two places hold the same."""
+    """Writes no anchors (`&id001`) for objects that occur twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -232,7 +231,7 @@ def as_yaml(documents: list[dict[str, Any]]) -> str:
 
 
 class InPod:
-    """What the supervisor does in a pod. SIGTERM: the pod is moved elsewhere, or the Job was deleted."""
+    """The supervisor's surroundings in a pod. SIGTERM: the pod is evicted, or the Job was deleted."""
 
     limit_signal: signal.Signals | None = None
     is_restarted = False  # by the count of starts in job-state.json
@@ -244,12 +243,12 @@ class InPod:
         return start_on_node(self.rank, os.environ[MASTER_ADDR_VARIABLE])
 
     def requeue(self) -> str | None:
-        """In place: the pods that are left meet again, with whatever the Job has put in place of the others."""
+        """Restart in place: the remaining pods rendezvous again with those that replace the others."""
         return None
 
 
 def _get(job_id: str, *words: str) -> dict[str, Any] | None:
-    """What `kubectl get` says, None if there is no such thing. Raises `Unreachable`."""
+    """The object from `kubectl get`; None if it does not exist. Raises `Unreachable`."""
     done = _in_namespace(job_id, "get", *words, "--output=json")
     if done.returncode:
         if "NotFound" in done.stderr:

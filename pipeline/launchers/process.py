@@ -1,4 +1,4 @@
-"""Starts a stage's command as a process of its own, shows and logs what it says, hands signals on, notices a hang."""
+"""Runs a stage's command as a child process: output to console and log, signals passed on, hangs detected."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from common.process import PARENT_VARIABLE, is_ignored
 from common.secrets import hidden_words, redact
 from stages.directory.attempts import How
 
-#: Seconds between two live lines (progress bars) where the console is not a terminal.
+#: Seconds between two lines of a progress bar where the console is no terminal.
 LIVE_INTERVAL_S = 10.0
 
 
-#: Seconds after the first signal in which others are taken for the same request: a closed terminal sends several.
+#: Seconds after the first signal in which further ones count as the same request: a closed terminal sends several.
 _SAME_REQUEST_S = 1.0
 
 
 @contextlib.contextmanager
 def handling(signums: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle these signals in the block, except those that are ignored, as under nohup. In other threads than the main
-    one nothing can be handled."""
+    """Handle these signals, except ignored ones (nohup). Does nothing outside the main thread, where Python allows no
+    handlers."""
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         before = {signum: signal.signal(signum, handler) for signum in signums if not is_ignored(signum)}
@@ -55,13 +55,13 @@ class ProcessResult:
 
     #: Its exit status, negative for a signal.
     status: int
-    #: The signal by which this process was asked to stop it; None: it ended by itself.
+    #: The signal with which this process was asked to stop it; None: it ended by itself.
     stopped_by: int | None
-    #: Whether it was killed because it did nothing for too long.
+    #: Whether it was killed after the hang timeout.
     hung: bool
-    #: What it said last: its `error:` line, else its traceback, else its last line.
+    #: Its `error:` line, else its traceback, else its last line.
     error: str
-    #: Whether it has been started again as often as it may, by whoever ran it.
+    #: Whether its supervisor has used up all restarts.
     is_final: bool = False
 
     @property
@@ -82,15 +82,15 @@ class ProcessResult:
 class LaunchSpec:
     """How a command is started."""
 
-    #: What starts Python elsewhere; empty: it is a child of this process, and dies if this process does.
+    #: Words that start Python elsewhere; empty: it is a child of this process and dies with it.
     prefix: tuple[str, ...] = ()
-    #: Variables beside those of this process.
+    #: Additional environment variables.
     environment: Mapping[str, str] = field(default_factory=dict)
-    #: The file in the stage's directory that gets what it says.
+    #: The log file in the stage directory.
     log: str = "stage.log"
-    #: Whether it is shown on the console, too.
+    #: Whether its output is shown on the console, too.
     is_shown: bool = True
-    #: Signals to this process that ask the command to stop, and what it is sent then.
+    #: Signals to this process that request a stop, and the signal that is then sent to the command.
     signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     stop_signal: signal.Signals = signal.SIGTERM
 
@@ -99,7 +99,7 @@ class Command:
     """A running `python …`, with a process group of its own."""
 
     def __init__(self, words: list[str], start: LaunchSpec, *, fingerprint: str, keep_open: tuple[int, ...]) -> None:
-        """`keep_open`: descriptors it keeps, the stage's lock among them."""
+        """`keep_open`: descriptors that it inherits, among them the stage's lock."""
         environment = {
             **os.environ,
             **start.environment,
@@ -122,8 +122,8 @@ class Command:
         self._stop_signal = start.stop_signal
 
     def stop(self, signum: int, frame: FrameType | None) -> None:
-        """A signal handler: the first asks the command to save and stop, a second one later kills it. A terminal that
-        is closed never kills: its signal comes from the kernel and from the shell."""
+        """Signal handler: the first signal asks the command to save and stop, a later second one kills it. SIGHUP never
+        kills: for a closed terminal the kernel and the shell both send one."""
         if signum == signal.SIGHUP:
             console.detach_if_closed()
         if self.stopped_by is None:
@@ -133,7 +133,7 @@ class Command:
             self.send(signal.SIGKILL)
 
     def send(self, signum: signal.Signals) -> None:
-        """Signal the command's process group; its workers die with their parent."""
+        """Signal the command's process group; its workers die with it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signum)
 
@@ -149,8 +149,8 @@ def run(
 ) -> ProcessResult:
     """Run `python words…` to its end, its output on the console and appended to its log, DIRECTORY/stage.log.
 
-    SIGINT, SIGTERM and SIGHUP to this process are handed on as SIGTERM; a second SIGINT or SIGTERM as SIGKILL. A
-    command that neither says anything nor touches progress.json or alive for `hang_timeout_s` seconds is killed.
+    SIGINT, SIGTERM and SIGHUP to this process are passed on as SIGTERM; a second SIGINT or SIGTERM as SIGKILL. The
+    command is killed if it neither writes a line nor touches progress.json or alive for `hang_timeout_s` seconds.
     """
     start = start or LaunchSpec()
     log_path = directory / start.log
@@ -163,16 +163,16 @@ def run(
                 _show(command, log_path, watch, silent=not start.is_shown)
             status = command.process.wait()
         finally:
-            command.send(signal.SIGKILL)  # nothing of it stays, whatever went wrong here
+            command.send(signal.SIGKILL)  # leave nothing running, whatever failed here
             command.process.communicate()
     return ProcessResult(status, command.stopped_by, watch.hung, _last_error(log_path, began))
 
 
 class _Watch:
-    """Tells whether a command has been silent for too long."""
+    """Detects a command without signs of life."""
 
     def __init__(self, touched: list[Path], timeout_s: float | None) -> None:
-        """`touched`: files that a command touches to show that it gets on."""
+        """`touched`: files that a command touches as a sign of life."""
         self._touched = touched
         self._timeout_s = timeout_s
         self._seen: dict[Path, int] = {}
@@ -208,8 +208,8 @@ def _last_error(log_path: Path, began: int) -> str:
 
 
 def _show(command: Command, log_path: Path, watch: _Watch, *, silent: bool) -> None:
-    """Pass lines on to the log and, unless `silent`, to the console; of what a progress bar rewrites in place, only now
-    and then one."""
+    """Copy lines to the log and, unless `silent`, to the console. Of a progress bar, which rewrites its line, only an
+    occasional one is shown, and none logged."""
     terminal = sys.stderr.isatty()
     shown = time.monotonic()
     with log_path.open("a", encoding="utf-8") as file:
@@ -230,7 +230,7 @@ def _show(command: Command, log_path: Path, watch: _Watch, *, silent: bool) -> N
 
 
 def _lines(command: Command, watch: _Watch) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is to be overwritten by the next) for each piece that ends in a newline or carriage return."""
+    """(text, whether the next overwrites it) for each piece that ends in a newline or carriage return."""
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     rest = ""
     for chunk in _chunks(command, watch):
@@ -243,7 +243,7 @@ def _lines(command: Command, watch: _Watch) -> Iterator[tuple[str, bool]]:
 
 
 def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
-    """What the command writes, until it closes its output or is killed for a hang."""
+    """The command's output, until it closes it or is killed for a hang."""
     assert command.process.stdout is not None
     output = command.process.stdout.fileno()
     while True:
@@ -255,7 +255,7 @@ def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
             watch.heard()
             yield chunk
         elif command.process.poll() is not None:
-            return  # it is dead, and whatever of it still holds the other end says nothing any more
+            return  # it has ended; descendants that keep the pipe open are not read
         elif watch.is_hung():
             command.send(signal.SIGKILL)
             return

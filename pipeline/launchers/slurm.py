@@ -1,4 +1,4 @@
-"""Slurm: a batch job, whose supervisor on its first node starts one task on each with `srun -K1`."""
+"""Slurm: a batch job; the supervisor on its first node starts one task on each node with `srun -K1`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _OVER = frozenset(
         *("PREEMPTED", "REVOKED", "SPECIAL_EXIT", "LAUNCH_FAILED", "RECONFIG_FAIL"),
     )
 )
-#: Reasons for which a job would be pending for ever (squeue(1), "JOB REASON CODES").
+#: Reasons for which a job stays pending forever (squeue(1), "JOB REASON CODES").
 _STUCK = frozenset(
     (
         *("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints", "InvalidAccount"),
         *("InvalidQOS", "AccountNotAllowed", "QOSNotAllowed", "PartitionInactive"),
     )
 )
-#: Gives each task its node's number, as torchrun wants it.
+#: Sets each task's node rank in torchrun's variable.
 _ON_EACH_NODE = f'export {NODE_RANK_VARIABLE}=$SLURM_NODEID; exec "$@"'
-#: Seconds after the end of the first task in which the others must end too. Without it srun waits for ever for one
-#: whose slurmstepd was killed.
+#: Seconds after the end of the first task in which the others must end, too. Without a limit srun waits forever for a
+#: task whose slurmstepd was killed.
 _WAIT_S = 60
 
 
@@ -45,7 +45,7 @@ class SlurmScheduler:
     name = "slurm"
 
     def __init__(self, settings: cluster.Slurm | None = None) -> None:
-        """`settings` are needed to submit only."""
+        """`settings` are needed only for `submit`."""
         self._settings = settings
         self.place: dict[str, str] = {}
 
@@ -78,7 +78,7 @@ class SlurmScheduler:
         return State(name, detail, name not in _OVER, name == "CANCELLED", stuck)
 
     def tidy(self, job_id: str) -> None:
-        """Slurm forgets by itself."""
+        """Nothing: Slurm removes old jobs itself."""
 
     def cancel(self, job_id: str) -> None:
         done = _slurm("scancel", job_id)
@@ -87,7 +87,7 @@ class SlurmScheduler:
 
 
 def batch_script(work: StageCommand, job: Job, settings: cluster.Slurm) -> str:
-    """What sbatch is given. Raises `UserError`."""
+    """The script for sbatch. Raises `UserError`."""
     directory = str(work.directory.absolute())
     if "\\" in directory:
         raise UserError(
@@ -105,7 +105,7 @@ def batch_script(work: StageCommand, job: Job, settings: cluster.Slurm) -> str:
         "time": settings.time_limit,
         "signal": f"B:USR1@{settings.signal_s}",
     }
-    # sbatch reads quotes in these lines as a shell does, and ends them at a # outside of quotes.
+    # sbatch parses quotes in these lines as a shell does; a # outside quotes starts a comment.
     lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value != ""]
     lines += ["#SBATCH --requeue", *(f"#SBATCH {line}" for line in settings.extra_lines)]
     words = [sys.executable, "-m", "pipeline.launchers.supervisor", work.directory.absolute(), job.record["token"]]
@@ -113,9 +113,9 @@ def batch_script(work: StageCommand, job: Job, settings: cluster.Slurm) -> str:
 
 
 class InJob:
-    """What the supervisor does in a Slurm job."""
+    """The supervisor's surroundings in a Slurm job."""
 
-    #: Slurm sends SIGUSR1 ahead of the time limit, SIGTERM when the job is cancelled or put back into the queue.
+    #: Slurm sends SIGUSR1 before the time limit, SIGTERM when the job is cancelled or requeued.
     limit_signal: signal.Signals | None = signal.SIGUSR1
 
     def __init__(self) -> None:
@@ -123,13 +123,13 @@ class InJob:
         self.is_restarted = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
 
     def start(self, nodes: int, *, end_together: bool) -> LaunchSpec:
-        """One task on each node; if one fails, `-K1` ends all. srun hands SIGUSR1 on, and kills on SIGTERM."""
+        """One task on each node; if one fails, `-K1` ends all. srun passes SIGUSR1 on, and kills on SIGTERM."""
         srun = ["srun", "-K1", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
         if end_together:
             srun.append(f"--wait={_WAIT_S}")
         return LaunchSpec(
             prefix=(*srun, "bash", "-c", _ON_EACH_NODE, "task"),
-            # Workers share the cores of a node among themselves.
+            # The workers divide the cores of a node themselves.
             environment={MASTER_ADDR_VARIABLE: _address_of_first_node(), "SLURM_CPU_BIND": "none"},
             is_shown=False,
             signals=(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1),
@@ -137,7 +137,7 @@ class InJob:
         )
 
     def requeue(self) -> str | None:
-        """Put this job back into the queue, which ends this process; returns Slurm's words if it does not want to."""
+        """Requeue this job, which ends this process; returns Slurm's message if it refuses."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         done = _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
         if done.returncode:
@@ -147,7 +147,7 @@ class InJob:
 
 
 def _address_of_first_node() -> str:
-    """Where the other nodes reach it: the address in Slurm's configuration, which is the name unless it says more."""
+    """The first node's address in Slurm's configuration, by default its name."""
     names = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).stdout.split()
     if not names:
         raise UserError(f"scontrol show hostnames says nothing of {os.environ['SLURM_JOB_NODELIST']}")

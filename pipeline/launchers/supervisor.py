@@ -1,7 +1,7 @@
 """`python -m pipeline.launchers.supervisor DIR TOKEN`: what a scheduler's job runs, on its first node or on each.
 
-Runs the command that DIR/job.json names, as `luigi` would here: its log, and its end if it hangs. Says in
-DIR/job-state.json how it ended; or has it started again, as long as it gets further.
+Runs the command in DIR/job.json as `luigi` would locally, with log and hang timeout. Restarts it as long as it saves
+new checkpoints, and writes its result to DIR/job-state.json.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from stages.directory.manifest import MANIFEST
 
 
 class Surroundings(Protocol):
-    """The scheduler, seen from inside of its job."""
+    """The scheduler, seen from inside its job."""
 
-    #: What it sends ahead of a time limit; None: it has none.
+    #: The signal before a time limit; None: there is no limit.
     limit_signal: signal.Signals | None
-    #: Which of the job's supervisors this is: 0 looks after the restarts.
+    #: The index of this supervisor in the job; 0 handles restarts.
     rank: int
-    #: Whether the job was started before.
+    #: Whether the scheduler has started the job before.
     is_restarted: bool
 
     def start(self, nodes: int, *, end_together: bool) -> LaunchSpec:
-        """How the command is started; `end_together`: those of all nodes end at about the same time."""
+        """How to start the command; `end_together`: on all nodes it ends at about the same time."""
         ...
 
     def requeue(self) -> str | None:
-        """Have the job started again, and end this process; returns why that is not possible, in the scheduler's
-        words, or None if the command is to be started again here."""
+        """Requeue the job, which ends this process. Returns the scheduler's message if it refuses; None if the command
+        is to be restarted here instead."""
         ...
 
 
@@ -58,7 +58,7 @@ class Supervisor:
         self._early_signal: int | None = None
 
     def run(self) -> int:
-        """The exit status of the job."""
+        """Run the command to its end; returns the job's exit status."""
         if not self._is_ours:
             print(f"{self._directory / JOB} is of another job by now, or its end was seen: there is nothing to do")
             return 0
@@ -78,7 +78,7 @@ class Supervisor:
             restarts = restarts.at(self._step())
             if not restarts.are_too_many:
                 refusal = self._surroundings.requeue()
-                if refusal is not None:  # whoever waits for it may hand it in again
+                if refusal is not None:  # the waiting luigi may submit it again
                     return self._end(
                         ProcessResult(EXIT_SOFTWARE, None, result.hung, f"{error} (not requeued: {refusal})")
                     )
@@ -86,7 +86,7 @@ class Supervisor:
         return self._end(ProcessResult(EXIT_SOFTWARE, None, False, text, is_final=True))
 
     def _note(self, **values: Any) -> None:
-        """Keep that for the next start; what one machine sees is enough."""
+        """Save values for the next start, on the first node only."""
         self._state.update(values)
         if self._surroundings.rank == 0:
             write_json(self._directory / STATE, self._state)
@@ -120,10 +120,10 @@ class Supervisor:
         return newest_checkpoint(self._directory) if self._job["resumes"] else 0
 
     def _end(self, result: ProcessResult) -> int:
-        """It is over: say how."""
+        """Write the result of the job."""
         self._note(result=dataclasses.asdict(result))
         if result.status == 0 and self._surroundings.rank == 0 and (self._directory / MANIFEST).exists():
-            (self._directory / JOB).unlink(missing_ok=True)  # nobody has to see to it any more
+            (self._directory / JOB).unlink(missing_ok=True)  # nothing is left to handle
         return shell_status(result.status)
 
     def _note_early(self, signum: int, frame: FrameType | None) -> None:

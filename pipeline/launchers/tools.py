@@ -1,4 +1,4 @@
-"""A scheduler's own command-line tools."""
+"""Runs a scheduler's command-line tools."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ TIMEOUT_S = 60
 
 
 def run_tool(*words: str, absent: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one, with `given` on its standard input; one that takes too long has failed.
+    """Run a tool with `given` as standard input; a timeout is a failure.
 
-    Raises `UserError` with `absent` if it is not here.
+    Raises `UserError` with `absent` if it is not installed.
     """
     if shutil.which(words[0]) is None:
         raise UserError(f"{words[0]} is not here; {absent}")
@@ -25,6 +25,6 @@ def run_tool(*words: str, absent: str, given: str | None = None) -> subprocess.C
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
-    """What a tool said last."""
+    """The last line of a tool's output."""
     lines = (done.stderr or done.stdout).strip().splitlines()
     return lines[-1] if lines else f"exit status {done.returncode}"

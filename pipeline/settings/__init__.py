@@ -1,1 +1,1 @@
-"""The settings of a run: what luigi.cfg may say, and its only reader."""
+"""The settings of a run: the sections of luigi.cfg and their only reader."""

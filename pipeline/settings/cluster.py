@@ -1,4 +1,4 @@
-"""The settings of where training runs: [cluster], [slurm], [kubernetes]."""
+"""The sections on where training runs: [cluster], [slurm], [kubernetes]."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pipeline.settings.parameters import Choice, Number, Switch, Whole
 from trainer.config import DATA_PARALLEL, DEVICES
 
 LAUNCHERS = ("local", "slurm", "kubernetes")
-#: What a job's script says itself, and [slurm] sbatch_lines may not: options of sbatch.
+#: Options of sbatch that the job script sets, and [slurm] sbatch_lines may not.
 _OURS = (
     *("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--job-name", "-J", "--output", "-o", "--error", "-e"),
     *("--signal", "--requeue", "--no-requeue", "--open-mode", "--array", "-a", "--time", "-t", "--partition", "-p"),
     *("--account", "-A", "--chdir", "-D", "--wait", "-W", "--parsable", "--export"),
 )
-#: sbatch's ways to write a time: minutes, minutes:seconds, hours:minutes:seconds, and the same after days-.
+#: sbatch's time formats: minutes, minutes:seconds, hours:minutes:seconds, each also after days-.
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
@@ -42,12 +42,12 @@ class Cluster(luigi.Config):
 
     @property
     def workers(self) -> int:
-        """Of all machines."""
+        """Workers on all machines."""
         return self.nnodes * self.nproc_per_node
 
     @property
     def layout(self) -> dict[str, Any]:
-        """How workers share the work, which is in compiled graphs."""
+        """The parallel layout, on which compiled graphs depend."""
         names = ("nnodes", "nproc_per_node", "tensor_parallel_size", "data_parallel")
         return {name: getattr(self, name) for name in names}
 
@@ -57,12 +57,12 @@ class Cluster(luigi.Config):
 
     @property
     def follows(self) -> bool:
-        """Whether this is one of several machines that were started by hand, and not the first: it trains with the
-        others, and waits for what the first one makes alone."""
+        """Whether this machine is one of several started by hand, but not the first: it trains with the others and
+        waits for the stages that the first runs alone."""
         return self.launcher == "local" and self.node_rank > 0
 
     def check(self) -> None:
-        """What no single setting can know. Raises `UserError`."""
+        """Check settings against each other. Raises `UserError`."""
         if self.nproc_per_node % self.tensor_parallel_size:
             raise UserError(
                 f"[cluster] tensor_parallel_size = {self.tensor_parallel_size} does not divide nproc_per_node: "
@@ -97,14 +97,14 @@ class Slurm(luigi.Config):
 
     @property
     def extra_lines(self) -> list[str]:
-        """`sbatch_lines` without `#SBATCH`, one option or more on each."""
+        """The lines of `sbatch_lines` without `#SBATCH`."""
         lines = (line.strip().removeprefix("#SBATCH").strip() for line in self.sbatch_lines.splitlines())
         return [line for line in lines if line]
 
     def check(self) -> None:
         """Raises `UserError`."""
         seconds = limit_s(self.time_limit) if self.time_limit else None
-        # Slurm may send it up to 60 s early.
+        # Slurm may send the signal up to 60 s early.
         if seconds is not None and seconds <= self.signal_s + 60:
             raise UserError(
                 f"[slurm] time_limit = {self.time_limit} ({seconds} s) leaves no time before the signal, which comes "
@@ -121,7 +121,7 @@ class Slurm(luigi.Config):
 
 
 def limit_s(text: str) -> int:
-    """Seconds of a time as sbatch takes it. Raises `UserError`."""
+    """Seconds of a time in sbatch's formats. Raises `UserError`."""
     match = _TIME.fullmatch(text)
     if match is None:
         raise UserError(
@@ -150,12 +150,12 @@ class Kubernetes(luigi.Config):
 
     @property
     def quantities(self) -> dict[str, str]:
-        """`pod_resources`, by name. Raises `UserError`."""
+        """`pod_resources` by name. Raises `UserError`."""
         return self._pairs("pod_resources")
 
     @property
     def labels(self) -> dict[str, str]:
-        """`node_selector`, by name. Raises `UserError`."""
+        """`node_selector` by name. Raises `UserError`."""
         return self._pairs("node_selector")
 
     def _pairs(self, name: str) -> dict[str, str]:
@@ -168,7 +168,7 @@ class Kubernetes(luigi.Config):
         return found
 
     def check(self) -> None:
-        """What a manifest needs. Raises `UserError`."""
+        """Check that a manifest can be made. Raises `UserError`."""
         for name in ("image", "volume_claim", "mount_path"):
             if not getattr(self, name):
                 raise UserError(f"[kubernetes] {name} is empty; launcher = kubernetes needs it (docs/cluster.md)")

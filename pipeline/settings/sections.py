@@ -1,4 +1,4 @@
-"""What settings there are: one class for each section of luigi.cfg, and all of them together."""
+"""All settings: one class for each section of luigi.cfg, and `Settings` with all sections."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Dataset(luigi.Config):
 
     @property
     def transport(self) -> dict[str, Any]:
-        """How stages fetch things, as their options."""
+        """The options for downloads, as stages take them."""
         names = ("connections", "s3_profile", "s3_endpoint", "low_speed_limit_bytes_per_s", "low_speed_time_s")
         return {name: getattr(self, name) for name in names}
 
@@ -84,17 +84,17 @@ class Model(luigi.Config):
 
     @property
     def downloaded_vocab_size(self) -> int:
-        """Of data that comes without its vocabulary: the setting, else that of `bert-large-uncased`."""
+        """Vocabulary size for data without a vocabulary: the setting, else that of `bert-large-uncased`."""
         return self.vocab_size or ModelConfig().vocab_size
 
     def config(self, vocab_size: int) -> ModelConfig:
-        """The model, with a vocabulary of `vocab_size` unless the settings give one."""
+        """The model; its vocabulary size is `vocab_size` unless the settings give one."""
         given = {name: value for name, value in self.param_kwargs.items() if value is not None and name != "preset"}
         return ModelConfig.preset(self.preset, **{"vocab_size": vocab_size, **given})
 
 
 class Phase(luigi.Config):
-    """What [phase1] and [phase2] have in common: all keys of the first."""
+    """The keys that [phase1] and [phase2] have in common."""
 
     seq_len = Whole(8, 1 << 16)
     max_pred_len = Whole(1)
@@ -153,7 +153,7 @@ SECTIONS: tuple[type[luigi.Config], ...] = (
 
 @dataclass(frozen=True)
 class Settings:
-    """All sections, validated alone and together."""
+    """All sections, each and together valid."""
 
     run: Run
     corpus: Corpus
@@ -177,7 +177,7 @@ class Settings:
         return Path(self.run.work_dir)
 
     def grad_accum_usteps(self, phase: int) -> int:
-        """Micro-steps in an optimizer step. Raises `UserError` with the equation if the batch does not divide."""
+        """Micro-steps per optimizer step. Raises `UserError` with the equation if the batch does not divide."""
         settings, cluster = self.phase(phase), self.cluster
         workers = cluster.data_parallel_size
         usteps, rest = divmod(settings.global_batch_size, settings.micro_batch_size * workers)

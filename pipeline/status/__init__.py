@@ -1,1 +1,1 @@
-"""What is on the disk, and the state that it shows."""
+"""Stage directories on disk and the states derived from them."""

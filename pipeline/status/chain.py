@@ -1,4 +1,4 @@
-"""A chain of stages, walked from its end: which stages it has, and which of them a run would start."""
+"""The stages of a chain, and those that a run would start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stages.directory.manifest import Identity
 
 
 class StageTask(Protocol):
-    """What status has to know of the luigi task of a stage (`pipeline.tasks.stage.Stage`)."""
+    """A stage's luigi task (`pipeline.tasks.stage.Stage`), as far as status needs it."""
 
     settings: Settings
 
@@ -34,11 +34,11 @@ class ChainTask(Protocol):
     """A stage, or a goal that several stages make up."""
 
     def ends(self) -> Sequence[StageTask]:
-        """The stages that nothing else of the chain is made from."""
+        """The stages that no other stage of the chain depends on."""
 
 
 def chain(task: ChainTask) -> list[StageTask]:
-    """Every stage that `task` is made from, itself included, in running order: by depth, then by name."""
+    """`task` and all its upstream stages in running order: by depth, then by name."""
     depths: dict[StageTask, int] = {}
 
     def depth(stage: StageTask) -> int:

@@ -1,4 +1,4 @@
-"""In what a stage differs from the one that is there."""
+"""How a stage differs from the existing directories of the same stage."""
 
 from __future__ import annotations
 

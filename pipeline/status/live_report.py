@@ -1,4 +1,4 @@
-"""The page on the whole run: what it shows, and how a run keeps it fresh."""
+"""The page on the whole run, and its refresh during a run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from stages.report import PAGE, refresh
 from stages.view.curves import MetricsFile
 from stages.view.run import Run
 
-#: What the page and the card show; others may hold what proves who asks.
+#: Sections that the page and the card show; others may hold credentials.
 _SHOWN = ("run", "corpus", "dataset", "model", "phase1", "phase2", "precision", "cluster", "evaluation")
-#: A page is not written again before so many times the time that it took.
+#: The page is rewritten after this many times the time that writing it took, at the earliest.
 _AT_MOST_SHARE = 50
 
 
@@ -37,19 +37,19 @@ def _text(value: Any) -> str:
 
 
 def stage_directories(task: StageTask) -> list[Path]:
-    """Where everything that `task` is made from is, in running order; what was removed since is left out."""
+    """The existing directories of the upstream stages of `task`, in running order."""
     return [up.directory for up in chain(task) if up is not task and (up.directory / IDENTITY).exists()]
 
 
 def view(goal: ChainTask, metrics: dict[Path, MetricsFile] | None = None) -> Run:
-    """The chain up to `goal` as it is now. `metrics`: of an earlier look, so that only what is new is read."""
+    """The present state of the chain up to `goal`. `metrics`: from an earlier call, so that only new lines are read."""
     return Run(statuses(goal), shown(load()), {} if metrics is None else metrics)
 
 
 @contextlib.contextmanager
 def refresh_periodically(goal: ChainTask) -> Iterator[None]:
-    """Writes the page every [run] report_interval_s while the block runs, and when it ends, however it ends. Trouble
-    with the page is said once, and is no trouble of the run."""
+    """Write the page every [run] report_interval_s during the block, and at its end. An error is logged once and does
+    not affect the run."""
     interval_s = load().run.report_interval_s
     path, metrics, ended = load().work_dir / PAGE, dict[Path, MetricsFile](), threading.Event()
     noted: list[str] = []

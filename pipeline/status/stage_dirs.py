@@ -1,4 +1,4 @@
-"""What is on the disk: the stage directories below a work directory, and who is at work in them."""
+"""The stage directories of a work directory and the processes that work in them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NAME = re.compile(r"(?P<label>[a-z][a-z0-9_]*(?:-phase[0-9]+)?)-(?P<short>[0-9a
 
 @dataclass(frozen=True)
 class StageDir:
-    """A stage directory, of whatever settings."""
+    """A stage directory, whatever its settings."""
 
     path: Path
     #: `<stage>[-phase<N>]`, as in its name.
     label: str
     #: Its manifest.json, or stage.json where there is none.
     record: dict[str, Any]
-    #: When that was written, in seconds since 1970.
+    #: Modification time of that file, in seconds since 1970.
     written: float
 
     @property
@@ -46,7 +46,7 @@ class StageDir:
 
 
 class StageDirs:
-    """All stage directories of a work directory: those whose name and record agree; nothing else in it counts."""
+    """All stage directories of a work directory: those whose name and record agree."""
 
     def __init__(self, work_dir: Path) -> None:
         self.work_dir = work_dir
@@ -56,14 +56,14 @@ class StageDirs:
             self.by_label[stage_dir.label].append(stage_dir)
 
     def others(self, label: str, fingerprint: str) -> list[StageDir]:
-        """The directories of a stage made with other settings, newest first."""
+        """Directories of a stage with other settings, newest first."""
         return [stage_dir for stage_dir in self.by_label[label] if stage_dir.fingerprint != fingerprint]
 
     def of_fingerprint(self, fingerprint: str) -> StageDir | None:
         return next((stage_dir for stage_dir in self.all if stage_dir.fingerprint == fingerprint), None)
 
     def linked(self) -> set[Path]:
-        """What the links in `latest/` point to."""
+        """The targets of the links in `latest/`."""
         latest = self.work_dir / LATEST
         links = latest.iterdir() if latest.is_dir() else iter(())
         return {link.resolve() for link in links if link.is_symlink()}

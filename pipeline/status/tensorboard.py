@@ -1,4 +1,4 @@
-"""Where the TensorBoard of a work directory is to be seen."""
+"""The address of a work directory's TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from common.files import read_json
 from pipeline.status.stage_dirs import holder
 
-#: In the work directory: links to what is shown, the address, and the lock of the TensorBoard that serves it.
+#: In the work directory: links to curves, the address, and the lock of the running TensorBoard.
 DIRECTORY, ADDRESS = "tensorboard", "address.json"
 
 

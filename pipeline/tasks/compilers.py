@@ -1,4 +1,4 @@
-"""What makes graphs on this machine, and so decides whether those that are compiled can be used again."""
+"""The compilers on this machine, which decide whether compiled graphs can be reused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.devices.neuron_cache import CC_FLAGS
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that trace and compile graphs."""
+    """Versions of the packages that trace and compile graphs."""
     found = {}
     for package in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc"):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""All tasks that a person can name, and the goal that all of them serve."""
+"""All tasks that a person can name, and a goal with all of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MLP_LABELS = ("download_mnist", "train_mlp", "evaluate_mlp")
 
 
 class Everything(Goal):
-    """All goals that somebody has had: BERT, and the MLP where something of it is there."""
+    """BERT, and the MLP if the work directory has any of its stages."""
 
     def requires(self) -> dict[str, Stage]:
         goals: list[Goal] = [BertPhase2()]
@@ -39,5 +39,5 @@ class Everything(Goal):
 
 
 def everything() -> Goal:
-    """What all chains are for."""
+    """The goal of all chains."""
     return Everything()

@@ -1,4 +1,4 @@
-"""Goals: tasks without a directory of their own, which name what a run is for."""
+"""Goals: tasks without a directory, which name the purpose of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.tasks.stage import Stage
 
 
 class Goal(PipelineTask):
-    """Everything up to some stages, and a few lines at the end."""
+    """Everything up to some stages, with a summary at the end."""
 
     def complete(self) -> bool:
         return all(task.complete() for task in self.requires().values())
@@ -18,14 +18,14 @@ class Goal(PipelineTask):
         raise NotImplementedError
 
     def ends(self) -> list[Stage]:
-        """The stages that nothing else of the run is made from."""
+        """The stages that no other stage of the run depends on."""
         return list(self.requires().values())
 
     def run(self) -> None:
         self.print_summary()
 
     def print_summary(self) -> None:
-        """A few lines on what was made and where it is."""
+        """Print a few lines on the results and where they are."""
         raise NotImplementedError
 
 

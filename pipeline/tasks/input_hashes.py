@@ -1,4 +1,4 @@
-"""The identity of files that come from outside."""
+"""The identity of external files."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from common.hashing import INPUT_HASHES, InputHashes
 
 @functools.cache
 def input_hashes(work_dir: Path) -> InputHashes:
-    """The sha256 of outside files, remembered in the work directory."""
+    """The sha256 of external files, cached in the work directory."""
     return InputHashes(work_dir / INPUT_HASHES)

@@ -1,8 +1,8 @@
-"""How each night is doing, in WORK/nights/<date>.state.json: what the next night, and whoever checks, can tell.
+"""The state of each night in WORK/nights/<date>.state.json, for the next night and for monitors.
 
     {"status": "running", "started": "…Z", "host": "node-3", "pid": 4711, "line": ""}
 
-A complete night has <date>.json instead. A night that is "running" while nobody holds the lock was killed.
+A complete night has <date>.json instead. A night that is "running" while the lock is free was killed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Status = Literal["complete", "running", "interrupted", "failed", "refused", "hel
 
 @dataclass(frozen=True)
 class NightState:
-    """What is known of one night."""
+    """The state of one night."""
 
     status: Status
-    #: When it was started, UTC; empty: it was not.
+    #: When it started, UTC; empty: it did not.
     started: str = ""
     host: str = ""
     pid: int = 0
-    #: Why it failed, was refused or held, for a person.
+    #: The reason if it failed, was refused or held.
     line: str = ""
 
 
 def now(status: Status, line: str = "") -> NightState:
-    """The state of a night that this process runs."""
+    """The state of a night in this process."""
     return NightState(status, utc_now(), socket.gethostname(), os.getpid(), line)
 
 
@@ -49,7 +49,7 @@ def write(nights: Path, date: datetime.date, state: NightState) -> None:
 
 
 def write_ended(nights: Path, date: datetime.date, status: Status, line: str) -> None:
-    """Note how a night ended; best effort, as the disk may be what it failed of."""
+    """Record how a night ended; best effort, as it may have failed because of a full disk."""
     with contextlib.suppress(DiskError):
         nights.mkdir(parents=True, exist_ok=True)
         before = recorded(nights, date)
@@ -62,7 +62,7 @@ def forget(nights: Path, date: datetime.date) -> None:
 
 
 def recorded(nights: Path, date: datetime.date) -> NightState | None:
-    """What the night itself has noted last."""
+    """The last state that the night itself recorded."""
     record = read_json(nights / f"{date}{_SUFFIX}")
     try:
         return None if record is None else NightState(**record)
@@ -71,7 +71,7 @@ def recorded(nights: Path, date: datetime.date) -> NightState | None:
 
 
 def state_of(nights: Path, date: datetime.date) -> NightState:
-    """How the night is doing now. Nothing is changed."""
+    """The night's state now; changes nothing."""
     complete = read_json(nights / f"{date}.json")
     if complete is not None:
         return NightState("complete", str(complete.get("started", "")))
@@ -84,7 +84,7 @@ def state_of(nights: Path, date: datetime.date) -> NightState:
 
 
 def killed(nights: Path) -> Iterator[tuple[datetime.date, NightState]]:
-    """Nights that ended without a word, oldest first. The caller holds the lock: none of them runs."""
+    """Nights that were killed, oldest first. The caller holds the lock, so none of them is running."""
     for date in sorted(dates(nights)):
         state = recorded(nights, date)
         if state is not None and state.status == "running" and not (nights / f"{date}.json").exists():
@@ -92,7 +92,7 @@ def killed(nights: Path) -> Iterator[tuple[datetime.date, NightState]]:
 
 
 def running(nights: Path) -> tuple[datetime.date | None, str]:
-    """The night that holds the lock, if it has said which it is; and who holds it since when, in words."""
+    """The night that holds the lock, if it is known, and a description of the process that holds it."""
     holder = read_json(nights / LOCK) or {}
     who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} since {holder.get('started', '?')}"
     for date in dates(nights):
@@ -103,7 +103,7 @@ def running(nights: Path) -> tuple[datetime.date | None, str]:
 
 
 def dates(nights: Path) -> set[datetime.date]:
-    """All nights that something is known of."""
+    """All recorded nights."""
     found = set()
     for path in nights.glob("*.json"):
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Every night: the whole chain with that night's text or archive, in a work directory of its own."""
+"""The whole chain every night, with that night's text or archive, in its own work directory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pipeline.tasks import night_states, nights, notify
 from pipeline.tasks.base import PipelineTask
 from stages.directory.lock import hold
 
-#: Lines at the end of a night's log that a mail about its failure has.
+#: Lines from the end of a night's log in the mail about its failure.
 _LAST_LINES = 30
 
 
 class Nightly(MixinNaiveBulkComplete, PipelineTask):
-    """The chain up to the evaluated model, once for each date; one at a time, and the last [nights] keep stay."""
+    """The chain up to the evaluated model, once per date and one at a time; the last [nights] keep are kept."""
 
     date: luigi.DateParameter = luigi.DateParameter(description="the night, as 2026-11-21")
-    #: For a luigi with several workers; between processes, which no scheduler may know all of, there is a lock.
+    #: One at a time in a luigi with several workers. Between processes, whose schedulers may differ, there is a lock.
     resources = {f"nightly-{os.getpid()}": 1}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,8 +43,8 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         return complete
 
     def requires(self) -> list[luigi.Task]:
-        """No task, but the night's files. Raises `UserError`: luigi exits with `scheduling_error`, and a RangeDaily
-        goes on with its other nights."""
+        """No task, but the night's files. Raises `UserError`: luigi exits with `scheduling_error`, and RangeDaily runs
+        its other nights."""
         try:
             nights.require_inputs(self.settings, self.date)
         except UserError:
@@ -110,7 +110,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             log(f"note: an old night could not be removed: {error}")
 
     def on_failure(self, exception: BaseException) -> str:
-        """What luigi's mail says, and luigid shows."""
+        """The error and the end of the log, for luigi's mail and luigid."""
         log_path = self.nights.directory(self.date) / "stage.log"
         text = log_path.read_text(encoding="utf-8", errors="replace") if log_path.exists() else ""
         last = text.splitlines()[-_LAST_LINES:]
@@ -120,7 +120,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         notify.by_all(self.settings, f"Luigi: Nightly {date} is {status}", line, event=event, status=status, date=date)
 
     def ended(self, error: BaseException, status: night_states.Status) -> None:
-        """Luigi mails the error itself."""
+        """Record the error and call the webhook; luigi itself sends the mail."""
         self._note_ended(status, str(error))
         notify.by_webhook_of(self.settings, event="failure", status=status, date=self.date, line=str(error))
 
@@ -128,7 +128,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         night_states.write_ended(self.nights.path, self.date, status, line)
 
     def _tell_killed(self) -> None:
-        """Under the lock: nights before this one, or this one's last start, that ended without a word."""
+        """Report nights that were killed. The lock is held."""
         for date, state in list(night_states.killed(self.nights.path)):
             line = (
                 f"night {date} was killed without a word (process {state.pid} on {state.host}, started {state.started})"
@@ -138,7 +138,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             self.tell_all(date, "failure", "killed", line)
 
     def _tell_held(self) -> None:
-        """That another night holds this one up, once for each holder. A second start of the running one is no news."""
+        """Report that another night blocks this one, once per holder; not that this night is started twice."""
         other, who = night_states.running(self.nights.path)
         line = f"night {self.date} was not started: {f'night {other}' if other else 'another one'} still runs, {who}"
         before = night_states.recorded(self.nights.path, self.date)

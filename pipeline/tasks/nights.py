@@ -1,4 +1,4 @@
-"""Nights on disk: WORK/nights/<date>, a work directory each, and <date>.json once it is complete."""
+"""Nights on disk: each has a work directory WORK/nights/<date>, and <date>.json once it is complete."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from pipeline.settings.sections import SECTIONS, Nights, Settings, section_name
 from pipeline.status.stage_dirs import holder
 from stages.text.patterns import split
 
-#: The settings that a night runs with, in its directory: LUIGI_CONFIG_PATH for `python -m pipeline status` and `why`.
+#: The settings of a night, in its directory; LUIGI_CONFIG_PATH for `python -m pipeline status` and `why`.
 CONFIG = "night.cfg"
 LATEST = "latest"
-#: Luigi's own sections that the chain of a night takes over; those for mail it does not: the night itself tells.
+#: Luigi's own sections that a night's chain inherits; not those for mail, which the night itself sends.
 _LUIGI_SECTIONS = ("core", "worker", "scheduler", "resources", "retcode", "logging", "execution_summary")
 
 
 class NightDirs:
-    """All nights of a work directory. The record of a night stays when its directory is removed: it was done."""
+    """All nights of a work directory. A night's record outlives its directory: the night stays complete."""
 
     def __init__(self, settings: Settings) -> None:
         self.path = settings.work_dir.absolute() / "nights"
@@ -47,7 +47,7 @@ class NightDirs:
         return self.path / f"{name}.json"
 
     def prepare(self, date: datetime.date) -> dict[str, str]:
-        """The night's directory, with its settings; returns the environment of its chain. Raises `DiskError`."""
+        """Create the night's directory and settings; returns the environment of its chain. Raises `DiskError`."""
         directory = self.directory(date)
         with disk_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class NightDirs:
         return {"LUIGI_CONFIG_PATH": str(directory / CONFIG), SECRETS_VARIABLE: json.dumps(hidden)}
 
     def record(self, date: datetime.date, facts: dict[str, Any]) -> None:
-        """The night is complete. Raises `DiskError`."""
+        """Record that the night is complete. Raises `DiskError`."""
         write_json(self._record(date.isoformat()), facts)
         temporary = self.path / f"{LATEST}{TEMPORARY_SUFFIX}"
         with disk_errors(temporary):
@@ -72,8 +72,8 @@ class NightDirs:
             temporary.replace(self.path / LATEST)
 
     def _complete(self) -> list[str]:
-        """Names of the complete nights whose directories are there, newest first. A date that is still to come was a
-        mistake or a wrong clock's: it does not count."""
+        """Names of the complete nights whose directories exist, newest first, without dates in the future, which come
+        from mistakes and wrong clocks."""
         last = last_allowed().isoformat()
         complete = (path.name for path in self._directories() if self._record(path.name).exists())
         return sorted((name for name in complete if name <= last), reverse=True)
@@ -84,8 +84,8 @@ class NightDirs:
                 yield path
 
     def prune(self, current: datetime.date) -> None:
-        """Remove what is older than the newest `keep` complete nights, but not `current`, nor one that is in use.
-        Raises `DiskError`."""
+        """Remove nights older than the newest `keep` complete ones, except `current` and those in use. Raises
+        `DiskError`."""
         keep = self._settings.nights.keep
         complete = self._complete()
         if len(complete) < keep:
@@ -95,7 +95,7 @@ class NightDirs:
             for path in sorted(self._directories()):
                 if path.name >= complete[keep - 1] or path.name == current.isoformat():
                     continue
-                # Not through links: the TensorBoard of all nights runs in none of them.
+                # Skip links: `tensorboard` is shared by all nights.
                 if any(holder(stage) for stage in path.iterdir() if not stage.is_symlink()):
                     log(f"night {path.name}: kept, as it is in use")
                     continue
@@ -106,13 +106,13 @@ class NightDirs:
 
 
 def last_allowed() -> datetime.date:
-    """Tomorrow: somewhere it has begun."""
+    """Tomorrow, which has begun in other time zones."""
     return datetime.date.today() + datetime.timedelta(days=1)
 
 
 def require_inputs(settings: Settings, date: datetime.date) -> None:
-    """Raise `UserError`, naming the path, unless every file is there whose name has the date in it; and for a date that
-    is still to come, since it would be the newest night until then."""
+    """Raise `UserError` with the path if a file whose name contains the date is missing; and for a date in the future,
+    which would be the newest night until then."""
     if date > last_allowed():
         raise UserError(f"night {date} is in the future; allowed: up to {last_allowed()}; nothing was started")
     for section, values in _texts(settings).items():
@@ -126,7 +126,7 @@ def require_inputs(settings: Settings, date: datetime.date) -> None:
 
 
 def _texts(settings: Settings) -> dict[str, dict[str, str]]:
-    """Every setting of the chain, by section and key, as luigi.cfg writes it."""
+    """Every setting of the chain by section and key, as text for luigi.cfg."""
     sections = {section_name(section): section for section in SECTIONS if section is not Nights}
     return {
         name: {key: _text(getattr(getattr(settings, name), key)) for key, _ in section.get_params()}
@@ -157,9 +157,8 @@ def _is_date(name: str) -> bool:
 def _config(
     settings: Settings, date: datetime.date, directory: Path
 ) -> tuple[configparser.ConfigParser, dict[str, dict[str, str]]]:
-    """The settings of a night, and luigi's own, those that were given on its command line included; and beside it those
-    with secrets as they are, by section and key. In the file an address stands as its identity, which is enough for
-    `status` and `why`."""
+    """The settings of a night and luigi's own, from files and the command line; and separately those with secrets, by
+    section and key. The file has only an address' identity, which is enough for `status` and `why`."""
     given = get_config()
     sections = {section: dict(given.items(section)) for section in _LUIGI_SECTIONS if given.has_section(section)}
     names = ("local_scheduler", "scheduler_host", "scheduler_port", "scheduler_url", "log_level")
@@ -181,7 +180,7 @@ def _config(
 
 
 def results(directory: Path) -> dict[str, Any]:
-    """What the chain in `directory`, which is complete, has come to: the model, and how good it is."""
+    """The model and the evaluation of the complete chain in `directory`."""
     merged = directory / "latest" / "merge_shards"
     evaluated = read_json(directory / "latest" / "evaluate" / "manifest.json")
     if evaluated is None:

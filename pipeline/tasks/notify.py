@@ -1,4 +1,4 @@
-"""Tells people how a night ended: by mail, through luigi's own [email] and [smtp], and by a webhook."""
+"""Notifications about a night: mail through luigi's [email] and [smtp], and a webhook."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from common.console import log
 from common.secrets import redact
 from pipeline.settings.sections import Settings
 
-#: Seconds for one answer, and before each further try.
+#: Timeout of a request, and the waits before retries, in seconds.
 _ANSWER_S, _RETRY_S = 10.0, (1.0, 4.0)
 
 
 def by_all(settings: Settings, subject: str, line: str, *, event: str, status: str, date: datetime.date) -> None:
-    """Mail and webhook, as far as there are any. That one could not be told is said, and changes nothing."""
+    """Send mail and webhook, where configured. A failure is logged and has no other effect."""
     by_mail(subject, f"{line}\n")
     by_webhook_of(settings, event=event, status=status, date=date, line=line)
 
 
 def by_webhook_of(settings: Settings, *, event: str, status: str, date: datetime.date, line: str) -> None:
-    """[nights] webhook, if there is one."""
+    """Call [nights] webhook, if configured."""
     url = settings.nights.webhook
     if url:
         problem = by_webhook(
@@ -37,23 +37,23 @@ def by_webhook_of(settings: Settings, *, event: str, status: str, date: datetime
 
 
 def by_mail(subject: str, text: str) -> None:
-    """A mail to [email] receiver, if there is one. Luigi sends none from a terminal unless [email] force_send."""
+    """Mail [email] receiver, if configured. From a terminal luigi sends mail only with [email] force_send."""
     email = notifications.email()
     if email.receiver:
         notifications.send_email(subject, text, email.sender, [email.receiver])
 
 
 def by_webhook(url: str, **facts: Any) -> str | None:
-    """POST the facts, and this host's name, as a JSON object. Returns what went wrong, in a line; None: it has
-    arrived. What is answered with an error of the server, or not at all, is sent again, three times at most."""
+    """POST the facts and this host's name as a JSON object. Returns the error, in a line, or None. Server errors and
+    timeouts are retried, with three requests at most."""
     import requests
 
-    where = urlsplit(url).hostname  # the rest of the address may be a secret
+    where = urlsplit(url).hostname  # the rest of the URL may be a secret
     problem = ""
     for wait_s in (*_RETRY_S, None):
         try:
             body = {**facts, "host": socket.gethostname()}
-            # A redirect would become a GET without the facts, and may lead anywhere.
+            # Following a redirect would send a GET without the facts, to any host.
             status = requests.post(url, json=body, timeout=_ANSWER_S, allow_redirects=False).status_code
             if status < 300:
                 return None
@@ -63,7 +63,7 @@ def by_webhook(url: str, **facts: Any) -> str | None:
         except requests.exceptions.InvalidURL as error:
             problem = type(error).__name__
             break
-        except (requests.RequestException, ValueError) as error:  # UnicodeError of a host name that cannot be
+        except (requests.RequestException, ValueError) as error:  # UnicodeError: an invalid host name
             problem = type(error).__name__
         if wait_s is not None:
             time.sleep(wait_s)

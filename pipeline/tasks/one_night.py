@@ -1,7 +1,6 @@
 """`python -m pipeline.tasks.one_night`: the chain of one night, as a process that dies with the one that started it.
 
-Its settings are those of the file that LUIGI_CONFIG_PATH names. A process of its own, since the settings of a process
-are those of one run, and RangeDaily has many nights in one.
+A process has the settings of one run, here those of LUIGI_CONFIG_PATH, but RangeDaily runs many nights in a process.
 """
 
 from __future__ import annotations

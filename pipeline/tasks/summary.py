@@ -1,4 +1,4 @@
-"""The few lines at the end of a run: what was made, where it is, how good it is, what to do next."""
+"""The summary at the end of a run: results, their quality, where they are, next steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.console import log
 
 
 def phase_line(counts: dict[str, Any], phase: int) -> str:
-    """How a phase went, from what its training counted."""
+    """The line on a phase, from its training's counts."""
     return (
         f"phase {phase}: {counts['steps']} steps, loss {_number(counts, 'first_loss')} → "
         f"{_number(counts, 'loss')} (mean of the last 50: {_number(counts, 'mean_loss_last_50')}), "
@@ -19,14 +19,14 @@ def phase_line(counts: dict[str, Any], phase: int) -> str:
 
 
 def print_phase1(start: str, checkpoint: Path) -> None:
-    """`start`: the line on what phase 2 starts from."""
+    """`start`: the line on the checkpoint from which phase 2 starts."""
     log(f"Phase 1 is complete.\n  {start}")
     log(f"  checkpoint: {checkpoint}")
     log("  next: luigi --module pipeline BertPhase2")
 
 
 def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, report: Path) -> None:
-    """`phases`: a line on each phase. `evaluated`: what Evaluate counted."""
+    """`phases`: a line on each phase. `evaluated`: the counts of Evaluate."""
     log("BERT is pretrained.")
     for line in phases:
         log(f"  {line}")
@@ -45,7 +45,7 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
 
 
 def print_mlp(trained: dict[str, Any], evaluated: dict[str, Any], checkpoint: Path) -> None:
-    """`trained`, `evaluated`: what TrainMlp and EvaluateMlp counted."""
+    """`trained`, `evaluated`: the counts of TrainMlp and EvaluateMlp."""
     log("The MLP is trained.")
     log(
         f"  {trained['steps']} steps with {trained['num_workers']} worker(s), loss {_number(trained, 'first_loss')} → "
@@ -58,6 +58,6 @@ def print_mlp(trained: dict[str, Any], evaluated: dict[str, Any], checkpoint: Pa
 
 
 def _number(counts: dict[str, Any], name: str, form: str = ".3f") -> str:
-    """A result; a phase whose metrics.jsonl was lost has it as null."""
+    """A count, which is null if the phase's metrics.jsonl was lost."""
     value = counts.get(name)
     return "not recorded" if value is None else format(value, form)

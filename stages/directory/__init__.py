@@ -1,1 +1,1 @@
-"""What a stage directory is: its manifest, lock, attempts, progress and records."""
+"""The stage directory: manifest, lock, attempts, progress and records."""

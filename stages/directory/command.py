@@ -1,4 +1,4 @@
-"""What every stage command shares: how it ends, and what it says when it cannot go on."""
+"""What all stage commands share: exit statuses and error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stages.directory.manifest import AlreadyComplete
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a command's `main`: 0 if it is done (or was already), 1 with one line on a `UserError`, 75 on Ctrl-C."""
+    """Run a command's `main`. Exit status: 0 complete, 1 with one line on a `UserError`, 75 on Ctrl-C."""
     die_with_starter()
     print_in_any_locale()
     redact_tracebacks()

@@ -1,4 +1,4 @@
-"""One stage, one runner: the lock of a stage directory, which a job on other machines may be filling, too."""
+"""The lock of a stage directory, which also respects a job on other machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.lock import hold as hold_directory
 
 __all__ = ["JOB", "LOCK", "hold", "is_held"]
 
-#: What a scheduler has been asked to run for the stage (`pipeline.launchers`); gone when its end has been seen.
+#: The job submitted for the stage (`pipeline.launchers`), until its end has been handled.
 JOB = "job.json"
 
 
@@ -21,8 +21,8 @@ JOB = "job.json"
 def hold(directory: Path, *, knows_jobs: bool = False) -> Iterator[int]:
     """`common.lock.hold` of a stage's directory; raises `LockHeld` with the holder, `DiskError`.
 
-    A job on other machines may be at work here although nobody waits for it. Only who `knows_jobs`, and looks after
-    one, gets the lock then.
+    A job on other machines may be filling the directory although no process waits for it. Then only a caller that
+    handles jobs (`knows_jobs`) gets the lock.
     """
     with hold_directory(directory) as fd:
         job = None if knows_jobs else read_json(directory / JOB)

@@ -1,16 +1,16 @@
 """What "complete" means on disk: a stage directory, its identity, its lock and its manifest.
 
 A stage directory DIR holds
-    lock            who is at work on it (an advisory lock; see `hold`)
-    stage.json      the identity of what is being made here, written first
-    progress.json   how far a running stage is, rewritten about once a second
+    lock            the process that works on it (an advisory lock; see `hold`)
+    stage.json      the identity of its result, written first
+    progress.json   the progress of a running stage, rewritten about once a second
     alive           touched while a stage that luigi has started computes (see `stages.directory.progress`)
     attempts.jsonl  when it ran, how that ended, and why it failed (see `stages.directory.attempts`)
     …               the outputs
     manifest.json   the identity, the outputs with size and sha256, and the counts; written last
 
-DIR is complete when manifest.json names the expected fingerprint, every output that it lists is there with its size,
-and so is, with whatever in it, every file that it lists as present. Nothing here imports torch or luigi.
+DIR is complete when manifest.json names the expected fingerprint, every output that it lists has its size, and every
+file that it lists as present exists, whatever its content. Imports neither torch nor luigi.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from stages.directory.records import read_identity, read_manifest
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides what comes out of a stage. Everything in it is JSON: strings, numbers, booleans, lists, objects."""
+    """Everything that decides the result of a stage, as JSON types: strings, numbers, booleans, lists, objects."""
 
     stage: str
     format_version: int
     phase: int | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
-    #: Identity of what comes from outside, by name: a content hash, a URL, a version.
+    #: Identity of external inputs by name: a content hash, a URL, a version.
     inputs: dict[str, Any] = field(default_factory=dict)
-    #: Fingerprints of the stages this one is made from, by name.
+    #: Fingerprints of upstream stages by name.
     upstream: dict[str, str] = field(default_factory=dict)
 
     @functools.cached_property
@@ -76,12 +76,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class Output:
-    """A finished file of a stage: path relative to the stage directory, size, sha256 in hex."""
+    """A finished file: path relative to the stage directory, size, sha256 in hex."""
 
     path: str
     bytes: int
     sha256: str
-    #: Of a hard link to somebody else's file, when that was modified last: an edit shows.
+    #: Modification time of a hard link to an external file, which reveals an edit.
     mtime_ns: int | None = None
 
     def record(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def why_incomplete(directory: Path, fingerprint: str, *, verify: bool = False) -
 
 
 def _why_altered(path: Path, output: dict[str, Any], *, verify: bool) -> str | None:
-    """Why an output is not the file that the manifest describes."""
+    """Why an output is not the file in the manifest, or None."""
     try:
         stat = path.stat()
     except (OSError, ValueError):  # ValueError: no file can have such a name
@@ -149,7 +149,7 @@ class AlreadyComplete(Exception):
 
 
 class StageDirectory:
-    """The directory a stage function works in. Make one with `begin`; end with `finish`."""
+    """The directory that a stage function fills, from `begin` to `finish`."""
 
     def __init__(self, path: Path, identity: Identity) -> None:
         self.path = path
@@ -159,12 +159,12 @@ class StageDirectory:
     @classmethod
     @contextlib.contextmanager
     def begin(cls, path: Path, identity: Callable[[], Identity]) -> Iterator[StageDirectory]:
-        """Lock `path` and write its identity; the stage directory is the block's to fill.
+        """Lock `path` and write its identity.
 
-        Started by the pipeline, the lock is held and the identity written already: both are taken over, and
-        `identity`, which may have to read all inputs, is not called.
+        If the pipeline has started this process, it holds the lock and has written the identity; `identity`, which may
+        have to read all inputs, is then not called.
 
-        Raises: `LockHeld`; `AlreadyComplete`; `UserError` when `path` holds something made from other parameters.
+        Raises: `LockHeld`; `AlreadyComplete`; `UserError` if `path` holds results of other parameters.
         """
         held = os.environ.get(HELD_FINGERPRINT_VARIABLE)
         if held is not None:
@@ -180,18 +180,18 @@ class StageDirectory:
             yield cls(path, made)
 
     def progress(self, label: str, total: int, unit: str, *, done: int = 0) -> Progress:
-        """A progress bar for people, and progress.json for programs. `done` units were there before."""
+        """A progress bar for people and progress.json for programs. `done`: units completed by earlier runs."""
         return Progress(self.path / PROGRESS, label, total, unit, done)
 
     def finish(self, outputs: Iterable[Output], counts: dict[str, Any], *, present: Sequence[str] = ()) -> None:
-        """Declare the stage complete: write the manifest, last of all. `present`: other files that must be there."""
+        """Write the manifest, after everything else. `present`: other files that must exist."""
         finish(self.path, self.identity, outputs, counts, start=self._start, present=present)
 
 
 def claim(path: Path, identity: Identity) -> None:
-    """Under its lock: make `path` the place of `identity`, and sweep what dead runs left half-written.
+    """Write `identity` to `path`, whose lock is held, and remove temporary files of earlier runs.
 
-    Raises: `AlreadyComplete`; `UserError` when `path` holds something else.
+    Raises: `AlreadyComplete`; `UserError` if `path` holds something else.
     """
     before = read_identity(path)
     bookkeeping = {
@@ -251,7 +251,7 @@ def finish(
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The first thing in which two identity records differ: `lr: 0.0004 → 0.0005`, or '' if in nothing."""
+    """The first difference between two identity records, `lr: 0.0004 → 0.0005`; empty if there is none."""
     for part in ("stage", "phase", "format_version", "parameters", "inputs", "upstream"):
         a, b = old.get(part), new.get(part)
         if a == b:

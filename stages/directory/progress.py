@@ -1,4 +1,4 @@
-"""How a stage shows that it gets on: a bar, progress.json, and the file `alive` where it computes without a word."""
+"""A stage's signs of life: a progress bar, progress.json, and the file `alive` while it computes silently."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from common.errors import DiskError
 from common.files import ALIVE, disk_errors, replace_json, utc_now
 from common.process import HEARTBEAT_THREAD
 
-#: Seconds between two looks at the processor time, and how much of it there has to be: threads and pools that only wait
-#: use a tenth of that.
+#: Seconds between two readings of the processor time, and its least increase: idle threads and pools use a tenth of
+#: that.
 _LOOK_S, _LEAST_CPU_S = 5.0, 0.05
 
 
@@ -36,7 +36,7 @@ class Progress:
         self._first, self._began, self._written = done, time.monotonic(), 0.0
 
     def update(self, n: int = 1) -> None:
-        """`n` more units are done."""
+        """Count `n` more units."""
         self._bar.update(n)
         now = time.monotonic()
         if now - self._written < 1.0:
@@ -48,7 +48,7 @@ class Progress:
             replace_json(self._path, record)
 
     def note(self, line: str) -> None:
-        """A line beside the bar."""
+        """Print a line without disturbing the bar."""
         self._bar.write(f"note: {line}", file=sys.stderr)
 
     def __enter__(self) -> Progress:
@@ -60,8 +60,8 @@ class Progress:
 
 @contextlib.contextmanager
 def signs_of_life(directory: Path) -> Iterator[None]:
-    """Touch DIRECTORY/alive in the block as long as this process or its children compute: who started the stage kills
-    it if there is no sign of life for too long. What is stopped, in a deadlock or waits for a dead disk gives none."""
+    """Touch DIRECTORY/alive while this process or its children use processor time, for the hang timeout of the process
+    that started it. A process that is stopped, deadlocked or waiting for a dead disk does not touch it."""
     over = threading.Event()
     thread = threading.Thread(target=_beat, args=(directory / ALIVE, over), name=HEARTBEAT_THREAD, daemon=True)
     thread.start()
@@ -76,14 +76,14 @@ def _beat(path: Path, over: threading.Event) -> None:
     used = _cpu_s()
     while not over.wait(_LOOK_S):
         now = _cpu_s()
-        if abs(now - used) >= _LEAST_CPU_S:  # less than before: a child has ended
-            with contextlib.suppress(DiskError), disk_errors(path):  # a full disk is the stage's to tell
+        if abs(now - used) >= _LEAST_CPU_S:  # it decreases when a child ends
+            with contextlib.suppress(DiskError), disk_errors(path):  # the stage itself reports a full disk
                 path.touch()
         used = now
 
 
 def _cpu_s() -> float:
-    """Processor seconds of this process, but for this thread, and of all its descendants."""
+    """Processor seconds of this process, except this thread, and of all its descendants."""
     import psutil
 
     total = -time.thread_time()

@@ -1,4 +1,4 @@
-"""The records of a stage directory, read whole or not at all: a crash or a person may leave others."""
+"""Reads the records of a stage directory; what a crash or a person left invalid counts as missing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _OUTPUT: dict[str, Any] = {"path": str, "bytes": int, "sha256": str}
 
 
 def read_identity(directory: Path) -> dict[str, Any] | None:
-    """stage.json, or None if there is none that a stage can have written."""
+    """stage.json, or None if it is missing or invalid."""
     record = read_json(directory / IDENTITY)
     return record if _is(record, _IDENTITY) else None
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """manifest.json, or None if there is none that a stage can have written."""
+    """manifest.json, or None if it is missing or invalid."""
     record = read_json(directory / MANIFEST)
     if record is None or not _is(record, _MANIFEST) or not _is_time(record["started"]):
         return None
@@ -36,7 +36,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 
 def read_progress(directory: Path) -> dict[str, Any]:
-    """progress.json; {} if there is none that a stage can have written."""
+    """progress.json; {} if it is missing or invalid."""
     record = read_json(directory / PROGRESS) or {}
     numbers = all(isinstance(record.get(name), (int, float, type(None))) for name in ("done", "total", "per_s"))
     return record if numbers and isinstance(record.get("unit"), (str, type(None))) else {}
