@@ -25,6 +25,7 @@ from common.files import read_json, utc_now, write_json
 from pipeline.launchers.base import Detached, StageCommand
 from pipeline.launchers.process import ProcessResult, handling
 from stages.directory.lock import JOB
+from stages.directory.manifest import MANIFEST
 
 STATE = "job-state.json"
 LOG = "stage.log"
@@ -229,7 +230,8 @@ class Job:
         result = self.result()
         noted = read_json(self.directory / JOB) or {}
         cancelled = (state is not None and state.is_cancelled) or noted.get("is_cancelled")
-        if cancelled and (result is None or result.status):
+        # A status of 0 alone proves nothing: srun may exit with it after scancel.
+        if cancelled and (result is None or result.status or not (self.directory / MANIFEST).exists()):
             return ProcessResult(EXIT_INTERRUPTED, signal.SIGTERM, False, f"{self} was cancelled")
         if result is not None:
             return result

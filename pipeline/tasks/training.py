@@ -50,6 +50,11 @@ class Training(Stage):
         results = read_json(self.directory / "results.json")
         if results is None:
             raise UserError(f"{self.directory / 'results.json'} is missing although training ended; run the same again")
+        if self.max_steps is not None and results["steps"] < self.max_steps:
+            raise UserError(
+                f"{self.label} ended with exit status 0 at step {results['steps']} of {self.max_steps}; "
+                f"run the same again"
+            )
         name = f"checkpoints/ckpt_{results['global_step']}"
         entries = read_json(self.directory / name / "manifest.json")
         if entries is None:

@@ -155,7 +155,7 @@ def test_evaluation_is_a_job_too_that_luigi_need_not_wait_for(
     runs.wait_for(r"slurm job (\d+): ")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 75
-    assert re.search(r"slurm job \d+ goes on; .* `python -m pipeline cancel evaluate` ends it", runs.said())
+    assert re.search(r"slurm job \d+ continues; .* `python -m pipeline cancel evaluate` ends it", runs.said())
     wait_until((chain.latest("evaluate") / "manifest.json").exists, timeout_s=60)
     chain.run("Evaluate", "--Cluster-launcher", "slurm")
     assert (chain.latest("evaluate") / "evaluation.json").read_bytes() == before
