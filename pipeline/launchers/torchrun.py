@@ -7,11 +7,13 @@ from typing import Any
 from pipeline.settings.cluster import Cluster
 
 
-def trainer_command(cluster: Cluster, options: dict[str, Any], flags: list[str], *, port_offset: int) -> list[str]:
-    """`-m trainer` with these options, on all workers of `cluster`. `port_offset` is added to its master_port."""
-    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    switches = {"--compile": cluster.compile, "--spot_watch": cluster.spot_watch}
-    trainer = ["-m", "trainer", *arguments, *flags, *(name for name, on in switches.items() if on)]
+def trainer_command(cluster: Cluster, options: dict[str, Any], *, port_offset: int) -> list[str]:
+    """`-m trainer` with these options, by name, on all workers of `cluster`: True is a switch that is on, False leaves
+    it out. `port_offset` is added to the cluster's master_port."""
+    trainer = ["-m", "trainer"]
+    for name, value in options.items():
+        if value is not False:
+            trainer += [name] if value is True else [name, str(value)]
     if cluster.nnodes > 1:
         # The launcher passes the node's rank and the master's address in the environment.
         rendezvous = [

@@ -9,6 +9,7 @@ from typing import Any
 import luigi
 
 from common.files import write_json
+from common.options import fields_of
 from common.secrets import Secret
 from pipeline.status import live_report
 from pipeline.tasks import compilers, summary
@@ -20,6 +21,7 @@ from pipeline.tasks.training import Training
 from stages.checkpoints.source import source_identity
 from stages.precompile import FORMAT_VERSION
 from stages.report import PAGE
+from trainer.config import TrainConfig
 
 
 class Reported(Stage):
@@ -95,10 +97,11 @@ class Pretrain(ModelStage, Training):
 
     def parameters(self) -> dict[str, Any]:
         phase = self.settings.phase(self.phase)
-        names = ("seq_len", "max_pred_len", "global_batch_size", "optimizer", "lr", "warmup_steps", "max_steps")
-        decides = {name: getattr(phase, name) for name in (*names, "weight_decay", "max_grad_norm")}
+        # The global batch decides, and not how it is cut: after running out of memory a smaller micro-batch continues.
+        training = {name for name, (_, about) in fields_of(TrainConfig).items() if about.decides} - {"micro_batch_size"}
+        names = sorted({*training & phase.param_kwargs.keys(), "seq_len", "max_pred_len", "global_batch_size"})
         return {
-            **decides,
+            **{name: getattr(phase, name) for name in names},
             "seed": self.settings.run.seed,
             "model": self.model_parameters(),
             "precision": self.settings.precision.mode,
@@ -106,16 +109,21 @@ class Pretrain(ModelStage, Training):
 
     def command(self) -> list[str]:
         compiled = self.requires()["precompile"].directory
-        options = {**self._options(self.directory), "output_dir": self.directory}
-        options |= {"graphs": compiled / "graphs.json", "compile_cache": compiled / "cache"}
+        start: dict[str, Any] = {}
         if self.phase == 2:
-            start = self.requires()["start"]
-            options["phase1_end_step"] = start.counts()["global_step"]
-            options["resume_ckpt_path"] = start.directory / "checkpoint"
-        # The micro-batch is not in the fingerprint: after running out of memory a smaller one goes on.
-        flags = ["--resume_ckpt", "--allow_changes", "micro_batch_size"]
-        switches = {"--phase2": self.phase == 2, "--minimal_ckpt": self.settings.phase(self.phase).minimal_ckpt}
-        return self.launched(options, [*flags, *(name for name, on in switches.items() if on)])
+            convert = self.requires()["start"]
+            start["phase1_end_step"] = convert.counts()["global_step"]
+            start["resume_ckpt_path"] = convert.directory / "checkpoint"
+        return self._trainer(
+            self.directory,
+            **start,
+            output_dir=self.directory,
+            graphs=compiled / "graphs.json",
+            compile_cache=compiled / "cache",
+            phase2=self.phase == 2,
+            resume=True,
+            allow_changes="micro_batch_size",
+        )
 
     def result_line(self) -> str:
         """How the phase went, for the summary at the end of a run."""
@@ -124,37 +132,25 @@ class Pretrain(ModelStage, Training):
         return summary.phase_line(self.counts(), self.phase)
 
     def trial_command(self, directory: Path) -> list[str]:
-        """The same from initial weights, which has the same graphs, for a trial in `directory`."""
-        return self.launched(self._options(directory), [])
+        """The command for a trial in `directory`: from initial weights, with the same graphs."""
+        return self._trainer(directory)
 
-    def _options(self, directory: Path) -> dict[str, Any]:
-        """The trainer's options; writes the model's config into `directory`."""
-        phase, cluster = self.settings.phase(self.phase), self.settings.cluster
+    def _trainer(self, directory: Path, **others: Any) -> list[str]:
+        """The trainer's command; writes the model's config into `directory`."""
+        phase = self.settings.phase(self.phase)
         model = directory / "config.json"
-        if not cluster.follows:  # the first machine writes it
+        if not self.settings.cluster.follows:  # the first machine writes it
             write_json(model, self.model(self.phase).to_hugging_face())
-        return {
-            "data_dir": dataset_of(self.phase).directory,
-            "model_config": model,
-            "seq_len": phase.seq_len,
-            "max_pred_len": phase.max_pred_len,
-            "batch_size": phase.micro_batch_size,
-            "grad_accum_usteps": self.settings.grad_accum_usteps(self.phase),
-            "max_steps": phase.max_steps,
-            "warmup_steps": phase.warmup_steps,
-            "lr": phase.lr,
-            "optimizer": phase.optimizer,
-            "weight_decay": phase.weight_decay,
-            "max_grad_norm": phase.max_grad_norm,
-            "seed": self.settings.run.seed,
-            "precision": self.settings.precision.mode,
-            "tensor_parallel_size": cluster.tensor_parallel_size,
-            **self.machine_options(),
-            "ckpt_interval_steps": phase.ckpt_interval_steps,
-            "ckpt_interval_minutes": phase.ckpt_interval_minutes,
-            "num_ckpts_to_keep": phase.num_ckpts_to_keep,
-            "log_interval": self.settings.run.log_interval,
-        }
+        return self.launched(
+            phase,
+            data_dir=dataset_of(self.phase).directory,
+            model_config=model,
+            seq_len=phase.seq_len,
+            max_pred_len=phase.max_pred_len,
+            grad_accum_usteps=self.settings.grad_accum_usteps(self.phase),
+            precision=self.settings.precision.mode,
+            **others,
+        )
 
 
 class ConvertCheckpoint(ModelStage):

@@ -58,20 +58,16 @@ class TrainMlp(Training):
 
     def command(self) -> list[str]:
         mnist = self.settings.mnist
-        options = {
-            "workload": "mnist",
-            "data_dir": self.requires()["download_mnist"].directory,
-            "output_dir": self.directory,
-            "epochs": mnist.epochs,
-            "batch_size": mnist.batch_size,
-            "lr": mnist.lr,
-            "precision": mnist.precision,
-            "seed": self.settings.run.seed,
-            **self.machine_options(),
-            "ckpt_interval_steps": mnist.ckpt_interval_steps,
-            "log_interval": mnist.log_interval,
-        }
-        return self.launched(options, ["--resume_ckpt"])
+        return self.launched(
+            mnist,
+            workload="mnist",
+            data_dir=self.requires()["download_mnist"].directory,
+            output_dir=self.directory,
+            epochs=mnist.epochs,
+            micro_batch_size=mnist.batch_size,
+            tensor_parallel_size=None,  # the MLP is not split
+            resume=True,
+        )
 
 
 class EvaluateMlp(Stage):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import luigi
+
 from common.errors import UserError
 from common.files import read_json
+from common.options import fields_of, name_of
 from pipeline.launchers.torchrun import trainer_command
 from pipeline.luigi_adapters.luigid_progress import has_audience
 from pipeline.tasks.stage import Stage
 from stages.directory import manifest
 from stages.directory.manifest import StartTime
+from trainer.config import TrainConfig
 
 
 class Training(Stage):
@@ -23,23 +27,15 @@ class Training(Stage):
         """Asked by luigi; `luigid_progress` handles the messages."""
         return has_audience()
 
-    def machine_options(self) -> dict[str, Any]:
-        """The trainer's options that decide where and how it trains, but not what."""
-        cluster, run = self.settings.cluster, self.settings.run
-        return {
-            "non_finite": run.non_finite,
-            "non_finite_limit": run.non_finite_limit,
-            "replica_check_steps": run.replica_check_steps,
-            "device": cluster.device,
-            "data_parallel": cluster.data_parallel,
-            "batches_per_execution": cluster.batches_per_execution,
-            "collective_timeout": cluster.collective_timeout_s,
-        }
-
-    def launched(self, options: dict[str, Any], flags: list[str]) -> list[str]:
-        """The trainer with these options, on as many workers as the settings say."""
+    def launched(self, section: luigi.Config, **others: Any) -> list[str]:
+        """The command that starts the trainer on all workers. Its options are the settings of [run], [cluster] and
+        `section` that are fields of `TrainConfig`, and `others`; a value of None leaves an option out."""
+        given: dict[str, Any] = {}
+        for settings in (self.settings.run, self.settings.cluster, section):
+            given |= {name: getattr(settings, name) for name in fields_of(TrainConfig) if name in settings.param_kwargs}
+        options = {_option_name(name): value for name, value in (given | others).items() if value is not None}
         # Trainings that may run at the same time use different ports: the two phases, and the MLP.
-        return trainer_command(self.settings.cluster, options, flags, port_offset=getattr(self, "phase", 3) - 1)
+        return trainer_command(self.settings.cluster, options, port_offset=getattr(self, "phase", 3) - 1)
 
     @property
     def hang_timeout_s(self) -> float:
@@ -62,3 +58,8 @@ class Training(Stage):
         outputs = [manifest.Output(f"{name}/{e['path']}", e["bytes"], e["sha256"]) for e in entries["files"]]
         counts = {**results, "checkpoint": name}
         manifest.finish(self.directory, self.identity, outputs, counts, start=start)
+
+
+def _option_name(field: str) -> str:
+    """The trainer's option for a field of `TrainConfig` or of the workload's options."""
+    return name_of(TrainConfig, field) if field in fields_of(TrainConfig) else f"--{field}"
