@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from stages.directory.attempts import ATTEMPTS
-from stages.directory.manifest import Identity, Output, claim, finish
+from stages.directory.manifest import Identity, Output, StartTime, claim, finish
 
 #: Seconds since 1970 at which it began.
 BEGAN = 1_795_000_000.0
@@ -56,7 +56,7 @@ def write_stage(
         (directory / file).parent.mkdir(exist_ok=True)
         (directory / file).write_bytes(content)
     outputs = [Output.of(directory, directory / file) for file in files]
-    finish(directory, identity, outputs, counts, started="2026-11-18T00:00:00Z", clock=time.monotonic())
+    finish(directory, identity, outputs, counts, start=StartTime("2026-11-18T00:00:00Z", time.monotonic()))
     return directory
 
 

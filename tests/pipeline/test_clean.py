@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -137,7 +136,7 @@ def made_up(work: Path, draw: random.Random) -> list[Path]:
             (path / "output" / "file").write_text("made")
             if draw.random() < 0.8:
                 output = manifest.Output.of(path, path / "output" / "file")
-                manifest.finish(path, identity, [output], {}, started=manifest.utc_now(), clock=time.monotonic())
+                manifest.finish(path, identity, [output], {}, start=manifest.StartTime.now())
             places.append((path, identity.fingerprint))
     (work / "latest").mkdir()
     for label in LABELS:

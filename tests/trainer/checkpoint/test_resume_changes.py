@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from common.options import fields_of
-from stages.directory.manifest import Identity, Output, finish
+from stages.directory.manifest import Identity, Output, StartTime, finish
 from tests.helpers.support import (
     assert_one_line_error,
     losses,
@@ -145,7 +145,7 @@ def make_stage(directory: Path) -> list[str]:
     """Declare a directory of shards finished, as the stages do."""
     identity = Identity("shard_dataset", 1)
     record = [Output.of(directory, path) for path in sorted(directory.glob("*.hdf5"))]
-    finish(directory, identity, record, {}, started="2026-11-18T00:00:00Z", clock=time.monotonic())
+    finish(directory, identity, record, {}, start=StartTime.now())
     return [output.path for output in record]
 
 
