@@ -37,6 +37,7 @@ METRICS = "metrics.jsonl"
 SAVE_REQUEST = "save_now"
 #: Writes of 64 KiB to 1 MiB are equally fast (docs/decisions.md).
 _CHUNK_BYTES = 256 << 10
+_UTC_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 #: Bytes after which the disk is told to begin.
 _SENT_BYTES = 64 << 20
 
@@ -211,7 +212,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def utc(seconds: float) -> str:
     """`2026-11-21T03:04:05Z` for seconds since 1970."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.fromtimestamp(seconds, UTC).strftime(_UTC_FORMAT)
+
+
+def parse_utc(text: str) -> datetime:
+    """The time that `utc` wrote. Raises ValueError."""
+    return datetime.strptime(text, _UTC_FORMAT).replace(tzinfo=UTC)
 
 
 def utc_now() -> str:

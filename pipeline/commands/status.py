@@ -8,11 +8,11 @@ import json
 import os
 import shutil
 import textwrap
-from datetime import UTC, datetime
 
+from common.files import parse_utc
 from pipeline.commands.watch import watch
 from pipeline.status.live_report import view
-from pipeline.status.states import UTC_FORMAT, duration, statuses
+from pipeline.status.states import duration, statuses
 from pipeline.tasks.bert import BertPhase2
 from pipeline.tasks.everything import everything
 from stages.view.status import StageStatus
@@ -24,7 +24,7 @@ def _local(when: str | None) -> str:
     """A time in UTC, on this machine's clock, to the minute."""
     if when is None:
         return ""
-    return datetime.strptime(when, UTC_FORMAT).replace(tzinfo=UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+    return parse_utc(when).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def table(found: list[StageStatus], width: int) -> str:

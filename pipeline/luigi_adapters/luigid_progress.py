@@ -1,7 +1,10 @@
-"""What a central scheduler is told of a running stage, and what it may ask of it.
+"""Reports of a running stage to a central scheduler, and messages from it.
 
-With luigid every stage reports how far it is in percent, a status line and the address of TensorBoard, and a training
-takes the message `checkpoint`. Luigi's local scheduler has nobody to show it to, and is told nothing.
+With luigid every stage reports its progress in percent, a status line and the address of TensorBoard, and a training
+accepts the message `checkpoint`. Luigi's local scheduler shows nothing, and gets no reports.
+
+`luigi.worker.TaskProcess._forward_attributes` sets the task's report functions for the time of `run` only, and
+`luigi.worker.Worker` makes a message queue only for tasks with `accepts_messages`.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ CHECKPOINT = "checkpoint"
 
 
 def has_audience() -> bool:
-    """Whether a central scheduler is there to be told."""
+    """Whether there is a central scheduler."""
     return not core().local_scheduler
 
 
 @contextlib.contextmanager
 def reports(stage: StageTask) -> Iterator[None]:
-    """Reports on `stage` while its command runs in the block; what goes wrong with that does not touch the stage."""
+    """Report on `stage` during the block. Errors of reporting do not affect the stage."""
     if not has_audience():
         yield
         return
@@ -57,29 +60,29 @@ def reports(stage: StageTask) -> Iterator[None]:
 
 
 class _Reporter(threading.Thread):
-    """Asks the disk, not the command, how far the stage is: the command may run on another machine."""
+    """Reads progress from disk, as the command may run on another machine."""
 
     def __init__(self, stage: StageTask) -> None:
         super().__init__(name="reporter", daemon=True)
         self._stage = stage
-        # Luigi takes them away again when the task ends.
+        # Luigi removes them from the task when it ends.
         task: Any = stage
         self._tell_line, self._tell_percentage = task.set_status_message, task.set_progress_percentage
         self._tell_url, self._messages = task.set_tracking_url, task.scheduler_messages
         self._began = time.monotonic()
         self._told: dict[str, object] = {}
-        #: The message that waits for its checkpoint, and the steps of those that were there before.
+        #: The message that waits for a checkpoint, and the steps of earlier checkpoints.
         self._waiting: tuple[SchedulerMessage, set[int]] | None = None
         self._over = threading.Event()
 
     def finish(self) -> None:
-        """No report comes after this: a late one would tell luigi's scheduler that the task runs again."""
+        """Stop reporting: a late report would tell luigi's scheduler that the task is running again."""
         self._over.set()
         self.join()
 
     def run(self) -> None:
         while not self._over.is_set():
-            with contextlib.suppress(RPCError):  # luigi says so itself, and goes on
+            with contextlib.suppress(RPCError):  # luigi logs it itself
                 self._report()
                 self._answer()
             self._over.wait(_INTERVAL_S)
@@ -99,7 +102,7 @@ class _Reporter(threading.Thread):
             self._told[what] = value
 
     def _answer(self) -> None:
-        """Hand a message on to the training, and answer it when the checkpoint is there."""
+        """Pass a message on to the training, and answer it when the checkpoint exists."""
         directory = self._stage.directory
         if self._waiting is None:
             if self._messages is None:
@@ -120,7 +123,7 @@ class _Reporter(threading.Thread):
 
 
 def status_line(progress: dict[str, Any], seconds: float) -> str:
-    """`steps 120 of 500, phase 1, loss 3.214, 12.3 steps/s, 0:00:31 left`, from what progress.json says."""
+    """`steps 120 of 500, phase 1, loss 3.214, 12.3 steps/s, 0:00:31 left`, from progress.json."""
     if not progress:
         return f"running for {timedelta(seconds=round(seconds))}"
     done, total, unit, per_s = (progress[name] for name in ("done", "total", "unit", "per_s"))

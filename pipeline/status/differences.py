@@ -13,8 +13,8 @@ _HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{54}\b")
 
 
 def cause(task: StageTask, stage_dirs: StageDirs) -> str | None:
-    """The first setting or input in which `task` differs from the newest other directory of its stage, followed
-    through upstream stages to where it comes from: `lr: 0.001 → 0.0005`; None if there is no other directory."""
+    """The first setting or input in which `task` differs from the newest other directory of its stage, traced to its
+    upstream stage: `lr: 0.001 → 0.0005`; None if there is no other directory."""
     others = stage_dirs.others(task.label, task.identity.fingerprint)
     return _cause(task, others[0].record, stage_dirs) if others else None
 
@@ -36,13 +36,13 @@ def _cause(task: StageTask, old: dict[str, Any], stage_dirs: StageDirs) -> str:
 
 
 def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """`stages.directory.manifest.difference`, by single values (`model.hidden_size: 128 → 256`) hashes cut short."""
+    """`stages.directory.manifest.difference` of single values (`model.hidden_size: 128 → 256`), with short hashes."""
     text = difference(_flat(old), _flat(new)) or "fingerprint"
     return _HASH.sub(r"\1…", text)
 
 
 def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with the objects among its parameters and inputs laid open, one level."""
+    """The record with nested parameters and inputs flattened by one level."""
     flat = dict(record)
     for part in ("parameters", "inputs"):
         values: dict[str, Any] = {}

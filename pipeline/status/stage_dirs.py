@@ -86,8 +86,8 @@ def _stage_dirs(work_dir: Path) -> Iterator[StageDir]:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who is at work in a stage directory: a process, as the lock file says, a scheduler's job, or the one waiting for
-    the other."""
+    """What works in a stage directory: the process in the lock file, a scheduler's job, or a process that waits for
+    one."""
 
     host: str
     pid: int | None
@@ -100,7 +100,7 @@ class Holder:
 
 
 def holder(directory: Path) -> Holder | None:
-    """Who is at work in `directory`, or None. Nothing is changed; of a job its scheduler is asked."""
+    """What works in `directory`, or None. Changes nothing; asks the scheduler for a job's state."""
     record = (read_json(directory / LOCK) or {}) if is_held(directory) else None
     job = find_job(directory)
     state = None if job is None else _state(job)
@@ -112,7 +112,7 @@ def holder(directory: Path) -> Holder | None:
 
 
 def _state(job: Job) -> str | None:
-    """What is known of a job; None if it is over."""
+    """A description of a job; None if it is over."""
     try:
         state = job.state()
     except (Unreachable, UserError) as error:
@@ -121,7 +121,7 @@ def _state(job: Job) -> str | None:
 
 
 def last_checkpoint_step(directory: Path) -> int | None:
-    """The optimizer step, within its phase, of the newest whole checkpoint in a training's directory."""
+    """The optimizer step, within its phase, of the newest complete checkpoint in a training's directory."""
     for _, path in whole_checkpoints(directory / CHECKPOINTS):
         state = read_json(path / STATE)
         if state is not None:
@@ -130,12 +130,12 @@ def last_checkpoint_step(directory: Path) -> int | None:
 
 
 def abandoned_checkpoints(directory: Path) -> list[Path]:
-    """What a training in `directory` has set aside when it was rolled back, or went on without."""
+    """Checkpoints that the training in `directory` set aside when it was rolled back or resumed without them."""
     return abandoned(directory / CHECKPOINTS)
 
 
 def size_bytes(directory: Path) -> int:
-    """What removing `directory` frees: its files, but for those that have another name elsewhere."""
+    """Bytes that removing `directory` frees: its files without those that have other hard links."""
     total = 0
     for parent, _, names in os.walk(directory):
         for name in names:

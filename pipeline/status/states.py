@@ -1,14 +1,13 @@
-"""The state of each stage, as it is now."""
+"""The present state of each stage."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from datetime import UTC, datetime
 from typing import Literal
 
 from common.errors import UserError
-from common.files import utc
+from common.files import parse_utc, utc
 from pipeline.status.chain import ChainTask, StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
 from pipeline.status.stage_dirs import StageDirs, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
@@ -20,11 +19,10 @@ from stages.view.text import size
 
 #: What each means is in docs/recovery.md.
 State = Literal["complete", "running", "interrupted", "failed", "damaged", "stale", "waiting", "refused"]
-UTC_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
 def statuses(goal: ChainTask) -> list[StageStatus]:
-    """The state of every stage that `goal` is made from, in running order."""
+    """The state of every stage of `goal` in running order."""
     needed = {task.label for task in would_run(goal)}
     tasks = chain(goal)
     stage_dirs = StageDirs(tasks[0].settings.work_dir)
@@ -122,7 +120,7 @@ def _interrupted(task: StageTask, status: StageStatus) -> StageStatus | None:
 
 
 def _with_abandoned(task: StageTask, status: StageStatus) -> StageStatus:
-    """`status`, and what a training has set aside, which takes room until somebody removes it."""
+    """`status` with the checkpoints that a training has set aside, which take space until they are removed."""
     places = abandoned_checkpoints(task.directory)
     if not places:
         return status
@@ -132,7 +130,7 @@ def _with_abandoned(task: StageTask, status: StageStatus) -> StageStatus:
 
 
 def _with_progress(task: StageTask, status: StageStatus) -> StageStatus:
-    """`status` with what progress.json says; of a training without one, with its newest checkpoint."""
+    """`status` with the values of progress.json; for a training without one, with its newest checkpoint."""
     progress = read_progress(task.directory)
     if progress:
         done, total, unit, per_s = (progress.get(name) for name in ("done", "total", "unit", "per_s"))
@@ -149,10 +147,10 @@ def _how_far(status: StageStatus) -> list[str]:
 
 
 def _seconds_since(when: str | None) -> float | None:
-    """Seconds since a time in UTC as `stages.directory.manifest.utc_now` writes it."""
+    """Seconds since a time that `common.files.utc` wrote."""
     if when is None:
         return None
-    return max(0.0, round(time.time() - datetime.strptime(when, UTC_FORMAT).replace(tzinfo=UTC).timestamp(), 1))
+    return max(0.0, round(time.time() - parse_utc(when).timestamp(), 1))
 
 
 def duration(seconds: float) -> str:

@@ -50,7 +50,7 @@ class Stage(PipelineTask):
     #: Whether its command resumes when it is started again.
     resumes: ClassVar[bool] = False
 
-    # What subclasses say.
+    # Overridden by subclasses.
 
     def parameters(self) -> dict[str, Any]:
         """The settings that decide what comes out."""
@@ -77,7 +77,7 @@ class Stage(PipelineTask):
     def finish(self, start: StartTime) -> None:
         """Called when the command has succeeded. Commands of `stages` have written their manifest themselves."""
 
-    # What follows from it.
+    # Derived from these.
 
     @property
     def stage(self) -> str:

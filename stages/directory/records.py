@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from common.files import PROGRESS, read_json
+from common.files import PROGRESS, parse_utc, read_json
 from common.lock import IDENTITY
 
 MANIFEST = "manifest.json"
@@ -48,7 +47,7 @@ def _is(record: Any, types: dict[str, Any]) -> bool:
 
 def _is_time(value: Any) -> bool:
     try:
-        datetime.strptime(value, "%Y-%m-%dT%H:%M:%SZ")
+        parse_utc(value)
     except (TypeError, ValueError):
         return False
     return True
