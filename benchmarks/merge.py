@@ -24,6 +24,7 @@ from pathlib import Path
 
 from benchmarks.results import Result, say
 from benchmarks.work import ROOT, python
+from common.secrets import Secret
 
 SPLIT = 8
 #: A model with the same tensors, of next to no size.
@@ -69,11 +70,11 @@ def merge(source: Path, out: Path) -> None:
     from stages import merge as stage
     from stages.directory.manifest import StageDirectory
 
-    args = stage.parser().parse_args([str(source), str(out)])
+    options = stage.MergeOptions(source=Secret.address(str(source)))
     time.sleep(SETTLE_S)
-    with StageDirectory.begin(out, lambda: stage.identity(args)) as work:
+    with StageDirectory.begin(out, options.identity) as work:
         began = time.monotonic()
-        stage.merge(work, args)
+        stage.merge(work, options)
         seconds = time.monotonic() - began
     print(json.dumps({"seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
 

@@ -9,9 +9,8 @@ import time
 import numpy as np
 
 from benchmarks.results import Result, say
+from stages.examples.form import PACKED_SEQUENCES, Form
 from stages.examples.packing import pack
-from stages.examples.pairs import Form
-from stages.shard import PACKED_SEQUENCES
 
 CLAIMED_SHARE, CLAIMED_S = 0.97, 60
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from stages.examples.packing import RowCapacity, pack, pack_masked, pack_tokens
+from stages.examples.form import RowCapacity
+from stages.examples.packing import pack, pack_masked, pack_tokens
 from trainer.data.shards import LENGTHS_KEY, TOKEN_KEYS, ShardSet, write_shard
 
 ROOT = Path(__file__).parent.parent

@@ -50,6 +50,8 @@ class Option:
     #: Limits of a number, both allowed; None: no limit.
     least: float | None = None
     most: float | None = None
+    #: A limit that is not allowed itself.
+    below: float | None = None
     choices: tuple[str, ...] = ()
     #: On the command line, preferred first; without dashes, a positional argument; None: not on the command line.
     names: tuple[str, ...] | None = ()
@@ -62,8 +64,6 @@ class Option:
     omit_default: bool = False
     #: Words that a single `--name` takes, as argparse's nargs; "": a tuple's option is repeated.
     nargs: str = ""
-    #: The stage whose directory the path may be (see `stages.directory.options`).
-    upstream: str = ""
 
     @property
     def is_positional(self) -> bool:
@@ -76,9 +76,17 @@ class Option:
             return ", ".join(self.choices)
         if self.least is not None and self.most is not None:
             return f"from {self.least:g} to {self.most:g}"
-        if self.least is not None:
-            return f"{self.least:g} or more"
-        return "" if self.most is None else f"at most {self.most:g}"
+        limits = ((self.least, "{:g} or more"), (self.most, "at most {:g}"), (self.below, "below {:g}"))
+        return " and ".join(text.format(limit) for limit, text in limits if limit is not None)
+
+    def allows(self, value: float) -> bool:
+        """Whether a number is finite and within the limits."""
+        return (
+            math.isfinite(value)
+            and (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
 
 
 def option(default: Any = dataclasses.MISSING, **about: Any) -> Any:
@@ -116,13 +124,8 @@ def check(instance: Any) -> None:
             if one is None or isinstance(one, bool):
                 continue
             number = isinstance(one, int | float)
-            least, most = about.least, about.most
-            if (about.choices and one not in about.choices) or (number and not _within(one, least, most)):
+            if (about.choices and one not in about.choices) or (number and not about.allows(one)):
                 raise _refusal(type(instance), name, one)
-
-
-def _within(value: float, least: float | None, most: float | None) -> bool:
-    return math.isfinite(value) and (least is None or value >= least) and (most is None or value <= most)
 
 
 def add_options(
@@ -140,7 +143,7 @@ def add_options(
             continue
         if about.group not in groups:
             groups[about.group] = parser.add_argument_group(about.group)
-        kind, many = _kind(cls, name)
+        kind, many = kind_of(cls, name)
         required = field.default is dataclasses.MISSING
         default = defaults.get(name, field.default)
         shown = f" ({default})" if _is_worth_showing(default) and kind is not bool else ""
@@ -168,7 +171,7 @@ def from_namespace(cls: type[T], args: argparse.Namespace, **others: Any) -> T:
         given = getattr(args, name, None)
         if about.names is None or given is None or given == []:
             continue
-        kind, many = _kind(cls, name)
+        kind, many = kind_of(cls, name)
         if kind is bool:
             values[name] = given
         else:
@@ -176,8 +179,9 @@ def from_namespace(cls: type[T], args: argparse.Namespace, **others: Any) -> T:
     return cls(**values)
 
 
-def words(instance: Any) -> list[str]:
-    """The command line that makes `instance` again; values at their defaults are left out."""
+def words(instance: Any, *last: str) -> list[str]:
+    """The command line that makes `instance` again, positional arguments (then `last`) first; values at their defaults
+    are left out."""
     positional: list[str] = []
     found: list[str] = []
     for name, (field, about) in fields_of(instance).items():
@@ -198,7 +202,7 @@ def words(instance: Any) -> list[str]:
             found += [
                 word for text in texts for word in ([shown, text] if isinstance(text, Secret) else [f"{shown}={text}"])
             ]
-    return [*positional, *found]
+    return [*positional, *last, *found]
 
 
 @functools.cache
@@ -206,7 +210,7 @@ def _hints(cls: type) -> Mapping[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _kind(cls: type, name: str) -> tuple[type, bool]:
+def kind_of(cls: type, name: str) -> tuple[type, bool]:
     """The type of a field's value, and whether it is a tuple of them."""
     hint = _hints(cls)[name]
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
@@ -218,14 +222,14 @@ def _kind(cls: type, name: str) -> tuple[type, bool]:
 
 def _convert(cls: type, name: str, text: str) -> Any:
     try:
-        return _KINDS[_kind(cls, name)[0]][0](text)
+        return _KINDS[kind_of(cls, name)[0]][0](text)
     except ValueError:
         raise _refusal(cls, name, text) from None
 
 
 def _refusal(cls: type, name: str, value: object) -> UserError:
     about = fields_of(cls)[name][1]
-    what = "" if about.choices else _KINDS[_kind(cls, name)[0]][1]
+    what = "" if about.choices else _KINDS[kind_of(cls, name)[0]][1]
     allowed = " ".join(part for part in (what, about.allowed) if part)
     return UserError(f"{name_of(cls, name)} is {value}; allowed: {allowed}")
 

@@ -7,19 +7,20 @@ script, a directory of neuronx-distributed; or s3:// or https:// of one file. `-
 from __future__ import annotations
 
 import argparse
-import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
 from common.hashing import InputHashes
-from common.secrets import revealed_by_parent
+from common.options import from_namespace, option
 from stages.checkpoints.source import (
-    add_source_options,
+    SourceOptions,
     brought,
-    local_source,
+    checkpoint_of,
     model_config,
     opened,
     source_identity,
@@ -27,15 +28,68 @@ from stages.checkpoints.source import (
 )
 from stages.directory.command import run
 from stages.directory.manifest import Identity, Output, StageDirectory
+from stages.directory.options import stage_parser
 from stages.transfer.shard_import import PATTERNS
-from stages.transfer.urls import add_transport_options, transport_of
+from stages.transfer.urls import Transport
 
 #: Format → the directory in OUT that it becomes; a .pt is in OUT itself, where the script looks for it.
 RESULT = {"native": "checkpoint", "hf": "model"}
-FORMAT_VERSION = 1
+_SCRIPT = "--to pt"
 
 
-def convert(work: StageDirectory, args: argparse.Namespace) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(SourceOptions, Transport):
+    """The checkpoint to convert, and the format and layout to write."""
+
+    module: ClassVar = "stages.convert"
+    stage: ClassVar = "convert_checkpoint"
+    out_nargs: ClassVar = "?"
+    out_help: ClassVar = "stage directory to fill: OUT/checkpoint (native), OUT/model (hf) or OUT/ckpt_<step>.pt (pt)"
+
+    to: str = option("native", choices=("native", "hf", "pt"), omit_default=True, help="format to write")
+    tensor_parallel_size: int = option(
+        1, unit="ranks", least=1, omit_default=True, help="native: files for so many tensor-parallel ranks"
+    )
+    optimizer: bool = option(True, decides=False, help="keep the optimizer's state")
+    #: What the settings say of the model, where luigi starts the stage before its vocabulary is there.
+    model: Mapping[str, Any] | None = option(None, names=None, omit_default=True, help="in place of --config")
+    # What the tutorial's script goes on with where IN does not say it; its own defaults.
+    lr: float = option(4e-4, group=_SCRIPT, decides=False, help="peak learning rate")
+    warmup_steps: int = option(2000, group=_SCRIPT, unit="steps", decides=False, help="optimizer steps of warm-up")
+    max_steps: int = option(28125, group=_SCRIPT, unit="steps", decides=False, help="optimizer steps of the phase")
+    weight_decay: float = option(0.01, group=_SCRIPT, decides=False, help="of all but biases and norms")
+    data_dir: Path | None = option(None, group=_SCRIPT, help="the script's shards, to resume its phase 1 with")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensor_parallel_size > 1 and self.to != "native":
+            raise UserError(
+                f"--tensor-parallel-size {self.tensor_parallel_size} with --to {self.to} is not allowed; allowed: 1 or "
+                f"more with --to native, 1 with the others"
+            )
+
+    def parameters(self) -> dict[str, Any]:
+        parameters = super().parameters()
+        if self.to == "pt":
+            script = ("lr", "warmup_steps", "max_steps", "weight_decay")
+            parameters |= {name: str(getattr(self, name)) for name in script}
+            # Of the shards their paths are written, in this order.
+            shards = self.data_dir.glob(PATTERNS["training"]) if self.data_dir else ()
+            parameters["files"] = sorted(map(str, shards))
+        return parameters
+
+    def identity(self, hashes: InputHashes | None = None, upstream: Mapping[str, str] | None = None) -> Identity:
+        """What the chain does is left out: it keeps the optimizer of a stage's checkpoint and drops any other's."""
+        identity = super().identity(hashes, upstream)
+        if self.optimizer != ("pretrain" in identity.upstream):
+            identity.parameters["with_optimizer"] = self.optimizer
+        return identity
+
+    def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:
+        return {} if "pretrain" in upstream else {"start_from": source_identity(self.source, hashes)}
+
+
+def convert(work: StageDirectory, args: ConvertOptions) -> dict[str, Any]:
     """Write the checkpoint `args.source` in the format `args.to`; returns the counts."""
     from trainer.checkpoint.interop.pt_file import ScriptSettings
     from trainer.checkpoint.interop.write import WriteOptions, bytes_needed
@@ -43,12 +97,12 @@ def convert(work: StageDirectory, args: argparse.Namespace) -> dict[str, Any]:
 
     options = WriteOptions(
         step=args.step,
-        with_optimizer=not args.no_optimizer,
+        with_optimizer=args.optimizer,
         tensor_parallel_size=args.tensor_parallel_size,
         training=ScriptSettings(args.lr, args.warmup_steps, args.max_steps, args.weight_decay, args.data_dir),
     )
     with (
-        brought(args.source, work, transport_of(args)) as path,
+        brought(args.source, work, args) as path,
         opened(path, model_config(args.config), optimizer=options.with_optimizer) as source,
     ):
         require_divisible(source.config, args.tensor_parallel_size)
@@ -71,67 +125,26 @@ def convert(work: StageDirectory, args: argparse.Namespace) -> dict[str, Any]:
     return counts
 
 
-def identity(args: argparse.Namespace) -> Identity:
-    parameters: dict[str, Any] = {
-        "to": args.to,
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "with_optimizer": not args.no_optimizer,
-        "step": args.step,
-    }
-    if args.to == "pt":
-        script = ("lr", "warmup_steps", "max_steps", "weight_decay")
-        parameters |= {name: str(getattr(args, name)) for name in script}
-        # Of the shards their paths are written, in this order.
-        shards = args.data_dir.glob(PATTERNS["training"]) if args.data_dir else ()
-        parameters["files"] = sorted(map(str, shards))
-    config = model_config(args.config)
-    parameters["model"] = None if config is None else dataclasses.asdict(config)
-    inputs = {"checkpoint": source_identity(args.source, InputHashes.beside(args.out))}
-    return Identity("convert_checkpoint", FORMAT_VERSION, parameters=parameters, inputs=inputs)
-
-
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m stages.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("source", type=revealed_by_parent, metavar="IN", help="the checkpoint")
-    p.add_argument(
-        "out", type=Path, nargs="?", metavar="OUT",
-        help="stage directory to fill: OUT/checkpoint (native), OUT/model (hf) or OUT/ckpt_<step>.pt (pt)",
-    )  # fmt: skip
+    p = stage_parser(ConvertOptions, __doc__)
     p.add_argument("--inspect", action="store_true", help="say what IN is, from its headers, and write nothing")
-    p.add_argument("--to", choices=("native", "hf", "pt"), default="native", help="format to write (native)")
-    p.add_argument("--tensor-parallel-size", type=int, default=1, metavar="T", help="native: files for T ranks (1)")
-    p.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
-    add_source_options(p)
-    add_transport_options(p.add_argument_group("IN at s3:// or https://"))
-    script = p.add_argument_group("--to pt", "what the script goes on with where IN does not say it; its own defaults")
-    script.add_argument("--lr", type=float, default=4e-4, help="peak learning rate (4e-4)")
-    script.add_argument("--warmup-steps", type=int, default=2000, help="(2000)")
-    script.add_argument("--max-steps", type=int, default=28125, help="(28125)")
-    script.add_argument("--weight-decay", type=float, default=0.01, help="(0.01)")
-    script.add_argument("--data-dir", type=Path, help="the script's shards, to resume its phase 1 with")
     return p
 
 
 def main() -> None:
     p = parser()
     args = p.parse_args()
+    options = from_namespace(ConvertOptions, args)
     if args.inspect:
         from stages.checkpoints.inspection import inspect
 
-        print(inspect(local_source(args.source)))
+        print(inspect(checkpoint_of(options.source)))
         return
     if args.out is None:
         p.error("OUT is missing: where to write to")
-    if args.tensor_parallel_size < 1 or (args.tensor_parallel_size > 1 and args.to != "native"):
-        raise UserError(
-            f"--tensor-parallel-size {args.tensor_parallel_size} with --to {args.to} is not allowed; allowed: 1 or "
-            f"more with --to native, 1 with the others"
-        )
-    with StageDirectory.begin(args.out, lambda: identity(args)) as work:
-        counts = convert(work, args)
-    print(f"step {counts['global_step']}, {counts['parameters']:,} parameters: {args.out / RESULT.get(args.to, '')}")
+    with StageDirectory.begin(args.out, lambda: options.identity(InputHashes.beside(args.out))) as work:
+        counts = convert(work, options)
+    print(f"step {counts['global_step']}, {counts['parameters']:,} parameters: {args.out / RESULT.get(options.to, '')}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ready-made shards → a data set of ours: fetched, safely unpacked, checked once. `python -m stages.download --help`.
+"""Ready-made shards → a data set of ours: fetched, safely unpacked, checked once.
 
 A file gets its final name after it was checked, so that a rerun goes on with the first that is missing. Of an archive
 from the network DIR holds, while it is needed,
@@ -14,19 +14,21 @@ import argparse
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.disk_space import require_disk_space
 from common.errors import DiskError, UserError
 from common.files import read_json, write_json
 from common.hashing import InputHashes, changed
-from common.secrets import Secret, revealed_by_parent
+from common.options import option
+from common.secrets import Secret
 from common.workers import processes_asked_for
 from stages.directory.command import run
-from stages.directory.manifest import MANIFEST, Identity, Output, StageDirectory
+from stages.directory.manifest import MANIFEST, Output, StageDirectory
+from stages.directory.options import StageOptions, parse, stage_parser
 from stages.transfer.archive import DamagedArchive
 from stages.transfer.fetch import fetch, require_sha256
 from stages.transfer.partial import State
@@ -43,16 +45,11 @@ from stages.transfer.shard_import import (
 )
 from stages.transfer.urls import (
     Transport,
-    add_transport_options,
     file_identity,
     folder_identity,
     open_source,
     source_inputs,
-    transport_of,
 )
-
-STAGE = "download_dataset"
-FORMAT_VERSION = 1
 
 ARCHIVE = "archive"
 UNPACKED = "unpacked.json"
@@ -61,60 +58,75 @@ UNPACKED = "unpacked.json"
 PACKED_RATIO = 4
 
 
-@dataclass(frozen=True)
-class DownloadOptions:
+@dataclass(frozen=True, kw_only=True)
+class DownloadOptions(Transport, StageOptions):
     """Where the shards come from, and what they must be (None: whatever they are)."""
 
-    url: Secret
-    seq_len: int | None = None
-    #: Predictions of a sequence, at most.
-    max_pred_len: int | None = None
-    vocab_size: int | None = None
-    #: Of the archive, in hex.
-    sha256: str | None = None
+    module: ClassVar = "stages.download"
+    stage: ClassVar = "download_dataset"
 
-    def identity(self, phase: int | None = None, hashes: InputHashes | None = None) -> Identity:
-        parameters = {"seq_len": self.seq_len, "max_pred_len": self.max_pred_len, "vocab_size": self.vocab_size}
-        return Identity(
-            stage=STAGE, format_version=FORMAT_VERSION, phase=phase, parameters=parameters,
-            inputs=source_inputs(self.url, self.sha256, hashes or InputHashes()),
-        )  # fmt: skip
+    url: Secret = option(
+        names=("url",),
+        metavar="URL",
+        help="s3://bucket/key, https://, http:// or file:// URL or path of a .tar, .tar.gz or .tar.zst; or path of a "
+        "folder of HDF5 shards",
+    )
+    seq_len: int | None = option(None, unit="tokens", help="that every row must have (default: as they are)")
+    max_pred_len: int | None = option(
+        None, unit="positions", help="masked positions that a row may have (default: as they are)"
+    )
+    vocab_size: int | None = option(None, unit="pieces", help="every id must be below (default: not checked)")
+    sha256: str | None = option(
+        None, metavar="HEX", decides=False, help="that the archive must have (default: not checked)"
+    )
+    phase: int | None = option(
+        None, help="phase of pretraining that they are for; part of the identity", decides=False, least=1, most=2
+    )
+    keep_archive: bool = option(False, decides=False, help="leave the fetched archive in DIR/archive")
+    processes: int = option(0, decides=False, help="check shards; 0: one for each core; changes no output")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", self.sha256):
+            raise UserError(f"--sha256 is {self.sha256}; give 64 hexadecimal digits")
+
+    def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:
+        return source_inputs(self.url, self.expected_sha256, hashes)
+
+    @property
+    def expected_sha256(self) -> str | None:
+        return self.sha256 and self.sha256.lower()
 
     @property
     def limits(self) -> Limits:
         return Limits(self.seq_len, self.max_pred_len, self.vocab_size)
 
 
-def download_dataset(
-    work: StageDirectory, options: DownloadOptions, transport: Transport | None = None
-) -> dict[str, Any]:
+def download_dataset(work: StageDirectory, options: DownloadOptions) -> dict[str, Any]:
     """Fill `work` with the checked shards behind the URL, and finish it; returns the counts.
 
     Raises `UserError`: nothing there, no access, too little space, an unsafe or damaged archive, no training shard, a
     file that is no valid shard.
     """
-    transport = transport or Transport()
-    source = open_source(options.url, transport)
+    source = open_source(options.url, options)
     if isinstance(source, Path):
-        if options.sha256 is not None:
-            require_sha256(source, str(source), work, options.sha256)
-        outputs, counts = _from_here(work, source, options, transport)
+        if options.expected_sha256 is not None:
+            require_sha256(source, str(source), work, options.expected_sha256)
+        outputs, counts = _from_here(work, source, options)
     else:
-        outputs, counts = _before(work.path) or _from_network(work, source, options, transport)
-        if not transport.keep_archive:
+        outputs, counts = _before(work.path) or _from_network(work, source, options)
+        if not options.keep_archive:
             (work.path / ARCHIVE).unlink(missing_ok=True)
     work.finish(outputs, counts)
     (work.path / UNPACKED).unlink(missing_ok=True)
     return counts
 
 
-def _from_here(
-    work: StageDirectory, source: Path, options: DownloadOptions, transport: Transport
-) -> tuple[list[Output], dict[str, Any]]:
+def _from_here(work: StageDirectory, source: Path, options: DownloadOptions) -> tuple[list[Output], dict[str, Any]]:
     """From a file or folder of this machine, which must be the one that the identity is of, and stay so."""
     expected = work.identity.inputs["source"]
     if source.is_dir():
-        outputs, counts = _take_in(work, source, str(source), options, transport)
+        outputs, counts = _take_in(work, source, str(source), options)
         # The copies are what was read, and nobody else writes to them.
         if folder_identity({output.path: output.sha256 for output in outputs}) != expected:
             for path in _placed(work.path):
@@ -124,11 +136,11 @@ def _from_here(
     file = InputHashes.beside(work.path).hash([source])[0]
     if file_identity(file.sha256) != expected:
         raise changed(source)
-    return _take_in(work, source, str(source), options, transport, after_each=file.require_unchanged)
+    return _take_in(work, source, str(source), options, after_each=file.require_unchanged)
 
 
 def _from_network(
-    work: StageDirectory, source: Remote, options: DownloadOptions, transport: Transport
+    work: StageDirectory, source: Remote, options: DownloadOptions
 ) -> tuple[list[Output], dict[str, Any]]:
     archive = work.path / ARCHIVE
 
@@ -141,13 +153,13 @@ def _from_network(
         source,
         work,
         archive,
-        connections=transport.connections,
-        least_rate=transport.least_rate,
-        sha256=options.sha256,
+        connections=options.connections,
+        least_rate=options.least_rate,
+        sha256=options.expected_sha256,
         begin=begin,
     )
     try:
-        outputs, counts = _take_in(work, archive, source.url, options, transport)
+        outputs, counts = _take_in(work, archive, source.url, options)
     except DamagedArchive as error:
         archive.unlink()
         raise UserError(f"{str(error).replace(str(archive), source.url)} (what was fetched is removed)") from error
@@ -203,7 +215,6 @@ def _take_in(
     source: Path,
     name: str,
     options: DownloadOptions,
-    transport: Transport,
     after_each: Callable[[], None] = lambda: None,
 ) -> tuple[list[Output], dict[str, Any]]:
     """All shards of an archive or folder, checked and in their places: outputs and counts. `after_each` is called when
@@ -211,6 +222,7 @@ def _take_in(
     folder = source.is_dir()
     if not folder:
         _require_room(work.path, name, archive=0, contents=_contents(name, source.stat().st_size))
+    processes = processes_asked_for(options.processes)
     total = len(folder_shards(source)) if folder else source.stat().st_size
     skipped = 0
 
@@ -230,7 +242,7 @@ def _take_in(
 
     try:
         with work.progress("check" if folder else "unpack", total, "files" if folder else "B") as bar:
-            shards = take_in(work.path, name, incoming(), options.limits, processes=transport.processes)
+            shards = take_in(work.path, name, incoming(), options.limits, processes=processes)
     except DamagedArchive:
         for path in _placed(work.path):
             path.unlink()
@@ -247,36 +259,15 @@ def _take_in(
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="python -m stages.download", description="Fetch, unpack and check ready HDF5 shards."
-    )
-    add = options.add_argument
-    add("url", type=revealed_by_parent,
-        help="s3://bucket/key, https://, http:// or file:// URL or path of a .tar, .tar.gz or .tar.zst; "
-        "or path of a folder of HDF5 shards")  # fmt: skip
-    add("--out", type=Path, required=True, metavar="DIR", help="stage directory to make or go on with")
-    add("--seq-len", type=int, help="tokens that every row must have (default: as they are)")
-    add("--max-pred-len", type=int, help="masked positions that a row may have (default: as they are)")
-    add("--vocab-size", type=int, help="every id must be below (default: not checked)")
-    add("--sha256", metavar="HEX", help="that the archive must have (default: not checked)")
-    add_transport_options(options)
-    add("--keep-archive", action="store_true", help="leave the fetched archive in DIR/archive")
-    add("--processes", type=int, default=0, help="check shards; changes no output (default: one for each core)")
-    return options
+    return stage_parser(DownloadOptions, "Fetch, unpack and check ready HDF5 shards.")
 
 
 def main() -> None:
-    args = parser().parse_args()
-    if args.sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", args.sha256):
-        raise UserError(f"--sha256 is {args.sha256}; give 64 hexadecimal digits")
-    sha256 = args.sha256.lower() if args.sha256 else None
-    options = DownloadOptions(args.url, args.seq_len, args.max_pred_len, args.vocab_size, sha256)
-    transport = dataclasses.replace(
-        transport_of(args), keep_archive=args.keep_archive, processes=processes_asked_for(args.processes)
-    )
-    with StageDirectory.begin(args.out, lambda: options.identity(hashes=InputHashes.beside(args.out))) as work:
-        counts = download_dataset(work, options, transport)
-    print(f"{counts['training_rows']:,} training and {counts['test_rows']:,} test rows: {args.out}")
+    options, out = parse(DownloadOptions, parser())
+    processes_asked_for(options.processes)  # refused before anything is fetched
+    with StageDirectory.begin(out, lambda: options.identity(InputHashes.beside(out))) as work:
+        counts = download_dataset(work, options)
+    print(f"{counts['training_rows']:,} training and {counts['test_rows']:,} test rows: {out}")
 
 
 if __name__ == "__main__":

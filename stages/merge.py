@@ -7,18 +7,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
 from common.hashing import InputHashes
-from common.secrets import revealed_by_parent
+from common.options import option
 from stages.checkpoints.source import (
-    add_source_options,
+    SourceOptions,
+    checkpoint_of,
     held_still,
-    local_source,
     model_config,
     opened,
     size_in_bytes,
@@ -26,16 +28,65 @@ from stages.checkpoints.source import (
     written,
 )
 from stages.directory.command import run
-from stages.directory.manifest import Identity, Output, StageDirectory
-from stages.tokens.wordpiece import read_vocabulary, save_tokenizer
+from stages.directory.manifest import Output, StageDirectory
+from stages.directory.options import fingerprints, parse, stage_parser
+from stages.text.corpus import TOKENIZER
 from stages.view.card import CARD
 
 MODEL = "model"
-FORMAT_VERSION = 2
 TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def merge(work: StageDirectory, args: argparse.Namespace) -> None:
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(SourceOptions):
+    """The checkpoint to merge, the tokenizer to lay beside it, and how the model is written."""
+
+    module: ClassVar = "stages.merge"
+    stage: ClassVar = "merge_shards"
+    format_version: ClassVar = 2  # 2: the step is in the weights' file
+    out_help: ClassVar = f"stage directory to fill; the result is OUT/{MODEL}"
+
+    tokenizer: Path | None = option(
+        None, metavar="DIR", help="directory of stages.tokenize or with a tokenizer's files, to lay beside the model"
+    )
+    vocab_file: Path | None = option(
+        None, metavar="FILE", help="vocab.txt to make the tokenizer's files from instead of --tokenizer"
+    )
+    lower_case: bool = option(True, decides=False, help="--vocab-file is that of an uncased model")
+    dtype: str | None = option(
+        None, choices=("bf16", "fp32"), omit_default=True, help="type of the parameters written (default: as they are)"
+    )
+    with_optimizer: bool = option(
+        False, omit_default=True,
+        help=f"keep the moments too, whole: OUT/{MODEL}/optimizer.safetensors, exp_avg.<name> and exp_avg_sq.<name>",
+    )  # fmt: skip
+    max_shard_size: str | None = option(
+        None, metavar="SIZE", omit_default=True, help="largest file, such as 2GB (default: one file)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokenizer and self.vocab_file:
+            raise UserError("--tokenizer and --vocab-file are both given; give one of them")
+
+    def parameters(self) -> dict[str, Any]:
+        return {**super().parameters(), **({"lower_case": self.lower_case} if self.vocab_file else {})}
+
+    def upstream(self) -> dict[str, str]:
+        return {**super().upstream(), **fingerprints(tokenize_corpus=self.tokenizer)}
+
+    def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:
+        inputs: dict[str, Any] = {}
+        if "pretrain" not in upstream:
+            inputs["checkpoint"] = source_identity(self.source, hashes)
+        if self.tokenizer and "tokenize_corpus" not in upstream:
+            inputs["tokenizer"] = {path.name: hashes.sha256(path) for path in _tokenizer_files(self.tokenizer)}
+        if self.vocab_file:
+            inputs["vocab_file"] = hashes.sha256(self.vocab_file)
+        return inputs
+
+
+def merge(work: StageDirectory, args: MergeOptions) -> None:
     """Write the model of `args.source` to `model/`, load it once with Hugging Face, and finish.
 
     Raises `CheckpointError` if a parameter is missing, too much, of another shape, differs between ranks that must
@@ -43,6 +94,7 @@ def merge(work: StageDirectory, args: argparse.Namespace) -> None:
     """
     import torch
 
+    from stages.tokens.wordpiece import save_tokenizer
     from trainer.checkpoint.interop.write import WriteOptions, bytes_needed, meets_hugging_face
 
     options = WriteOptions(
@@ -51,7 +103,7 @@ def merge(work: StageDirectory, args: argparse.Namespace) -> None:
         dtype={"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype],
         max_shard_bytes=size_in_bytes(args.max_shard_size) if args.max_shard_size else None,
     )
-    path = local_source(args.source)
+    path = checkpoint_of(args.source)
     target, temporary = work.path / MODEL, work.path / (MODEL + TEMPORARY_SUFFIX)
     with (
         held_still(path, work),
@@ -81,6 +133,8 @@ def merge(work: StageDirectory, args: argparse.Namespace) -> None:
 
 def _vocabulary_of(path: Path, size: int) -> list[str]:
     """The pieces in `path`, which a model of `size` entries can know. Raises `UserError`."""
+    from stages.tokens.wordpiece import read_vocabulary
+
     pieces = read_vocabulary(path)
     # Models may have more entries, to fill up a multiple of 8 or 64.
     if len(pieces) > size:
@@ -92,63 +146,26 @@ def _vocabulary_of(path: Path, size: int) -> list[str]:
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:
-    return [directory / name for name in TOKENIZER_FILES if (directory / name).exists()]
-
-
-def identity(args: argparse.Namespace) -> Identity:
-    config = model_config(args.config)
-    parameters: dict[str, Any] = {
-        "dtype": args.dtype,
-        "with_optimizer": args.with_optimizer,
-        "max_shard_size": args.max_shard_size,
-        "step": args.step,
-        "model": None if config is None else dataclasses.asdict(config),
-    }
-    hashes = InputHashes.beside(args.out)
-    inputs: dict[str, Any] = {"checkpoint": source_identity(args.source, hashes)}
-    if args.tokenizer:
-        inputs["tokenizer"] = {path.name: hashes.sha256(path) for path in _tokenizer_files(args.tokenizer)}
-    if args.vocab_file:
-        inputs["vocab_file"] = hashes.sha256(args.vocab_file)
-        parameters["lower_case"] = args.lower_case
-    return Identity("merge_shards", FORMAT_VERSION, parameters=parameters, inputs=inputs)
+    """Those in `directory`, or in a tokenized corpus there."""
+    where = directory / TOKENIZER if (directory / TOKENIZER).is_dir() else directory
+    return [where / name for name in TOKENIZER_FILES if (where / name).exists()]
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m stages.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument(
-        "source", type=revealed_by_parent, metavar="IN", help="a checkpoint of any format that stages.convert reads"
-    )
-    p.add_argument("out", type=Path, metavar="OUT", help=f"stage directory to fill; the result is OUT/{MODEL}")
-    tokenizer = p.add_mutually_exclusive_group()
-    tokenizer.add_argument(
-        "--tokenizer", type=Path, help="directory with the tokenizer's files, to lay beside the model"
-    )
-    tokenizer.add_argument("--vocab-file", type=Path, help="vocab.txt to make the tokenizer's files from instead")
-    p.add_argument(
-        "--lower-case", action=argparse.BooleanOptionalAction, default=True, help="of --vocab-file: an uncased one"
-    )
-    p.add_argument("--dtype", choices=("bf16", "fp32"), help="type of the parameters written (default: as they are)")
-    p.add_argument(
-        "--with-optimizer", action="store_true",
-        help=f"keep the moments too, whole: OUT/{MODEL}/optimizer.safetensors, exp_avg.<name> and exp_avg_sq.<name>",
-    )  # fmt: skip
-    p.add_argument("--max-shard-size", metavar="SIZE", help="largest file, such as 2GB (default: one file)")
-    add_source_options(p)
-    return p
+    return stage_parser(MergeOptions, __doc__)
 
 
 def main() -> None:
-    args = parser().parse_args()
-    if args.tokenizer and not (args.tokenizer / "tokenizer.json").exists():
-        raise UserError(f"--tokenizer {args.tokenizer} holds no tokenizer.json; give a tokenizer's directory")
-    if args.vocab_file:
-        read_vocabulary(args.vocab_file)
-    with StageDirectory.begin(args.out, lambda: identity(args)) as work:
-        merge(work, args)
-    print(f"model: {args.out / MODEL}")
+    options, out = parse(MergeOptions, parser())
+    if options.tokenizer and not any(path.name == "tokenizer.json" for path in _tokenizer_files(options.tokenizer)):
+        raise UserError(f"--tokenizer {options.tokenizer} holds no tokenizer.json; give a tokenizer's directory")
+    if options.vocab_file:
+        from stages.tokens.wordpiece import read_vocabulary
+
+        read_vocabulary(options.vocab_file)
+    with StageDirectory.begin(out, lambda: options.identity(InputHashes.beside(out))) as work:
+        merge(work, options)
+    print(f"model: {out / MODEL}")
 
 
 if __name__ == "__main__":

@@ -1,30 +1,24 @@
-"""MNIST, or anything in its four files → a data set of ours: fetched and checked. `python -m stages.mnist --help`."""
+"""MNIST, or anything in its four files → a data set of ours: fetched and checked."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from common.errors import UserError
 from common.files import durable_file
 from common.hashing import InputHashes, changed
-from common.secrets import Secret, revealed_by_parent
+from common.options import option
+from common.secrets import Secret
 from stages.directory.command import run
-from stages.directory.manifest import Identity, Output, StageDirectory
+from stages.directory.manifest import Output, StageDirectory
+from stages.directory.options import StageOptions, parse, stage_parser
 from stages.transfer.fetch import fetch
-from stages.transfer.urls import (
-    Transport,
-    add_transport_options,
-    file_identity,
-    open_source,
-    source_identity,
-    transport_of,
-)
-
-STAGE = "download_mnist"
-FORMAT_VERSION = 1
+from stages.transfer.urls import Transport, file_identity, open_source, source_identity
 
 #: The files and the sha256 of the original ones. (Their md5, which torchvision checks, agree.)
 FILES = {
@@ -35,6 +29,24 @@ FILES = {
 }
 #: mnist: the files must have those; none: any file of the form will do.
 CHECKSUMS = ("mnist", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MnistOptions(Transport, StageOptions):
+    """Where MNIST's files come from, and whether they must be the original ones."""
+
+    module: ClassVar = "stages.mnist"
+    stage: ClassVar = "download_mnist"
+
+    url: Secret = option(
+        names=("url",),
+        metavar="URL",
+        help=f"https://, s3://, file:// or path of the folder with {', '.join(FILES)}",
+    )
+    checksums: str = option("mnist", choices=CHECKSUMS, help="mnist: only the original files; none: any")
+
+    def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:
+        return source_inputs(self.url, hashes)
 
 
 def source_inputs(url: Secret, hashes: InputHashes) -> dict[str, str]:
@@ -54,7 +66,7 @@ def _file(url: Secret, name: str) -> Secret:
     return Secret.address(f"{folder.rstrip('/')}/{name}{question}{query}")
 
 
-def download_mnist(work: StageDirectory, url: Secret, *, checksums: str, transport: Transport) -> dict[str, Any]:
+def download_mnist(work: StageDirectory, options: MnistOptions) -> dict[str, Any]:
     """Fill `work` with the four files, and finish it; returns the counts.
 
     Raises `UserError`: a file is not there, not the original one, or not of the form.
@@ -63,7 +75,8 @@ def download_mnist(work: StageDirectory, url: Secret, *, checksums: str, transpo
 
     for name, original in FILES.items():
         if not (work.path / name).exists():
-            _bring(work, _file(url, name), work.path / name, original if checksums == "mnist" else None, transport)
+            sha256 = original if options.checksums == "mnist" else None
+            _bring(work, _file(options.url, name), work.path / name, sha256, options)
     try:
         training, held_out = Images(work.path, TRAINING), Images(work.path, HELD_OUT)
     except UserError:
@@ -96,32 +109,14 @@ def _bring(work: StageDirectory, url: Secret, final: Path, sha256: str | None, t
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m stages.mnist", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    p.add_argument(
-        "url",
-        type=revealed_by_parent,
-        metavar="URL",
-        help=f"https://, s3://, file:// or path of the folder with {', '.join(FILES)}",
-    )
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="stage directory to make or go on with")
-    p.add_argument("--checksums", choices=CHECKSUMS, default="mnist", help="mnist: only the original files; none: any")
-    add_transport_options(p)
-    return p
+    return stage_parser(MnistOptions, __doc__)
 
 
 def main() -> None:
-    args = parser().parse_args()
-    transport = transport_of(args)
-
-    def identity() -> Identity:
-        parameters, inputs = {"checksums": args.checksums}, source_inputs(args.url, InputHashes.beside(args.out))
-        return Identity(STAGE, FORMAT_VERSION, parameters=parameters, inputs=inputs)
-
-    with StageDirectory.begin(args.out, identity) as work:
-        counts = download_mnist(work, args.url, checksums=args.checksums, transport=transport)
-    print(f"{counts['training_images']:,} training and {counts['held_out_images']:,} held-out images: {args.out}")
+    options, out = parse(MnistOptions, parser())
+    with StageDirectory.begin(out, lambda: options.identity(InputHashes.beside(out))) as work:
+        counts = download_mnist(work, options)
+    print(f"{counts['training_images']:,} training and {counts['held_out_images']:,} held-out images: {out}")
 
 
 if __name__ == "__main__":

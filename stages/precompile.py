@@ -1,4 +1,4 @@
-"""`python -m stages.precompile --out DIR --device D -- -m trainer …`: what can be compiled before training starts, is.
+"""Compiles before training starts: `python -m stages.precompile --out DIR --device D -- -m trainer …`
 
 It runs the training command that follows `--` as a trial: a few steps that leave no checkpoint, log or metric. What
 comes of it is `graphs.json`, {"graphs": [{"hash", "operations", "seconds"}]}, and the compiler's cache where the
@@ -11,29 +11,33 @@ waits for the others, and alone says that it is complete.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-import itertools
 import os
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.errors import EXIT_INTERRUPTED, UserError
 from common.files import disk_errors, read_json, write_json
 from common.hashing import InputHashes
+from common.options import from_namespace, option
 from common.process import PARENT_VARIABLE, node_rank
 from stages.directory.command import run
-from stages.directory.manifest import Identity, Output, StageDirectory
+from stages.directory.manifest import Output, StageDirectory
+from stages.directory.options import StageOptions, stage_parser
 from trainer.config import DEVICES
 from trainer.devices.neuron_cache import CC_FLAGS, compiled_modules, merge_flags, node_cache, use_cache
 
 GRAPHS, CACHE, _TRIAL = "graphs.json", "cache", "trial"
 #: What a machine leaves when its part of the cache is compiled.
 _NODE_DONE = "node-{}.json"
-FORMAT_VERSION = 2  # 2: each machine has its own part of Neuron's cache
 #: Optimizer steps of a trial. On Neuron as in the tutorial; every graph of ours has been met after two.
 _STEPS = {"neuron": 10, "xla": 3}
 #: The same with torch.compile, elsewhere.
@@ -43,6 +47,111 @@ _PARALLEL_COMPILE = "neuron_parallel_compile"
 #: Seconds that the first machine waits for the others' compilers: they compile the same graphs as its own.
 _OTHERS_TIMEOUT_S = 3600.0
 _TOLD_EVERY_S, _LOOK_EVERY_S = 30.0, 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graphs:
+    """What the graphs of a training depend on, beside device and compiler; None: the workload has no such option."""
+
+    #: The settings of the model, or its config.json.
+    model: Mapping[str, Any]
+    seq_len: int | None
+    max_pred_len: int | None
+    #: Whether several sequences share a row.
+    pack: bool
+    micro_batch_size: int
+    #: Whether an optimizer step has several micro-steps.
+    accumulates: bool
+    batches_per_execution: int
+    optimizer: str
+    #: Whether there is weight decay, and clipping of gradients.
+    decays: bool
+    clips: bool
+    precision: str
+    tensor_parallel_size: int | None
+    data_parallel: str
+    nnodes: int
+    nproc_per_node: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecompileOptions(StageOptions):
+    """What the phase will be trained on, and the training command to try."""
+
+    module: ClassVar = "stages.precompile"
+    stage: ClassVar = "precompile"
+    format_version: ClassVar = 2  # 2: each machine has its own part of Neuron's cache
+
+    device: str = option("cpu", choices=DEVICES, help="what the phase will be trained on")
+    compile: bool = option(False, help="on cpu and cuda: the training command has --compile")
+    nodes: int = option(1, unit="machines", least=1, decides=False, help="machines that run this command together")
+    phase: int | None = option(
+        None, help="phase of pretraining that it is for; part of the identity", decides=False, least=1, most=2
+    )
+    #: The training command, as arguments of the Python interpreter.
+    command: tuple[str, ...] = ()
+    #: What luigi knows of the graphs before there is data; None: what the command says.
+    graphs: Graphs | None = None
+
+    def parameters(self) -> dict[str, Any]:
+        graphs = self.graphs or graphs_of(self.command)
+        trained = {"command": list(self.command)} if graphs is None else asdict(graphs)
+        return {**super().parameters(), **trained, "versions": versions(), **flags(self.device)}
+
+    def words(self, out: Path) -> list[str]:
+        return [*super().words(out), "--", *self.command]
+
+
+def graphs_of(command: Sequence[str]) -> Graphs | None:
+    """What the words of a training command say of its graphs; None: it is another command. Raises `UserError`."""
+    if "trainer" not in command:
+        return None
+    from trainer.data.shards import ShardSet
+    from trainer.options import parse
+
+    at = command.index("trainer")
+    launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("nnodes", "nproc_per_node"):
+        launcher.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int, default=1)
+    machines, _ = launcher.parse_known_args(command[:at])
+    args = parse(command[at + 1 :])
+    given = vars(args).get
+    model = {name: given(name) for name in ("workload", "model", "vocab_size", "disable_dropout", "debug")}
+    if config := given("model_config"):
+        model["model_config"] = InputHashes().sha256(config)
+    is_bert = given("max_pred_len") is not None
+    return Graphs(
+        model=model,
+        seq_len=given("seq_len"),
+        max_pred_len=given("max_pred_len"),
+        pack=is_bert and ShardSet.open(args.data_dir).sequences_per_row is not None,
+        micro_batch_size=args.batch_size,
+        accumulates=args.grad_accum_usteps > 1,
+        batches_per_execution=args.batches_per_execution,
+        optimizer=args.optimizer,
+        decays=args.weight_decay > 0,
+        clips=args.max_grad_norm > 0,
+        precision=args.precision,
+        tensor_parallel_size=given("tensor_parallel_size"),
+        data_parallel=args.data_parallel,
+        nnodes=machines.nnodes,
+        nproc_per_node=machines.nproc_per_node,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that trace and compile graphs."""
+    found = {}
+    for package in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def flags(device: str) -> dict[str, str]:
+    """The user's flags for Neuron's compiler, which are part of its cache keys; none on other devices."""
+    given = os.environ.get(CC_FLAGS, "") if device in ("neuron", "auto") else ""
+    return {CC_FLAGS: given} if given else {}
 
 
 def precompile(work: StageDirectory, *, device: str, compiles: bool, nodes: int, command: list[str]) -> int:
@@ -147,40 +256,29 @@ def _await_nodes(directory: Path, nodes: int) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m stages.precompile", description=__doc__)
-    p.add_argument("--out", type=Path, required=True, help="stage directory to fill")
-    p.add_argument("--device", choices=DEVICES, default="cpu", help="what the phase will be trained on")
-    p.add_argument("--compile", action="store_true", help="on cpu and cuda: the training command has --compile")
-    p.add_argument("--nodes", type=int, default=1, help="machines that run this command together (1)")
+    p = stage_parser(PrecompileOptions, __doc__)
     p.add_argument(
         "command", nargs="*", metavar="-- -m trainer …", help="the training command, where anything compiles"
     )
     return p
 
 
-def identity(args: argparse.Namespace) -> Identity:
-    """The command, and the content of the model's config that it names. Raises `UserError`."""
-    parameters = {"device": args.device, "compile": args.compile, "command": args.command}
-    options = dict(itertools.pairwise(args.command))
-    inputs = {}
-    if config := options.get("--model_config"):
-        inputs["model_config"] = InputHashes().sha256(config)
-    return Identity("precompile", FORMAT_VERSION, parameters=parameters, inputs=inputs)
-
-
 def main() -> None:
     args = parser().parse_args()
-    if args.device == "auto":
+    options = from_namespace(PrecompileOptions, args, command=tuple(args.command))
+    device = options.device
+    if device == "auto":
         from trainer.devices.select import automatic  # imports torch, which no other device needs here
 
-        args.device = automatic()
-    if (args.device in _STEPS or args.compile) and not args.command:
-        raise UserError(f"device {args.device} needs the training command to try: … -- -m trainer --data_dir …")
+        device = automatic()
+    if (device in _STEPS or options.compile) and not options.command:
+        raise UserError(f"device {device} needs the training command to try: … -- -m trainer --data_dir …")
+    compiles, command = options.compile, list(options.command)
     if node_rank() > 0:
-        try_out(args.out, device=args.device, compiles=args.compile, command=args.command)
+        try_out(args.out, device=device, compiles=compiles, command=command)
         return
-    with StageDirectory.begin(args.out, lambda: identity(args)) as work:
-        precompile(work, device=args.device, compiles=args.compile, nodes=args.nodes, command=args.command)
+    with StageDirectory.begin(args.out, options.identity) as work:
+        precompile(work, device=device, compiles=compiles, nodes=options.nodes, command=command)
 
 
 if __name__ == "__main__":

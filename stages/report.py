@@ -1,5 +1,5 @@
-"""`python -m stages.report DIR… --out OUT`: what stages have left, on one page: OUT/report.html; and the model card,
-OUT/model-card.md, which is laid beside the model as README.md.
+"""What stages have left, on one page: DIR/report.html; and the model card, DIR/model-card.md, of which a copy is put
+beside the model as README.md.
 """
 
 from __future__ import annotations
@@ -7,15 +7,19 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.errors import UserError
 from common.files import METRICS, TEMPORARY_SUFFIX, disk_errors, durable_file, read_json
 from common.hashing import InputHashes
+from common.options import option
 from stages.directory.attempts import ATTEMPTS
 from stages.directory.command import run
-from stages.directory.manifest import IDENTITY, MANIFEST, Identity, Output, StageDirectory
+from stages.directory.manifest import IDENTITY, Output, StageDirectory
+from stages.directory.options import StageOptions, fingerprints, parse, stage_parser
 from stages.view.card import CARD, card, is_edited
 from stages.view.page import page
 from stages.view.run import Run, Settings
@@ -24,7 +28,42 @@ from stages.view.status import StageStatus
 PAGE = "report.html"
 MODEL_CARD = "model-card.md"
 #: What a page shows of a stage.
-_SHOWN = (MANIFEST, METRICS, ATTEMPTS)
+_SHOWN = (IDENTITY, METRICS, ATTEMPTS)
+#: The stages that end the chain.
+_ENDS = ("merge_shards", "evaluate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(StageOptions):
+    """The stages to show."""
+
+    module: ClassVar = "stages.report"
+    stage: ClassVar = "report"
+
+    directories: tuple[Path, ...] = option(
+        names=("directories",), metavar="DIR", help="stage directories, in running order"
+    )
+    settings: Path | None = option(None, help="settings to show, a JSON file: {section: {key: text}}")
+
+    def upstream(self) -> dict[str, str]:
+        """Evaluation and model name all that they were made from; without them, every complete stage counts."""
+        complete = fingerprints(**{_label(directory): directory for directory in self.directories})
+        return {role: complete[role] for role in _ENDS if role in complete} or complete
+
+    def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:
+        """What unfinished stages have left so far, for a page can be made of an unfinished run."""
+        if set(_ENDS) <= set(upstream):
+            return {}
+        unfinished = [directory for directory in self.directories if not fingerprints(stage=directory)]
+        inputs: dict[str, Any] = {
+            _label(directory): {n: hashes.sha256(directory / n) for n in _SHOWN if (directory / n).exists()}
+            for directory in unfinished
+        }
+        return {**inputs, **({"settings": hashes.sha256(self.settings)} if self.settings else {})}
+
+
+def _label(directory: Path) -> str:
+    return StageStatus.of_directory(directory).stage
 
 
 def report(work: StageDirectory, view: Run) -> None:
@@ -96,39 +135,20 @@ def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m stages.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    p.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="stage directories, in running order")
-    p.add_argument("--out", type=Path, required=True, help="stage directory to fill")
-    p.add_argument("--settings", type=Path, help="settings to show, a JSON file: {section: {key: text}}")
-    return p
-
-
-def identity(args: argparse.Namespace, view: Run) -> Identity:
-    """The stages and what they have left so far, for a page can be made of an unfinished run; and the settings."""
-    hashes = InputHashes()
-    inputs: dict[str, Any] = {
-        stage.stage: {name: hashes.sha256(directory / name) for name in _SHOWN if (directory / name).exists()}
-        for stage, directory in zip(view.stages, args.directories, strict=True)
-    }
-    if args.settings:
-        inputs["settings"] = hashes.sha256(args.settings)
-    upstream = {stage.stage: str(stage.record["fingerprint"]) for stage in view.stages}
-    return Identity("report", 1, inputs=inputs, upstream=upstream)
+    return stage_parser(ReportOptions, __doc__)
 
 
 def main() -> None:
-    args = parser().parse_args()
+    options, out = parse(ReportOptions, parser())
     settings = None
-    if args.settings:
-        settings = read_json(args.settings)
+    if options.settings:
+        settings = read_json(options.settings)
         if settings is None:
-            raise UserError(f"--settings {args.settings} is not a JSON object; give {{section: {{key: text}}}}")
-    view = view_of(args.directories, settings)
-    with StageDirectory.begin(args.out, lambda: identity(args, view)) as work:
+            raise UserError(f"--settings {options.settings} is not a JSON object; give {{section: {{key: text}}}}")
+    view = view_of(list(options.directories), settings)
+    with StageDirectory.begin(out, options.identity) as work:
         report(work, view)
-    print(f"report: {args.out / PAGE}")
+    print(f"report: {out / PAGE}")
 
 
 if __name__ == "__main__":

@@ -1,294 +1,34 @@
-"""Text → token ids, once: both phases are cut from them. `python -m stages.tokenize --help`.
-
-Held-out documents are put aside first; the vocabulary is learned from the others only. Parts of the corpus are made
-in order, each written whole, so that a rerun goes on at the first that is missing, and the bytes do not depend on
-the number of processes.
-"""
+"""Text → token ids, once: both phases are cut from them."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from common.disk_space import require_disk_space
-from common.errors import UserError
-from common.hashing import InputHashes, changed
-from common.workers import Workers, processes_asked_for
+from common.hashing import InputHashes
+from common.workers import processes_asked_for
 from stages.directory.command import run
-from stages.directory.manifest import Output, StageDirectory
-from stages.directory.progress import Progress
-from stages.text.base import Document, Source, text_of
-from stages.text.corpus import BUILTIN, DOCUMENT_ENDS, CorpusOptions, sentences
-from stages.tokens.files import (
-    SPLITS,
-    TEST,
-    TOKENIZER,
-    TRAINING,
-    Tokens,
-    part_path,
-    part_paths,
-    total_counts,
-    write_part,
-)
-from stages.tokens.parts import Parts, in_batches, share_held_out, split_documents
-from stages.tokens.vocabulary import make_tokenizer
-from stages.tokens.wordpiece import (
-    UNK,
-    Encoder,
-    read_vocabulary,
-)
-from trainer.data.shards import id_dtype
-
-#: Sentences of a batch, and words of those, that are looked at and named where the vocabulary cannot spell a word.
-_EXAMPLES = 5
-_EXAMPLE = "unknown word "
-#: What ids and lengths take for a byte of text, rather too little; WikiText-2 with BERT's vocabulary: 0.48.
-_BYTES_PER_BYTE = 0.4
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Consecutive documents of one part, for one process at a time."""
-
-    part: Path
-    last: bool
-    documents: list[Document]
-    tokenizer: Path
-    lower_case: bool
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    part: Path
-    last: bool
-    characters: int
-    tokens: Tokens
-
-
-class _Way:
-    """How much of the sources has been tokenized: by how far they are read, and how much of that is done."""
-
-    def __init__(self, sources: list[Source], bar: Progress) -> None:
-        self._sources = sources
-        self._size = max(sum(source.size for source in sources), 1)
-        self._bar = bar
-        self._shown = 0
-        self._read = self._done = 0
-
-    def reading(self, documents: Iterable[tuple[str, Document]]) -> Iterator[tuple[str, Document]]:
-        for split, document in documents:
-            self._read += len(document)
-            yield split, document
-
-    def done(self, characters: int) -> None:
-        self._done += characters
-        now = int(self.share * self._size)
-        self._bar.update(now - self._shown)
-        self._shown = now
-
-    @property
-    def share(self) -> float:
-        position = sum(source.position for source in self._sources)
-        return position / self._size * self._done / max(self._read, 1)
-
-
-def tokenize_corpus(
-    work: StageDirectory, options: CorpusOptions, *, processes: int, hashes: InputHashes | None = None
-) -> dict[str, Any]:
-    """Fill `work` with the tokenizer and the token parts, and finish it; returns the counts. Raises `UserError`."""
-    corpus = options.open(hashes or InputHashes())
-    sources, held_out_sources = corpus.sources, corpus.held_out_sources
-    if corpus.identity().inputs != work.identity.inputs:
-        raise changed("the text or the vocabulary")
-    about = int(_BYTES_PER_BYTE * sum(source.text_bytes for source in (*sources, *held_out_sources)))
-    there = sum(path.stat().st_size for split in SPLITS for path in part_paths(work.path, split))
-    require_disk_space(work.path, about - there, "the ids of this text need about")
-    share = 0.0 if held_out_sources else share_held_out(sources, options.held_out)
-    dropped: Counter[str] = Counter()
-    seen: Counter[str] = Counter()
-    ready: list[Tokens] = []
-    with Workers(processes) as workers:
-        vocabulary = make_tokenizer(work, corpus, share, workers)
-        total = sum(source.size for source in (*sources, *held_out_sources))
-        with work.progress("tokenize", total, "B") as bar:
-            way = _Way([*sources, *held_out_sources], bar)
-            documents = way.reading(split_documents(sources, held_out_sources, share, options.seed, dropped))
-            batches = _batches(work.path, documents, lower_case=options.lower_case, skipped=way.done)
-            for encoded in workers.map(_encode, batches):
-                ready.append(encoded.tokens)
-                if encoded.last:
-                    write_part(encoded.part, ready)
-                    ready = []
-                way.done(encoded.characters)
-                seen.update(encoded.tokens.counts)
-                # What is left may all be known, and it will still be too much.
-                _check_unknown(seen, options.max_unknown_share, of_corpus=way.share)
-    totals = {split: total_counts(part_paths(work.path, split)) for split in SPLITS}
-    _check_unknown(totals[TRAINING] + totals[TEST], options.max_unknown_share)
-    counts = _counts(totals, vocabulary, dropped)
-    work.finish(_outputs(work.path), counts)
-    return counts
-
-
-def _check_unknown(counts: Counter[str], most: float, *, of_corpus: float = 1.0) -> None:
-    """Raises `UserError` if the [UNK] in `counts`, of this share of the corpus, are too many for the whole of it."""
-    share = counts["unknown"] / max(counts["tokens"], 1)
-    if share * of_corpus <= most:
-        return
-    words = Counter({key.removeprefix(_EXAMPLE): n for key, n in counts.items() if key.startswith(_EXAMPLE)})
-    examples = " ".join(word for word, _ in words.most_common(_EXAMPLES))
-    raise UserError(
-        f"{share:.1%} of {counts['tokens']:,} tokens are {UNK}, as the vocabulary cannot spell words such as "
-        f"{examples}; allowed are {most:.1%}: give a vocabulary for this text, or raise --max-unknown-share ([corpus] "
-        f"max_unknown_share)"
-    )
-
-
-def _counts(by_split: dict[str, Counter[str]], vocabulary: list[str], counted: Counter[str]) -> dict[str, Any]:
-    total = by_split[TRAINING] + by_split[TEST]
-    dropped = Counter({key: count for key, count in counted.items() if not key.startswith("read ")})
-    for key in [key for key in total if key.startswith("dropped ")]:
-        dropped[key.removeprefix("dropped ")] += total[key]
-    if not total["documents"]:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(dropped.items()))
-        raise UserError(f"no document of the corpus has any text in it ({reasons}); give another source")
-    return {
-        "documents": by_split[TRAINING]["documents"],
-        "held_out_documents": by_split[TEST]["documents"],
-        "sentences": total["sentences"],
-        "tokens": total["tokens"],
-        "vocab_size": len(vocabulary),
-        "unknown_share": round(total["unknown"] / max(total["tokens"], 1), 6),
-        "read": {key.removeprefix("read "): count for key, count in counted.items() if key.startswith("read ")},
-        "dropped": dict(sorted(dropped.items())),
-    }
-
-
-def _batches(
-    directory: Path, documents: Iterator[tuple[str, Document]], *, lower_case: bool, skipped: Any
-) -> Iterator[_Batch]:
-    """The work of the parts that are not there yet, part by part; calls `skipped` with the characters of the others."""
-    splits = {split: Parts() for split in SPLITS}
-
-    def batches_of(split: str, part_documents: list[Document]) -> Iterator[_Batch]:
-        path = part_path(directory, split, splits[split].number)
-        splits[split].number += 1
-        if path.exists():
-            skipped(sum(map(len, part_documents)))
-            return
-        left = len(part_documents)
-        for batch in in_batches(part_documents):
-            left -= len(batch)
-            yield _Batch(path, not left, batch, directory / TOKENIZER, lower_case)
-
-    for split, document in documents:
-        if full := splits[split].add(document):
-            yield from batches_of(split, full)
-    for split in SPLITS:
-        for rest in splits[split].rest():
-            yield from batches_of(split, rest)
-
-
-@functools.cache
-def _encoder(tokenizer: Path, lower_case: bool) -> Encoder:
-    return Encoder(read_vocabulary(tokenizer / "vocab.txt"), lower_case=lower_case)
-
-
-def _encode(batch: _Batch) -> _Encoded:
-    """Make text of a batch, split and tokenize it, without what has no tokens."""
-    vocabulary, encoder = read_vocabulary(batch.tokenizer / "vocab.txt"), _encoder(batch.tokenizer, batch.lower_case)
-    unk = vocabulary.index(UNK)
-    dropped: Counter[str] = Counter()
-    texts = [text_of(document, dropped) for document in batch.documents]
-    found = [sentences(text) for text in texts if text]  # what was dropped as a whole is counted already
-    flat = [sentence for document in found for sentence in document]
-    ids, lengths = encoder.encode(flat)
-    owners = np.repeat(np.arange(len(found)), [len(document) for document in found])[lengths > 0]
-    per_document = np.bincount(owners, minlength=len(found))
-    dropped["sentences: no tokens"] = len(lengths) - len(owners)
-    dropped["documents: no tokens"] = int(np.count_nonzero(per_document == 0))
-    unknown = np.flatnonzero(ids == unk)
-    with_unknown = np.unique(np.searchsorted(np.cumsum(lengths), unknown, "right"))[:_EXAMPLES]
-    examples = Counter(encoder.unknown_words([flat[number] for number in with_unknown])).most_common(_EXAMPLES)
-    counts = {
-        "documents": int(np.count_nonzero(per_document)),
-        "sentences": len(owners),
-        "tokens": len(ids),
-        "unknown": len(unknown),
-        **{f"dropped {reason}": count for reason, count in dropped.items()},
-        **{f"{_EXAMPLE}{word[:40]}": count for word, count in examples},
-    }
-    tokens = Tokens(
-        ids.astype(id_dtype(len(vocabulary))),
-        lengths[lengths > 0].astype(np.uint32),
-        per_document[per_document > 0].astype(np.uint32),
-        {key: count for key, count in counts.items() if count},
-    )
-    return _Encoded(batch.part, batch.last, sum(map(len, batch.documents)), tokens)
-
-
-def _outputs(directory: Path) -> list[Output]:
-    paths = [*sorted((directory / TOKENIZER).iterdir()), *sorted(directory.glob("tokens_*.hdf5"))]
-    return [Output.of(directory, path) for path in paths]
+from stages.directory.manifest import StageDirectory
+from stages.directory.options import parse, stage_parser
+from stages.text.corpus import TokenizeOptions
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(prog="python -m stages.tokenize", description="Turn text into token ids, once.")
-    default = CorpusOptions(sources=(BUILTIN,))
-    add = options.add_argument
-    add(
-        "--source",
-        action="append",
-        required=True,
-        metavar="builtin|FILE|GLOB",
-        help="plain text, .jsonl or MediaWiki .xml, as they are or .gz or .bz2; a glob may have ** for all folders "
-        "below, and a file of that very name comes first; repeatable",
-    )
-    add("--held-out-source", action="append", default=[], metavar="FILE|GLOB", help="text to evaluate on, all of it")
-    add("--out", type=Path, required=True, metavar="DIR", help="stage directory to make or go on with")
-    add(
-        "--document", choices=DOCUMENT_ENDS, default=default.document, help="end of a plain-text document (%(default)s)"
-    )
-    add("--vocab-file", type=Path, metavar="FILE", help="vocab.txt to use; left out, a vocabulary is learned")
-    add("--vocab-size", type=int, default=default.vocab_size, help="pieces to learn (default %(default)s)")
-    add("--lower-case", action=argparse.BooleanOptionalAction, default=default.lower_case, help="uncased model")
-    add("--held-out", type=float, default=default.held_out, help="share of documents to evaluate on (%(default)s)")
-    add("--seed", type=int, default=default.seed, help="decides which documents are held out (%(default)s)")
-    add(
-        "--max-unknown-share", type=float, default=default.max_unknown_share, help="more [UNK] is refused (%(default)s)"
-    )
-    add("--processes", type=int, default=0, help="changes no output (default: one for each core)")
-    return options
+    return stage_parser(TokenizeOptions, __doc__)
 
 
 def main() -> None:
-    args = parser().parse_args()
-    options = CorpusOptions(
-        sources=tuple(args.source),
-        held_out_sources=tuple(args.held_out_source),
-        vocab_file=args.vocab_file,
-        vocab_size=args.vocab_size,
-        lower_case=args.lower_case,
-        held_out=args.held_out,
-        seed=args.seed,
-        document=args.document,
-        max_unknown_share=args.max_unknown_share,
-    )
-    processes = processes_asked_for(args.processes)
-    hashes = InputHashes.beside(args.out)
+    options, out = parse(TokenizeOptions, parser())
+    from stages.tokens.encode import tokenize_corpus
+    from stages.tokens.wordpiece import read_vocabulary
+
+    processes = processes_asked_for(options.processes)
+    hashes = InputHashes.beside(out)
     if options.vocab_file is not None:
         read_vocabulary(options.vocab_file)  # a bad one is refused before anything is made
-    with StageDirectory.begin(args.out, lambda: options.identity(hashes)) as work:
+    with StageDirectory.begin(out, lambda: options.identity(hashes)) as work:
         counts = tokenize_corpus(work, options, processes=processes, hashes=hashes)
     documents = f"{counts['documents']:,} documents and {counts['held_out_documents']:,} held out"
-    print(f"{documents}, {counts['tokens']:,} tokens: {args.out}")
+    print(f"{documents}, {counts['tokens']:,} tokens: {out}")
 
 
 if __name__ == "__main__":

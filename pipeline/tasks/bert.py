@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,16 @@ from common.files import write_json
 from common.options import fields_of
 from common.secrets import Secret
 from pipeline.status import live_report
-from pipeline.tasks import compilers, summary
+from pipeline.tasks import summary
 from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of
 from pipeline.tasks.goal import Goal
-from pipeline.tasks.input_hashes import input_hashes
-from pipeline.tasks.stage import Stage, option_words
+from pipeline.tasks.stage import Stage
 from pipeline.tasks.training import Training
-from stages.checkpoints.source import source_identity
-from stages.precompile import FORMAT_VERSION
-from stages.report import PAGE
+from stages.convert import ConvertOptions
+from stages.evaluate import EvaluateOptions
+from stages.merge import MergeOptions
+from stages.precompile import Graphs, PrecompileOptions
+from stages.report import PAGE, ReportOptions
 from trainer.config import TrainConfig
 
 
@@ -38,7 +40,6 @@ class ModelStage(Reported, UsesModel):
 class Precompile(ModelStage):
     """Builds and compiles every graph the phase needs, before a device waits for it."""
 
-    format_version = FORMAT_VERSION
     phase = luigi.IntParameter(description="1 or 2")
     on_cluster = on_all_nodes = True
 
@@ -49,33 +50,29 @@ class Precompile(ModelStage):
         """Of the data only the size of the vocabulary is in the graphs."""
         return self.vocabulary(self.phase)
 
-    def parameters(self) -> dict[str, Any]:
-        """What changes graphs."""
+    def options(self) -> PrecompileOptions:
         phase, cluster = self.settings.phase(self.phase), self.settings.cluster
-        return {
-            "model": self.model_parameters(),
-            "seq_len": phase.seq_len,
-            "max_pred_len": phase.max_pred_len,
-            "pack": phase.pack and isinstance(dataset_of(self.phase), ShardDataset),
-            "micro_batch_size": phase.micro_batch_size,
-            "accumulates": self.settings.grad_accum_usteps(self.phase) > 1,
-            "batches_per_execution": cluster.batches_per_execution,
-            "optimizer": phase.optimizer,
-            "decays": phase.weight_decay > 0,
-            "clips": phase.max_grad_norm > 0,
-            "precision": self.settings.precision.mode,
-            "device": cluster.device,
+        graphs = Graphs(
+            model=self.model_parameters(),
+            seq_len=phase.seq_len,
+            max_pred_len=phase.max_pred_len,
+            pack=phase.pack and isinstance(dataset_of(self.phase), ShardDataset),
+            micro_batch_size=phase.micro_batch_size,
+            accumulates=self.settings.grad_accum_usteps(self.phase) > 1,
+            batches_per_execution=cluster.batches_per_execution,
+            optimizer=phase.optimizer,
+            decays=phase.weight_decay > 0,
+            clips=phase.max_grad_norm > 0,
+            precision=self.settings.precision.mode,
             **cluster.layout,
-            "compile": cluster.compile,
-            "versions": compilers.versions(),
-            **compilers.flags(cluster.device),
-        }
+        )
+        return PrecompileOptions(
+            device=cluster.device, compile=cluster.compile, nodes=self.nodes, phase=self.phase, graphs=graphs
+        )
 
     def command(self) -> list[str]:
         trial = Pretrain(phase=self.phase).trial_command(self.directory)
-        compiles = ["--compile"] if self.settings.cluster.compile else []
-        return ["-m", "stages.precompile", "--out", str(self.directory), "--device", self.settings.cluster.device,
-                "--nodes", str(self.nodes), *compiles, "--", *trial]  # fmt: skip
+        return dataclasses.replace(self.options(), command=tuple(trial)).words(self.directory)
 
 
 class Pretrain(ModelStage, Training):
@@ -165,14 +162,6 @@ class ConvertCheckpoint(ModelStage):
     def requires(self) -> dict[str, Stage]:
         return self.vocabulary(2) if self.given else {"pretrain": Pretrain(phase=1)}
 
-    def parameters(self) -> dict[str, Any]:
-        return {"model": self.model_parameters()} if self.given else {}
-
-    def inputs(self) -> dict[str, Any]:
-        if not self.given:
-            return {}
-        return {"start_from": source_identity(self.given, input_hashes(self.settings.work_dir))}
-
     def start_line(self) -> str:
         """What phase 2 started from, for the summary at the end of a run."""
         if not self.given:
@@ -180,43 +169,34 @@ class ConvertCheckpoint(ModelStage):
         counts = self.counts()
         return f"phase 1: left out; step {counts['global_step']:,} of {self.given} ({counts['format']}) in its place"
 
+    def options(self) -> ConvertOptions:
+        if not self.given:
+            return ConvertOptions(source=Secret.address(str(Pretrain(phase=1).directory)))
+        transport = self.settings.dataset.transport
+        return ConvertOptions(source=self.given, optimizer=False, model=self.model_parameters(), **transport)
+
     def command(self) -> list[str]:
-        convert = ["-m", "stages.convert", "--to", "native"]
-        if self.given:
-            model = self.directory / "config.json"
-            write_json(model, self.model(2).to_hugging_face())
-            transport = option_words(self.settings.dataset.transport)
-            return [*convert, "--no-optimizer", "--config", str(model), *transport, self.given, str(self.directory)]
-        pretrain = self.requires()["pretrain"]
-        return [*convert, str(pretrain.directory / pretrain.counts()["checkpoint"]), str(self.directory)]
+        if not self.given:
+            return super().command()
+        config = self.directory / "config.json"
+        write_json(config, self.model(2).to_hugging_face())
+        return dataclasses.replace(self.options(), config=config).words(self.directory)
 
 
 class MergeShards(ModelStage):
     """Phase 2's checkpoint, its tensor-parallel shards joined, as one Hugging Face directory with its tokenizer."""
 
-    format_version = 2  # 2: the step is in the weights' file
-
     def requires(self) -> dict[str, Stage]:
         return {"pretrain": Pretrain(phase=2), **self.vocabulary(2)}
 
-    def inputs(self) -> dict[str, Any]:
-        if not self.given_vocabulary:
-            return {}
-        return {"vocab_file": input_hashes(self.settings.work_dir).sha256(Path(self.given_vocabulary))}
-
-    def parameters(self) -> dict[str, Any]:
-        return {"lower_case": self.settings.corpus.lower_case} if self.given_vocabulary else {}
-
-    def command(self) -> list[str]:
-        pretrain = self.requires()["pretrain"]
-        source = pretrain.directory / pretrain.counts()["checkpoint"]
-        command = ["-m", "stages.merge", str(source), str(self.directory)]
-        for tokens in self.vocabulary(2).values():
-            command += ["--tokenizer", str(tokens.directory / "tokenizer")]
-        if self.given_vocabulary:
-            lower_case = "--lower-case" if self.settings.corpus.lower_case else "--no-lower-case"
-            command += ["--vocab-file", self.given_vocabulary, lower_case]
-        return command
+    def options(self) -> MergeOptions:
+        tokens = self.vocabulary(2).get("tokenize_corpus")
+        return MergeOptions(
+            source=Secret.address(str(Pretrain(phase=2).directory)),
+            tokenizer=tokens.directory if tokens else None,
+            vocab_file=Path(self.given_vocabulary) if self.given_vocabulary else None,
+            lower_case=self.settings.corpus.lower_case,
+        )
 
     @property
     def model_directory(self) -> Path:
@@ -232,18 +212,15 @@ class Evaluate(Reported):
     def requires(self) -> dict[str, Stage]:
         return {"merge_shards": MergeShards(), "dataset": dataset_of(2)}
 
-    def parameters(self) -> dict[str, Any]:
-        return {"max_samples": self.settings.evaluation.max_samples, "max_pred_len": self.settings.phase2.max_pred_len}
-
-    def command(self) -> list[str]:
-        merged = self.requires()["merge_shards"]
-        assert isinstance(merged, MergeShards)
-        return [
-            *("-m", "stages.evaluate", str(merged.model_directory), str(self.requires()["dataset"].directory)),
-            *("--out", str(self.directory), "--device", self.settings.cluster.device),
-            *("--batch-size", str(self.settings.phase2.micro_batch_size)),
-            *option_words(self.parameters()),
-        ]
+    def options(self) -> EvaluateOptions:
+        return EvaluateOptions(
+            model=MergeShards().directory,
+            data=dataset_of(2).directory,
+            max_pred_len=self.settings.phase2.max_pred_len,
+            max_samples=self.settings.evaluation.max_samples,
+            batch_size=self.settings.phase2.micro_batch_size,
+            device=self.settings.cluster.device,
+        )
 
 
 class Report(Reported):
@@ -252,11 +229,14 @@ class Report(Reported):
     def requires(self) -> dict[str, Stage]:
         return {"merge_shards": MergeShards(), "evaluate": Evaluate()}
 
+    def options(self) -> ReportOptions:
+        return ReportOptions(directories=())
+
     def command(self) -> list[str]:
         settings = self.directory / "settings.json"
         write_json(settings, live_report.shown(self.settings))
-        made = map(str, live_report.stage_directories(self))
-        return ["-m", "stages.report", *made, "--settings", str(settings), "--out", str(self.directory)]
+        made = tuple(live_report.stage_directories(self))
+        return dataclasses.replace(self.options(), directories=made, settings=settings).words(self.directory)
 
     @property
     def page(self) -> Path:

@@ -11,12 +11,12 @@ import luigi
 from common.errors import UserError
 from common.secrets import Secret
 from pipeline.settings.sections import Settings
-from pipeline.tasks.input_hashes import input_hashes
-from pipeline.tasks.stage import Stage, option_words
+from pipeline.tasks.stage import Stage
 from stages.directory.manifest import Identity
-from stages.text.corpus import FORMAT_VERSION, CorpusOptions
+from stages.download import DownloadOptions
+from stages.shard import ShardOptions
+from stages.text.corpus import TokenizeOptions
 from stages.text.patterns import split
-from stages.transfer.urls import source_inputs
 from trainer.config import ModelConfig
 
 
@@ -45,83 +45,53 @@ def _require_one_vocabulary(settings: Settings) -> None:
 class TokenizeCorpus(Stage):
     """Text → a vocabulary and token ids, once for both phases; held-out documents are kept apart first."""
 
-    format_version = FORMAT_VERSION
-
-    def parameters(self) -> dict[str, Any]:
-        return self._identity.parameters
-
-    def inputs(self) -> dict[str, Any]:
-        return self._identity.inputs
-
-    @functools.cached_property
-    def _identity(self) -> Identity:
-        """The command's own: the same text has the same fingerprint, whoever starts the stage."""
-        try:
-            return self._options().open(input_hashes(self.settings.work_dir)).identity()
-        except UserError as error:
-            raise UserError(f"[corpus] {error}") from error
-
-    def _options(self) -> CorpusOptions:
-        corpus = self.settings.corpus
-        return CorpusOptions(
+    def options(self) -> TokenizeOptions:
+        corpus, run = self.settings.corpus, self.settings.run
+        return TokenizeOptions(
             sources=tuple(split(corpus.source)),
             held_out_sources=tuple(split(corpus.held_out_source)),
             vocab_file=Path(corpus.vocab_file) if corpus.vocab_file else None,
             vocab_size=corpus.vocab_size,
             lower_case=corpus.lower_case,
             held_out=corpus.held_out,
-            seed=self.settings.run.seed,
+            seed=run.seed,
             document=corpus.document,
             max_unknown_share=corpus.max_unknown_share,
+            processes=run.processes,
         )
 
-    def command(self) -> list[str]:
-        corpus, run = self.settings.corpus, self.settings.run
-        command = ["-m", "stages.tokenize", "--out", str(self.directory), "--seed", str(run.seed)]
-        command += [f"--source={source}" for source in split(corpus.source)]
-        command += [f"--held-out-source={source}" for source in split(corpus.held_out_source)]
-        if not corpus.held_out_source:
-            command += ["--held-out", str(corpus.held_out)]
-        if corpus.vocab_file:
-            command += ["--vocab-file", corpus.vocab_file]
-        else:
-            command += ["--vocab-size", str(corpus.vocab_size)]
-        command += ["--lower-case" if corpus.lower_case else "--no-lower-case", "--document", corpus.document]
-        command += ["--max-unknown-share", str(corpus.max_unknown_share)]
-        return [*command, "--processes", str(run.processes)]
+    @functools.cached_property
+    def identity(self) -> Identity:
+        try:
+            return super().identity
+        except UserError as error:
+            raise UserError(f"[corpus] {error}") from error
 
 
 class ShardDataset(Stage):
     """Token ids → the masked, paired examples of one phase, as HDF5 shards."""
-
-    format_version = 2  # 2: the phases draw from independent random streams
 
     phase = luigi.IntParameter(description="1 or 2")
 
     def requires(self) -> dict[str, Stage]:
         return {"tokenize_corpus": TokenizeCorpus()}
 
-    def parameters(self) -> dict[str, Any]:
+    def options(self) -> ShardOptions:
         dataset, phase = self.settings.dataset, self.settings.phase(self.phase)
-        return {
-            "seq_len": phase.seq_len,
-            "max_pred_len": phase.max_pred_len,
-            "dupe_factor": dataset.dupe_factor,
-            "masked_lm_prob": dataset.masked_lm_prob,
-            "short_seq_prob": dataset.short_seq_prob,
-            "whole_word_mask": dataset.whole_word_mask,
-            "pack": phase.pack,
-            "shards": dataset.shards,
-            "seed": self.settings.run.seed,
-        }
-
-    def command(self) -> list[str]:
-        decides = self.parameters()
-        command = ["-m", "stages.shard", "--tokens", str(self.requires()["tokenize_corpus"].directory)]
-        command += ["--out", str(self.directory), "--processes", str(self.settings.run.processes)]
-        command += [f"--phase={self.phase}"]
-        command += [f"--{flag.replace('_', '-')}" for flag in ("whole_word_mask", "pack") if decides.pop(flag)]
-        return [*command, *option_words(decides)]
+        return ShardOptions(
+            tokens=TokenizeCorpus().directory,
+            seq_len=phase.seq_len,
+            max_pred_len=phase.max_pred_len,
+            dupe_factor=dataset.dupe_factor,
+            masked_lm_prob=dataset.masked_lm_prob,
+            short_seq_prob=dataset.short_seq_prob,
+            whole_word_mask=dataset.whole_word_mask,
+            pack=phase.pack,
+            shards=dataset.shards,
+            seed=self.settings.run.seed,
+            phase=self.phase,
+            processes=self.settings.run.processes,
+        )
 
 
 class DownloadDataset(Stage):
@@ -133,31 +103,21 @@ class DownloadDataset(Stage):
     def url(self) -> Secret:
         return self.settings.dataset.url(self.phase)
 
-    def inputs(self) -> dict[str, Any]:
+    def options(self) -> DownloadOptions:
         if not self.url:
             raise UserError(f"[dataset] phase{self.phase}_url is empty; give an archive or a folder to download from")
-        sha256 = self.settings.dataset.sha256(self.phase)
-        return source_inputs(self.url, sha256, input_hashes(self.settings.work_dir))
-
-    def parameters(self) -> dict[str, Any]:
-        phase = self.settings.phase(self.phase)
-        return {
-            "seq_len": phase.seq_len,
-            "max_pred_len": phase.max_pred_len,
-            "vocab_size": self.settings.model.downloaded_vocab_size,
-        }
-
-    def command(self) -> list[str]:
-        dataset = self.settings.dataset
-        options = {
-            **self.parameters(),
-            "sha256": dataset.sha256(self.phase),
+        dataset, phase = self.settings.dataset, self.settings.phase(self.phase)
+        return DownloadOptions(
+            url=self.url,
+            seq_len=phase.seq_len,
+            max_pred_len=phase.max_pred_len,
+            vocab_size=self.settings.model.downloaded_vocab_size,
+            sha256=dataset.sha256(self.phase) or None,
+            phase=self.phase,
+            keep_archive=dataset.keep_archive,
+            processes=self.settings.run.processes,
             **dataset.transport,
-            "processes": self.settings.run.processes,
-        }
-        words = option_words(options)
-        keep = ["--keep-archive"] if dataset.keep_archive else []
-        return ["-m", "stages.download", self.url, "--out", str(self.directory), *words, *keep]
+        )
 
 
 class UsesModel(Stage):

@@ -7,25 +7,18 @@ from typing import Any
 
 from pipeline.tasks import summary
 from pipeline.tasks.goal import Goal
-from pipeline.tasks.input_hashes import input_hashes
-from pipeline.tasks.stage import Stage, option_words
+from pipeline.tasks.stage import Stage
 from pipeline.tasks.training import Training
-from stages.mnist import source_inputs
+from stages.evaluate_mlp import EvaluateMlpOptions
+from stages.mnist import MnistOptions
 
 
 class DownloadMnist(Stage):
     """The four files of MNIST, checked."""
 
-    def inputs(self) -> dict[str, Any]:
-        return source_inputs(self.settings.mnist.url, input_hashes(self.settings.work_dir))
-
-    def parameters(self) -> dict[str, Any]:
-        return {"checksums": self.settings.mnist.checksums}
-
-    def command(self) -> list[str]:
-        mnist, dataset = self.settings.mnist, self.settings.dataset
-        words = option_words({"checksums": mnist.checksums, **dataset.transport})
-        return ["-m", "stages.mnist", mnist.url, "--out", str(self.directory), *words]
+    def options(self) -> MnistOptions:
+        mnist, transport = self.settings.mnist, self.settings.dataset.transport
+        return MnistOptions(url=mnist.url, checksums=mnist.checksums, **transport)
 
 
 class TrainMlp(Training):
@@ -78,13 +71,13 @@ class EvaluateMlp(Stage):
     def requires(self) -> dict[str, Stage]:
         return {"train_mlp": TrainMlp(), "download_mnist": DownloadMnist()}
 
-    def command(self) -> list[str]:
-        training, data = self.requires()["train_mlp"], self.requires()["download_mnist"]
-        checkpoint = training.directory / training.counts()["checkpoint"]
-        return [
-            *("-m", "stages.evaluate_mlp", str(checkpoint), str(data.directory), "--out", str(self.directory)),
-            *("--device", self.settings.cluster.device, "--batch-size", str(self.settings.mnist.batch_size)),
-        ]
+    def options(self) -> EvaluateMlpOptions:
+        return EvaluateMlpOptions(
+            checkpoint=TrainMlp().directory,
+            data=DownloadMnist().directory,
+            batch_size=self.settings.mnist.batch_size,
+            device=self.settings.cluster.device,
+        )
 
 
 class MnistMlp(Goal):

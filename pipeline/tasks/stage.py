@@ -5,33 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import luigi
 
-from common.secrets import Secret, redact
+from common.secrets import redact
 from pipeline import launchers
 from pipeline.luigi_adapters import exits, luigid_release
 from pipeline.luigi_adapters.luigid_progress import reports
 from pipeline.status import latest
 from pipeline.tasks.base import PipelineTask
+from pipeline.tasks.input_hashes import input_hashes
 from pipeline.tasks.runner import Runner
 from stages.directory.manifest import MANIFEST, Identity, StartTime, why_incomplete
+from stages.directory.options import StageOptions
 from stages.directory.records import read_manifest
-
-
-def option_words(options: Mapping[str, Any]) -> list[str]:
-    """`--name=value` for each, as the stages' commands take them; what is empty is left out."""
-    words: list[str] = []
-    for name, value in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, Secret) and value:  # a word of its own, which its launcher hides
-            words += [option, value]
-        elif value != "":
-            words.append(f"{option}={value}")
-    return words
 
 
 class Stage(PipelineTask):
@@ -41,8 +30,6 @@ class Stage(PipelineTask):
     which fills the directory, and links `WORK/latest/<stage>[-phase<N>]` to it.
     """
 
-    #: Increased when the same settings would produce something else.
-    format_version: ClassVar[int] = 1
     #: Whether [cluster] launcher applies to it; else it runs on this machine.
     on_cluster: ClassVar[bool] = False
     #: Whether all [cluster] nnodes machines run its command together.
@@ -52,17 +39,13 @@ class Stage(PipelineTask):
 
     # Overridden by subclasses.
 
-    def parameters(self) -> dict[str, Any]:
-        """The settings that decide what comes out."""
-        return {}
-
-    def inputs(self) -> dict[str, Any]:
-        """The identity of what comes from outside."""
-        return {}
+    def options(self) -> StageOptions:
+        """The options of its command, from the settings. Upstream stages need not be complete."""
+        raise NotImplementedError
 
     def command(self) -> list[str]:
         """What fills the directory: arguments after the Python interpreter. Upstream stages are complete."""
-        raise NotImplementedError
+        return self.options().words(self.directory)
 
     @property
     def nodes(self) -> int:
@@ -91,16 +74,12 @@ class Stage(PipelineTask):
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """All that decides what comes out, upstream fingerprints included. Raises `UserError` for missing inputs."""
-        upstream = self.ingredients()
-        return Identity(
-            stage=self.stage,
-            format_version=self.format_version,
-            phase=getattr(self, "phase", None),
-            parameters=self.parameters(),
-            inputs=self.inputs(),
-            upstream={name: task.identity.fingerprint for name, task in upstream.items()},
-        )
+        """What identifies the result, upstream fingerprints included. Raises `UserError` for missing inputs."""
+        return self.options().identity(input_hashes(self.settings.work_dir), self.upstream())
+
+    def upstream(self) -> dict[str, str]:
+        """The fingerprints of the stages whose outputs decide this one's, by role."""
+        return {role: task.identity.fingerprint for role, task in self.ingredients().items()}
 
     @property
     def directory(self) -> Path:

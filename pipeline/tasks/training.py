@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 import luigi
 
@@ -20,7 +21,19 @@ from trainer.config import TrainConfig
 class Training(Stage):
     """Runs the trainer, which resumes from its last checkpoint."""
 
+    #: Raised when the same settings would train something else.
+    format_version: ClassVar[int] = 1
     on_cluster = on_all_nodes = resumes = True
+
+    def parameters(self) -> dict[str, Any]:
+        """The settings that decide what is trained."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def identity(self) -> manifest.Identity:
+        phase = getattr(self, "phase", None)
+        parameters, upstream = self.parameters(), self.upstream()
+        return manifest.Identity(self.stage, self.format_version, phase, parameters, upstream=upstream)
 
     @property
     def accepts_messages(self) -> bool:

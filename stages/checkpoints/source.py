@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from common.disk_space import require_disk_space
 from common.errors import CheckpointError, UserError
 from common.files import disk_errors, read_json
 from common.hashing import InputFile, InputHashes, changed
+from common.options import option
 from common.secrets import Secret
 from stages.directory.manifest import Output, StageDirectory
+from stages.directory.options import StageOptions, fingerprints
+from stages.directory.records import read_manifest
 from stages.transfer.fetch import fetch
 from stages.transfer.partial import STATE
 from stages.transfer.urls import Transport, open_source
@@ -32,6 +35,28 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|M|G|T)?i?B?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(StageOptions):
+    """The checkpoint that a stage reads, and what it does not say itself."""
+
+    out_is_positional: ClassVar = True
+
+    source: Secret = option(
+        names=("source",),
+        metavar="IN",
+        help="a checkpoint of any format that stages.convert reads, or the directory of a stage that has made one",
+    )
+    config: Path | None = option(None, help="config.json of the model, for files that do not say what model it is")
+    step: int | None = option(None, omit_default=True, help="global step, for files that do not say it")
+
+    def parameters(self) -> dict[str, Any]:
+        config = model_config(self.config)
+        return {**super().parameters(), **({} if config is None else {"model": dataclasses.asdict(config)})}
+
+    def upstream(self) -> dict[str, str]:
+        return {} if is_remote(self.source) else fingerprints(pretrain=local_source(self.source))
+
+
 def is_remote(source: Secret) -> bool:
     return urlsplit(source).scheme in _REMOTE
 
@@ -41,7 +66,7 @@ def brought(source: Secret, work: StageDirectory, transport: Transport) -> Itera
     """The checkpoint at `source` as a local path; what is remote is downloaded first, and removed when the block ends
     well. Raises `UserError`, also when a local one does not stay as it was when it was identified."""
     if not is_remote(source):
-        path = local_source(source)
+        path = checkpoint_of(source)
         with held_still(path, work):
             yield path
         return
@@ -69,6 +94,20 @@ def local_source(source: Secret) -> Path:
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}; check the path")
     return path
+
+
+def checkpoint_of(source: Secret) -> Path:
+    """The path of a checkpoint on this machine; in the directory of a complete stage, of the one that it has made.
+    Raises `CheckpointError` if there is none."""
+    path = local_source(source)
+    if not fingerprints(stage=path):
+        return path
+    counts = (read_manifest(path) or {})["counts"]
+    made = [counts["checkpoint"]] if "checkpoint" in counts else ["checkpoint", "model"]
+    for name in made:
+        if (path / name).exists():
+            return path / name
+    raise CheckpointError(f"the stage in {path} has made no checkpoint; give the directory of a training, or a file")
 
 
 @contextmanager
@@ -125,12 +164,6 @@ def size_in_bytes(text: str) -> int:
     if value <= 0:
         raise UserError(f"--max-shard-size {text} is not allowed; allowed: a size such as 2GB or 500MB")
     return value
-
-
-def add_source_options(p: argparse.ArgumentParser) -> None:
-    """Options of both commands that say what the source does not."""
-    p.add_argument("--config", type=Path, help="config.json of the model, for files that do not say what model it is")
-    p.add_argument("--step", type=int, help="global step, for files that do not say it")
 
 
 @contextmanager

@@ -12,16 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stages.examples.form import RowCapacity
 from trainer.data.hdf5 import Array
-
-
-@dataclass(frozen=True)
-class RowCapacity:
-    """What a row holds, at most."""
-
-    tokens: int
-    masked: int
-    sequences: int
 
 
 @dataclass(frozen=True)

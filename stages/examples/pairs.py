@@ -12,42 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.examples.packing import RowCapacity
+from stages.examples.form import SPECIAL_POSITIONS, Form
 from trainer.data.hdf5 import Array
 
 #: One example: its two segments as ranges of the tokens of a part, and whether the second was drawn at random.
 PAIR = np.dtype(
     [("a_start", np.uint32), ("b_start", np.uint32), ("a_length", np.uint16), ("b_length", np.uint16), ("random", "?")]
 )
-#: [CLS] A [SEP] B [SEP]
-SPECIAL_POSITIONS = 3
 #: Rows masked at a time: their random keys and copies stay in the processor's cache.
 _MASKED_ROWS = 2048
-
-
-@dataclass(frozen=True)
-class Form:
-    """The shape of a phase's examples and how they are drawn."""
-
-    seq_len: int
-    max_pred_len: int
-    #: Times that each document is cut and masked anew.
-    dupe_factor: int = 5
-    #: Share of a sequence's tokens that are to be predicted.
-    masked_lm_prob: float = 0.15
-    #: Share of documents whose examples are cut to a random shorter length.
-    short_seq_prob: float = 0.1
-    whole_word_mask: bool = False
-    #: Examples that may share a row; 1: each has a row of its own.
-    sequences_per_row: int = 1
-
-    @property
-    def row(self) -> RowCapacity:
-        return RowCapacity(self.seq_len, self.max_pred_len, self.sequences_per_row)
-
-    def masked_positions(self, lengths: Array) -> Array:
-        """How many positions of sequences of `lengths` tokens are masked."""
-        return np.clip(np.rint(lengths * self.masked_lm_prob).astype(np.int64), 1, self.max_pred_len)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from common.errors import UserError
 from common.files import durable_file
 from common.workers import Workers
 from stages.directory.manifest import StageDirectory
+from stages.examples.form import Form
 from stages.examples.packing import pack
-from stages.examples.pairs import PAIR, Form, lengths_of, plan_pairs
+from stages.examples.pairs import PAIR, lengths_of, plan_pairs
 from stages.tokens.files import SPLITS, TRAINING, part_paths, read_part
 from trainer.data.hdf5 import Array
 from trainer.seeds import derive_seed

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from stages.directory.manifest import Output
+from stages.examples.form import Form
 from stages.examples.packing import pack_masked, pack_tokens, real_places, unpack_tokens
-from stages.examples.pairs import PAIR, Form, Vocabulary, complete_rows, gather_rows, lengths_of
+from stages.examples.pairs import PAIR, Vocabulary, complete_rows, gather_rows, lengths_of
 from stages.examples.plans import SplitPlan
-from stages.tokens.files import TOKENIZER
+from stages.text.corpus import TOKENIZER
 from stages.tokens.wordpiece import CLS, CONTINUATION, MASK, SEP, SPECIAL_TOKENS, read_vocabulary
 from trainer.data.hdf5 import Array, Layout, contiguous_file, map_contiguous, open_hdf5
 from trainer.data.shards import LENGTHS_KEY, id_dtype, shard_layout

@@ -9,14 +9,16 @@ from __future__ import annotations
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.errors import UserError
 from common.hashing import InputFile, InputHashes, digest
+from common.options import option
 from stages.directory.manifest import Identity
+from stages.directory.options import StageOptions
 from stages.text.base import Document, FileSource, Source, cannot_read, text_of
 from stages.text.jsonl import JsonLinesSource
 from stages.text.patterns import expand
@@ -24,8 +26,8 @@ from stages.text.plain import PlainTextSource
 from stages.text.wikipedia import WikipediaSource
 
 BUILTIN = "builtin"
-STAGE = "tokenize_corpus"
-FORMAT_VERSION = 2  # 2: lines over 8,192 characters are split into sentences in pieces
+#: Folder of a tokenized corpus with its tokenizer.
+TOKENIZER = "tokenizer"
 #: What ends a document of plain text.
 BLANK_LINE, FILE = DOCUMENT_ENDS = ("blank_line", "file")
 #: A longer line is split into sentences in pieces of this length.
@@ -165,35 +167,43 @@ def documents(spec: str) -> Iterator[list[str]]:
             yield found
 
 
-@dataclass(frozen=True)
-class CorpusOptions:
-    """What decides what `stages.tokenize` makes; its command says what each is."""
+@dataclass(frozen=True, kw_only=True)
+class TokenizeOptions(StageOptions):
+    """The text of a corpus, and what splits it into tokens."""
 
-    sources: tuple[str, ...]
-    held_out_sources: tuple[str, ...] = ()
-    vocab_file: Path | None = None
-    vocab_size: int = 8192
-    lower_case: bool = True
-    held_out: float = 0.05
-    seed: int = 12345
-    document: str = BLANK_LINE
-    #: More of the tokens than this must not be [UNK]. It says only whether, not what comes out.
-    max_unknown_share: float = 0.05
+    module: ClassVar = "stages.tokenize"
+    stage: ClassVar = "tokenize_corpus"
+    format_version: ClassVar = 2  # 2: lines over 8,192 characters are split into sentences in pieces
+
+    sources: tuple[str, ...] = option(
+        names=("--source",),
+        metavar="builtin|FILE|GLOB",
+        help="plain text, .jsonl or MediaWiki .xml, as they are or .gz or .bz2; in a glob ** stands for all folders "
+        "below, and a file of that very name comes first; repeatable",
+    )
+    held_out_sources: tuple[str, ...] = option(
+        (), names=("--held-out-source",), metavar="FILE|GLOB", help="text to evaluate on, all of it"
+    )
+    document: str = option(BLANK_LINE, choices=DOCUMENT_ENDS, help="end of a plain-text document")
+    vocab_file: Path | None = option(None, metavar="FILE", help="vocab.txt to use; left out, a vocabulary is learned")
+    vocab_size: int = option(8192, unit="pieces", least=1, help="pieces of the vocabulary to learn")
+    lower_case: bool = option(True, help="whether upper case and accents go: an uncased model")
+    held_out: float = option(0.05, unit="share", least=0, below=1, help="share of documents to evaluate on")
+    seed: int = option(12345, help="decides which documents are held out")
+    max_unknown_share: float = option(
+        0.05, unit="share", least=0, most=1, decides=False, help="more [UNK] than this is refused"
+    )
+    processes: int = option(0, decides=False, help="0: one for each core; changes no output")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.sources:
             raise UserError(f"no source is given; give {BUILTIN}, a file or a glob")
-        if not 0 <= self.held_out < 1:
-            raise UserError(f"--held-out is {self.held_out}; it is a share of the documents, 0 or more and below 1")
-        if self.vocab_size < 1:
-            raise UserError(f"--vocab-size is {self.vocab_size}; it counts the pieces of the vocabulary, 8192 for one")
 
-        if not 0 <= self.max_unknown_share <= 1:
-            raise UserError(f"--max-unknown-share is {self.max_unknown_share}; it is a share of the tokens, 0 to 1")
-
-    def identity(self, hashes: InputHashes | None = None) -> Identity:
-        """Reads all the files, for their content is their identity. Raises `UserError`."""
-        return self.open(hashes or InputHashes()).identity()
+    def identity(self, hashes: InputHashes | None = None, upstream: Mapping[str, str] | None = None) -> Identity:
+        """Reads all files: their content identifies the result, not their paths. Raises `UserError`."""
+        corpus = self.open(hashes or InputHashes())
+        return Identity(self.stage, self.format_version, parameters=corpus.parameters(), inputs=corpus.inputs())
 
     def open(self, hashes: InputHashes) -> Corpus:
         """Find and hash all files. Raises `UserError`."""
@@ -209,26 +219,30 @@ class CorpusOptions:
 class Corpus:
     """The sources and the vocabulary of a corpus, all hashed."""
 
-    options: CorpusOptions
+    options: TokenizeOptions
     sources: list[Source]
     held_out_sources: list[Source]
     #: The vocabulary that is given; None: one is learned.
     vocabulary: InputFile | None
 
-    def identity(self) -> Identity:
-        """What decides the tokens: the content of the files, not their paths."""
+    def parameters(self) -> dict[str, Any]:
+        """The options that decide the tokens of these files."""
         options = self.options
         parameters: dict[str, Any] = {"lower_case": options.lower_case, "seed": options.seed}
-        inputs: dict[str, Any] = {"sources": digest(source.identity() for source in self.sources)}
         is_plain = any(isinstance(source, PlainTextSource) for source in (*self.sources, *self.held_out_sources))
         if options.document != BLANK_LINE and is_plain:
             parameters["document"] = options.document
-        if self.held_out_sources:
-            inputs["held_out_sources"] = digest(source.identity() for source in self.held_out_sources)
-        else:
+        if not self.held_out_sources:
             parameters["held_out"] = options.held_out
         if self.vocabulary is None:
             parameters["vocab_size"] = options.vocab_size
-        else:
+        return parameters
+
+    def inputs(self) -> dict[str, Any]:
+        """The content of the files, not their paths."""
+        inputs: dict[str, Any] = {"sources": digest(source.identity() for source in self.sources)}
+        if self.held_out_sources:
+            inputs["held_out_sources"] = digest(source.identity() for source in self.held_out_sources)
+        if self.vocabulary is not None:
             inputs["vocabulary"] = self.vocabulary.sha256
-        return Identity(stage=STAGE, format_version=FORMAT_VERSION, parameters=parameters, inputs=inputs)
+        return inputs

@@ -17,10 +17,7 @@ import numpy as np
 from common.errors import UserError
 from trainer.data.hdf5 import Array, contiguous_file, map_contiguous, open_hdf5
 
-#: The stage that makes them.
-STAGE = "tokenize_corpus"
 TRAINING, TEST = SPLITS = ("training", "test")
-TOKENIZER = "tokenizer"
 
 _KEYS = ("tokens", "sentence_lengths", "document_lengths")
 

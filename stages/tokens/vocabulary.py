@@ -13,8 +13,8 @@ from pathlib import Path
 from common.workers import Workers
 from stages.directory.manifest import StageDirectory
 from stages.text.base import Document, text_of
-from stages.text.corpus import Corpus
-from stages.tokens.files import TOKENIZER, TRAINING
+from stages.text.corpus import TOKENIZER, Corpus
+from stages.tokens.files import TRAINING
 from stages.tokens.parts import in_batches, split_documents
 from stages.tokens.wordpiece import count_words, learn_vocabulary, read_vocabulary, save_tokenizer
 

@@ -2,76 +2,47 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from common.errors import UserError
 from common.hashing import InputHashes, digest
-from common.secrets import Secret, address_identity, revealed_by_parent
+from common.options import option
+from common.secrets import Secret, address_identity
 from stages.transfer.remote import LeastRate, Remote
 from stages.transfer.shard_import import folder_shards
 
 CONNECTIONS_MAX = 64
+_GROUP = "addresses in the network"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Transport:
     """How things are fetched; changes nothing about what comes out."""
 
-    #: Parallel requests, 1 to `CONNECTIONS_MAX`.
-    connections: int = 8
-    #: Profile of the AWS configuration whose credentials sign requests to S3; empty: unsigned.
-    s3_profile: str = ""
-    #: Address of another server that speaks S3; empty: AWS.
-    s3_endpoint: Secret = field(default_factory=lambda: Secret(""))
-    least_rate: LeastRate = LeastRate()
-    keep_archive: bool = False
-    #: Processes that check shards, 1 or more.
-    processes: int = 1
-
-
-def add_transport_options(p: argparse._ActionsContainer) -> None:
-    """The options that `transport_of` reads."""
-    p.add_argument(
-        "--connections", type=int, default=Transport.connections, metavar="N",
-        help=f"parallel requests, 1 to {CONNECTIONS_MAX} ({Transport.connections})",
-    )  # fmt: skip
-    p.add_argument(
-        "--s3-profile", default="", metavar="NAME",
+    connections: int = option(
+        8, decides=False, group=_GROUP, unit="requests", least=1, most=CONNECTIONS_MAX, help="parallel requests"
+    )
+    s3_profile: str = option(
+        "", decides=False, group=_GROUP, metavar="NAME",
         help="AWS profile that signs requests to S3; 'default': whatever boto3 finds; left out: unsigned",
     )  # fmt: skip
-    p.add_argument(
-        "--s3-endpoint", type=revealed_by_parent, default=Secret(""), metavar="ADDRESS",
-        help="another server that speaks S3; left out: AWS",
-    )  # fmt: skip
-    p.add_argument(
-        "--low-speed-limit-bytes-per-s", type=float, default=LeastRate.bytes_per_s, metavar="RATE",
-        help=f"a connection that brings less is dropped and tried again; 0: never ({LeastRate.bytes_per_s:g})",
-    )  # fmt: skip
-    p.add_argument(
-        "--low-speed-time-s", type=float, default=LeastRate.time_s, metavar="S",
-        help=f"seconds over which that is measured ({LeastRate.time_s:g})",
-    )  # fmt: skip
-
-
-def transport_of(args: argparse.Namespace) -> Transport:
-    """What the options say. Raises `UserError` for a number that is not allowed."""
-    if not 1 <= args.connections <= CONNECTIONS_MAX:
-        raise UserError(f"--connections is {args.connections}; give 1 to {CONNECTIONS_MAX}")
-    if not (args.low_speed_limit_bytes_per_s >= 0 and args.low_speed_time_s >= 1):
-        raise UserError(
-            f"--low-speed-limit-bytes-per-s is {args.low_speed_limit_bytes_per_s:g} and --low-speed-time-s "
-            f"{args.low_speed_time_s:g}; give 0 or more, and 1 or more"
-        )
-    return Transport(
-        connections=args.connections,
-        s3_profile=args.s3_profile,
-        s3_endpoint=args.s3_endpoint,
-        least_rate=LeastRate(args.low_speed_limit_bytes_per_s, args.low_speed_time_s),
+    s3_endpoint: Secret = option(
+        Secret(""), decides=False, group=_GROUP, metavar="ADDRESS", help="another server that speaks S3; left out: AWS"
     )
+    low_speed_limit_bytes_per_s: float = option(
+        LeastRate.bytes_per_s, decides=False, group=_GROUP, metavar="RATE", least=0,
+        help="a connection that brings less is dropped and tried again; 0: never",
+    )  # fmt: skip
+    low_speed_time_s: float = option(
+        LeastRate.time_s, decides=False, group=_GROUP, unit="s", least=1, help="seconds over which that is measured"
+    )
+
+    @property
+    def least_rate(self) -> LeastRate:
+        return LeastRate(self.low_speed_limit_bytes_per_s, self.low_speed_time_s)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Measuring a trained model on examples that it has not seen."""

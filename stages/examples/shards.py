@@ -1,0 +1,127 @@
+"""Token ids → the shards of one phase.
+
+Every part of the corpus is cut into pairs, which are packed into rows if asked for (a plan: 13 bytes an example, its
+rows shuffled). Then the rows of all plans are dealt out to the shards, so that these are balanced and each draws from
+the whole corpus, and every shard is gathered, shuffled, masked and written by itself. Memory is bounded by a part, a
+window of the ids and a slab of a shard. Plans and shards are pure functions of the seed and their number: neither the
+number of processes nor an interruption changes a byte.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from common.disk_space import require_disk_space
+from common.errors import UserError
+from common.workers import Workers
+from stages.directory.manifest import StageDirectory
+from stages.examples.form import Form
+from stages.examples.pairs import PAIR
+from stages.examples.plans import PLAN, SplitPlan, SplitTokens, form_of, make_plans, read_splits
+from stages.examples.shard_writer import ShardResult, ShardTask, load_vocabulary, make_shard, row_bytes
+from stages.tokens.files import TEST, TRAINING
+from trainer.seeds import derive_seed
+
+#: Left to the stage, shards are about this large, and at least so many that two machines share them evenly.
+_SHARD_BYTES, _SHARDS_MIN = 64 << 20, 8
+
+
+def shard_dataset(
+    work: StageDirectory,
+    tokens: Path,
+    form: Form,
+    *,
+    shards: int | None,
+    test_shards: int,
+    seed: int,
+    phase: int,
+    processes: int,
+) -> dict[str, Any]:
+    """Fill `work` with the shards cut from the tokenized corpus in `tokens`, and finish it; returns the counts.
+
+    `shards`: training shards; None: as many as make them about 64 MB each. Raises `UserError` when the corpus is too
+    small, `DiskError` when the disk is too full.
+    """
+    made = []
+    with Workers(processes) as workers:
+        splits = read_splits(tokens, form)
+        if TEST not in splits:
+            print("note: no documents were held out, so there are no test shards", file=sys.stderr)
+        vocab_size = load_vocabulary(tokens).size
+        forms = {split: form_of(split, form) for split in splits}
+        # A row holds so many pairs at most.
+        least = {
+            split: -(-forms[split].dupe_factor * found.least_pairs // forms[split].sequences_per_row)
+            for split, found in splits.items()
+        }
+        _require_room(work.path, splits, least, forms, vocab_size, "plan and shards need at least")
+        plans = make_plans(work, splits, form, seed, phase, workers)
+        rows = {split: int(plan.rows.sum()) for split, plan in plans.items()}
+        _require_room(work.path, splits, rows, forms, vocab_size, "the shards need")
+        wanted = {TRAINING: shards, TEST: test_shards}
+        tasks = [
+            task for plan in plans.values() for task in _tasks_of(work, tokens, plan, wanted[plan.split], seed, phase)
+        ]
+        with work.progress("shard", len(tasks), "shards") as bar:
+            for one in workers.map(make_shard, tasks):
+                made.append(one)
+                bar.update()
+    shutil.rmtree(work.path / PLAN)
+    counts = _counts(made, form, vocab_size)
+    work.finish([one.output for one in made], counts)
+    return counts
+
+
+def _require_room(
+    directory: Path, splits: dict[str, SplitTokens], rows: dict[str, int], forms: dict[str, Form], vocab_size: int,
+    what: str,
+) -> None:  # fmt: skip
+    """Raise `UserError` unless there is room for what is not there yet of plans and shards with so many `rows`."""
+    needed = sum(
+        rows[split] * (row_bytes(form, vocab_size) + form.sequences_per_row * PAIR.itemsize)
+        for split, form in forms.items()
+    )
+    needed += sum(int(tokens.cut[-1]) * tokens.dtype.itemsize for tokens in splits.values())
+    there = [*directory.glob("bert_*.hdf5"), *(directory / PLAN).glob("*.*")]
+    require_disk_space(directory, needed - sum(path.stat().st_size for path in there), what)
+
+
+def _tasks_of(
+    work: StageDirectory, tokens: Path, plan: SplitPlan, wanted: int | None, seed: int, phase: int
+) -> list[ShardTask]:
+    """Share the rows of one split out to its shards."""
+    split, form, rows = plan.split, plan.form, int(plan.rows.sum())
+    shards = wanted or _shards_for(rows, form, tokens)
+    if rows < shards:
+        raise UserError(
+            f"{tokens} gives {rows} {split} rows, too few for {shards} shard{'s' if shards > 1 else ''}; "
+            f"ask for fewer shards, or give more text"
+        )
+    return [
+        ShardTask(
+            work.path / f"bert_{split}_{shard:05d}.hdf5", tokens, plan, shard, shards, form,
+            derive_seed(seed, "shuffling and masking", phase, split, shard),
+        )
+        for shard in range(shards)
+    ]  # fmt: skip
+
+
+def _shards_for(rows: int, form: Form, tokens: Path) -> int:
+    total = rows * row_bytes(form, load_vocabulary(tokens).size)
+    return max(1, min(rows, max(_SHARDS_MIN, -(-total // _SHARD_BYTES))))
+
+
+def _counts(made: list[ShardResult], form: Form, vocab_size: int) -> dict[str, Any]:
+    rows = {one.output.path: one.rows for one in made}
+    total = sum(rows.values())
+    return {
+        "rows": rows,
+        "training_rows": sum(n for name, n in rows.items() if f"_{TRAINING}_" in name),
+        "test_rows": sum(n for name, n in rows.items() if f"_{TEST}_" in name),
+        "sequences": sum(one.sequences for one in made),
+        "real_token_share": round(sum(one.real_tokens for one in made) / (total * form.seq_len), 6),
+        "vocab_size": vocab_size,
+    }
