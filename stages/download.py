@@ -83,7 +83,7 @@ class DownloadOptions(Transport, StageOptions):
         None, help="phase of pretraining that they are for; part of the identity", decides=False, least=1, most=2
     )
     keep_archive: bool = option(False, decides=False, help="leave the fetched archive in DIR/archive")
-    processes: int = option(0, decides=False, help="check shards; 0: one for each core; changes no output")
+    processes: int = option(0, least=0, decides=False, help="check shards; 0: one for each core; changes no output")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -264,7 +264,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options, out = parse(DownloadOptions, parser())
-    processes_asked_for(options.processes)  # refused before anything is fetched
     with StageDirectory.begin(out, lambda: options.identity(InputHashes.beside(out))) as work:
         counts = download_dataset(work, options)
     print(f"{counts['training_rows']:,} training and {counts['test_rows']:,} test rows: {out}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from common.errors import UserError
 from common.options import option
@@ -53,7 +53,7 @@ class ShardOptions(StageOptions):
         1, least=1, most=2, decides=False,  # the identity has a place of its own for it
         help="phase that trains on them, 1 or 2: each has random streams of its own",
     )  # fmt: skip
-    processes: int = option(0, help="0: one for each core; changes no output", decides=False)
+    processes: int = option(0, least=0, help="0: one for each core; changes no output", decides=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,26 +89,31 @@ def tokens_fingerprint(directory: Path) -> str:
     return fingerprint
 
 
+def shard_dataset(work: StageDirectory, options: ShardOptions) -> dict[str, Any]:
+    """Fill `work` with the shards, and finish it; returns the counts. Raises `UserError` when the corpus is too small,
+    `DiskError` when the disk is too full."""
+    from stages.examples.shards import make_shards
+    from stages.tokens.files import TEST, TRAINING
+
+    return make_shards(
+        work,
+        options.tokens,
+        options.form,
+        shards={TRAINING: options.shards, TEST: options.test_shards},
+        seed=options.seed,
+        phase=options.phase,
+        processes=processes_asked_for(options.processes),
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     return stage_parser(ShardOptions, __doc__)
 
 
 def main() -> None:
     options, out = parse(ShardOptions, parser())
-    processes = processes_asked_for(options.processes)
     with StageDirectory.begin(out, options.identity) as work:
-        from stages.examples.shards import shard_dataset
-
-        counts = shard_dataset(
-            work,
-            options.tokens,
-            options.form,
-            shards=options.shards,
-            test_shards=options.test_shards,
-            seed=options.seed,
-            phase=options.phase,
-            processes=processes,
-        )
+        counts = shard_dataset(work, options)
     print(f"{counts['training_rows']:,} training and {counts['test_rows']:,} test rows: {out}")
 
 

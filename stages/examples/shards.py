@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,20 @@ from trainer.seeds import derive_seed
 _SHARD_BYTES, _SHARDS_MIN = 64 << 20, 8
 
 
-def shard_dataset(
+def make_shards(
     work: StageDirectory,
     tokens: Path,
     form: Form,
     *,
-    shards: int | None,
-    test_shards: int,
+    shards: Mapping[str, int | None],
     seed: int,
     phase: int,
     processes: int,
 ) -> dict[str, Any]:
     """Fill `work` with the shards cut from the tokenized corpus in `tokens`, and finish it; returns the counts.
 
-    `shards`: training shards; None: as many as make them about 64 MB each. Raises `UserError` when the corpus is too
-    small, `DiskError` when the disk is too full.
+    `shards`: how many of each split; None: as many as make them about 64 MB each. Raises `UserError` when the corpus is
+    too small, `DiskError` when the disk is too full.
     """
     made = []
     with Workers(processes) as workers:
@@ -61,9 +61,8 @@ def shard_dataset(
         plans = make_plans(work, splits, form, seed, phase, workers)
         rows = {split: int(plan.rows.sum()) for split, plan in plans.items()}
         _require_room(work.path, splits, rows, forms, vocab_size, "the shards need")
-        wanted = {TRAINING: shards, TEST: test_shards}
         tasks = [
-            task for plan in plans.values() for task in _tasks_of(work, tokens, plan, wanted[plan.split], seed, phase)
+            task for split, plan in plans.items() for task in _tasks_of(work, tokens, plan, shards[split], seed, phase)
         ]
         with work.progress("shard", len(tasks), "shards") as bar:
             for one in workers.map(make_shard, tasks):

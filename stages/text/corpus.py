@@ -193,7 +193,7 @@ class TokenizeOptions(StageOptions):
     max_unknown_share: float = option(
         0.05, unit="share", least=0, most=1, decides=False, help="more [UNK] than this is refused"
     )
-    processes: int = option(0, decides=False, help="0: one for each core; changes no output")
+    processes: int = option(0, least=0, decides=False, help="0: one for each core; changes no output")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import bz2
 import gzip
 import os
@@ -19,11 +18,12 @@ from common import hashing
 from common.errors import UserError
 from common.files import sha256_of
 from common.hashing import InputHashes
-from stages import evaluate
+from common.secrets import Secret
 from stages.directory.manifest import StageDirectory, why_incomplete
 from stages.download import DownloadOptions, download_dataset
-from stages.text.corpus import CorpusOptions, open_sources, raw_documents
-from stages.tokenize import tokenize_corpus
+from stages.evaluate import EvaluateOptions
+from stages.text.corpus import TokenizeOptions, open_sources, raw_documents
+from stages.tokens.encode import tokenize_corpus
 from stages.tokens.files import TRAINING, part_paths
 from tests.helpers.chain import Chain
 from tests.helpers.ready import bytes_of, download, pack, write
@@ -90,7 +90,7 @@ def test_a_hundred_times_the_files_take_a_hundred_times_the_work(tmp_path: Path,
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_SELF)
         hashes = InputHashes(tmp_path / "inputs.json")
-        CorpusOptions(sources=(str(tmp_path / "texts/*.txt"),)).identity(hashes)
+        TokenizeOptions(sources=(str(tmp_path / "texts/*.txt"),)).identity(hashes)
         after = resource.getrusage(resource.RUSAGE_SELF)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     first, second = seconds
@@ -116,7 +116,7 @@ def test_a_text_that_was_edited_before_the_stage_reads_it_is_refused(tmp_path: P
     text, vocabulary = tmp_path / "a.txt", tmp_path / "vocab.txt"
     text.write_text("A word.\n\n" * 50)
     vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nword\n.\n")
-    options = CorpusOptions(sources=(str(text),), vocab_file=vocabulary)
+    options = TokenizeOptions(sources=(str(text),), vocab_file=vocabulary)
     for number, edited in enumerate((text, vocabulary)):
         before = edited.read_bytes()
         with StageDirectory.begin(tmp_path / str(number), options.identity) as work:
@@ -142,10 +142,10 @@ def test_shards_are_identified_by_every_byte(folder: Path) -> None:
     """As large as it takes for the middle to be far from both ends."""
     shard = write(folder / "large_training_0.hdf5", rows=20_000, S=64)
     archive = pack(folder, "")
-    before = [DownloadOptions(str(path)).identity() for path in (folder, archive)]
+    before = [DownloadOptions(url=Secret.address(str(path))).identity() for path in (folder, archive)]
     edit_unseen(shard)
     edit_unseen(archive)
-    after = [DownloadOptions(str(path)).identity() for path in (folder, archive)]
+    after = [DownloadOptions(url=Secret.address(str(path))).identity() for path in (folder, archive)]
     assert before[0] != after[0]
     assert before[1] != after[1]
 
@@ -153,7 +153,7 @@ def test_shards_are_identified_by_every_byte(folder: Path) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_shards_edited_before_the_stage_reads_them_are_refused(folder: Path, packed: bool) -> None:
     source = pack(folder, "") if packed else folder
-    options = DownloadOptions(str(source))
+    options = DownloadOptions(url=Secret.address(str(source)))
     with StageDirectory.begin(folder.parent / "out", options.identity) as work:
         write(folder / "deep/wiki_training_0.hdf5", largest=98)
         if packed:
@@ -167,7 +167,7 @@ def test_without_room_for_copies_shards_are_links_and_an_edit_shows(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = folder.parent / "out"
-    options = DownloadOptions(str(folder))
+    options = DownloadOptions(url=Secret.address(str(folder)))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     monkeypatch.setattr("stages.transfer.shard_import._clone", lambda source, target: False)
     download(folder, out)
@@ -185,11 +185,9 @@ def test_replaced_shards_and_models_are_evaluated_anew(folder: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"weights")
-    words = [str(model), str(folder / "deep"), "--out", str(folder.parent / "out")]
 
     def identity() -> str:
-        args: argparse.Namespace = evaluate.parser().parse_args(words)
-        return evaluate.identity(args).fingerprint
+        return EvaluateOptions(model=model, data=folder / "deep").identity().fingerprint
 
     seen = {identity()}
     for path in (folder / "deep/wiki_test_0.hdf5", model / "config.json", model / "model.safetensors"):
@@ -215,7 +213,7 @@ def test_a_pattern_means_the_same_to_the_pipeline_and_to_the_stage(tmp_path: Pat
     vocabulary = set((made / "tokenizer/vocab.txt").read_text().split())
     assert vocabulary >= {"bracket", "shallow", "deep", "space"}
     assert not vocabulary & {"digit", "other"}
-    options = CorpusOptions(
+    options = TokenizeOptions(
         sources=tuple(str(tmp_path / pattern) for pattern in patterns), vocab_size=300, held_out=0.1, seed=12349
     )
     assert options.identity().fingerprint == str(chain.manifest("tokenize_corpus")["fingerprint"])

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stages import tokenize
 from stages.directory.manifest import StageDirectory
-from stages.text.corpus import CorpusOptions
+from stages.text.corpus import TokenizeOptions
 from stages.tokens import parts
+from stages.tokens.encode import tokenize_corpus
 
 
 def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_out: float = 0.1) -> Path:
@@ -22,8 +22,8 @@ def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_
         text += [" ".join(draw.choices(words, k=draw.randint(3, 12))) for _ in range(draw.randint(2, 15))] + [""]
     path = directory.with_suffix(".txt")
     path.write_text("\n".join(text))
-    options = CorpusOptions(sources=(str(path),), vocab_size=vocab_size, held_out=held_out)
+    options = TokenizeOptions(sources=(str(path),), vocab_size=vocab_size, held_out=held_out)
     with StageDirectory.begin(directory, options.identity) as work, pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "_PART_CHARACTERS", 8_000)
-        tokenize.tokenize_corpus(work, options, processes=1)
+        tokenize_corpus(work, options, processes=1)
     return directory

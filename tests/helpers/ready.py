@@ -14,7 +14,6 @@ from common.secrets import Secret
 from stages.directory.manifest import StageDirectory
 from stages.download import DownloadOptions, download_dataset
 from stages.transfer.archive import zstd
-from stages.transfer.urls import Transport
 from trainer.data.shards import write_shard
 
 
@@ -66,15 +65,15 @@ def pack(folder: Path, mode: str) -> Path:
     return path
 
 
-def download(url: object, out: Path, *, transport: Transport | None = None, **limits: Any) -> dict[str, Any]:
-    options = DownloadOptions(Secret.address(str(url)), **limits)
-    with StageDirectory.begin(out, options.identity) as work:
-        return download_dataset(work, options, transport)
+def download(url: object, out: Path, **options: Any) -> dict[str, Any]:
+    asked = DownloadOptions(url=Secret.address(str(url)), **{"processes": 1, **options})
+    with StageDirectory.begin(out, asked.identity) as work:
+        return download_dataset(work, asked)
 
 
-def refused(url: object, out: Path, *, transport: Transport | None = None, **limits: Any) -> str:
+def refused(url: object, out: Path, **options: Any) -> str:
     with pytest.raises(UserError) as error:
-        download(url, out, transport=transport, **limits)
+        download(url, out, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
 

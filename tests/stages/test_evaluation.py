@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stages import evaluate_mlp
 from stages.directory.manifest import Identity, StageDirectory
-from stages.evaluate import PATTERN, evaluate
+from stages.evaluate import PATTERN
+from stages.evaluation import mlp
+from stages.evaluation.bert import evaluate
 from tests.helpers.images import write_images
 from tests.helpers.support import MODEL, synthetic_rows
 from trainer.config import ModelConfig
@@ -119,7 +120,7 @@ def test_an_mlp_is_measured_as_by_hand(tmp_path: Path) -> None:
     labels = torch.where(is_right, logits.argmax(1), logits.argmin(1))
     images.labels = labels.numpy()
     with StageDirectory.begin(tmp_path / "out", lambda: Identity("evaluate_mlp", 1)) as work:
-        found = evaluate_mlp.evaluate(work, model, images, device=CpuDevice(), batch_size=16)
+        found = mlp.evaluate(work, model, images, device=CpuDevice(), batch_size=16)
     expected = (logits.logsumexp(1) - logits.gather(1, labels[:, None])[:, 0]).mean().item()
     assert found["loss"] == pytest.approx(expected, rel=1e-5)  # fp32
     assert (found["images"], found["accuracy"]) == (40, 0.7)

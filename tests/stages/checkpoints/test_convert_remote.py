@@ -36,7 +36,7 @@ def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:
         web.probe_faults.append(status(404))
         assert_one_line_error(forked("stages.convert", web.url, tmp_path / "out"), "404", web.url)
         done = forked("stages.convert", web.url, tmp_path / "out", "--connections", 0)
-        assert_one_line_error(done, "--connections is 0; give 1 to 64")
+        assert_one_line_error(done, "--connections is 0; allowed: a whole number from 1 to 64")
 
 
 def test_what_reads_local_files_only_says_so(tmp_path: Path) -> None:

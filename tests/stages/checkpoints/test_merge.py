@@ -121,13 +121,15 @@ def test_bf16_is_torchs_rounding_and_hugging_face_takes_it(tmp_path: Path) -> No
 
 MEASURE = """
 import json, resource, sys
+from pathlib import Path
 from transformers import BertForPreTraining
 from stages import merge
 from stages.directory.manifest import StageDirectory
 BertForPreTraining
-args = merge.parser().parse_args(sys.argv[1:])
-with StageDirectory.begin(args.out, lambda: merge.identity(args)) as work:
-    merge.merge(work, args)
+from common.secrets import Secret
+options = merge.MergeOptions(source=Secret.address(sys.argv[1]))
+with StageDirectory.begin(Path(sys.argv[2]), options.identity) as work:
+    merge.merge(work, options)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 

@@ -9,7 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from stages.examples.pairs import PAIR, Form, Vocabulary, complete_rows, gather_rows
+from stages.examples.form import Form
+from stages.examples.pairs import PAIR, Vocabulary, complete_rows, gather_rows
 from tests.conftest import Stage
 from tests.helpers.chance import assert_flat, assert_mean_zero, assert_uncorrelated
 from tests.helpers.corpora import make_tokens

@@ -9,7 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from stages.examples.pairs import Form, Vocabulary, complete_rows, gather_rows, plan_pairs
+from stages.examples.form import Form
+from stages.examples.pairs import Vocabulary, complete_rows, gather_rows, plan_pairs
 from stages.tokens.wordpiece import CONTINUATION, SPECIAL_TOKENS, Encoder, read_vocabulary
 from tests.conftest import Stage
 from trainer.data.shards import KEYS, ShardSet

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from stages.examples.packing import RowCapacity, pack, pack_masked, pack_tokens, unpack_tokens
-from stages.examples.pairs import Form
-from stages.shard import PACKED_SEQUENCES
+from stages.examples.form import PACKED_SEQUENCES, Form, RowCapacity
+from stages.examples.packing import pack, pack_masked, pack_tokens, unpack_tokens
 from tests.conftest import Stage
 from tests.helpers.corpora import make_tokens
 from trainer.data.hdf5 import Array

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stages.examples.pairs import PAIR, Form, Vocabulary, complete_rows, gather_rows, plan_pairs
+from stages.examples.form import Form
+from stages.examples.pairs import PAIR, Vocabulary, complete_rows, gather_rows, plan_pairs
 
 Array = np.ndarray[Any, Any]
 VOCAB = Vocabulary(1000, 2, 3, 4, np.arange(5, 1000), np.arange(1000) % 3 == 2)

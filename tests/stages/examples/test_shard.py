@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from stages import shard
 from stages.directory.manifest import StageDirectory
-from stages.examples import plans, shard_writer
-from stages.examples.pairs import Form
+from stages.examples import plans, shard_writer, shards
 from stages.examples.shard_writer import row_ranges
 from stages.shard import ShardOptions, shard_dataset, tokens_fingerprint
 from stages.tokens.files import TRAINING, part_paths, read_part
@@ -115,15 +113,15 @@ def test_a_killed_run_ends_with_the_same_bytes(
 
 
 def test_every_shard_draws_from_the_whole_corpus_and_nothing_is_lost(tmp_path: Path, tokens: Path) -> None:
-    options = ShardOptions(Form(32, 5, dupe_factor=3), shards=4)
+    options = ShardOptions(tokens=tokens, seq_len=32, max_pred_len=5, dupe_factor=3, shards=4, processes=1)
     assert len(part_paths(tokens, TRAINING)) > 3
     with (
-        StageDirectory.begin(tmp_path, lambda: options.identity(tokens_fingerprint(tokens))) as work,
+        StageDirectory.begin(tmp_path, options.identity) as work,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(shard_writer, "_SLAB_BYTES", 20_000)  # several slabs a shard
         patch.setattr(plans, "_WINDOW_BYTES", 9_000)  # and several windows a slab, of one part or more
-        shard_dataset(work, tokens, options, processes=1)
+        shard_dataset(work, options)
     part_of_sentence, texts = {}, []
     for number, path in enumerate(part_paths(tokens, TRAINING)):
         part = read_part(path)
@@ -172,10 +170,10 @@ def test_the_phases_draw_independently(tmp_path: Path, tokens: Path) -> None:
     """Same corpus, form and seed: without streams of their own both phases would have the same rows and masks."""
     drawn = {}
     for phase in (1, 2):
-        options = ShardOptions(Form(32, 5), shards=1, phase=phase)
+        options = ShardOptions(tokens=tokens, seq_len=32, max_pred_len=5, shards=1, phase=phase, processes=1)
         directory = tmp_path / str(phase)
         with StageDirectory.begin(directory, lambda made=options: made.identity(tokens_fingerprint(tokens))) as work:
-            shard_dataset(work, tokens, options, processes=1)
+            shard_dataset(work, options)
         with h5py.File(directory / "bert_training_00000.hdf5") as file:
             drawn[f"phase {phase}, random next sentence"] = file["next_sentence_labels"][:].astype(float)
             drawn[f"phase {phase}, second masked position"] = file["masked_lm_positions"][:, 1].astype(float)
@@ -235,7 +233,10 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, stage: Stage, tokens: 
     succeeded(tokenized)
     cases: list[tuple[list[object], str]] = [
         (["--tokens", tmp_path / "none", *FORM], "is not a finished tokenized corpus"),
-        (["--tokens", tokens, "--seq-len", 4, "--max-pred-len", 1], "--seq-len is 4; allowed is 5 to"),
+        (
+            ["--tokens", tokens, "--seq-len", 4, "--max-pred-len", 1],
+            "--seq-len is 4; allowed: a whole number from 5",
+        ),
         (["--tokens", tokens, "--seq-len", 32, "--max-pred-len", 0], "--max-pred-len is 0"),
         (["--tokens", tokens, *FORM, "--masked-lm-prob", 1.5], "--masked-lm-prob is 1.5"),
         (["--tokens", tokens, *FORM, "--shards", 0], "--shards is 0"),
@@ -264,18 +265,18 @@ def test_an_altered_corpus_is_not_used(tmp_path: Path, stage: Stage) -> None:
 def test_too_little_space_is_said_before_anything_is_written(
     tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ShardOptions(Form(32, 5), shards=4)
+    options = ShardOptions(tokens=tokens, seq_len=32, max_pred_len=5, shards=4, processes=1)
 
     def run(free: int) -> dict[str, Any]:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-        with StageDirectory.begin(tmp_path, lambda: options.identity(tokens_fingerprint(tokens))) as work:
-            return shard_dataset(work, tokens, options, processes=1)
+        with StageDirectory.begin(tmp_path, options.identity) as work:
+            return shard_dataset(work, options)
 
     with pytest.raises(UserError, match=r"plan and shards need at least [\d,]+ bytes in .*; 1,000 are free there"):
         run(1_000)
     assert not list(tmp_path.rglob("*.bin")) + list(tmp_path.glob("*.hdf5"))
     # The least that is certain is less than what it takes; after planning that is known.
-    monkeypatch.setattr(shard, "_require_room", lambda *_: None)
+    monkeypatch.setattr(shards, "_require_room", lambda *_: None)
     run(0)
     rows = counts(tmp_path)["training_rows"] + counts(tmp_path)["test_rows"]
     monkeypatch.undo()

@@ -16,7 +16,7 @@ import pytest
 from common.errors import UserError
 from common.hashing import InputHashes
 from stages.text.base import Document
-from stages.text.corpus import BUILTIN, CorpusOptions, documents, open_sources, raw_documents, sentences
+from stages.text.corpus import BUILTIN, TokenizeOptions, documents, open_sources, raw_documents, sentences
 from stages.text.patterns import expand
 
 
@@ -229,7 +229,7 @@ def test_the_identity_says_how_a_file_is_read(tmp_path: Path) -> None:
         (tmp_path / name).write_text(line)
 
     def identity(name: str, document: str = "blank_line") -> str:
-        return CorpusOptions(sources=(str(tmp_path / name),), document=document).identity().fingerprint
+        return TokenizeOptions(sources=(str(tmp_path / name),), document=document).identity().fingerprint
 
     assert identity("a.txt") == identity("b.text") == identity("a.xml.txt")
     assert len({identity("a.txt"), identity("a.jsonl"), identity("a.xml"), identity("a.txt", "file")}) == 4

@@ -17,10 +17,10 @@ from common.errors import UserError
 from common.hashing import InputHashes
 from stages.directory.manifest import StageDirectory
 from stages.text.base import text_of
-from stages.text.corpus import CorpusOptions, open_sources, raw_documents
+from stages.text.corpus import TokenizeOptions, open_sources, raw_documents
 from stages.text.wikipedia import WikiPage
-from stages.tokenize import tokenize_corpus
 from stages.tokens import parts
+from stages.tokens.encode import tokenize_corpus
 from tests.conftest import Stage
 from tests.helpers.support import assert_one_line_error
 
@@ -228,7 +228,7 @@ def test_neither_processes_nor_a_restart_show_in_the_bytes(
 ) -> None:
     monkeypatch.setattr(parts, "_PART_CHARACTERS", 1_000_000)
     monkeypatch.setattr(parts, "_BATCH_CHARACTERS", 200_000)
-    options = CorpusOptions(sources=(str(dump),), vocab_size=3000)
+    options = TokenizeOptions(sources=(str(dump),), vocab_size=3000)
 
     def run(name: str, processes: int) -> dict[str, bytes]:
         with StageDirectory.begin(tmp_path / name, options.identity) as work:

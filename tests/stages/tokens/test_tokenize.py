@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from stages import tokenize
 from stages.directory.manifest import Identity, StageDirectory
-from stages.text.corpus import CorpusOptions, documents
+from stages.text.corpus import TokenizeOptions, documents
 from stages.tokens import parts
+from stages.tokens.encode import tokenize_corpus
 from stages.tokens.files import TEST, TRAINING, part_paths, read_part
 from stages.tokens.wordpiece import (
     SPECIAL_TOKENS,
@@ -175,10 +175,10 @@ def test_processes_do_not_show_in_the_bytes(tmp_path: Path, monkeypatch: pytest.
     text = write_corpus(tmp_path / "text", documents=400)
     monkeypatch.setattr(parts, "_PART_CHARACTERS", 40_000)
     monkeypatch.setattr(parts, "_BATCH_CHARACTERS", 5_000)
-    options = CorpusOptions(sources=(str(text),), vocab_size=300, held_out=0.1)
+    options = TokenizeOptions(sources=(str(text),), vocab_size=300, held_out=0.1)
     for processes in (1, 2):
         with StageDirectory.begin(tmp_path / str(processes), options.identity) as work:
-            tokenize.tokenize_corpus(work, options, processes=processes)
+            tokenize_corpus(work, options, processes=processes)
     one, two = outputs(tmp_path / "1"), outputs(tmp_path / "2")
     assert len([name for name in one if TRAINING in name]) > 3
     assert one == two
@@ -292,9 +292,9 @@ def test_too_many_unknown_words_are_refused_early_and_never_wrongly(
     def run(name: str, text: str) -> int:
         """Parts that were written before the end, or before it was refused."""
         (tmp_path / name).write_text(text)
-        options = CorpusOptions(sources=(str(tmp_path / name),), vocab_file=vocabulary)
+        options = TokenizeOptions(sources=(str(tmp_path / name),), vocab_file=vocabulary)
         with StageDirectory.begin(tmp_path / f"{name}-tokens", options.identity) as work:
-            tokenize.tokenize_corpus(work, options, processes=1)
+            tokenize_corpus(work, options, processes=1)
         return len(part_paths(tmp_path / f"{name}-tokens", TRAINING))
 
     many = 150_000  # 4 MB: several blocks
@@ -318,7 +318,7 @@ def test_other_settings_never_touch_a_finished_corpus(tmp_path: Path, stage: Sta
 
 def test_the_identity_is_content_not_place(tmp_path: Path) -> None:
     def identity(path: Path) -> Identity:
-        return CorpusOptions(sources=(str(path),)).identity()
+        return TokenizeOptions(sources=(str(path),)).identity()
 
     first, second = write_corpus(tmp_path / "a", documents=5), write_corpus(tmp_path / "b", documents=5)
     assert identity(first) == identity(second)
@@ -365,13 +365,13 @@ def processes_of_session(session: int) -> list[int]:
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = write_corpus(tmp_path / "text", documents=200)
-    options = CorpusOptions(sources=(str(text),), vocab_size=300)
+    options = TokenizeOptions(sources=(str(text),), vocab_size=300)
     about = int(0.4 * text.stat().st_size)
 
     def run(free: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
         with StageDirectory.begin(tmp_path / "o", options.identity) as work:
-            tokenize.tokenize_corpus(work, options, processes=1)
+            tokenize_corpus(work, options, processes=1)
 
     with pytest.raises(UserError, match=f"the ids of this text need about {about:,} bytes in .*; {about - 1:,} are"):
         run(about - 1)

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.secrets import Secret
+from stages.directory.manifest import Identity
 from stages.download import DownloadOptions
-from stages.transfer.urls import Transport
 from tests.conftest import Stage
 from tests.helpers.ready import bytes_of, download, pack, refused, write
 from tests.helpers.support import assert_one_line_error
@@ -82,14 +83,14 @@ def test_invalid_shards_are_refused_by_file_key_row_and_value(folder: Path) -> N
 def test_shards_checked_by_two_processes_are_those_checked_by_one(folder: Path) -> None:
     for number in range(12):
         write(folder / f"more_training_{number:02}.hdf5", rows=number, largest=number)
-    path, two = pack(folder, ""), Transport(processes=2)
-    assert download(path, folder.parent / "two", transport=two) == download(path, folder.parent / "one")
+    path = pack(folder, "")
+    assert download(path, folder.parent / "two", processes=2) == download(path, folder.parent / "one")
     assert bytes_of(folder.parent / "two") == bytes_of(folder)
     files = [json.loads((folder.parent / name / "manifest.json").read_text())["outputs"] for name in ("one", "two")]
     assert files[0] == files[1]
     write(folder / "more_training_07.hdf5", largest=101)
     assert "more_training_07.hdf5: input_ids is 101" in refused(
-        pack(folder, ""), folder.parent / "bad", transport=two, vocab_size=101
+        pack(folder, ""), folder.parent / "bad", processes=2, vocab_size=101
     )
     assert not list((folder.parent / "bad").glob("*.tmp"))
 
@@ -101,7 +102,8 @@ def test_the_sha256_of_an_archive_is_checked_and_decides(folder: Path) -> None:
     assert f"has the sha256 {right}, expected was {'0' * 64}" in refused(path, folder.parent / "o2", sha256="0" * 64)
     assert "is a folder, which has no sha256" in refused(folder, folder.parent / "o3", sha256=right)
     identities = [
-        DownloadOptions(str(path), sha256=sha256).identity().fingerprint for sha256 in (None, right, "0" * 64)
+        DownloadOptions(url=Secret.address(str(path)), sha256=sha256).identity().fingerprint
+        for sha256 in (None, right, "0" * 64)
     ]
     assert len(set(identities)) == 3
 
@@ -136,7 +138,7 @@ def test_what_cannot_be_fetched_is_refused_in_one_line(tmp_path: Path, stage: St
     for words, message in (
         (("gopher://host/x",), "cannot fetch gopher://host/x"),
         (("x.tar", "--sha256", "12"), "--sha256 is 12; give 64 hexadecimal digits"),
-        (("x.tar", "--connections", 0), "--connections is 0; give 1 to 64"),
+        (("x.tar", "--connections", 0), "--connections is 0; allowed: a whole number from 1 to 64"),
         (("x.tar", "--processes", -1), "--processes is -1"),
     ):
         assert_one_line_error(stage("download", *words, "--out", tmp_path / "o"), message)
@@ -144,8 +146,11 @@ def test_what_cannot_be_fetched_is_refused_in_one_line(tmp_path: Path, stage: St
 
 
 def test_the_identity_is_content_not_place(folder: Path) -> None:
+    def identity(url: str) -> Identity:
+        return DownloadOptions(url=Secret.address(url)).identity()
+
     copied = folder.parent / "copy"
     shutil.copytree(folder, copied)
-    assert DownloadOptions(str(folder)).identity() == DownloadOptions(copied.as_uri()).identity()
+    assert identity(str(folder)) == identity(copied.as_uri())
     write(copied / "deep/wiki_training_0.hdf5", largest=98)
-    assert DownloadOptions(str(folder)).identity() != DownloadOptions(str(copied)).identity()
+    assert identity(str(folder)) != identity(str(copied))

@@ -22,8 +22,6 @@ import stages.transfer.http
 import stages.transfer.ranges
 import stages.transfer.remote
 from common.files import read_json
-from stages.transfer.remote import LeastRate
-from stages.transfer.urls import Transport
 from tests.helpers.chain import wait_until
 from tests.helpers.ready import bytes_of, download, pack, refused, write_random, write_random_shards
 from tests.helpers.support import ROOT, assert_one_line_error, forked
@@ -87,13 +85,13 @@ def test_ranges_are_fetched_at_the_same_time(web: Web, shards: Path, tmp_path: P
     """The server answers nothing until four requests have come."""
     meeting = threading.Barrier(4, timeout=30)
     web.faults.extend([then(meeting.wait)] * 4)
-    download(web.url, tmp_path / "out", transport=Transport(connections=4))
+    download(web.url, tmp_path / "out", connections=4)
     assert not meeting.broken
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
 
 
 def test_one_connection_asks_for_one_range_after_the_other(web: Web, shards: Path, tmp_path: Path) -> None:
-    download(web.url, tmp_path / "out", transport=Transport(connections=1))
+    download(web.url, tmp_path / "out", connections=1)
     assert [int(asked.removeprefix("bytes=").split("-")[0]) for asked in web.parts if asked] == [
         start for start, _ in ranges_of(web)
     ]
@@ -108,7 +106,7 @@ def test_one_connection_asks_for_one_range_after_the_other(web: Web, shards: Pat
 def test_what_passes_is_tried_again(web: Web, shards: Path, tmp_path: Path, fault: Fault) -> None:
     web.faults.extend([fault] * 5)
     web.probe_faults.extend([status(503)] * 2)
-    download(web.url, tmp_path / "out", transport=Transport(connections=2))
+    download(web.url, tmp_path / "out", connections=2)
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     # What had come before a connection was cut is not fetched again.
     assert web.sent == len(web.data) + 1
@@ -122,7 +120,7 @@ def test_a_stalled_connection_is_given_up_and_its_range_asked_for_again(
     never = threading.Event()
     web.faults.append(stall(never))
     try:
-        download(web.url, tmp_path / "out", transport=Transport(connections=1))
+        download(web.url, tmp_path / "out", connections=1)
     finally:
         never.set()
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
@@ -134,7 +132,7 @@ def test_tries_are_bounded_and_what_came_stays(web: Web, shards: Path, tmp_path:
     web.budget = None
     tries = stages.transfer.ranges.TRIES
     web.faults.extend([*[then(lambda: None)] * 2, *[status(503)] * tries])
-    message = refused(web.url, tmp_path / "out", transport=Transport(connections=1))
+    message = refused(web.url, tmp_path / "out", connections=1)
     assert f"HTTP 503 (Service Unavailable), and so {tries} times in a row" in message
     assert "run the same again: it goes on from the bytes that are there" in message
     assert len(web.parts) == 2 + tries
@@ -193,7 +191,7 @@ def test_what_another_try_cannot_better_is_refused_at_once(web: Web, tmp_path: P
     assert words in message
     assert (web.probes, web.parts) == (1, [])
     web.faults.append(status(code))
-    assert words in refused(web.url, tmp_path / "out", transport=Transport(connections=1))
+    assert words in refused(web.url, tmp_path / "out", connections=1)
     assert len(web.parts) == 1
 
 
@@ -230,7 +228,7 @@ def test_an_object_changed_between_two_reads_starts_over(
     new = web.data
     web.replace(bytes(reversed(new)))
     web.faults.extend([then(lambda: None)] * 3 + [then(lambda: web.replace(new))])
-    download(web.url, tmp_path / "out", transport=Transport(connections=1))
+    download(web.url, tmp_path / "out", connections=1)
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     assert f"note: {web.url} was changed while it was fetched" in capsys.readouterr().err
 
@@ -245,7 +243,7 @@ def test_a_change_is_seen_where_the_server_knows_no_conditions(
     web.faults.extend([then(lambda: None)] * 3 + [then(lambda: _replace(web, new, seen, before))])
     if seen == "date":
         web.etag, before = None, web.modified
-    download(web.url, tmp_path / "out", transport=Transport(connections=1))
+    download(web.url, tmp_path / "out", connections=1)
     assert web.demands[0] == before
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
 
@@ -262,7 +260,7 @@ def _replace(web: Web, new: bytes, seen: str, etag: str | None) -> None:
 
 def test_an_object_that_never_stays_is_given_up(web: Web, tmp_path: Path) -> None:
     web.faults.extend([then(lambda: web.replace(web.data[1:] + web.data[:1]))] * 9)
-    message = refused(web.url, tmp_path / "out", transport=Transport(connections=1))
+    message = refused(web.url, tmp_path / "out", connections=1)
     assert "was changed 3 times while it was fetched" in message
 
 
@@ -330,7 +328,7 @@ def test_a_damaged_archive_is_fetched_anew(web: Web, shards: Path, tmp_path: Pat
 
 
 def test_the_archive_stays_if_it_is_to(web: Web, tmp_path: Path) -> None:
-    download(web.url, tmp_path / "out", transport=Transport(keep_archive=True))
+    download(web.url, tmp_path / "out", keep_archive=True)
     assert (tmp_path / "out/archive").read_bytes() == web.data
 
 
@@ -448,7 +446,7 @@ def test_the_command_says_one_line(web: Web, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "out")  # the stage's own bookkeeping
 
 
-SLOW = LeastRate(bytes_per_s=1000, time_s=3)
+SLOW = {"low_speed_limit_bytes_per_s": 1000, "low_speed_time_s": 3}
 
 
 @pytest.mark.parametrize("headers", [False, True], ids=["body", "headers"])
@@ -458,7 +456,7 @@ def test_a_connection_below_the_least_rate_is_dropped_and_its_range_asked_for_ag
     over = threading.Event()
     web.faults.extend([then(lambda: None), drip(0.1 if headers else 0.005, over, headers=headers)])
     try:
-        download(web.url, tmp_path / "out", transport=Transport(connections=2, least_rate=SLOW))
+        download(web.url, tmp_path / "out", connections=2, **SLOW)
     finally:
         over.set()
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
@@ -475,7 +473,7 @@ def test_a_server_that_stays_too_slow_is_given_up_in_one_line(web: Web, shards: 
     over, tries = threading.Event(), stages.transfer.ranges.TRIES
     web.faults.extend([drip(0.005, over)] * tries)
     try:
-        message = refused(web.url, tmp_path / "out", transport=Transport(connections=1, least_rate=SLOW))
+        message = refused(web.url, tmp_path / "out", connections=1, **SLOW)
     finally:
         over.set()
     assert "less than 1000 bytes/s, and so 7 times in a row; check network and server, then run the same" in message
@@ -497,7 +495,7 @@ def test_an_answer_whose_headers_never_end_is_given_up(
     over = threading.Event()
     web.probe_faults.append(drip(0.1, over, headers=True))
     try:
-        download(web.url, tmp_path / "out", transport=Transport(least_rate=LeastRate(1000, 3)))
+        download(web.url, tmp_path / "out", low_speed_limit_bytes_per_s=1000, low_speed_time_s=3)
     finally:
         over.set()
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
@@ -510,7 +508,7 @@ def test_a_slow_connection_above_the_least_rate_is_left_alone(web: Web, shards: 
     web.data = web.data[: 12 << 10]
     web.faults.append(_in_pieces(1 << 10, 0.25))
     assert "is damaged or cut off" in refused(
-        web.url, tmp_path / "out", transport=Transport(connections=1, least_rate=LeastRate(500, 1.5))
+        web.url, tmp_path / "out", connections=1, low_speed_limit_bytes_per_s=500, low_speed_time_s=1.5
     )
     assert len(web.parts) == 1
 
@@ -537,6 +535,6 @@ def test_without_a_least_rate_a_connection_may_take_its_time(web: Web, shards: P
     over = threading.Event()
     web.data = web.data[:1024]
     web.faults.append(drip(0.005, over))
-    message = refused(web.url, tmp_path / "out", transport=Transport(least_rate=LeastRate(0, 1)))
+    message = refused(web.url, tmp_path / "out", low_speed_limit_bytes_per_s=0, low_speed_time_s=1)
     assert "is not a tar archive" in message or "is damaged" in message
     assert len(web.parts) == 1

@@ -15,7 +15,6 @@ import trustme
 
 import stages.transfer.ranges
 from pipeline.tasks import notify
-from stages.transfer.urls import Transport
 from tests.helpers.ready import bytes_of, download, pack, refused, write_random_shards
 from tests.helpers.support import assert_one_line_error, forked
 from tests.helpers.web import Fault, Handler, Web, serving
@@ -151,7 +150,7 @@ def test_a_login_reaches_the_host_it_is_for(
             file.write("default login anyone password hunter4\n")
     target = sites[second].by_name(host)
     send_on(sites[first], target)
-    download(sites[first].web.url, tmp_path / "out", transport=Transport(connections=1))
+    download(sites[first].web.url, tmp_path / "out", connections=1)
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     assert set(sites[second].logins) == {login}
     assert set(sites[first].logins) == {LOGIN}
@@ -161,7 +160,7 @@ def test_a_login_in_the_address_is_not_handed_on(sites: dict[str, Site], shards:
     secure, other = sites["secure"], sites["other"]
     send_on(secure, other.by_name("localhost"))
     address = secure.web.url.replace("127.0.0.1", "me:hunter2secret@localhost")
-    download(address, tmp_path / "out", transport=Transport(connections=1))
+    download(address, tmp_path / "out", connections=1)
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     assert set(secure.logins) == {LOGIN}
     assert set(other.logins) == {None}
@@ -175,7 +174,7 @@ def test_to_another_place_without_encryption_goes_no_login(
     with serving(b"", "/start.tar") as start:
         site = Site(start, [])
         send_on(site, plain.by_name("localhost"))
-        download(start.url, tmp_path / "out", transport=Transport(connections=1))
+        download(start.url, tmp_path / "out", connections=1)
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     assert set(plain.logins) == {None}
 
@@ -184,7 +183,7 @@ def test_a_redirect_within_a_host_keeps_the_login(sites: dict[str, Site], shards
     secure = sites["secure"]
     for faults in (secure.web.probe_faults, secure.web.faults):
         faults.appendleft(to("/elsewhere.tar", secure, 307))
-    download(secure.web.url, tmp_path / "out", transport=Transport(connections=1))
+    download(secure.web.url, tmp_path / "out", connections=1)
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     assert set(secure.logins) == {LOGIN}
     assert "/elsewhere.tar" in secure.web.paths

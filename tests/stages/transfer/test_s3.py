@@ -17,8 +17,7 @@ from urllib3 import HTTPResponse
 import stages.transfer.ranges
 import stages.transfer.s3
 from common.secrets import Secret
-from stages.transfer.remote import LeastRate, Version
-from stages.transfer.urls import Transport
+from stages.transfer.remote import Version
 from tests.helpers.chain import Chain
 from tests.helpers.ready import bytes_of, download, pack, refused, write_random_shards
 from tests.helpers.support import assert_one_line_error, forked, write_dataset
@@ -67,7 +66,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_the_same_bytes_arrive_unsigned(bucket: Any, endpoint: str, shards: Path, tmp_path: Path) -> None:
-    counts = download(f"s3://data/{KEY}", tmp_path / "out", transport=Transport(s3_endpoint=Secret.address(endpoint)))
+    counts = download(f"s3://data/{KEY}", tmp_path / "out", s3_endpoint=Secret.address(endpoint))
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     head = bucket.head_object(Bucket="data", Key=KEY)
     assert (counts["source"]["etag"], counts["source"]["length"]) == (head["ETag"], head["ContentLength"])
@@ -82,8 +81,8 @@ def test_a_profile_reads_what_is_private(
     else:  # boto3's own search: here the environment
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-    transport = Transport(s3_endpoint=Secret.address(endpoint), s3_profile=profile)
-    download(f"s3://private/{KEY}", tmp_path / "out", transport=transport)
+    transport = {"s3_endpoint": Secret.address(endpoint), "s3_profile": profile}
+    download(f"s3://private/{KEY}", tmp_path / "out", **transport)
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
 
 
@@ -99,9 +98,7 @@ def test_what_is_wrong_is_said_in_one_line(bucket: Any, endpoint: str, tmp_path:
         (f"s3://data/{KEY}", "nobody", "The config profile (nobody) could not be found; check the address, s3_profile"),
         (f"s3://data/{KEY}", "default", "Unable to locate credentials; check the address, s3_profile"),
     ):
-        message = refused(
-            url, tmp_path / "out", transport=Transport(s3_endpoint=Secret.address(endpoint), s3_profile=profile)
-        )
+        message = refused(url, tmp_path / "out", s3_endpoint=Secret.address(endpoint), s3_profile=profile)
         assert message.startswith(url[: url.index("/", 5) + 1]), message
         assert words in message
 
@@ -112,9 +109,7 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
         ("http://127.0.0.1:1", "Could not connect to the endpoint URL"),
         ("nonsense", "Invalid endpoint: nonsense; check the address, s3_profile and s3_endpoint"),
     ):
-        message = refused(
-            "s3://data/x.tar", tmp_path / "out", transport=Transport(s3_endpoint=Secret.address(endpoint))
-        )
+        message = refused("s3://data/x.tar", tmp_path / "out", s3_endpoint=Secret.address(endpoint))
         assert words in message
 
 
@@ -158,7 +153,8 @@ def test_an_object_changed_between_two_reads_starts_over(
     download(
         "s3://data/changing.tar",
         tmp_path / "out",
-        transport=Transport(s3_endpoint=Secret.address(endpoint), connections=1),
+        s3_endpoint=Secret.address(endpoint),
+        connections=1,
     )
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     assert calls[:4] == [0, MIB, 2 * MIB, 0]
@@ -178,7 +174,8 @@ def test_what_passes_is_tried_again(shards: Path, tmp_path: Path, fault: Fault) 
         download(
             f"s3://data/{KEY}",
             tmp_path / "out",
-            transport=Transport(s3_endpoint=Secret.address(endpoint), connections=2),
+            s3_endpoint=Secret.address(endpoint),
+            connections=2,
         )
         assert bytes_of(tmp_path / "out") == bytes_of(shards)
         assert web.sent == len(web.data) + 1
@@ -199,7 +196,8 @@ def test_a_stall_is_given_up_and_ranges_come_at_the_same_time(
             download(
                 f"s3://data/{KEY}",
                 tmp_path / "out",
-                transport=Transport(s3_endpoint=Secret.address(endpoint), connections=3),
+                s3_endpoint=Secret.address(endpoint),
+                connections=3,
             )
         finally:
             never.set()
@@ -215,9 +213,9 @@ def test_a_connection_below_the_least_rate_is_dropped(
     with serving(pack(shards, "").read_bytes(), f"/data/{KEY}") as web:
         web.faults.append(drip(0.005, over))
         endpoint = Secret.address(web.url.removesuffix(f"/data/{KEY}"))
-        transport = Transport(s3_endpoint=endpoint, connections=2, least_rate=LeastRate(1000, 3))
+        slow = {"low_speed_limit_bytes_per_s": 1000, "low_speed_time_s": 3}
         try:
-            download(f"s3://data/{KEY}", tmp_path / "out", transport=transport)
+            download(f"s3://data/{KEY}", tmp_path / "out", s3_endpoint=endpoint, connections=2, **slow)
         finally:
             over.set()
         assert bytes_of(tmp_path / "out") == bytes_of(shards)

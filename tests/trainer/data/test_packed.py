@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from stages.directory.manifest import Identity, StageDirectory
-from stages.evaluate import evaluate
-from stages.examples.packing import RowCapacity, pack, pack_masked, pack_tokens
+from stages.evaluation.bert import evaluate
+from stages.examples.form import RowCapacity
+from stages.examples.packing import pack, pack_masked, pack_tokens
 from tests.helpers.support import MODEL, losses, metrics, synthetic_rows, train, write_model_config
 from trainer.config import ModelConfig
 from trainer.data.bert_batch import IGNORED
