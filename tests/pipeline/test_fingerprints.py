@@ -425,3 +425,43 @@ def test_a_checkpoint_to_start_from_takes_the_place_of_phase_1(fingerprints: Fin
 def test_a_checkpoint_to_start_from_that_is_not_there_is_one_line(fingerprints: Fingerprints) -> None:
     with pytest.raises(UserError, match=r"no checkpoint .*ckpt_6\.pt"):
         fingerprints(("phase2", "start_from", "{tmp}/ckpt_6.pt"))
+
+
+#: Settings → the first digits of fingerprints that an earlier version has given to stages. They must not change: a work
+#: directory that was complete stays complete. (Those of Precompile name the versions of this machine.)
+RECORDED = [
+    (
+        (
+            *(("corpus", "source", "{tmp}/a.txt"), ("corpus", "held_out_source", "{tmp}/b.txt")),
+            *(("corpus", "vocab_file", "{tmp}/vocab.txt"), ("corpus", "document", "file")),
+        ),
+        {
+            "tokenize_corpus": "05ff280e6a", "shard_dataset-phase1": "4be4044f35", "convert_checkpoint": "2a7b76962a",
+            "merge_shards": "ad64c995d0", "evaluate": "16fd4ff0a9", "report": "48b37db737",
+            "download_mnist": "fbd42d1cbb", "evaluate_mlp": "717cbfec71",
+        },
+    ),
+    (
+        (*DOWNLOADED, ("corpus", "vocab_file", "{tmp}/vocab.txt")),
+        {"download_dataset-phase1": "e5fd2a793e", "pretrain-phase2": "adfc7d90be", "merge_shards": "c00902a013"},
+    ),
+    (
+        (
+            *(("dataset", "phase1_url", "s3://b/1.tar"), ("dataset", "phase2_url", "https://h/2.tar?token=x")),
+            ("dataset", "phase1_sha256", "0" * 64),
+        ),
+        {"download_dataset-phase1": "a9951b7a7c", "download_dataset-phase2": "a41783eeb0"},
+    ),
+    (
+        (("phase2", "start_from", "s3://b/ckpt_5.pt"), *DOWNLOADED),
+        {"convert_checkpoint": "11f799dd18", "pretrain-phase2": "abaef02f8b", "report": "1c95b79524"},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "recorded"), RECORDED)
+def test_fingerprints_are_those_of_earlier_versions(
+    fingerprints: Fingerprints, settings: tuple[tuple[str, str, str], ...], recorded: dict[str, str]
+) -> None:
+    found = fingerprints(*settings)
+    assert {stage: found[stage][:10] for stage in recorded} == recorded
