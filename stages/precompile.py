@@ -68,7 +68,7 @@ class Graphs:
     decays: bool
     clips: bool
     precision: str
-    tensor_parallel_size: int | None
+    tensor_parallel_size: int
     data_parallel: str
     nnodes: int
     nproc_per_node: int
@@ -114,26 +114,27 @@ def graphs_of(command: Sequence[str]) -> Graphs | None:
     for name in ("nnodes", "nproc_per_node"):
         launcher.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int, default=1)
     machines, _ = launcher.parse_known_args(command[:at])
-    args = parse(command[at + 1 :])
-    given = vars(args).get
-    model = {name: given(name) for name in ("workload", "model", "vocab_size", "disable_dropout", "debug")}
-    if config := given("model_config"):
-        model["model_config"] = InputHashes().sha256(config)
-    is_bert = given("max_pred_len") is not None
+    given = parse(command[at + 1 :])
+    run, config, data = given.run, given.config, vars(given.workload)
+    model = {name: data.get(name) for name in ("model", "vocab_size", "disable_dropout", "debug")}
+    if data.get("model_config"):
+        model["model_config"] = InputHashes().sha256(data["model_config"])
+    is_bert = "max_pred_len" in data
+    named = "fp32" if run.enable_fp32 else "autocast" if run.enable_pt_autocast else config.precision
     return Graphs(
-        model=model,
-        seq_len=given("seq_len"),
-        max_pred_len=given("max_pred_len"),
-        pack=is_bert and ShardSet.open(args.data_dir).sequences_per_row is not None,
-        micro_batch_size=args.batch_size,
-        accumulates=args.grad_accum_usteps > 1,
-        batches_per_execution=args.batches_per_execution,
-        optimizer=args.optimizer,
-        decays=args.weight_decay > 0,
-        clips=args.max_grad_norm > 0,
-        precision=args.precision,
-        tensor_parallel_size=given("tensor_parallel_size"),
-        data_parallel=args.data_parallel,
+        model={"workload": run.workload, **model},
+        seq_len=data.get("seq_len"),
+        max_pred_len=data.get("max_pred_len"),
+        pack=is_bert and ShardSet.open(data["data_dir"]).sequences_per_row is not None,
+        micro_batch_size=config.micro_batch_size,
+        accumulates=config.grad_accum_usteps > 1,
+        batches_per_execution=config.batches_per_execution,
+        optimizer=config.optimizer,
+        decays=config.weight_decay > 0,
+        clips=config.max_grad_norm > 0,
+        precision=named,
+        tensor_parallel_size=config.tensor_parallel_size,
+        data_parallel=config.data_parallel,
         nnodes=machines.nnodes,
         nproc_per_node=machines.nproc_per_node,
     )

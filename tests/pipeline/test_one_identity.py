@@ -17,8 +17,11 @@ from tests.helpers.support import command
 _EXPECTED = """
 import json, sys, pipeline
 from pipeline.status.chain import chain
+from pipeline.tasks.bert import BertPhase2
+from pipeline.tasks.dataset import DownloadDataset
+from pipeline.tasks.mnist import MnistMlp
 from pipeline.tasks.training import Training
-stages = [task for goal in sys.argv[1:] for task in chain(eval(goal, vars(pipeline))) if not isinstance(task, Training)]
+stages = [task for goal in sys.argv[1:] for task in chain(eval(goal)) if not isinstance(task, Training)]
 expected = {
     task.label: {
         "directory": str(task.directory), "fingerprint": task.identity.fingerprint, "record": task.identity.record(),

@@ -170,14 +170,23 @@ def test_a_graph_that_did_not_compile_is_one_line_and_compiled_later(small: dict
 
 
 def test_a_trial_that_fails_is_one_line_more(work: dict[str, object], tmp_path: Path) -> None:
-    done = precompile(tmp_path / "out", "xla", "-m", "trainer", *options(**{**work, "lr": "many"}, device="xla"))
+    wrong = options(**work, device="xla", tensor_parallel_size=2)
+    done = precompile(tmp_path / "out", "xla", "-m", "trainer", *wrong)
     assert done.returncode == 1
-    assert "error: the trial ended with exit status 2" in done.stderr
+    assert "error: the trial ended with exit status 1" in done.stderr
 
 
-def test_what_is_missing_is_one_line(tmp_path: Path) -> None:
+def test_a_bad_word_of_the_training_command_is_refused_before_the_trial(
+    work: dict[str, object], tmp_path: Path
+) -> None:
+    done = precompile(tmp_path / "out", "xla", "-m", "trainer", *options(**{**work, "lr": "many"}, device="xla"))
+    assert_one_line_error(done, "--lr is many")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_missing_is_one_line(work: dict[str, object], tmp_path: Path) -> None:
     assert_one_line_error(precompile(tmp_path / "a", "xla"), "device xla needs the training command")
-    done = precompile(tmp_path / "b", "neuron", "-m", "trainer")
+    done = precompile(tmp_path / "b", "neuron", "-m", "trainer", *options(**work))
     assert_one_line_error(done, "neuron_parallel_compile is not here", "docs/trainium.md")
 
 
