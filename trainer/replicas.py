@@ -1,4 +1,4 @@
-"""Checks of the state while it is trained: it is finite, and workers that should hold the same do hold the same."""
+"""Checks during training: all values are finite, and data-parallel workers hold identical weights and moments."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainer.parallel.mesh import Mesh
 
 
 def require_sound(tensors: Mapping[str, Tensor], global_step: int, device: Device, mesh: Mesh) -> None:
-    """Compare `tensors`, of all workers at the same time, with those of the workers that should hold the same.
+    """Compare `tensors` with those of the workers that should hold the same values; called by all at the same time.
 
-    Raises, on all workers, `ReplicasDiffer` that names the ranks that differ from most; `NonFiniteStep`.
+    Raises, on all workers, `ReplicasDiffer` naming the ranks that differ from the majority, or `NonFiniteStep`.
     """
     summaries = dict(zip(tensors, device.summaries(list(tensors.values())), strict=True))
     digest = hashlib.sha256(repr([bits for bits, _ in summaries.values()]).encode()).hexdigest()
@@ -37,8 +37,8 @@ def require_sound(tensors: Mapping[str, Tensor], global_step: int, device: Devic
 
 
 def require_finite_steps(mine: tuple[int, str] | None, batch_of: Callable[[int], int], mesh: Mesh) -> None:
-    """Raise `NonFiniteStep`, on all workers, for the first step that was not finite on any; `mine`: this worker's, its
-    number in the phase, from 0, and what is to be said of it."""
+    """Raise `NonFiniteStep`, on all workers, for the first step that was not finite on any. `mine`: this worker's first
+    such step, counted from 0 in the phase, and the message about it."""
     found = [one for one in mesh.all_gather_object(mine) if one is not None]
     if found:
         step, text = min(found)
@@ -48,13 +48,13 @@ def require_finite_steps(mine: tuple[int, str] | None, batch_of: Callable[[int],
 
 
 def _odd_ones(ranks: list[int], found: list[tuple[str, str]]) -> list[int]:
-    """Those of `ranks` that differ from more than half of them; all, if no such majority agrees."""
+    """Those of `ranks` that differ from the majority; all of them if there is none."""
     digest, count = collections.Counter(found[rank][0] for rank in ranks).most_common(1)[0]
     return [rank for rank in ranks if found[rank][0] != digest or 2 * count <= len(ranks) != count]
 
 
 def flip_a_bit(tensor: Tensor) -> None:
-    """What a fault of the memory does to a tensor, for tests: the lowest bit of one element's fraction changes."""
+    """Simulate a memory fault, for tests: flip the lowest bit of one element's fraction."""
     value = tensor.detach().view(-1)[:1].cpu()
     value.view(torch.uint8)[0] ^= 1
     tensor.detach().view(-1)[:1] = value.to(tensor.device)

@@ -1,4 +1,4 @@
-"""All that resuming needs, besides the tensors, in one type."""
+"""Everything that resuming needs besides the tensors, in one type."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class TrainState:
-    """Where a run is, and what it must still be to go on from there."""
+    """The position of a run, and what must not change when it is resumed."""
 
     phase: int
     #: Optimizer steps done in this phase.
@@ -37,16 +37,16 @@ class TrainState:
     precision: str
     #: The fields of `ModelConfig`.
     model: dict[str, Any]
-    #: Only said, never required: the layout and the versions it was trained with.
+    #: For information only: the layout and the version it was trained with.
     data_parallel_size: int
     tensor_parallel_size: int
     micro_batch_size: int
     torch_version: str
-    #: All else that decides the result: `deciding` of the configuration, by name. Empty in old checkpoints.
+    #: The other deciding options of the configuration, by name. Empty in old checkpoints.
     settings: dict[str, Any] = field(default_factory=dict)
-    #: What a resumed run has changed of that: {"step", "name", "old", "new"}, by global step.
+    #: Changes of them made by resumed runs: {"step", "name", "old", "new"}, by global step.
     changes: list[dict[str, Any]] = field(default_factory=list)
-    #: Batches of this phase's data, counted from 0, that were left out, as their steps were not finite.
+    #: Batches of this phase's data, counted from 0, that were left out because their steps were not finite.
     skipped: list[int] = field(default_factory=list)
     #: sha256 of the manifest of the checkpoint that training in this output directory began with; empty: initial
     #: weights; None: not known.
@@ -57,12 +57,12 @@ class TrainState:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
-        """The state in a checkpoint directory that was found valid."""
+        """The state in a valid checkpoint directory."""
         record = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         return cls(**record)
 
     def advanced(self, epoch: int) -> Self:
-        """The state after one more step, which belonged to `epoch`."""
+        """The state after one more step, which was in `epoch`."""
         return dataclasses.replace(
             self,
             step=self.step + 1,
@@ -72,7 +72,7 @@ class TrainState:
         )
 
     def at(self, other: TrainState) -> Self:
-        """This run at the place of `other`."""
+        """This run at the position of `other`."""
         return dataclasses.replace(
             self,
             step=other.step,
@@ -85,15 +85,15 @@ class TrainState:
 
     @property
     def deciding(self) -> dict[str, Any]:
-        """Everything by name that must be the same where a run is resumed; in old checkpoints some of it is missing."""
+        """Everything that must not change in a resumed run, by name; old checkpoints lack some of it."""
         names = ("phase", "data", "seed", "global_batch_size", "order_version", "optimizer", "precision")
         mine = {name: getattr(self, name) for name in names}
         return {**self.model, **self.settings, **mine}
 
     def resumed(self, other: TrainState, checkpoint: Path, *, allowed: Sequence[str]) -> Self:
-        """This run at the place of `other`, the state in `checkpoint`, with what differs, if `allowed`, recorded.
+        """This run at the position of `other`, the state in `checkpoint`; `allowed` differences are recorded.
 
-        Raises `CheckpointError` if this run cannot go on from there.
+        Raises `CheckpointError` if this run cannot continue from there.
         """
         self.require_same_model(other, checkpoint)
         theirs = other.deciding

@@ -16,7 +16,7 @@ EPSILON = 1e-6
 
 
 class Moments:
-    """Running means of gradients and of their squares, and how many updates they have seen."""
+    """Running means of the gradients and their squares, and the number of updates."""
 
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
@@ -42,8 +42,8 @@ class AdamW:
     def __init__(
         self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
     ) -> None:
-        """`number` puts a number that changes from step to step on a device that compiles whole steps; None: the
-        device runs torch's fused kernel."""
+        """`number` puts a number that changes with every step on a device that compiles whole steps; None: the device
+        runs torch's fused kernel."""
         self._moments = Moments(parameters)
         self._weight_decay = weight_decay
         self._number = number
@@ -60,7 +60,7 @@ class AdamW:
     def _fused(
         self, group: Group, weights: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor], learning_rate: float
     ) -> None:
-        # torch's function rather than its class, which imports the whole compiler when it is made (2 s).
+        # torch's function, because creating its class imports the whole compiler (2 s).
         adamw(
             weights,
             group.gradients,
@@ -98,5 +98,5 @@ class AdamW:
         return self._moments.state()
 
     def set_steps_done(self, steps: int) -> None:
-        """How many updates the moments have seen: what the bias correction goes by."""
+        """Restore the number of updates, which the bias correction depends on."""
         self._moments.steps_done = steps

@@ -1,4 +1,4 @@
-"""LAMB: Adam's update, each weight matrix at a rate of its own, for very large batches."""
+"""LAMB: Adam's update with a learning rate per weight matrix, for very large batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TRUST_RATIO = 1.0
 class Lamb:
     """You et al. 2019, arXiv:1904.00962, algorithm 2, with φ(z) = z and the trust ratio clipped to `MAX_TRUST_RATIO`.
 
-    What has no weight decay (biases, LayerNorms) has no trust ratio either: 1. So it is by default in timm's, too.
+    Parameters without weight decay (biases, LayerNorms) have trust ratio 1, as in timm's default.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Lamb:
                     weight.sub_(update.mul_(rate))
 
     def _adapt(self, group: Group, weights: list[Tensor], updates: list[Tensor]) -> None:
-        """Multiply the update of each parameter with its trust ratio; 1 where a norm is 0."""
+        """Multiply the update of each parameter by its trust ratio; 1 where a norm is 0."""
         named = dict(group.named(updates))
         norms = torch.stack(
             [
@@ -73,5 +73,5 @@ class Lamb:
         return self._moments.state()
 
     def set_steps_done(self, steps: int) -> None:
-        """How many updates the moments have seen: what the bias correction goes by."""
+        """Restore the number of updates, which the bias correction depends on."""
         self._moments.steps_done = steps

@@ -1,14 +1,13 @@
-"""A model's parameters and gradients as the loop and the optimizers see them: a few lists of tensors.
+"""A model's parameters and gradients, as the loop and the optimizers see them: a few lists of tensors.
 
-`FlatParameters` lays all of them into long vectors, of which the model's own are views: zeroing, reducing, the norm,
-clipping and the optimizer are then each a few operations, and no step copies anything. `SeparateParameters` leaves
-them apart, for devices whose compiler turns every view of a long vector into a copy of it.
+`FlatParameters` puts them into long vectors, of which the model's tensors are views: zeroing, reducing, the norm,
+clipping and the optimizer are then a few operations each, and no step copies anything. `SeparateParameters` keeps them
+separate, for devices whose compiler turns every view of a long vector into a copy.
 
-Gradients are summed in `Precision.dtype`, whatever type the model's weights have: where they have that type autograd
-adds to the sums itself, else each parameter's gradient is added to its sum, and dropped, as soon as it is there.
+Gradients are summed in `Precision.dtype`. Where the weights have that type, autograd adds to the sums itself; elsewhere
+each parameter's gradient is added to its sum, and freed, as soon as it is computed.
 
-N: number of parameters in all. E: extras, numbers (the losses) that are summed with the gradients, so that one
-all-reduce serves both.
+E: extras, numbers (the losses) that are summed with the gradients in one all-reduce.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ class Group:
     gradients: list[Tensor]
     has_weight_decay: bool
     precision: Precision
-    #: (name, view) of the parameters in tensors laid out like these.
+    #: (name, view) of each parameter in tensors with this group's layout.
     named: Callable[[list[Tensor]], Iterator[tuple[str, Tensor]]]
     #: The weights in `Precision.dtype`, where it keeps them; else none.
     masters: list[Tensor] = field(default_factory=list)
-    #: What the weights are rounded in: split tensors draw numbers of this rank's own, others the same on all ranks.
+    #: The context of rounding: split tensors draw numbers of this rank's own, others the same on all ranks.
     random_region: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[list[Tensor]]:
-        """The weights in `Precision.dtype`, to be updated in place; the model's follow at the end."""
-        # `to` gives the tensor itself where it has the type already: then nothing is copied, here or below.
+        """The weights in `Precision.dtype`, to be updated in place; the model's are updated on exit."""
+        # `to` returns the tensor itself if it has the type already: then nothing is copied, here or below.
         wide = self.masters or [weight.to(self.precision.dtype) for weight in self.weights]
         yield wide
         with self.random_region():
@@ -88,15 +87,15 @@ class SharedModel:
 
 
 def zeros_like(tensor: Tensor) -> Tensor:
-    """Zeros that come from the host: made on a device that compiles, they would be one more graph."""
+    """Zeros copied from the host: created on a device that compiles, they would be one more graph."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype).to(tensor.device)
 
 
 class Parameters(abc.ABC):
-    """Make it once the model is on its device, in `Precision.dtype`, initialised; its weights get their own type."""
+    """Created once the model is initialised on its device, in `Precision.dtype`; converts the weights' type."""
 
     groups: list[Group]
-    #: Everything that is summed over the workers after a step, and then zeroed.
+    #: Everything that is summed over the workers after a step and then zeroed.
     _reduced: list[Tensor]
     #: All gradients, as few tensors as there are.
     _gradients: list[Tensor]
@@ -137,11 +136,11 @@ class Parameters(abc.ABC):
 
     @property
     def _sums_itself(self) -> bool:
-        """Whether autograd's own sums do."""
+        """Whether autograd's own gradient sums have the right type."""
         return self._precision.weights == self._precision.dtype
 
     def _sum_into(self, name: str, home: Tensor) -> None:
-        """Have the gradients of a parameter, which has its final type by now, added to `home`."""
+        """Have the gradients of a parameter, already in its final type, added to `home`."""
         self._homes[name] = home
         parameter = self._parameters[name]
         if self._sums_itself:
@@ -150,7 +149,7 @@ class Parameters(abc.ABC):
             parameter.register_post_accumulate_grad_hook(lambda parameter: _move_gradient(parameter, home))
 
     def zero_gradients(self) -> None:
-        """Zero the gradients and the extras, as they are at the start, too."""
+        """Zero the gradients and the extras."""
         for tensor in self._reduced:
             tensor.zero_()
 
@@ -165,7 +164,7 @@ class Parameters(abc.ABC):
         return self._extras.clone()
 
     def check_homes(self) -> None:
-        """Autograd adds in place as long as nobody replaces .grad; a replaced one would silently not be reduced."""
+        """Autograd adds in place unless .grad is replaced; a replaced one would silently not be reduced."""
         for name, parameter in self._parameters.items():
             assert parameter.grad is (self._homes[name] if self._sums_itself else None), name
 
@@ -260,7 +259,7 @@ class SeparateParameters(Parameters):
         self._settle()
 
     def _settle(self) -> None:
-        """From now on the gradients are those that the parameters have now."""
+        """Use the gradients that the parameters have now from here on."""
         if self._sums_itself:
             self._homes = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self._gradients = list(self._homes.values())

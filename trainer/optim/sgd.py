@@ -11,7 +11,7 @@ from trainer.optim.parameters import Parameters
 
 
 class SGD:
-    """torch's, without momentum: it has no state. Decay, as an L2 penalty, on the first group only."""
+    """As torch's without momentum, so without state. Weight decay is an L2 penalty on the first group only."""
 
     def __init__(
         self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
@@ -36,8 +36,8 @@ class SGD:
                         weight.sub_(rate * gradient)
 
     def state(self) -> dict[str, Tensor]:
-        """Nothing."""
+        """No state."""
         return {}
 
     def set_steps_done(self, steps: int) -> None:
-        """No update depends on how many there were."""
+        """Ignored: updates do not depend on the step."""
