@@ -18,7 +18,7 @@ from benchmarks.results import VARIABLE, machine, read, write_table
 from benchmarks.work import ROOT, others_cores
 
 ALL = (
-    "train_cpu", "packed", "xla", "utilization", "data_wait", "startup", "workers", "all_reduce", "gpu", "compile",
+    "train_cpu", "packed", "xla", "utilization", "data_wait", "startup", "workers", "gpu", "compile",
     "checkpoint", "data", "merge", "mlp", "precision", "packing", "scale",
 )  # fmt: skip
 

@@ -15,7 +15,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -38,8 +37,8 @@ SAVE_REQUEST = "save_now"
 #: Writes of 64 KiB to 1 MiB are equally fast (docs/decisions.md).
 _CHUNK_BYTES = 256 << 10
 _UTC_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
-#: Bytes after which the disk is told to begin.
-_SENT_BYTES = 64 << 20
+#: Bytes written between two requests to start write-back.
+_FLUSH_INTERVAL_BYTES = 64 << 20
 
 
 def failpoint(name: str, damage: Callable[[], None] | None = None) -> None:
@@ -132,17 +131,14 @@ def _exchange(temporary: Path, final: Path) -> None:
 
 
 @contextlib.contextmanager
-def durable_file(path: Path, *, hasher: Executor | None = None) -> Iterator[HashingFile]:
-    """Open `path` for writing so that it appears whole, durable, or not at all; raises `DiskError`.
-
-    `hasher`: an executor with one thread, which hashes while this one writes, and after it (`HashingFile.write`).
-    """
+def durable_file(path: Path) -> Iterator[HashingFile]:
+    """Open `path` for writing so that it appears complete and durable, or not at all; raises `DiskError`."""
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with disk_errors(path):
             with temporary.open("wb") as raw:
                 failpoint(f"write-before:{path.name}")
-                yield HashingFile(raw, hasher)
+                yield HashingFile(raw)
                 raw.flush()
                 os.fsync(raw.fileno())
             failpoint(f"write-after:{path.name}")
@@ -154,37 +150,29 @@ def durable_file(path: Path, *, hasher: Executor | None = None) -> Iterator[Hash
 
 
 class HashingFile:
-    """A binary file that knows the sha256 and length of what was written to it, without reading it again."""
+    """A binary file that keeps the length and sha256 of what was written, so that it need not be read again."""
 
-    def __init__(self, raw: IO[bytes], hasher: Executor | None = None) -> None:
+    def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
-        self._hasher = hasher
-        self._hashing: list[Future[None]] = []
         self._digest = hashlib.sha256()
-        self.bytes = self._sent = 0
+        self.bytes = self._flushed = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write all of `data`, which the hasher, if there is one, may need for longer: until it has done its work."""
         view = memoryview(data).cast("B") if isinstance(data, memoryview) else memoryview(data)
-        if self._hasher is not None:
-            self._hashing.append(self._hasher.submit(self._digest.update, view))
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
             self._raw.write(chunk)
-            if self._hasher is None:
-                self._digest.update(chunk)
+            self._digest.update(chunk)
         self.bytes += len(view)
-        if self.bytes - self._sent >= _SENT_BYTES:
-            # The disk is at work while the next bytes are made, and fsync has the less to wait for.
+        if self.bytes - self._flushed >= _FLUSH_INTERVAL_BYTES:
+            # Starts write-back while the next bytes are produced, which leaves less for fsync.
             if hasattr(os, "posix_fadvise"):  # not on macOS
-                os.posix_fadvise(self._raw.fileno(), self._sent, self.bytes - self._sent, os.POSIX_FADV_DONTNEED)
-            self._sent = self.bytes
+                os.posix_fadvise(self._raw.fileno(), self._flushed, self.bytes - self._flushed, os.POSIX_FADV_DONTNEED)
+            self._flushed = self.bytes
 
     @property
     def sha256(self) -> str:
-        """Of all that was written."""
-        for hashed in self._hashing:
-            hashed.result()
+        """Of everything written so far, in hex."""
         return self._digest.hexdigest()
 
 

@@ -84,8 +84,6 @@ def _run(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh) ->
     device.start(mesh)
     log = _print_line if mesh.is_root else _ignore
     log(f"device {device.describe()}; {mesh.world_size} worker(s)")
-    if mesh.not_shared:
-        log(f"workers here cannot share memory ({mesh.not_shared}): their sums go through sockets, and take longer")
     log(f"config {config}; workload {type(workload).__name__}: {workload.describe()}")
     done = train(Run(config, workload, device, mesh, log))
     mesh.disconnect()

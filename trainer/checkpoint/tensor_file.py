@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -84,13 +83,8 @@ class TensorWriter:
 
 
 @contextlib.contextmanager
-def tensor_writer(
-    path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str], *, hasher: Executor | None = None
-) -> Iterator[TensorWriter]:
-    """Write a safetensors file durably, tensor by tensor; all of `specs` must be put. Raises `DiskError`.
-
-    `hasher`: an executor with one thread, which hashes while this one writes, and after it (`HashingFile.write`).
-    """
+def tensor_writer(path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> Iterator[TensorWriter]:
+    """Write a safetensors file durably, tensor by tensor; all of `specs` must be put. Raises `DiskError`."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, spec in specs.items():
@@ -98,7 +92,7 @@ def tensor_writer(
         at += spec.bytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with durable_file(path, hasher=hasher) as file:
+    with durable_file(path) as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         writer = TensorWriter(path, specs, file)
         yield writer

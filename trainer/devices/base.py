@@ -1,4 +1,4 @@
-"""What the training loop asks of a device."""
+"""The interface between the training loop and a kind of hardware."""
 
 from __future__ import annotations
 
@@ -19,50 +19,45 @@ from trainer.devices.inductor import Inductor
 from trainer.models.operations import Operations
 from trainer.optim.rounding import stochastically_rounded
 from trainer.parallel.mesh import Group, Mesh
-from trainer.parallel.shared_memory import LEAST_BYTES
 
-#: torch.distributed's name of what `Device.all_reduce` does, and what does it with two tensors.
-_SUM = (dist.ReduceOp.SUM, torch.add)
-_MAXIMUM = (dist.ReduceOp.MAX, torch.maximum)
-#: Elements from which gloo reduces two halves at the same time: a fifth to a third faster (docs/decisions.md).
+#: From this many elements on, gloo reduces two halves concurrently: a fifth to a third faster (docs/decisions.md).
 _LARGE = 1 << 20
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What a device can be told; most look at few of them."""
+    """Options for devices; each device uses those that apply to it."""
 
     precision: str = "auto"
     #: Micro-batches in one compiled graph.
     batches_per_execution: int = 1
-    #: Directory for compiled graphs, where they can be kept; None: the compiler's own.
+    #: Compile cache directory; None: the compiler's default.
     compile_cache: str | None = None
-    #: Directory for reports of what is compiled; None: no reports.
+    #: Directory for reports on compiled graphs; None: no reports.
     reports: Path | None = None
     #: Whether the reports count operations.
     count_operations: bool = False
-    #: Whether torch.compile is to be used.
+    #: Whether to use torch.compile.
     compile: bool = False
-    #: Threads of the CPU that the work is worth, at most; None: all there are.
+    #: Most CPU threads that the workload can use; None: no limit.
     threads: int | None = None
-    #: Seed of stochastic rounding that the hardware does, the same on all workers, so that replicas stay alike.
+    #: Seed of stochastic rounding in hardware; the same on all workers, so that replicas stay equal.
     rounding_seed: int = 0
 
 
 class Device(abc.ABC):
-    """A kind of hardware, as the loop sees it."""
+    """One kind of hardware."""
 
-    #: What torch calls it.
     torch_device: torch.device
-    #: The torch.distributed backend that reduces its tensors and, unless it is gloo, the host's.
+    #: The torch.distributed backend; gloo alone where device tensors are host tensors.
     backend: str
-    #: How it does what devices do differently.
+    #: The model operations that this device implements in its own way.
     operations: Operations = Operations()
-    #: Whether torch's DistributedDataParallel can reduce gradients between its workers.
+    #: Whether torch's DistributedDataParallel works on it.
     has_ddp: bool = True
-    #: torch.compile, where it was asked for.
+    #: torch.compile, if it was requested.
     inductor: Inductor | None = None
-    #: Whether a change of shape, or of a number in the program, costs a compilation.
+    #: Whether a new tensor shape, or a new constant in the program, triggers a compilation.
     compiles_steps: bool = False
 
     @classmethod
@@ -72,122 +67,117 @@ class Device(abc.ABC):
 
     @property
     def static_shapes(self) -> bool:
-        """Whether all micro-batches are to have the same shapes, so that one graph serves them."""
+        """Whether all micro-batches need the same shapes, so that one graph serves them."""
         return self.compiles_steps or self.inductor is not None
 
-    def start(self, mesh: Mesh) -> None:  # noqa: B027 (most are ready when they are made)
-        """Take the device into use, once the workers of `mesh` have met. Raises `UserError`."""
+    def start(self, mesh: Mesh) -> None:  # noqa: B027 (most are ready once constructed)
+        """Initialise the device, after `mesh` has connected. Raises `UserError`."""
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """One line for the log: what it is and how much of it is used."""
+        """One line for the log: the hardware and how much of it is used."""
 
     @abc.abstractmethod
     def automatic_precision(self) -> tuple[str, str]:
-        """The precision that `auto` means here, and why."""
+        """The precision that `auto` selects, and why."""
 
     def feed(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """The steps with their micro-batches on the device, each as late as it is asked for."""
+        """The steps, each micro-batch moved to the device when it is requested."""
         for step in steps:
             yield dataclasses.replace(step, micro_batches=map(self.put, step.micro_batches))
 
     def put(self, batch: B) -> B:
-        """The batch on the device."""
+        """The batch, moved to the device."""
         return batch.map(lambda tensor: tensor.to(self.torch_device, non_blocking=True))
 
     def compiled_graphs(self) -> int | None:
-        """How many graphs this process has compiled; None on devices that compile nothing."""
+        """Number of graphs compiled by this process; None on devices that compile nothing."""
         return None if self.inductor is None else len(self.inductor.graphs)
 
     def graphs(self) -> list[dict[str, Any]]:
-        """The graphs compiled by this process: hash, operations, seconds; none where nothing is compiled."""
+        """The graphs compiled by this process: hash, operations, seconds; empty if nothing is compiled."""
         return [] if self.inductor is None else self.inductor.graphs
 
     def graph_hashes(self) -> list[str]:
-        """Of the graphs compiled by this process, in their order."""
+        """Hashes of the graphs compiled by this process, in order."""
         return [graph["hash"] for graph in self.graphs()]
 
     def number(self, value: float, dtype: torch.dtype) -> float | torch.Tensor:
-        """A number that changes from step to step, as something that is no part of a compiled step; maybe (1,)."""
+        """A value that changes every step, in a form that is not compiled into the graph as a constant; may be (1,)."""
         return value
 
     def end_micro_steps(self) -> None:  # noqa: B027 (only lazy devices have anything to do)
-        """All micro-steps of a step are done; what follows works on their sum."""
+        """Called after the last micro-step of a step, before the gradients are reduced."""
 
     def all_reduce(self, tensors: list[torch.Tensor], group: Group, *, sums: bool = True) -> None:
-        """Sum each tensor (or, not `sums`, take the maximum) over the group, in place, in an order fixed by its size
-        and the workers."""
+        """Replace each tensor by its sum (`sums` False: its maximum) over the group; the order of additions depends
+        only on the tensor's size and the number of workers."""
         if group.size == 1:
             return
-        process_group, shared_memory = group.links
-        reduction, combine = _SUM if sums else _MAXIMUM
-        under_way = []
-        for tensor in tensors:
-            if shared_memory is not None and tensor.nbytes >= LEAST_BYTES:
-                shared_memory.all_reduce(tensor, combine)
-            else:
-                under_way += [
-                    dist.all_reduce(piece, reduction, group=process_group, async_op=True) for piece in _pieces(tensor)
-                ]
-        for work in under_way:
+        operation = dist.ReduceOp.SUM if sums else dist.ReduceOp.MAX
+        pending = [
+            dist.all_reduce(piece, operation, group=group.process_group, async_op=True)
+            for tensor in tensors
+            for piece in self._pieces(tensor)
+        ]
+        for work in pending:
             work.wait()
+
+    def _pieces(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parts of a tensor that are reduced concurrently."""
+        if self.backend == "gloo" and tensor.numel() >= _LARGE:
+            return tensor.view(-1).chunk(2)
+        return (tensor,)
 
     @abc.abstractmethod
     def seed(self, seed: int) -> None:
-        """Seed what draws random numbers in the model."""
+        """Seed the generator that the model draws from."""
 
     def round_stochastically(self, x: torch.Tensor) -> torch.Tensor:
-        """fp32 rounded to values of bf16 by chance; seeded by `seed`, the same on all workers of one seed."""
+        """fp32 rounded stochastically to bf16 values; workers with the same `seed` round alike."""
         return stochastically_rounded(x, torch.Tensor.view)
 
     @abc.abstractmethod
     def random_region(self, seed: int) -> contextlib.AbstractContextManager[None]:
-        """What is random inside is decided by `seed`, and what is random after goes on as if nothing had been."""
+        """A context whose random numbers come from `seed`; afterwards the generator has its former state."""
 
     def step_closure(self, f: Callable[..., Any], *tensors: torch.Tensor) -> None:
-        """Call `f` with the tensors' values on the host, as soon as that costs no waiting; at once by default."""
+        """Call `f` with the tensors' values once they can be read without waiting; immediately by default."""
         f(*(tensor.tolist() for tensor in tensors))
 
-    def finish_closures(self) -> None:  # noqa: B027 (where closures never wait there is nothing to do)
-        """Run the closures that still wait."""
+    def finish_closures(self) -> None:  # noqa: B027 (nothing is pending by default)
+        """Run all pending step closures."""
 
     def host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory of the host, of the tensor's shape and dtype, for copies from the device."""
+        """Host memory of the tensor's shape and dtype, to copy into."""
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def copy_to_host(self, tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> None:
-        """Fill `copies`, made by `host_memory`; later training does not change them."""
+        """Fill `copies`, made by `host_memory`; complete when this returns."""
         for tensor, copy in zip(tensors, copies, strict=True):
             copy.copy_(tensor)
 
     @torch.no_grad()
     def summaries(self, tensors: list[torch.Tensor]) -> list[tuple[int, bool]]:
-        """Of each tensor: the sum of its bits as 64-bit words, which no single flipped bit leaves as it was, and
-        whether all of it is finite."""
+        """For each tensor: the sum of its bytes as 64-bit words, which any single flipped bit changes, and whether all
+        values are finite."""
         filled = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
         if not filled:
             return [(0, True)] * len(tensors)
         sums = torch.stack([_words(tensor).sum() for tensor in filled]).tolist()
-        # Not isfinite, which makes a tensor of its own and takes twenty times as long.
+        # Not isfinite, which allocates a tensor and takes twenty times as long.
         extremes = torch.stack([torch.stack(tensor.aminmax()).double() for tensor in filled])
         found = iter(zip(sums, extremes.isfinite().all(dim=1).tolist(), strict=True))
         return [next(found) if tensor.numel() else (0, True) for tensor in tensors]
 
     @abc.abstractmethod
     def peak_flops_per_s(self, precision: str) -> float | None:
-        """The hardware's peak for that precision, as published or as measured here; None where neither is known."""
+        """The hardware's peak at that precision, published or measured here; None: not known."""
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a vector as int64, filled up with zeros; a copy only where they are not aligned."""
+    """The bytes of a vector as int64, zero-padded; copied only if they are not aligned."""
     size = tensor.element_size()
     if tensor.storage_offset() * size % 8 == 0 and tensor.numel() * size % 8 == 0:
         return tensor.view(torch.int64)
     return torch.nn.functional.pad(tensor, (0, -tensor.numel() % (8 // size))).clone().view(torch.int64)
-
-
-def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What is reduced at once."""
-    if tensor.device.type == "cpu" and tensor.numel() >= _LARGE:
-        return tensor.view(-1).chunk(2)
-    return (tensor,)

@@ -25,14 +25,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 class CpuOperations(Operations):
-    """torch draws dropout on one thread, a number an element: a quarter of a bf16 step. This draws a fourth of that."""
+    """Cheap dropout: torch draws a number per element, on one thread (a quarter of a bf16 step); this one per four."""
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         dropped: Tensor = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
         return dropped
 
     def attention_mask(self, sequence_ids: Tensor, cu_seqlens: Tensor | None) -> AttentionMask:
-        """Of packed rows, how long each sequence is, and whether it is one: a graph cannot tell, so it gets a mask."""
+        """For packed rows, (length, is a sequence and not padding) of each run; the usual mask in a compiled graph."""
         if cu_seqlens is None or torch.compiler.is_compiling():
             return super().attention_mask(sequence_ids, cu_seqlens)
         lengths = cu_seqlens.diff()
@@ -46,23 +46,23 @@ class CpuOperations(Operations):
         if dropout_p == 0:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-        # Half of the least number: added to a score, even the least itself would overflow.
+        # Half of the most negative number: adding a score to the number itself could overflow.
         bias = torch.zeros(mask.shape, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min / 2)
-        # dtype: autocast would make it fp32 and back; within the kernel it is fp32 in any case.
+        # dtype: autocast would convert to fp32 and back; the kernel computes in fp32 in any case.
         weights = torch.softmax(scores.add_(bias), dim=-1, dtype=scores.dtype)
         return self.dropout(weights, dropout_p) @ value
 
     def _attention_by_sequence(
         self, query: Tensor, key: Tensor, value: Tensor, runs: list[tuple[int, bool]], dropout_p: float
     ) -> Tensor:
-        """One sequence after the other, `filled_up`: no weight between two is computed, and those of one fit the
-        caches."""
+        """One sequence at a time, padded by `filled_up`: no scores between sequences are computed, and one sequence's
+        fit the caches."""
         B, A, S, D = query.shape
         lengths = [length for length, _ in runs]
 
         def parts(x: Tensor) -> list[Tensor]:
             split = x.transpose(1, 2).reshape(B * S, A, D).split(lengths)
-            # Contiguous: torch's bf16 products of strided matrices take several times as long.
+            # Contiguous: torch's bf16 matrix products take several times as long on strided operands.
             return [
                 F.pad(part.transpose(0, 1), (0, 0, 0, filled_up(len(part)) - len(part))).contiguous() for part in split
             ]
@@ -81,7 +81,7 @@ class CpuOperations(Operations):
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout from 16 random bits an element: p, and the scale that undoes it, are rounded to multiples of 2⁻¹⁶."""
+    """Dropout from 16 random bits per element: p is rounded to a multiple of 2⁻¹⁶, and the scale follows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
@@ -104,8 +104,8 @@ class CpuDevice(Device):
     backend = "gloo"
 
     def __init__(self, local_world_size: int = 1, threads: int | None = None) -> None:
-        """Shares the cores of this machine among its `local_world_size` workers, `threads` for each at most, unless
-        OMP_NUM_THREADS says more."""
+        """Divides the cores of this machine among its `local_world_size` workers, at most `threads` each, unless
+        OMP_NUM_THREADS is set."""
         wanted = os.environ.get("OMP_NUM_THREADS")
         # torchrun sets it to 1 for every worker when the user did not set it.
         is_torchruns = wanted == "1" and "TORCHELASTIC_RUN_ID" in os.environ
@@ -141,14 +141,14 @@ class CpuDevice(Device):
         torch.default_generator.set_state(state)
 
     def peak_flops_per_s(self, precision: str) -> float | None:
-        """Nobody publishes it: that of a matrix multiplication. Takes 0.1 s."""
+        """Measured with a matrix multiplication, since it is not published. Takes 0.1 s."""
         dtype = {"fp64": torch.float64, "fp32": torch.float32}.get(precision, torch.bfloat16)
         return matrix_flops_per_s(1024, 8, dtype)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed. It gives large blocks back to the kernel, and every step takes them anew, a zeroed
-    page at a time: a tenth of a step (docs/decisions.md). Elsewhere than in glibc: nothing."""
+    """Have glibc keep freed memory. By default it returns large blocks to the kernel, and every step faults them in
+    again, zeroed page by page: a tenth of a step (docs/decisions.md). Does nothing without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
@@ -156,7 +156,7 @@ def keep_freed_memory() -> None:
 
 
 def matrix_flops_per_s(size: int, times: int, dtype: torch.dtype) -> float:
-    """What the present threads reach in the product of two square matrices, (size, size), at best of `times`."""
+    """The best rate out of `times` products of two (size, size) matrices, with the current number of threads."""
     a, b = torch.rand(2, size, size).to(dtype)
     seconds = []
     for _ in range(times):
@@ -167,7 +167,7 @@ def matrix_flops_per_s(size: int, times: int, dtype: torch.dtype) -> float:
 
 
 def cpu_flags() -> set[str]:
-    """The features Linux reports for this machine's first core; none elsewhere."""
+    """The CPU features that Linux reports for the first core; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:

@@ -19,20 +19,22 @@ from trainer.devices.base import Device, DeviceOptions
 from trainer.models.operations import AttentionMask, Operations
 from trainer.parallel.mesh import Mesh
 
-#: Dense bf16 tensor-core peaks, FLOP/s, from NVIDIA's data sheets, by words of the name torch reports.
-_BF16_PEAKS = {
-    "H200": 989e12, "H200 NVL": 835e12, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "A100": 312e12,
+#: Dense bf16 tensor-core peaks, FLOP/s, by words of the name torch reports; None: not known. Data sheets often give
+#: twice as much, with sparsity. Sources: nvidia.com/en-us/data-center/h100 (SXM, NVL, PCIe) and /h200 (SXM), from which
+#: torchtitan has the same figures; BFLOAT16 lines of the data sheets of L40 (181.05) and L40S (362.05).
+_BF16_PEAKS: dict[str, float | None] = {
+    "H200": 989e12, "H200 NVL": None, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "A100": 312e12,
     "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12,
 }  # fmt: skip
 
 
 class CudaOperations(Operations):
-    """Packed rows go through torch's nested tensors, which call FlashAttention for sequences of different lengths."""
+    """Attends to packed rows as nested tensors, for which torch calls FlashAttention with variable lengths."""
 
     def attention_mask(self, sequence_ids: Tensor, cu_seqlens: Tensor | None) -> AttentionMask:
         if cu_seqlens is None or torch.compiler.is_compiling():
             return super().attention_mask(sequence_ids, cu_seqlens)
-        # That they are a prototype is known; it is told once a process otherwise.
+        # Printed once per process otherwise.
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype", UserWarning)
         return Bounds(cu_seqlens)
 
@@ -43,7 +45,7 @@ class CudaOperations(Operations):
 
         def nested(x: Tensor) -> Tensor:
             flat = x.transpose(1, 2).reshape(B * S, A, D)
-            # The lengths' limits are told, as asking the GPU for them would wait for it.
+            # Given minimum and maximum lengths, torch need not read them from the GPU, which would wait for it.
             jagged: Tensor = torch.nested.nested_tensor_from_jagged(flat, mask.tensor, min_seqlen=1, max_seqlen=S)
             return jagged.transpose(1, 2)
 
@@ -53,7 +55,7 @@ class CudaOperations(Operations):
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where sequences begin in the flattened micro-batch, and its end: what `CudaOperations.attention` goes by."""
+    """`cu_seqlens` of the flattened micro-batch, as `CudaOperations.attention` takes them."""
 
     tensor: Tensor
 
@@ -63,7 +65,7 @@ class CudaDevice(Device):
     backend = "cpu:gloo,cuda:nccl"
 
     def __init__(self, local_rank: int) -> None:
-        """Raises `UserError` where torch sees no such GPU."""
+        """Raises `UserError` if torch sees fewer than `local_rank` + 1 GPUs."""
         count = torch.cuda.device_count()
         if local_rank >= count:
             raise UserError(
@@ -101,7 +103,7 @@ class CudaDevice(Device):
         torch.cuda.set_rng_state(state, self.torch_device)
 
     def step_closure(self, f: Callable[..., Any], *tensors: torch.Tensor) -> None:
-        """Called one step late, when the copies have long arrived: no step waits for the GPU."""
+        """Called one step late, when the copies have arrived: no step waits for the GPU."""
         self.finish_closures()
         copies = [tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
         event = torch.cuda.Event()
@@ -115,7 +117,7 @@ class CudaDevice(Device):
             f(*(copy.tolist() for copy in copies))
 
     def host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pinned, so that copies run at the bus's full speed."""
+        """Pinned, so that copies run at full bus speed."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def copy_to_host(self, tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> None:
@@ -131,7 +133,7 @@ class CudaDevice(Device):
 
 
 def bf16_peak(name: str) -> float | None:
-    """The dense bf16 peak, FLOP/s, of the GPU that torch calls `name`; None where it is not known."""
+    """The dense bf16 peak, FLOP/s, of the GPU that torch calls `name`; None: not known."""
     words = f" {' '.join(re.split('[ -]+', name))} "
     for model in sorted(_BF16_PEAKS, key=len, reverse=True):
         if f" {model} " in words:

@@ -1,4 +1,4 @@
-"""The graphs that torch_xla compiles, by its own report and counters."""
+"""The graphs that torch_xla compiles, from its own report and counters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _REPORT, _DUMP = "graphs.txt", "hlo"
 
 
 class GraphReport:
-    """Made before `torch_xla` is imported; it then reports into files of `directory`."""
+    """Has `torch_xla` report into files in `directory`; create it before `torch_xla` is imported."""
 
     def __init__(self, directory: Path, *, with_operations: bool) -> None:
-        """`with_operations`: have every graph's text written too, to count them; XLA's CPU and GPU can."""
+        """`with_operations`: dump every graph as text too, to count operations (XLA's CPU and GPU compilers only)."""
         directory.mkdir(parents=True, exist_ok=True)
         self._report = directory / _REPORT
         self._dump = directory / _DUMP if with_operations else None
@@ -32,7 +32,7 @@ class GraphReport:
             os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={self._dump} --xla_dump_hlo_as_text".strip()
 
     def hashes(self) -> list[str]:
-        """Of all graphs so far, in the order in which they were compiled."""
+        """Hashes of all graphs so far, in the order they were compiled."""
         return _HASH.findall(self._report.read_text()) if self._report.exists() else []
 
     def listed(self, seconds: list[float]) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ class GraphReport:
 
 
 class GraphList:
-    """The list of graphs that Precompile leaves: a trial writes it, training is held to it."""
+    """The list of graphs that Precompile leaves: a trial run writes it, training is checked against it."""
 
     def __init__(self, config: TrainConfig, device: Device, log: Callable[[str], None]) -> None:
         assert config.graphs is not None
@@ -59,7 +59,7 @@ class GraphList:
         self._checked = 0
 
     def check(self) -> None:
-        """Tell of graphs that were compiled in training although a trial should have met them."""
+        """Warn about graphs compiled during training that the trial run should have compiled."""
         if self._trial or self._device.compiled_graphs() == self._checked:
             return
         new = self._device.graph_hashes()[self._checked :]
@@ -69,7 +69,7 @@ class GraphList:
                 self._log(f"warning: graph {name} is not in {self._path}: it was compiled in the middle of training")
 
     def close(self) -> None:
-        """Check once more; after a trial, write the list. Raises `DiskError`."""
+        """Check a last time; after a trial run, write the list. Raises `DiskError`."""
         self.check()
         if self._trial:
             write_json(self._path, {"graphs": self._device.graphs()})

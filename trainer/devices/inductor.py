@@ -1,4 +1,4 @@
-"""torch.compile, for devices that otherwise run one operation after the other."""
+"""torch.compile, for devices that otherwise run eagerly."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from common.errors import UserError
 
 
 class Inductor:
-    """Compiles forward and backward of a model; static shapes."""
+    """Compiles a model's forward and backward pass for static shapes."""
 
     def __init__(self, cache: str | None, *, needs_cxx: bool) -> None:
-        """`cache`: directory that compiled code is kept in and found again; None: torch's own. Raises `UserError`."""
+        """`cache`: directory for compiled code; None: torch's. Raises `UserError` without a compiler that it needs."""
         if needs_cxx and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
             raise UserError("compile needs a C++ compiler on the CPU; install g++, or leave compile off")
         if cache is not None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        #: hash, operations and seconds of each graph, in the order in which they were compiled. The backward pass is
-        #: compiled at its first use and not in the seconds.
+        #: hash, operations and seconds of each graph, in the order they were compiled. The seconds do not include the
+        #: backward pass, which is compiled at its first use.
         self.graphs: list[dict[str, Any]] = []
 
     def compile(self, model: nn.Module) -> Callable[..., Any]:

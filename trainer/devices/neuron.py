@@ -27,23 +27,23 @@ from trainer.devices.neuron_cache import CC_FLAGS, merge_flags, node_cache, use_
 from trainer.devices.xla import XlaDevice
 from trainer.parallel.mesh import Group, Mesh
 
-#: Where the packages come from: those of these names in the public registry install and do nothing.
+#: Where the packages come from; those of the same names in the public registry are empty.
 REPOSITORY = "pip.repos.neuron.amazonaws.com"
 PACKAGES = ("torch-neuronx", "neuronx-cc", "libneuronxla")
-#: Logical cores of an instance → worker counts its runtime supports (MLP tutorial, known issues; developer guide).
+#: Logical cores of an instance → worker counts that its runtime supports (MLP tutorial, known issues; developer guide).
 _WORKERS = {2: (1, 2), 32: (1, 2, 8, 32), 64: (1, 64)}
-#: Cores of a trn2.48xlarge before they are joined in pairs, its default.
+#: Physical cores of a trn2.48xlarge, which by default presents them as pairs.
 _TRN2_PHYSICAL_CORES = 128
-#: Spoken of in older instructions; what takes their place.
+#: Variables of older instructions that torch-neuronx no longer supports.
 _DEPRECATED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
-#: What `--precision auto` means here.
+#: The precision that `auto` selects.
 _AUTOMATIC = "autocast"
 #: Dense bf16 peak of one NeuronCore-v2, FLOP/s: AWS gives 190 TFLOP/s for a Trainium chip of two.
 _BF16_PEAK = 95e12
 
 
 def environment(options: DeviceOptions, *, nodes: int, cache: Path | None = None) -> dict[str, str]:
-    """Variables that must be set before `torch_xla` is imported; `cache`: this machine's directory for graphs."""
+    """Variables that must be set before `torch_xla` is imported. `cache`: this machine's compile cache."""
     flags = ["--model-type=transformer", "--retry_failed_compilation"]
     precision = _AUTOMATIC if options.precision == "auto" else options.precision
     if precision == "autocast":
@@ -52,26 +52,21 @@ def environment(options: DeviceOptions, *, nodes: int, cache: Path | None = None
         flags.append(f"--cache_dir={cache}")
     variables = {
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1" if precision == "bf16-sr" else "0",
-        "NEURON_RT_STOCHASTIC_ROUNDING_SEED": str(options.rounding_seed % 2**31),  # fits any 32-bit integer
+        "NEURON_RT_STOCHASTIC_ROUNDING_SEED": str(options.rounding_seed % 2**31),  # fits a signed 32-bit integer
         CC_FLAGS: " ".join(flags),
         "NEURON_RT_EXEC_TIMEOUT": "600",
     }
     if nodes > 1:
-        variables |= {
-            "FI_PROVIDER": "efa",
-            "FI_EFA_USE_DEVICE_RDMA": "1",
-            "FI_EFA_FORK_SAFE": "1",
-            "BUCKET_CAP_MB": "512",
-            "XLA_TRANSFER_SEED_ASYNC": "1",
-        }
+        # Not AWS's BUCKET_CAP_MB and XLA_TRANSFER_SEED_ASYNC: torch-xla 2.9 reads neither.
+        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
     return variables
 
 
 def settle(wanted: Mapping[str, str], given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """What of `wanted` is to be set beside the variables `given` by the user, which win; and a line for each. Compiler
-    flags are merged, one by one.
+    """The variables of `wanted` to set, and a log line for each. Variables `given` by the user win; compiler flags are
+    merged flag by flag.
 
-    Raises `UserError` for variables that no longer do what they did.
+    Raises `UserError` for variables that torch-neuronx no longer supports.
     """
     for name in _DEPRECATED:
         if given.get(name, "0") not in ("", "0"):
@@ -93,7 +88,7 @@ def settle(wanted: Mapping[str, str], given: Mapping[str, str]) -> tuple[dict[st
 
 
 def wrong_packages() -> list[str]:
-    """Installed stand-ins of the public registry, which bear the names of the Neuron packages and hold nothing."""
+    """Installed packages that are the public registry's empty stand-ins for Neuron's."""
     found = []
     for name in (*PACKAGES, "neuronx-distributed"):
         try:
@@ -106,10 +101,12 @@ def wrong_packages() -> list[str]:
 
 
 def require_packages() -> None:
-    """Raise `UserError` unless torch-neuronx is there, and is the real one."""
+    """Raise `UserError` unless the real torch-neuronx is installed."""
     where = f"pip install --extra-index-url=https://{REPOSITORY} '.[neuron]' (docs/trainium.md)"
     if wrong := wrong_packages():
-        raise UserError(f"{', '.join(wrong)} of the public registry hold nothing; uninstall them, then {where}")
+        raise UserError(
+            f"{', '.join(wrong)} from the public registry are empty stand-ins; uninstall them, then {where}"
+        )
     try:
         metadata.version("torch-neuronx")
     except metadata.PackageNotFoundError:
@@ -117,7 +114,7 @@ def require_packages() -> None:
 
 
 def cores() -> int:
-    """Logical NeuronCores of this machine, as `neuron-ls` counts them. Raises `UserError`."""
+    """Number of logical NeuronCores of this machine, from `neuron-ls`. Raises `UserError`."""
     program = shutil.which("neuron-ls") or shutil.which("/opt/aws/neuron/bin/neuron-ls")
     if program is None:
         raise UserError("neuron-ls is not here: is this a Trainium instance with aws-neuronx-tools (docs/trainium.md)?")
@@ -134,21 +131,21 @@ def cores() -> int:
 
 
 def visible_cores(value: str) -> int:
-    """How many cores `NEURON_RT_VISIBLE_CORES` names: `0-7`, `3`, `0,2,4-5`. Raises `UserError`."""
+    """The number of cores in a `NEURON_RT_VISIBLE_CORES` such as `0-7`, `3` or `0,2,4-5`. Raises `UserError`."""
     count = 0
     for part in value.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         extent = int(match[2] or match[1]) - int(match[1]) + 1 if match else 0
         if extent < 1:
-            raise UserError(f"NEURON_RT_VISIBLE_CORES={value} is no list of cores; write 0-7 or 0,2,4-5")
+            raise UserError(f"NEURON_RT_VISIBLE_CORES={value} is not a list of cores; write 0-7 or 0,2,4-5")
         count += extent
     return count
 
 
 def check_workers(local_workers: int, total: int, visible: str | None) -> None:
-    """Raise `UserError` unless the runtime supports so many workers on a machine of `total` logical cores."""
+    """Raise `UserError` unless the runtime supports `local_workers` workers on a machine of `total` logical cores."""
     usable = total if visible is None else min(total, visible_cores(visible))
-    # An instance that is not in the table: whatever fits.
+    # Instances that are not in the table: any number that fits.
     allowed = [count for count in _WORKERS.get(total, range(1, total + 1)) if count <= usable]
     if local_workers not in allowed:
         seen = f"{total} NeuronCores" + ("" if visible is None else f", {usable} of them visible")
@@ -159,17 +156,17 @@ def check_workers(local_workers: int, total: int, visible: str | None) -> None:
 
 
 def load_runtime() -> None:
-    import torch_neuronx  # noqa: F401 (teaches torch_xla about NeuronCores)
+    import torch_neuronx  # noqa: F401 (registers NeuronCores with torch_xla)
 
 
 class NeuronDevice(XlaDevice):
-    """One NeuronCore a worker. Reductions are part of the graph."""
+    """One NeuronCore per worker. Reductions are part of the graph."""
 
     backend = "xla"
     has_ddp = True
 
     def __init__(self, mesh: Mesh, options: DeviceOptions) -> None:
-        """Sets the runtime's variables and loads it. Raises `UserError`."""
+        """Sets the runtime's environment variables and loads it. Raises `UserError`."""
         require_packages()
         if mesh.local_rank == 0:
             check_workers(mesh.local_world_size, cores(), os.environ.get("NEURON_RT_VISIBLE_CORES"))
@@ -177,9 +174,9 @@ class NeuronDevice(XlaDevice):
         wanted, self._settings = settle(environment(options, nodes=mesh.nodes, cache=cache), os.environ)
         os.environ.update(wanted)
         os.environ.setdefault("PJRT_DEVICE", "NEURON")
-        if cache is not None and mesh.local_rank == 0:  # before any worker here compiles: they have not met yet
+        if cache is not None and mesh.local_rank == 0:  # before any worker of this machine compiles
             self._cache_mark = use_cache(cache, functools.partial(print, flush=True))
-        # How many operations a graph has, only neuronx-cc could say: XLA_FLAGS are of XLA's own compilers.
+        # Operations are counted from dumps of XLA's own compilers (XLA_FLAGS), which neuronx-cc does not write.
         super().__init__(dataclasses.replace(options, count_operations=False))
         load_runtime()
         import torch_xla.distributed.xla_backend  # noqa: F401 (registers the process group's backend)
@@ -192,8 +189,8 @@ class NeuronDevice(XlaDevice):
     def check_worlds(mesh: Mesh, world_size: int) -> None:
         if world_size != mesh.world_size:
             raise UserError(
-                f"torchrun started {mesh.world_size} workers, the Neuron runtime sees {world_size}: their gradients "
-                f"would not meet; start all with one torchrun command, rank 0's machine first"
+                f"torchrun started {mesh.world_size} workers, the Neuron runtime sees {world_size}, so gradients would "
+                f"not be summed over all of them; start all with one torchrun command, rank 0's machine first"
             )
 
     def describe(self) -> str:
@@ -203,7 +200,7 @@ class NeuronDevice(XlaDevice):
         return _AUTOMATIC, "NeuronCores multiply in bf16"
 
     def round_stochastically(self, x: torch.Tensor) -> torch.Tensor:
-        """As it is: the runtime rounds wherever fp32 becomes bf16 (`NEURON_RT_STOCHASTIC_ROUNDING_EN`)."""
+        """Returns `x`: the runtime rounds wherever fp32 becomes bf16 (`NEURON_RT_STOCHASTIC_ROUNDING_EN`)."""
         return x
 
     def all_reduce(self, tensors: list[torch.Tensor], group: Group, *, sums: bool = True) -> None:

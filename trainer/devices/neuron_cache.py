@@ -1,6 +1,6 @@
-"""The compile cache of neuronx-cc: where each machine's is, how the compiler is told, and the locks it leaves behind.
+"""The compile cache of neuronx-cc: its place, the flag that names it, and the locks killed compilers leave.
 
-Imports no torch: the stage that compiles ahead uses it, too.
+Imports no torch, because stages.precompile uses it too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from common.errors import UserError
 from common.files import disk_errors
 
-#: The variable that hands flags to neuronx-cc, and to its wrapper, which keeps the cache.
+#: The variable with the flags for neuronx-cc and for its wrapper, which manages the cache.
 CC_FLAGS = "NEURON_CC_FLAGS"
-#: Holds a shared lock for each process that works with the cache.
+#: Each process that uses the cache holds a shared lock on this file.
 IN_USE = "in-use"
 _FLAG = re.compile(r"--?[\w-]+")
 #: `--cache_dir=X` or `--cache_dir X`, with the space before it.
@@ -25,20 +25,20 @@ _CACHE_DIR = re.compile(r"(?:^|\s+)--cache_dir(?:=|\s+)(\S+)")
 
 
 def node_cache(cache: Path, node: int) -> Path:
-    """One machine's part of a cache. Machines share none: neuronx-cc's locks cannot be relied on over NFS."""
+    """One machine's part of a cache. Machines do not share one: neuronx-cc's locks are not reliable over NFS."""
     return (cache / f"node-{node}").absolute()
 
 
 def merge_flags(theirs: str, ours: str) -> tuple[str, list[str]]:
-    """NEURON_CC_FLAGS of the user's flags and ours, and a remark on each of ours that is left out or wins.
+    """NEURON_CC_FLAGS from the user's flags and ours, and a remark on each conflict.
 
-    A flag that the user gives wins over ours of the same name, except for `--cache_dir`: where we name one, a stage
-    answers for what is in it.
+    The user's flag wins over ours of the same name, except for `--cache_dir`: a stage is responsible for the content of
+    the one it names.
     """
     remarks = []
     if cache := _CACHE_DIR.search(ours):
         for found in set(_CACHE_DIR.findall(theirs)) - {cache[1]}:
-            remarks.append(f"your --cache_dir={found} is not used here, but this run's own, {cache[1]}")
+            remarks.append(f"your --cache_dir={found} is not used; this run uses its own, {cache[1]}")
         theirs = _CACHE_DIR.sub("", theirs)
     given = {word.partition("=")[0]: word for word in theirs.split() if _FLAG.match(word)}
     added = []
@@ -52,9 +52,9 @@ def merge_flags(theirs: str, ours: str) -> tuple[str, list[str]]:
 
 
 def use_cache(cache: Path, log: Callable[[str], None]) -> TextIOWrapper:
-    """Mark `cache` as in use for as long as the returned file is open; if nobody else uses it, remove stale locks.
+    """Mark `cache` as in use while the returned file is open; if no other process uses it, remove stale locks.
 
-    A compiler that is killed leaves its lock files (`*.lock`), and whoever needs the same graph waits for ever.
+    A killed compiler leaves its lock files (`*.lock`), and others that need the same graph would wait for ever.
     Raises `DiskError`.
     """
     with disk_errors(cache):
@@ -63,23 +63,23 @@ def use_cache(cache: Path, log: Callable[[str], None]) -> TextIOWrapper:
         try:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            pass  # their locks may be held
+            pass  # locks of the other processes may be live
         else:
             for lock in cache.rglob("*.lock"):
                 lock.unlink(missing_ok=True)
-                log(f"removed {lock}, the lock of a compiler that is no more")
+                log(f"removed {lock}, a stale lock of a killed compiler")
         fcntl.flock(mark, fcntl.LOCK_SH)
     return mark
 
 
 def compiled_modules(cache: Path) -> list[dict[str, Any]]:
-    """The modules in `cache`: hash, and the seconds between its first file and its result.
+    """The modules in `cache`: hash, and seconds between the first file and the result.
 
     Raises `UserError` if one has not been compiled, or there is none.
     """
     modules = sorted(path.parent for path in cache.rglob("MODULE_*/model.hlo_module.pb*"))
     if not modules:
-        raise UserError(f"neuron_parallel_compile left no graph in {cache}; what it said is above")
+        raise UserError(f"neuron_parallel_compile left no graph in {cache}; see its output above")
     found = []
     for module in modules:
         compiled = module / "model.neff"

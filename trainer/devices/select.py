@@ -1,4 +1,4 @@
-"""Which device a name means."""
+"""Device name → device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.parallel.mesh import Mesh
 
 
 def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
-    """The device called `name` for this worker; `auto` is what `automatic` finds. Raises `UserError`.
+    """The device `name` for this worker; `auto`: as `automatic` chooses. Raises `UserError`.
 
     With the environment variable DISABLE_XLA set, `xla` and `neuron` mean torch's own devices, as in Neuron's developer
     guide: a CPU on Trainium instances, a GPU where there is one.
@@ -29,18 +29,18 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
         name = automatic(log=print if mesh.is_root else None)
     kind: type[Device] = registry.load(registry.DEVICES[name])
     if options.compile and kind.compiles_steps:
-        raise UserError(f"compile is for cpu and cuda; device {name} compiles every step by itself: leave it off")
+        raise UserError(f"compile is for cpu and cuda; device {name} always compiles: leave it off")
     device = kind.of(mesh, options)
     if options.compile:
         device.inductor = Inductor(options.compile_cache, needs_cxx=device.backend == "gloo")
-        device.operations = Operations()  # its kernels are better fused than ours
+        device.operations = Operations()  # torch.compile fuses these better than our own
     return device
 
 
 def automatic(log: Callable[[str], None] | None = None) -> str:
-    """What `auto` means on this machine: cuda, else neuron, else cpu; never xla, which here runs on the CPU.
+    """The device that `auto` selects on this machine: cuda, else neuron, else cpu; never xla, which runs on the CPU.
 
-    NeuronCores that cannot be used because their packages are missing are told to `log`.
+    `log` gets a warning if there are NeuronCores but their packages are missing.
     """
     if torch.cuda.is_available():
         return "cuda"
@@ -62,7 +62,7 @@ def automatic(log: Callable[[str], None] | None = None) -> str:
 
 
 def select_alone(name: str) -> Device:
-    """The device called `name`, started, for a process that computes without other workers. Raises `UserError`."""
+    """The started device `name`, for a process without other workers. Raises `UserError`."""
     device = select(name, Mesh(), DeviceOptions())
     device.start(Mesh())
     return device

@@ -18,15 +18,15 @@ from trainer.devices.graphs import GraphReport
 from trainer.optim.rounding import stochastically_rounded
 from trainer.parallel.mesh import Group, Mesh
 
-#: Tensors are fetched for a checkpoint so many bytes at a time: what is in host memory twice.
+#: Bytes fetched at a time for a checkpoint; this much is in host memory twice.
 _FETCHED_BYTES = 256 << 20
 
 
 class XlaDevice(Device):
-    """On the CPU (`PJRT_DEVICE=CPU`), where workers reduce through gloo on host copies."""
+    """XLA on the CPU (`PJRT_DEVICE=CPU`), where workers reduce host copies through gloo."""
 
     compiles_steps = True
-    #: Its collectives are not in the graphs: DDP, which reduces while a graph is recorded, has none to call.
+    #: DDP reduces while the graph is recorded, and gloo's collectives cannot be part of it.
     has_ddp = False
     backend = "gloo"
 
@@ -43,7 +43,7 @@ class XlaDevice(Device):
         import torch_xla.debug.metrics
 
         self._torch_xla, self._xm, self._metrics = torch_xla, xm, torch_xla.debug.metrics
-        # torch's own way of it would fetch the tensor to the host.
+        # torch's view(dtype) would fetch the tensor to the host.
         self._bitcast = {
             torch.int32: op_registry.register("int32_of_bits", lambda x: x.bitcast(xla_builder.Type.S32)),
             torch.float32: op_registry.register("float32_of_bits", lambda x: x.bitcast(xla_builder.Type.F32)),
@@ -62,10 +62,10 @@ class XlaDevice(Device):
 
     @staticmethod
     def check_worlds(mesh: Mesh, world_size: int) -> None:
-        """Raise `UserError` unless `world_size`, of XLA's own collectives, is what this device expects."""
+        """Raise `UserError` unless XLA's own `world_size` is the one that this device expects."""
         if world_size != 1:
             raise UserError(
-                f"XLA on the CPU reduces through gloo and expects one XLA device a process, but sees {world_size} "
+                f"XLA on the CPU reduces through gloo and expects one XLA device per process, but sees {world_size} "
                 f"(CPU_NUM_DEVICES?); start workers with torchrun or --spawn, which give each one device"
             )
 
@@ -73,18 +73,18 @@ class XlaDevice(Device):
         return f"xla on {self._xm.xla_device_hw(self.torch_device)}, {torch.__version__}/{self._torch_xla.__version__}"
 
     def automatic_precision(self) -> tuple[str, str]:
-        return "fp32", "XLA on a CPU is for checking programs, and bf16 is no faster there"
+        return "fp32", "XLA on a CPU is for testing, and bf16 is no faster there"
 
     def feed(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """Sends micro-batches ahead from threads of torch_xla's own loader, which marks a graph's end before each
-        `batches_per_execution`-th."""
+        """Moves micro-batches ahead of use in torch_xla's own loader threads; the loader ends the graph after every
+        `batches_per_execution` of them."""
         from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
         headers: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         failure: list[BaseException] = []
 
         def flattened() -> Iterator[dict[str, torch.Tensor]]:
-            # Runs in a thread of the loader, which ends at an error and loses it.
+            # Runs in a loader thread, which would swallow an error.
             try:
                 for step in steps:
                     headers.put(step)
@@ -120,11 +120,11 @@ class XlaDevice(Device):
 
     @property
     def _report(self) -> GraphReport:
-        assert self._graph_report is not None, "graphs are listed only by the worker that was told where to report"
+        assert self._graph_report is not None, "only the worker with a report directory lists graphs"
         return self._graph_report
 
     def number(self, value: float, dtype: torch.dtype) -> torch.Tensor:
-        # (1,) rather than (): torch_xla makes the scalars 0 and 1 part of the program.
+        # (1,) rather than (): torch_xla compiles the scalars 0 and 1 into the program.
         return torch.tensor([value], dtype=dtype).to(self.torch_device)
 
     def seed(self, seed: int) -> None:
@@ -155,7 +155,7 @@ class XlaDevice(Device):
             tensor.copy_(total)
 
     def step_closure(self, f: Callable[..., Any], *tensors: torch.Tensor) -> None:
-        """Called when the next step is under way: its values have long been computed."""
+        """Called during the next step, when the values have been computed."""
         self._xm.add_step_closure(self._run_late)
         self._xm.add_step_closure(lambda *values: self._late.append((f, values)), args=tensors)
 
@@ -174,11 +174,11 @@ class XlaDevice(Device):
                 copy.copy_(fetched)
 
     def summaries(self, tensors: list[torch.Tensor]) -> list[tuple[int, bool]]:
-        # On the host: computed on the device, they would be one more graph.
+        # On the host: on the device this would be another graph.
         return [one for part in _parts(tensors) for one in super(XlaDevice, self).summaries(self._fetch(tensors[part]))]
 
     def _fetch(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies on the host, all from one transfer."""
+        """Host copies, in one transfer."""
         self._torch_xla.sync()
         fetched: list[torch.Tensor] = self._torch_xla._XLAC._xla_get_cpu_tensors([t.detach() for t in tensors])
         return fetched
@@ -188,7 +188,7 @@ class XlaDevice(Device):
 
 
 def _parts(tensors: list[torch.Tensor]) -> Iterator[slice]:
-    """Runs of them, each fetched at once."""
+    """Slices of `tensors` of about `_FETCHED_BYTES` each."""
     start = total = 0
     for end, tensor in enumerate(tensors, 1):
         total += tensor.numel() * tensor.element_size()

@@ -1,1 +1,1 @@
-"""Starting the workers of a run, and stopping them."""
+"""Starting and stopping the workers of a run."""

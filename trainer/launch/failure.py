@@ -1,4 +1,4 @@
-"""How a worker ends that has failed, so that a run ends with one status and one line whichever worker fails first."""
+"""How a failed worker exits, so that a run ends with one exit status and one line, whichever worker fails first."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch.distributed import DistError
 from common.errors import EXIT_SOFTWARE, AgreedError, UserError
 from trainer.parallel.mesh import Mesh
 
-#: Seconds that a worker which has lost another leaves to torchrun to see the other's status.
+#: Seconds that a worker which lost another waits for torchrun to see the other's exit status.
 _PATIENCE_S = 20.0
-#: In the messages of gloo, NCCL and torch's store when another worker has gone, or does not answer.
+#: Substrings of the errors of gloo, NCCL and torch's store when another worker has exited or does not answer.
 _SIGNS_OF_LOSS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 
 
 def end(error: Exception, mesh: Mesh) -> int:
-    """Say what has ended this worker, and return the exit status of its process; one of several ends here.
+    """Report the error and return the exit status; with several workers, exit here.
 
-    A worker that fails takes the others with it: they lose their connection to it, and may be gone before it is. So
-    they wait until torchrun, which ends with the status of the first that it sees end, has seen the one that failed.
+    When a worker fails, the others lose their connection to it and may exit before it does. torchrun takes the status
+    of the worker that exits first, so the others wait until it has seen the one that failed.
     """
     alone = mesh.world_size == 1
     status = error.exit_status if isinstance(error, UserError) else EXIT_SOFTWARE
     if isinstance(error, UserError):
         if not isinstance(error, AgreedError) or mesh.is_root:
             who = "" if alone or isinstance(error, AgreedError) else f"worker {mesh.rank}: "
-            sys.stderr.write(f"error: {who}{error}\n")  # in one piece: other workers may be saying something, too
+            sys.stderr.write(f"error: {who}{error}\n")  # one write: other workers may print at the same time
     elif not alone and _is_loss(error):
         reason = str(error).splitlines()[0]
-        sys.stderr.write(f"worker {mesh.rank} has lost the others, and ends with them: {reason}\n")
+        sys.stderr.write(f"worker {mesh.rank} lost the connection to another worker and stops: {reason}\n")
         sys.stderr.flush()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, once it has seen the one that failed
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sent by torchrun once it has seen the failed worker
         time.sleep(_PATIENCE_S)
     else:
         traceback.print_exception(error)
@@ -43,13 +43,13 @@ def end(error: Exception, mesh: Mesh) -> int:
     sys.stderr.flush()
     if alone and isinstance(error, UserError):
         return status
-    # At once: threads may be in a collective operation that never ends, and a process group that is torn down while
-    # another worker is gone aborts the process.
+    # Without cleanup: threads may hang in a collective, and destroying a process group that has lost a member aborts
+    # the process.
     os._exit(status)
 
 
 def _is_loss(error: Exception) -> bool:
-    """Whether a collective operation has failed because of another worker."""
+    """Whether a collective failed because of another worker."""
     if isinstance(error, DistError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_LOSS)

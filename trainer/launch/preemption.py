@@ -1,4 +1,4 @@
-"""What asks a run from outside to save, or to save and stop: signals, a file, Amazon's notices."""
+"""Requests to save, or to save and stop: signals, a file, EC2 spot notices."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from common.process import heeded_signals
 if TYPE_CHECKING:
     from requests import Session
 
-#: Where the metadata of an EC2 instance are, as Amazon's own tools name and set it.
+#: Address of the EC2 instance metadata, and the variable by which Amazon's own tools override it.
 ENDPOINT_VARIABLE, _ENDPOINT = "AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://169.254.169.254"
-#: Seconds between two looks, as Amazon recommends, and for one answer.
+#: Seconds between polls, as Amazon recommends, and the timeout of one request.
 _POLL_S, _ANSWER_S = 5.0, 2.0
-#: Seconds that a session token is good for: the most there is.
+#: Lifetime of a session token in seconds: the maximum.
 _TOKEN_S = 21600
-#: The notices, and whether the instance is taken away, two minutes after the first of them.
+#: Notice → whether the instance will be reclaimed (two minutes later).
 _NOTICES = {"spot/instance-action": True, "events/recommendations/rebalance": False}
-#: Seconds between two looks for the file.
-_LOOK_S = 1.0
+#: Seconds between two checks for the file.
+_FILE_POLL_S = 1.0
 
 
 class Interruptions:
-    """What this worker was asked for. The workers agree on it between them: any of them may have been asked."""
+    """The requests this worker has received. The loop combines those of all workers, since any may receive one."""
 
     def __init__(self, output_dir: Path, *, is_root: bool, watches_spot: bool) -> None:
-        """The root looks for the file; who `watches_spot` (one worker on a machine) for notices."""
+        """The root polls for the file; one worker per machine (`watches_spot`) polls for spot notices."""
         self.must_stop = False
         self._must_save = False
         self._file = output_dir / SAVE_REQUEST if is_root else None
@@ -40,7 +40,7 @@ class Interruptions:
         self._watch = _SpotWatch(self) if watches_spot else None
 
     def begin(self) -> None:
-        """From here on signals and notices count, rather than ending the process."""
+        """From here on signals are requests instead of ending the process, and notices are polled."""
         for signum in heeded_signals():
             signal.signal(signum, self._on_signal)
         if self._watch is not None and not self._watch.is_alive():
@@ -51,19 +51,19 @@ class Interruptions:
             self._watch.over.set()
 
     def ask(self, *, stop: bool) -> None:
-        """Save at the end of the step; or, with `stop`, as soon as possible, and end."""
+        """Request a checkpoint at the end of the step; with `stop`, as soon as possible, and then exit."""
         if stop:
             self.must_stop = True
         else:
             self._must_save = True
 
     def take_save(self) -> bool:
-        """Whether a checkpoint was asked for since the last call. What asked for it is forgotten."""
+        """Whether a checkpoint was requested since the last call; clears the request."""
         asked, self._must_save = self._must_save, False
         return self._take_file() or asked
 
     def _take_file(self) -> bool:
-        if self._file is None or time.monotonic() - self._looked < _LOOK_S:
+        if self._file is None or time.monotonic() - self._looked < _FILE_POLL_S:
             return False
         self._looked = time.monotonic()
         try:
@@ -77,7 +77,7 @@ class Interruptions:
 
 
 class _SpotWatch(threading.Thread):
-    """Polls the instance's metadata (IMDSv2) for a notice; whatever happens to it, training goes on."""
+    """Polls the instance metadata (IMDSv2) for notices; its failures do not affect training."""
 
     def __init__(self, interruptions: Interruptions) -> None:
         super().__init__(name="spot", daemon=True)
@@ -89,7 +89,7 @@ class _SpotWatch(threading.Thread):
         from requests import RequestException, Session
 
         session = Session()
-        session.trust_env = False  # the address is this machine's own: no proxy can answer for it
+        session.trust_env = False  # link-local address: not through a proxy
         seen: dict[str, str] = {}
         silent = False
         while not self.over.is_set():
@@ -112,7 +112,7 @@ class _SpotWatch(threading.Thread):
         """The notice at `path`; None: there is none. Raises `RequestException`."""
         url = f"{self._url}/meta-data/{path}"
         answer = session.get(url, timeout=_ANSWER_S)
-        if answer.status_code == 401:  # the token is missing, or no longer good
+        if answer.status_code == 401:  # no token yet, or it has expired
             lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
             token = session.put(f"{self._url}/api/token", headers=lifetime, timeout=_ANSWER_S)
             token.raise_for_status()

@@ -1,6 +1,6 @@
-"""The machines of a run, which torchrun calls nodes: they meet before torchrun starts workers on them.
+"""Rendezvous of the nodes (machines) of a run, before torchrun starts workers on them.
 
-torchrun by itself waits in silence, and ends with a traceback that does not say who was missing.
+torchrun alone waits silently, and ends with a traceback that does not name the missing node.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from common.errors import NodeMissing, UserError
 
-#: Which network interface gloo and NCCL take; by themselves they ask the host's name, which may mean 127.0.1.1.
+#: The network interface for gloo and NCCL; by default they resolve the host's name, which may be 127.0.1.1.
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-#: Seconds between two lines that say who is waited for, and between two looks.
-_TOLD_EVERY_S, _LOOK_EVERY_S = 30.0, 0.2
-#: Seconds after which an attempt to reach node 0 is made anew.
+#: Seconds between two log lines about missing nodes, and between two polls.
+_LOG_INTERVAL_S, _POLL_INTERVAL_S = 30.0, 0.2
+#: Timeout of one attempt to reach node 0, in seconds.
 _CONNECT_S = 5.0
 
 
 def meet(addr: str, port: int, *, rank: int, nodes: int, command: list[str], timeout_s: float) -> TCPStore:
-    """Wait until all `nodes` are at node 0's port; returns the store, to be kept while torchrun uses the same port.
+    """Wait until all `nodes` have connected to node 0's port; returns the store, to be kept open while torchrun uses
+    the same port.
 
-    `command` is what each of them is about to run. Raises `NodeMissing` after `timeout_s` seconds, with those that
-    have not come; `UserError` if the port cannot be taken, or if one of them was started with another command.
+    `command`: what this node is about to run. Raises `NodeMissing` after `timeout_s` seconds, with the missing nodes;
+    `UserError` if the port cannot be opened, or if a node was started with another command.
     """
     wait = _Wait(f"{addr}:{port}", timeout_s)
     digest = hashlib.sha256("\0".join(command).encode()).hexdigest()
@@ -41,19 +42,19 @@ def meet(addr: str, port: int, *, rank: int, nodes: int, command: list[str], tim
         try:
             _be_received(store, rank, digest, wait)
             return store
-        except RuntimeError:  # it has gone: what answered was node 0 of a run that is at its end
+        except RuntimeError:  # the store closed: it was that of an earlier run that is just ending
             wait.look([0])
 
 
 class _Wait:
-    """For whom, since when, and how much longer."""
+    """Waiting for nodes, with a timeout."""
 
     def __init__(self, place: str, timeout_s: float) -> None:
         self._place, self._timeout_s = place, timeout_s
         self._began = self._told = time.monotonic()
 
     def look(self, missing: list[int]) -> None:
-        """Wait a little for those nodes; now and then a line says so. Raises `NodeMissing` if it was long enough."""
+        """Sleep for one poll interval, logging now and then. Raises `NodeMissing` after the timeout."""
         who = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         now = time.monotonic()
         if now - self._began > self._timeout_s:
@@ -61,14 +62,14 @@ class _Wait:
                 f"{who} did not come to {self._place} within {self._timeout_s:g} s; start the same there with its "
                 f"node_rank, or check master_addr, master_port and the firewall"
             )
-        if now - self._told >= _TOLD_EVERY_S:
+        if now - self._told >= _LOG_INTERVAL_S:
             self._told = now
             print(f"waiting for {who} at {self._place}", flush=True)
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _receive(port: int, nodes: int, digest: str, wait: _Wait) -> TCPStore:
-    """Node 0: wait for the others, then answer each of them."""
+    """Node 0: wait for the other nodes, then answer each."""
     try:
         store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
@@ -83,25 +84,25 @@ def _receive(port: int, nodes: int, digest: str, wait: _Wait) -> TCPStore:
         store.set(f"answer {rank}", f"{nonce} {digest}")
         differs += [rank] if theirs != digest else []
     if differs:
-        time.sleep(5 * _LOOK_EVERY_S)  # they read the answer, and end with the same line
+        time.sleep(5 * _POLL_INTERVAL_S)  # lets them read the answer, and fail with the same line
         raise _different(differs[0])
     return store
 
 
 def _reach(addr: str, port: int, wait: _Wait) -> TCPStore:
-    """Another node: wait for node 0's port."""
+    """Other nodes: wait for node 0's port."""
     while True:
         try:
             socket.create_connection((addr, port), timeout=_CONNECT_S).close()
             return TCPStore(
                 addr, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S),
             )  # fmt: skip
-        except (OSError, RuntimeError):  # not there yet, or gone again
+        except (OSError, RuntimeError):  # not open yet, or closed again
             wait.look([0])
 
 
 def _be_received(store: TCPStore, rank: int, digest: str, wait: _Wait) -> None:
-    """Wait for node 0's answer to this very process; one that is long past its greeting gives none."""
+    """Wait for node 0's answer to this process's nonce; a node 0 past its rendezvous gives none."""
     nonce = secrets.token_hex(8)
     store.set(f"node {rank}", f"{nonce} {digest}")
     while True:
@@ -122,22 +123,22 @@ def _different(rank: int) -> UserError:
 
 
 def choose_interface(addr: str, port: int, *, patience_s: float = 30.0) -> str:
-    """Have gloo and NCCL talk over the interface that leads to `addr`, unless the user has chosen one; returns gloo's.
+    """Have gloo and NCCL use the interface that routes to `addr`, unless the user has chosen one; returns gloo's.
 
-    Raises `UserError` if for `patience_s` seconds there is no way to it: the name of a new pod takes a while.
+    Raises `UserError` if `addr` has no route for `patience_s` seconds: the name of a new pod takes a while to resolve.
     """
     deadline = time.monotonic() + patience_s
     while True:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(addr, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)  # of UDP: only a look at the routes
+                probe.connect(address)  # UDP: only looks up the route
                 own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
             break
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(f"node 0's address {addr} cannot be reached: {error}; check master_addr") from None
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
     for name, addresses in psutil.net_if_addrs().items():
         if any(_is(own, entry.address) for entry in addresses):
             for variable in _INTERFACE_VARIABLES:

@@ -1,4 +1,4 @@
-"""`--spawn N`: the trainer starts its own N workers on this machine, with our torchrun, in place of this process."""
+"""`--spawn N`: replace this process by our torchrun with N workers on this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from common.process import STOP_SIGNALS
 
 
 def spawn(workers: int, words: Sequence[str]) -> NoReturn:
-    """Become `torchrun --nproc_per_node WORKERS -m trainer` with the options `words`, `--spawn` left out.
+    """Exec `torchrun --nproc_per_node WORKERS -m trainer` with the options `words`, without `--spawn`.
 
-    Raises `UserError` if the number is not positive, or if torchrun has started this process already.
+    Raises `UserError` if `workers` is not positive, or if this process was started by torchrun.
     """
     if workers < 1:
         raise UserError(f"--spawn {workers} is not a number of workers; allowed: 1 or more")
@@ -25,7 +25,7 @@ def spawn(workers: int, words: Sequence[str]) -> NoReturn:
     option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     option.add_argument("--spawn")
     _, rest = option.parse_known_args(words)
-    # Until torchrun takes care of them, signals wait: the handlers of this process do not survive.
+    # Handlers do not survive exec: block the signals until torchrun handles them.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     launcher = ["-m", "trainer.launch.torchrun", "--standalone", "--local-addr=127.0.0.1", "--max-restarts=0"]
     os.execv(sys.executable, [sys.executable, *launcher, f"--nproc_per_node={workers}", "-m", "trainer", *rest])

@@ -1,6 +1,5 @@
-"""torchrun, but it ends with its workers' exit status and without a traceback of its own, dies with its parent, and
-hands a stop signal on to the workers, as long as they may need (torchrun kills them after 30 s). With `--nnodes` above
-1 it says whom it waits for, and who has not come.
+"""A wrapper around torchrun: exits with its workers' status and without a traceback, dies with its parent, and forwards
+stop signals without a deadline (torchrun kills workers after 30 s). With several nodes it names the missing ones.
 """
 
 from __future__ import annotations
@@ -29,35 +28,35 @@ from trainer.launch.rendezvous import choose_interface, meet
 
 
 def run() -> int:
-    """Start workers as torchrun's own arguments say; returns 0, or the status of the worker that failed first;
-    69 if another node did not come."""
+    """Start workers with torchrun's arguments; returns 0, the status of the worker that failed first, or 69 if a node
+    is missing."""
     die_with_starter()
-    os.environ[PARENT_VARIABLE] = str(os.getpid())  # the workers' parent: they see if it died before they began
+    os.environ[PARENT_VARIABLE] = str(os.getpid())  # lets workers see that it died before they started
     heeded = heeded_signals()
     os.environ[IGNORED_VARIABLE] = " ".join(str(int(signum)) for signum in STOP_SIGNALS - heeded)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    threading.Thread(target=_hand_on_signals, args=(heeded,), daemon=True).start()
-    # What went wrong is in the workers' own words; torchrun's log repeats it as a table and a traceback.
+    threading.Thread(target=_forward_signals, args=(heeded,), daemon=True).start()
+    # Workers report their own errors; torchrun's log would repeat them as a table and a traceback.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         store = _meet_others()
-        # Its folder of logs would stay in /tmp when it is killed, and nothing is written there.
+        # torchrun's log directory would stay in /tmp after a kill, and nothing is written there.
         main([f"--log-dir={os.devnull}", *sys.argv[1:]])
-        del store  # torchrun has used it
+        del store  # kept open until torchrun has finished
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_NODE_MISSING if isinstance(error, NodeMissing) else EXIT_USER_ERROR
     except ChildFailedError as error:
         return shell_status(error.get_first_failure()[1].exitcode)
     except DistError as error:
-        # Between nodes: another one's torchrun has gone.
+        # Another node's torchrun has exited.
         print(f"error: lost the other nodes: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         return EXIT_SOFTWARE
     return 0
 
 
 def _meet_others() -> TCPStore | None:
-    """Wait for the other nodes, if there are any. Raises `UserError`."""
+    """Wait for the other nodes, if any. Raises `UserError`."""
     args = parse_args(sys.argv[1:])
     nodes = int(args.nnodes) if args.nnodes.isdigit() else 1
     if nodes == 1 or args.rdzv_backend != "static":
@@ -77,8 +76,8 @@ def _meet_others() -> TCPStore | None:
     return store
 
 
-def _hand_on_signals(heeded: frozenset[signal.Signals]) -> None:
-    """Blocked in this process, a stop signal waits here, whatever handler torchrun has set for it."""
+def _forward_signals(heeded: frozenset[signal.Signals]) -> None:
+    """Forward stop signals to the workers; they are blocked in this process, so torchrun's handlers never run."""
     while True:
         signal.sigwait(heeded)
         workers = psutil.Process().children()

@@ -47,7 +47,7 @@ class DdpModel:
 
     def __init__(self, model: nn.Module, group: Group, parameters: DdpParameters) -> None:
         self._ddp = DistributedDataParallel(
-            model, process_group=group.links.process_group, broadcast_buffers=False, gradient_as_bucket_view=True
+            model, process_group=group.process_group, broadcast_buffers=False, gradient_as_bucket_view=True
         )
         # DDP takes the mean over the workers, and ours are sums.
         self._scale = group.size
@@ -73,7 +73,7 @@ def _sum_ours(sums: dict[Tensor, Tensor], group: Group, bucket: GradBucket) -> t
     """What DDP calls when all gradients of a bucket are there: sum ours of these parameters over the workers."""
     ours = [sums[parameter] for parameter in bucket.parameters()]
     flat = torch.cat([tensor.reshape(-1) for tensor in ours])
-    future = dist.all_reduce(flat, group=group.links.process_group, async_op=True).get_future()
+    future = dist.all_reduce(flat, group=group.process_group, async_op=True).get_future()
 
     def put(_: torch.futures.Future[Tensor]) -> Tensor:
         for tensor, part in zip(ours, flat.split([tensor.numel() for tensor in ours]), strict=True):

@@ -1,4 +1,4 @@
-"""The workers of a run: how many, which one this is, and what they can say to each other."""
+"""The workers of a run: how many there are, which one this is, and the collectives between their hosts."""
 
 from __future__ import annotations
 
@@ -9,42 +9,33 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from common.errors import UserError
-from trainer.parallel.shared_memory import SharedMemory, all_gather_object
 
 T = TypeVar("T")
-#: Seconds between two questions whether a worker is still busy.
-_LOOK_EVERY_S = 0.05
-
-
-class Links(NamedTuple):
-    """What the workers of a group talk through."""
-
-    #: torch.distributed's handle; None: that of all workers.
-    process_group: dist.ProcessGroup | None = None
-    #: Where they are on one machine and their tensors in its memory.
-    shared_memory: SharedMemory | None = None
+#: Seconds between two polls of whether a worker is still busy.
+_POLL_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Group:
-    """Workers that reduce tensors together, this one among them."""
+    """The workers that this one reduces tensors with, itself included."""
 
     size: int
-    #: The ranks of all groups of this kind: every worker is in one of them.
+    #: The ranks of every group of this kind; together they cover all workers, each once.
     ranks: list[list[int]]
-    links: Links = Links()
+    #: torch.distributed's handle; None: the default group of all workers.
+    process_group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """data_parallel_size × tensor_parallel_size workers; tensor-parallel ranks are neighbours."""
+    """data_parallel_size × tensor_parallel_size workers; tensor-parallel ranks are adjacent."""
 
     rank: int = 0
     local_rank: int = 0
@@ -52,13 +43,11 @@ class Mesh:
     #: Workers on this machine.
     local_world_size: int = 1
     tensor_parallel_size: int = 1
-    #: Over which hosts talk, whatever their devices do; None: all workers' default group.
-    host_group: dist.ProcessGroup | None = None
-    #: Of the workers with the same parameters, and of those that share a model.
-    data_links: Links = Links()
-    tensor_links: Links = Links()
-    #: Why some workers of one machine do not share memory; the same on all, empty where all do.
-    not_shared: str = ""
+    #: gloo group for host tensors and objects; None: the default group already is gloo.
+    host_process_group: dist.ProcessGroup | None = None
+    #: Process groups of `data_parallel_group` and `tensor_parallel_group`.
+    data_process_group: dist.ProcessGroup | None = None
+    tensor_process_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.world_size % self.tensor_parallel_size:
@@ -79,17 +68,19 @@ class Mesh:
     def data_parallel_group(self) -> Group:
         """The workers that hold the same parameters."""
         t = self.tensor_parallel_size
-        return Group(self.data_parallel_size, [list(range(r, self.world_size, t)) for r in range(t)], self.data_links)
+        ranks = [list(range(first, self.world_size, t)) for first in range(t)]
+        return Group(self.data_parallel_size, ranks, self.data_process_group)
 
     @property
     def tensor_parallel_group(self) -> Group:
         """The workers that share one copy of the model."""
         t = self.tensor_parallel_size
-        return Group(t, [list(range(r, r + t)) for r in range(0, self.world_size, t)], self.tensor_links)
+        ranks = [list(range(first, first + t)) for first in range(0, self.world_size, t)]
+        return Group(t, ranks, self.tensor_process_group)
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """Number of machines."""
         return self.world_size // self.local_world_size
 
     @property
@@ -98,18 +89,21 @@ class Mesh:
 
     @property
     def is_root(self) -> bool:
-        """Whether this worker writes the logs and checkpoints."""
+        """Whether this worker writes logs and checkpoints."""
         return self.rank == 0
 
     @classmethod
     def of_environment(cls, tensor_parallel_size: int) -> Mesh:
-        """The mesh torchrun set up for this process; a single worker without torchrun."""
+        """The mesh described by torchrun's environment variables; a single worker without torchrun."""
         rank, local_rank, world_size, local_world_size = (int(os.environ.get(n, d)) for n, d in _TORCHRUN.items())
         return cls(rank, local_rank, world_size, local_world_size, tensor_parallel_size)
 
     def connect(self, backend: str, timeout_s: float, *, alone: bool = False) -> Mesh:
-        """Meet the other workers; returns the mesh that can talk. `backend` serves the device's tensors, gloo the
-        host's. With `alone` a single worker makes a process group, too. Raises `UserError` if not all are there."""
+        """Set up the process groups and return the mesh that uses them.
+
+        `backend` reduces the device's tensors; gloo always serves the host. `alone`: set up a process group even for a
+        single worker. Raises `UserError` if the number of workers is not the one torchrun announced.
+        """
         if self.world_size == 1:
             if alone:
                 dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -123,74 +117,65 @@ class Mesh:
             )
         mesh = self
         if "gloo" not in backend:
-            mesh = dataclasses.replace(mesh, host_group=dist.new_group(backend="gloo", timeout=timeout))
-        data, tensor = Links(), Links()
+            mesh = dataclasses.replace(mesh, host_process_group=dist.new_group(backend="gloo", timeout=timeout))
         if self.tensor_parallel_size > 1:
             data, tensor = (
-                Links(dist.new_subgroups_by_enumeration(group.ranks, timeout=timeout)[0])
+                dist.new_subgroups_by_enumeration(group.ranks, timeout=timeout)[0]
                 for group in (self.data_parallel_group, self.tensor_parallel_group)
             )
-        if backend == "gloo":
-            # Every group by itself: where one has failed, the others' members still wait for each other.
-            data, problem = self._sharing(data, self.data_parallel_group)
-            tensor, another = self._sharing(tensor, self.tensor_parallel_group)
-            problems = all_gather_object(problem or another)
-            mesh = dataclasses.replace(mesh, not_shared=next(filter(None, problems), ""))
-        return dataclasses.replace(mesh, data_links=data, tensor_links=tensor)
-
-    def _sharing(self, links: Links, group: Group) -> tuple[Links, str]:
-        """The same links, with shared memory if all of the group are on one machine; and why not, if it failed."""
-        ranks = next(ranks for ranks in group.ranks if self.rank in ranks)
-        if group.size == 1 or len({rank // self.local_world_size for rank in ranks}) > 1:
-            return links, ""
-        try:
-            return links._replace(shared_memory=SharedMemory(links.process_group)), ""
-        except OSError as error:
-            return links, str(error)
+            mesh = dataclasses.replace(mesh, data_process_group=data, tensor_process_group=tensor)
+        return mesh
 
     def disconnect(self) -> None:
-        """Wait for the others, so that none is left in a collective operation, and leave."""
+        """Wait for the other workers, so that none is left inside a collective, and destroy the process groups."""
         if dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
 
     def barrier(self) -> None:
-        """Wait until all workers are here."""
+        """Wait until all workers have reached this point."""
         self.sum_on_host([0])
 
     def in_turns(self, work: Callable[[], None], *, at_once: int) -> None:
-        """Have `work` done by so many workers of each machine at a time, one lot after the other."""
+        """Run `work` in every worker, at most `at_once` workers of each machine at a time."""
         for first in range(0, self.local_world_size, at_once):
             if first <= self.local_rank < first + at_once:
                 work()
             self.barrier()
 
     def by_root(self, work: Callable[[], T]) -> T:
-        """What `work` returns in the root, in every worker; it may take longer than workers wait for each other."""
-        told = self.broadcast_object(self.patiently(lambda: [work()] if self.is_root else []))
-        assert told is not None
-        return told[0]
+        """Run `work` in the root and return its result in every worker; may take longer than the collective timeout."""
+        result = self.broadcast_object(self.patiently(lambda: [work()] if self.is_root else []))
+        assert result is not None
+        return result[0]
 
     def broadcast_object(self, value: T | None) -> T | None:
-        """The root's `value`, in every worker; the others' is not looked at."""
+        """The root's `value`, in every worker; the other workers' `value` is ignored."""
         if self.world_size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.host_group, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, src=0, group=self.host_process_group, device=torch.device("cpu"))
         return box[0]
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Each worker's `value`, by rank, in every worker."""
-        return [value] if self.world_size == 1 else all_gather_object(value, self.host_group)
+        """Every worker's `value`, by rank, in every worker."""
+        if self.world_size == 1:
+            return [value]
+        values = [value] * self.world_size
+        dist.all_gather_object(values, value, group=self.host_process_group)
+        return values
 
     def wait_while(self, is_busy: Callable[[], bool]) -> None:
-        """Wait until no worker `is_busy`. They ask each other all the time, so it may take longer than a collective
-        operation may; a worker that has died still ends it."""
+        """Wait until `is_busy` is false in every worker.
+
+        The workers keep polling each other, so this may take longer than the collective timeout, yet a worker that dies
+        still ends the wait.
+        """
         while self.world_size > 1 and self.sum_on_host([is_busy()])[0]:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def patiently(self, work: Callable[[], T]) -> T:
-        """What `work` returns here, once it is done in every worker, however long that takes."""
+        """Run `work` in every worker, wait until all are done, however long it takes, and return this one's result."""
         if self.world_size == 1:
             return work()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="patient") as executor:
@@ -199,14 +184,14 @@ class Mesh:
             return future.result()
 
     def sum_on_host(self, values: Sequence[int]) -> list[int]:
-        """Element-wise sums of small lists of integers over all workers."""
+        """Element-wise sums, over all workers, of short lists of integers."""
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, group=self.host_group)
+        dist.all_reduce(tensor, group=self.host_process_group)
         sums: list[int] = tensor.tolist()
         return sums
 
 
-#: What torchrun sets, and what holds without it.
+#: torchrun's environment variables, and their values for a single worker.
 _TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

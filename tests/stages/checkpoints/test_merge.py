@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from stages.checkpoints.source import opened
 from tests.conftest import Disk
 from tests.helpers.checkpoints import CONFIG, contents, rewrite, snapshot, write_config, write_native
 from tests.helpers.support import ROOT, assert_one_line_error, forked
-from trainer.checkpoint.interop import ahead
+from trainer.checkpoint.interop import chunks
 from trainer.config import ModelConfig
 
 EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
@@ -172,7 +171,7 @@ def nan(tensor: Tensor) -> Tensor:
         (put("bert.extra.weight", lambda t: t), ["holds bert.extra.weight", "model does not have"]),
         (put(QUERY, Tensor.bfloat16), [f"{QUERY} is torch.bfloat16, on rank 0 it is torch.float32"]),
         (put(QUERY, lambda t: t[:-1]), [QUERY, "has shape (15, 32)", "(16, 32) on each of 2 ranks"]),
-        (put(POOLER, lambda t: t + 1), [POOLER, "is not what", "ranks 0 and 1 must agree"]),
+        (put(POOLER, lambda t: t + 1), [POOLER, "differs from", "ranks 0 and 1 must agree"]),
         (put(QUERY, nan), [QUERY, "not finite"]),
     ],
     ids=["missing", "extra", "dtype", "shape", "replicated", "nan"],
@@ -196,9 +195,11 @@ def test_a_shard_of_another_step_is_refused(tmp_path: Path) -> None:
 def test_a_shard_of_another_run_is_refused(tmp_path: Path) -> None:
     split, other = (write_native(tmp_path, snapshot(seed=seed, optimizer=False), 2) for seed in (0, 1))
     shutil.copy(other / "model-01-of-02.safetensors", split)
-    assert_one_line_error(forked("stages.merge", split, tmp_path / "out"), "model-01-of-02", "not what", "one save")
+    assert_one_line_error(forked("stages.merge", split, tmp_path / "out"), "model-01-of-02", "differs from", "one save")
     rewrite(split, 1, lambda tensors: None)  # even if the manifest says that it belongs there
-    assert_one_line_error(forked("stages.merge", split, tmp_path / "out2"), "model-01-of-02", "not what", "one save")
+    assert_one_line_error(
+        forked("stages.merge", split, tmp_path / "out2"), "model-01-of-02", "differs from", "one save"
+    )
 
 
 def test_one_changed_bit_of_a_split_tensor_is_found(tmp_path: Path) -> None:
@@ -338,13 +339,13 @@ def test_tensors_that_are_read_in_many_pieces_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Pieces of a few rows, which end within a rank's share or reach over two: as those of large models."""
-    monkeypatch.setattr(ahead, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
     state = snapshot()
     split = write_native(tmp_path, state, size)
-    with opened(split, None, optimizer=True) as source, ThreadPoolExecutor(1) as hasher:
+    with opened(split, None, optimizer=True) as source:
         for kind, expected in (("model", state.model), ("optimizer", state.optimizer)):
             found: dict[str, list[Tensor]] = {}
-            for chunk in source.stream(kind, hasher):
+            for chunk in source.stream(kind):
                 found.setdefault(chunk.name, []).append(chunk.rows.clone())
             assert len(found[EMBEDDINGS if kind == "model" else f"exp_avg.{EMBEDDINGS}"]) > 10
             for name, pieces in found.items():

@@ -21,7 +21,7 @@ from trainer.devices.cuda import bf16_peak
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 835),
         ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H200 NVL", None),  # not 989, the H200's: no data sheet at hand
         # Others whose names contain one of these.
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA A1000", None),

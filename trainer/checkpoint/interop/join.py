@@ -8,8 +8,7 @@ be whole; parameters of a group go together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NoReturn
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
-from trainer.checkpoint.interop.ahead import Chunk, Lanes, loaded_ahead
+from trainer.checkpoint.interop.chunks import Chunk, read_ahead
 from trainer.checkpoint.interop.contents import MODEL, OPTIMIZER, Contents
 from trainer.checkpoint.interop.infer import conflicts, infer_model
 from trainer.checkpoint.interop.names import TIED, moment_names, parameter_shapes
@@ -53,13 +52,12 @@ class Checkpoint:
         """The tensors of a kind (`MODEL`, `OPTIMIZER`), whole, in the order of `stream`."""
         return self._specs[kind]
 
-    def stream(self, kind: str, hasher: Executor) -> Iterator[Chunk]:
-        """Every tensor of a kind, in pieces and in order; `hasher`: see `loaded_ahead`.
+    def stream(self, kind: str) -> Iterator[Chunk]:
+        """Every tensor of a kind, in chunks and in order.
 
-        The files' sha256 are checked last: all counts, or none.
+        The files' sha256 are checked after the last chunk: use all of them, or none.
         """
-        with Lanes() as lanes:
-            yield from loaded_ahead(self._specs[kind], functools.partial(self._load, lanes, kind), hasher)
+        yield from read_ahead(self._specs[kind], functools.partial(self._fill, kind))
         for source in self.contents.sources(kind):
             source.finish()
 
@@ -151,47 +149,36 @@ class Checkpoint:
         order = first if self.contents.format == "native" else names
         return {name: Spec(first[name].dtype, self._shapes[name.split(".", 1)[1]]) for name in order}
 
-    # Its tensors.
+    # The tensors themselves.
 
-    def _load(self, lanes: Lanes, kind: str, chunk: Chunk) -> Callable[[], None]:
-        """Begin to fill a chunk with its rows of all ranks, each rank's file in its lane."""
+    def _fill(self, kind: str, chunk: Chunk) -> None:
+        """Set a chunk's rows from the files of all ranks, and check them."""
         ranks, name, row, rows = self.contents.sources(kind), chunk.name, chunk.row, chunk.rows
         axis = self._axes[name if kind == MODEL else name.split(".", 1)[1]]
         if axis is None:
-            first = lanes.submit(0, ranks[0].read, name, row * _row_elements(rows), rows)
-            parts = [first]
-            for rank in range(1, len(ranks)):
-                parts.append(lanes.submit(rank, self._require_same, ranks, rank, chunk, first))
+            ranks[0].read(name, row * _row_elements(rows), rows)
+            self._require_same(ranks, chunk)
         elif axis == 0:
-            parts = [
-                lanes.submit(rank, ranks[rank].read, name, start * _row_elements(part), part)
-                for rank, start, part in _shares(ranks, name, row, rows)
-            ]
+            for rank, start, part in _shares(ranks, name, row, rows):
+                ranks[rank].read(name, start * _row_elements(part), part)
         else:
-            parts = [
-                lanes.submit(rank, _read_columns, ranks[rank], name, row, columns)
-                for rank, columns in enumerate(rows.split([r.specs[name].shape[1] for r in ranks], dim=1))
-            ]
+            columns = rows.split([source.specs[name].shape[1] for source in ranks], dim=1)
+            for source, part in zip(ranks, columns, strict=True):
+                _read_columns(source, name, row, part)
+        if kind == MODEL:
+            self._require_tied(chunk)
+        require_finite(f"{self.contents.path}: {name}", rows)
 
-        def finished() -> None:
-            for part in parts:
-                part.result()
-            if kind == MODEL:
-                self._require_tied(lanes, chunk)
-            require_finite(f"{self.contents.path}: {name}", rows)
+    def _require_same(self, ranks: Sequence[Source], chunk: Chunk) -> None:
+        """Raise `CheckpointError` unless every rank holds the rows of `chunk`, which were read from rank 0."""
+        for rank, source in enumerate(ranks[1:], 1):
+            if not _holds(source, chunk.name, chunk.row, chunk.rows):
+                raise CheckpointError(
+                    f"{source.where(chunk.name)}: {chunk.name} differs from that in {ranks[0].where(chunk.name)}, but "
+                    f"ranks 0 and {rank} must agree on it; these are not the shards of one save"
+                )
 
-        return finished
-
-    def _require_same(self, ranks: Sequence[Source], rank: int, chunk: Chunk, first: Future[None]) -> None:
-        """Raise `CheckpointError` unless rank `rank` holds what has been read `first`, of rank 0."""
-        first.result()
-        if not _holds(ranks[rank], chunk.name, chunk.row, chunk.rows):
-            raise CheckpointError(
-                f"{ranks[rank].where(chunk.name)}: {chunk.name} is not what {ranks[0].where(chunk.name)} holds, and "
-                f"ranks 0 and {rank} must agree on it; these are not the shards of one save"
-            )
-
-    def _require_tied(self, lanes: Lanes, chunk: Chunk) -> None:
+    def _require_tied(self, chunk: Chunk) -> None:
         """Raise `CheckpointError` unless the other names of a parameter hold its rows."""
         for alias, ranks in self.contents.tied.items():
             if TIED[alias] != chunk.name:
@@ -203,7 +190,11 @@ class Checkpoint:
                 else _shares(ranks, alias, chunk.row, chunk.rows)
             )
             for rank, start, part in parts:
-                lanes.submit(rank, _require_alias, ranks[rank], alias, chunk.name, start, part).result()
+                if not _holds(ranks[rank], alias, start, part):
+                    raise CheckpointError(
+                        f"{ranks[rank].where(alias)}: {alias} differs from {chunk.name}; only models that tie the two "
+                        f"can be read"
+                    )
 
 
 def _row_elements(rows: Tensor) -> int:
@@ -226,13 +217,6 @@ def _read_columns(source: Source, name: str, row: int, out: Tensor) -> None:
     piece = torch.empty_like(out, memory_format=torch.contiguous_format)
     source.read(name, row * out.shape[1], piece)
     out.copy_(piece)
-
-
-def _require_alias(source: Source, alias: str, name: str, start: int, rows: Tensor) -> None:
-    if not _holds(source, alias, start, rows):
-        raise CheckpointError(
-            f"{source.where(alias)}: {alias} differs from {name}; only models that tie the two can be read"
-        )
 
 
 def _holds(source: Source, name: str, row: int, expected: Tensor) -> bool:

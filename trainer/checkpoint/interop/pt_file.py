@@ -13,7 +13,6 @@ import random
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +21,7 @@ import torch
 
 from common.errors import CheckpointError
 from common.files import HashingFile, durable_file
-from trainer.checkpoint.interop.ahead import Chunk
+from trainer.checkpoint.interop.chunks import Chunk
 from trainer.checkpoint.interop.contents import MODEL, OPTIMIZER
 from trainer.checkpoint.interop.join import Checkpoint
 from trainer.checkpoint.interop.names import MOMENTS, TIED
@@ -36,7 +35,7 @@ _ALIGNMENT = 64
 #: Size of a zip record's own header, before its name and its extra field.
 _HEADER_BYTES = 30
 
-Stream = Callable[[Checkpoint, str, Executor], Iterator[Chunk]]
+Stream = Callable[[Checkpoint, str], Iterator[Chunk]]
 
 
 @dataclass(frozen=True)
@@ -110,15 +109,14 @@ def write(
     placeholders = {MODEL: model, OPTIMIZER: moments}
     small = {"data.pkl": pickled.getvalue(), "byteorder": b"little", "version": b"3\n"}
     with (
-        ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher,
-        durable_file(path, hasher=hasher) as file,
+        durable_file(path) as file,
         zipfile.ZipFile(_Sink(file), "w", zipfile.ZIP_STORED) as archive,  # type: ignore[call-overload]
     ):
         for name, content in small.items():
             with _record(archive, f"{path.stem}/{name}", len(content)) as record:
                 record.write(content)
         for kind in kinds:
-            for name, chunks in itertools.groupby(stream(source, kind, hasher), key=lambda chunk: chunk.name):
+            for name, chunks in itertools.groupby(stream(source, kind), key=lambda chunk: chunk.name):
                 placeholder = placeholders[kind][name]
                 with _record(archive, f"{path.stem}/data/{placeholder.key}", placeholder.spec.bytes) as record:
                     for chunk in chunks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from common.errors import CheckpointError
 from common.files import sha256_of, write_json
 from trainer.checkpoint.format import tensor_file, write_manifest
 from trainer.checkpoint.interop import pt_file
-from trainer.checkpoint.interop.ahead import Chunk
+from trainer.checkpoint.interop.chunks import Chunk
 from trainer.checkpoint.interop.contents import KINDS, MODEL, OPTIMIZER
 from trainer.checkpoint.interop.hugging_face import CONFIG, OPTIMIZER_FILE
 from trainer.checkpoint.interop.join import Checkpoint, require_finite
@@ -52,8 +51,8 @@ class WriteOptions:
     def kinds(self, source: Checkpoint) -> tuple[str, ...]:
         return KINDS if self.with_optimizer and source.with_optimizer else (MODEL,)
 
-    def stream(self, source: Checkpoint, kind: str, hasher: Executor) -> Iterator[Chunk]:
-        for chunk in source.stream(kind, hasher):
+    def stream(self, source: Checkpoint, kind: str) -> Iterator[Chunk]:
+        for chunk in source.stream(kind):
             yield chunk
             self.advance(chunk.rows.nbytes)
 
@@ -95,29 +94,21 @@ def write_native(directory: Path, source: Checkpoint, options: WriteOptions) -> 
     require_divisible(source.config, size)
     metadata = {"format": "pt", "step": str(state.global_step)}
     entries: Entries = []
-    with ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher:
-        for kind in options.kinds(source):
-            specs = source.specs(kind)
-            with ExitStack() as stack:
-                writers = [
-                    stack.enter_context(
-                        tensor_writer(
-                            directory / tensor_file(kind, rank, size),
-                            {
-                                n: Spec(s.dtype, stored_shape(_plain(n, kind), s.shape, rank, size))
-                                for n, s in specs.items()
-                            },
-                            metadata,
-                            hasher=hasher,
-                        )
-                    )
-                    for rank in range(size)
-                ]
-                for chunk in options.stream(source, kind, hasher):
-                    length = specs[chunk.name].shape[0]
-                    for rank, writer in enumerate(writers):
-                        writer.put(chunk.name, _piece(_plain(chunk.name, kind), chunk, length, rank, size))
-            entries += [writer.entry for writer in writers]
+    for kind in options.kinds(source):
+        specs = source.specs(kind)
+        with ExitStack() as stack:
+            writers = []
+            for rank in range(size):
+                shares = {
+                    n: Spec(s.dtype, stored_shape(_plain(n, kind), s.shape, rank, size)) for n, s in specs.items()
+                }
+                path = directory / tensor_file(kind, rank, size)
+                writers.append(stack.enter_context(tensor_writer(path, shares, metadata)))
+            for chunk in options.stream(source, kind):
+                length = specs[chunk.name].shape[0]
+                for rank, writer in enumerate(writers):
+                    writer.put(chunk.name, _piece(_plain(chunk.name, kind), chunk, length, rank, size))
+        entries += [writer.entry for writer in writers]
     return write_manifest(directory, state.global_step, state.to_json(), entries)
 
 
@@ -148,21 +139,20 @@ def write_hugging_face(directory: Path, source: Checkpoint, options: WriteOption
         config["torch_dtype"] = str(next(iter(specs.values())).dtype).removeprefix("torch.")
     write_json(directory / CONFIG, config)
     entries: Entries = []
-    with ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher:
-        chunks = options.stream(source, MODEL, hasher)
-        chunk = next(chunks, None)
-        for file, names in files.items():
-            with tensor_writer(directory / file, {n: specs[n] for n in names}, metadata, hasher=hasher) as writer:
-                while chunk is not None and chunk.name in names:
-                    writer.put(chunk.name, _converted(source, chunk, options.dtype))
-                    chunk = next(chunks, None)
-            entries.append(writer.entry)
-        if OPTIMIZER in options.kinds(source):
-            moments = source.specs(OPTIMIZER)
-            with tensor_writer(directory / OPTIMIZER_FILE, moments, metadata, hasher=hasher) as writer:
-                for chunk in options.stream(source, OPTIMIZER, hasher):
-                    writer.put(chunk.name, chunk.rows)
-            entries.append(writer.entry)
+    chunks = options.stream(source, MODEL)
+    chunk = next(chunks, None)
+    for file, names in files.items():
+        with tensor_writer(directory / file, {n: specs[n] for n in names}, metadata) as writer:
+            while chunk is not None and chunk.name in names:
+                writer.put(chunk.name, _converted(source, chunk, options.dtype))
+                chunk = next(chunks, None)
+        entries.append(writer.entry)
+    if OPTIMIZER in options.kinds(source):
+        moments = source.specs(OPTIMIZER)
+        with tensor_writer(directory / OPTIMIZER_FILE, moments, metadata) as writer:
+            for chunk in options.stream(source, OPTIMIZER):
+                writer.put(chunk.name, chunk.rows)
+        entries.append(writer.entry)
     small = [CONFIG]
     if len(files) > 1:
         places = {name: file for file, names in files.items() for name in names}
