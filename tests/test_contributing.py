@@ -71,7 +71,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_there_is_an_example_of_each_kind() -> None:
-    kinds = ("optimizer", "device", "text format")
+    kinds = ("optimizer", "device", "text format", "stage")
     assert [any(title.endswith(kind) for title in SECTIONS) for kind in kinds] == [True] * len(kinds)
 
 
