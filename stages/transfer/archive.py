@@ -1,4 +1,8 @@
-"""Unpacking archives that may be damaged or hostile: regular files by their base name, one after the other."""
+"""Reading archives that may be damaged or hostile: their regular files, one after the other.
+
+Nothing is written under a member's path, so `tarfile.data_filter` would protect nothing: it checks the path, type and
+link of a header that tarfile has read already. The limits here apply before that.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +26,28 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-#: What an archive may hold: more members, or more bytes for each of its own, are not a data set.
+#: Limits of an archive: its members, and the bytes that each of its own bytes unpacks to.
 MEMBERS_MAX = 100_000
 UNPACKED_RATIO_MAX = 200
 _UNPACKED_MIN_BYTES = 1 << 30  # a small archive is never refused for its ratio
 
-#: Bytes of a header that holds a long name or other text (PAX, GNU), and how many a member has before its own.
+#: Limits of extended headers (PAX, GNU: long names and other text): the bytes of one, and how many a member may have.
 EXTENDED_HEADER_MAX = 64 << 10
 _EXTENDED_IN_A_ROW_MAX = 8
-#: Of all such headers: 1 KiB for each of the most members.
+#: Of all of them together: 1 KiB for each of `MEMBERS_MAX`.
 _EXTENDED_HEADERS_MAX = 100 << 20
-_EXTENDED = (
-    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
-)
+_EXTENDED = {
+    tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
+}  # fmt: skip
 
 #: Memory for unpacking .xz; `xz -9` needs 65 MiB.
 _XZ_MEMORY_MAX = 128 << 20
-_SPARSE, _GLOBAL = (tarfile.GNUTYPE_SPARSE,), (tarfile.XGLTYPE,)
 _READ_BYTES = 1 << 20
 _READ_ERRORS = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
 
 class DamagedArchive(UserError):
-    """What an archive holds cannot be trusted, not even what was read of it already."""
+    """The content of an archive cannot be trusted, not even what was read already."""
 
 
 @dataclass(frozen=True)
@@ -53,68 +56,69 @@ class Member:
 
     name: str
     size: int
-    #: Reads the next so many bytes; raises `UserError` if the archive is damaged.
+    #: Reads the next bytes, at most so many; raises `UserError` if the archive is damaged.
     read: Callable[[int], bytes]
 
 
-class _Header(tarfile.TarInfo):
-    """A header of which nothing is read that is too large, and nothing kept from one member to the next."""
+class _Refused(Exception):
+    """A header that is not read any further."""
 
-    def _proc_member(self, tarfile_: tarfile.TarFile) -> _Header:
-        """Called with each block of 512 bytes that is a header; those with more behind them call it again."""
+
+class _Header(tarfile.TarInfo):
+    """A header that is not read if it is too large, and that keeps nothing from one member to the next."""
+
+    def _proc_member(self, tar: _Tar) -> _Header:
+        """Called with each header block of 512 bytes; those with more blocks behind them call it again."""
         if self.type in _EXTENDED:
-            read: _ExtendedHeaders = tarfile_.extended_headers  # type: ignore[attr-defined]
-            read.count(self)
-        elif self.type in _SPARSE:
-            raise _Refused("has a sparse file")
-        return super()._proc_member(tarfile_)  # type: ignore[misc, no-any-return]
+            tar.count_extended(self)
+        elif self.type == tarfile.GNUTYPE_SPARSE:
+            self._refuse_sparse()
+        return super()._proc_member(tar)  # type: ignore[misc, no-any-return]
 
     def _refuse_sparse(self, *_: object) -> NoReturn:
         raise _Refused("has a sparse file")
 
-    # The maps of such files are read to their end, which may be nowhere.
+    # tarfile reads the maps of sparse files to their end, which may never come.
     _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
     @classmethod
-    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> _Header:
+    def fromtarfile(cls, tar: _Tar) -> _Header:  # type: ignore[override]
         try:
-            return super().fromtarfile(tarfile_)
+            return super().fromtarfile(tar)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-            # tarfile takes an archive that was cut between two members for a whole one; only this marks its end.
-            tarfile_.end_was_seen = True  # type: ignore[attr-defined]
+            # Only this marks the end; tarfile also takes an archive cut between two members for a complete one.
+            tar.end_was_seen = True
             raise
 
 
-class _Refused(Exception):
-    """A header that is not read on."""
+class _Tar(tarfile.TarFile):
+    """A stream of headers that limits extended ones: tarfile reads each at once, into up to 400 times the memory."""
 
+    tarinfo = _Header
+    end_was_seen = False
+    _extended_bytes = _extended_in_a_row = 0
 
-class _ExtendedHeaders:
-    """What was read of headers that hold text: tarfile reads each whole and makes up to 400 times as much of it."""
-
-    def __init__(self) -> None:
-        self._bytes = self._in_a_row = 0
-
-    def count(self, header: tarfile.TarInfo) -> None:
-        """Raise `_Refused` if this one is too much."""
-        self._bytes += header.size
-        self._in_a_row += 1
+    def count_extended(self, header: tarfile.TarInfo) -> None:
+        """Raise `_Refused` if this extended header is too much."""
+        self._extended_bytes += header.size
+        self._extended_in_a_row += 1
         if not 0 <= header.size <= EXTENDED_HEADER_MAX:
             raise _Refused(f"has a header of {header.size:,} bytes, more than {EXTENDED_HEADER_MAX:,}")
-        if header.type in _GLOBAL and self._bytes > EXTENDED_HEADER_MAX:
+        if header.type == tarfile.XGLTYPE and self._extended_bytes > EXTENDED_HEADER_MAX:
             raise _Refused("has more global headers than anybody writes")
-        if self._bytes > _EXTENDED_HEADERS_MAX or self._in_a_row > _EXTENDED_IN_A_ROW_MAX:
+        if self._extended_bytes > _EXTENDED_HEADERS_MAX or self._extended_in_a_row > _EXTENDED_IN_A_ROW_MAX:
             raise _Refused("has more headers than members need")
 
-    def member_begins(self) -> None:
-        self._in_a_row = 0
+    def forget_member(self) -> None:
+        """Called after each member: tarfile would keep every header."""
+        self._extended_in_a_row, self.members = 0, list[tarfile.TarInfo]()
 
 
 def members(archive: Path) -> Iterator[Member]:
     """The regular files of a .tar (plain, gz, bz2, xz or zst), in their order; each must be read before the next.
 
-    Raises `DamagedArchive`; `UserError`: not a tar, members that are links, devices or leave the folder, more than
-    the limits above.
+    Raises `DamagedArchive`, and `UserError` for what is not a tar, for links, devices and paths that leave the folder,
+    and beyond the limits above.
     """
     left = max(UNPACKED_RATIO_MAX * archive.stat().st_size, _UNPACKED_MIN_BYTES)
     with _open(archive) as (tar, stream):
@@ -156,7 +160,7 @@ def _refuse_unsafe(archive: Path, info: tarfile.TarInfo) -> None:
 
 
 @contextlib.contextmanager
-def _open(archive: Path) -> Iterator[tuple[tarfile.TarFile, IO[bytes]]]:
+def _open(archive: Path) -> Iterator[tuple[_Tar, IO[bytes]]]:
     """The tar in an archive, and the unpacked stream that it is read from."""
     with contextlib.ExitStack() as stack:
         try:
@@ -165,9 +169,9 @@ def _open(archive: Path) -> Iterator[tuple[tarfile.TarFile, IO[bytes]]]:
             stream.seek(0)
             for start, unpack in _UNPACKERS.items():
                 if magic.startswith(start):
-                    # Ours and not tarfile's own, which does not look at the checksum at the end.
+                    # tarfile's own unpacking does not check the checksum at the end.
                     stream = stack.enter_context(unpack(stream))
-            tar = _open_tar(stream)
+            tar = _Tar.open(fileobj=stream, mode="r|", bufsize=_READ_BYTES)
         except _Refused as error:
             raise _not_unpacked(archive, error) from None
         except tarfile.TarError as error:
@@ -181,7 +185,7 @@ def _open(archive: Path) -> Iterator[tuple[tarfile.TarFile, IO[bytes]]]:
 
 
 class _Xz(io.RawIOBase):
-    """What an .xz file unpacks to. `lzma.LZMAFile` would allow the file itself to name what memory that takes."""
+    """The unpacked content of an .xz file, within a memory limit, which `lzma.LZMAFile` does not take."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -211,21 +215,6 @@ class _Xz(io.RawIOBase):
                 return len(unpacked)
 
 
-class _Tar(tarfile.TarFile):
-    """Knows, from its first header on, what was read of extended ones, and whether its end was."""
-
-    extended_headers: _ExtendedHeaders
-    end_was_seen: bool
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.extended_headers, self.end_was_seen = _ExtendedHeaders(), False
-        super().__init__(*args, **kwargs)
-
-
-def _open_tar(stream: IO[bytes]) -> tarfile.TarFile:
-    return _Tar.open(fileobj=stream, mode="r|", tarinfo=_Header, bufsize=_READ_BYTES)
-
-
 def _not_unpacked(archive: Path, error: _Refused) -> UserError:
     return UserError(
         f"{archive} {error}; it is not unpacked: get the archive from a source you trust, or unpack it by hand and "
@@ -242,19 +231,18 @@ _UNPACKERS: dict[bytes, Callable[[IO[bytes]], Any]] = {
 }
 
 
-def _headers(archive: Path, tar: tarfile.TarFile, stream: IO[bytes]) -> Iterator[tarfile.TarInfo]:
+def _headers(archive: Path, tar: _Tar, stream: IO[bytes]) -> Iterator[tarfile.TarInfo]:
     try:
         while (info := tar.next()) is not None:
             yield info
-            tar.extended_headers.member_begins()  # type: ignore[attr-defined]
-            tar.members = []  # type: ignore[attr-defined]  # it would remember every header
+            tar.forget_member()
         while stream.read(_READ_BYTES):  # to the end, where the checksum is
             pass
     except _Refused as error:
         raise _not_unpacked(archive, error) from None
     except (*_READ_ERRORS, ValueError, OverflowError) as error:  # numbers that are none
         _damaged(archive, error)
-    if not tar.end_was_seen:  # type: ignore[attr-defined]
+    if not tar.end_was_seen:
         _damaged(archive, EOFError("the end is missing"))
 
 
