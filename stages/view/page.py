@@ -1,22 +1,27 @@
-"""The report: one page of HTML that needs nothing but itself."""
+"""The report: one self-contained HTML page, from the template page.html.jinja."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator
-from html import escape
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
 
 from stages.view import facts
 from stages.view.chart import Series, line_chart
 from stages.view.curves import points
-from stages.view.html import cards, details, table
 from stages.view.run import Run
 from stages.view.status import StageStatus
 from stages.view.text import duration, moment, number, size
 from stages.view.timeline import has_cuts, timeline
 
-#: Widths of pictures, in CSS pixels: where there is room, and on a phone.
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+#: Widths of pictures in CSS pixels: on a wide screen, and on a phone.
 _WIDE, _NARROW = 1168, 358
 #: Points of a curve for each phase.
 _MOST_POINTS = 200
@@ -30,74 +35,72 @@ _CHARTS = (
 )
 
 
+@dataclass(frozen=True)
+class _Chart:
+    title: str
+    #: An `<svg>` each; one that is not drawn over the full width has no wide one.
+    wide: Markup | None
+    narrow: Markup
+    #: What is drawn, as numbers.
+    rows: list[list[str]]
+
+
 def page(run: Run) -> str:
-    """The page, as text. It asks no other address for anything, and runs no script."""
-    state, headline = run.headline
-    body = [
-        "<header><h1>BERT pretraining</h1>",
-        f'<p class="state {state}"><b>{escape(headline)}</b></p>',
-        f'<p class="quiet">as of {escape(moment(run.written, seconds=True))}</p>',
-        *_progress(run),
-        cards(facts.at_a_glance(run)),
-        "</header>",
-        *_curves(run),
-        *_evaluation(run),
-        *_stages(run),
-        *_model(run),
-        *_settings(run),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>BERT pretraining: {escape(headline)}</title><link rel="icon" href="data:,">'
-        f"<style>{_css()}</style></head>\n<body>{chr(10).join(body)}</body></html>\n"
+    """The page, as text. It loads nothing from elsewhere and runs no script."""
+    attempts = [(stage, attempt) for stage in run.stages for attempt in stage.attempts]
+    return _template().render(
+        run=run,
+        facts=facts,
+        moment=moment,
+        css=_css(),
+        curve_marks=list(_curve_marks(run)),
+        loss=_chart(run, "loss", "Loss", "nats: masked-LM and next-sentence together", from_zero=False, hero=True),
+        charts=[_chart(run, name, title, unit, from_zero=zero, hero=False) for name, title, unit, zero in _CHARTS],
+        training_head=("", *(f"phase {phase}" for phase in run.curves)),
+        evaluation=run.counts("evaluate"),
+        timeline=[Markup(timeline(run.stages, width=width)) for width in (_WIDE, _NARROW)] if attempts else None,
+        attempt_marks=list(_attempt_marks({attempt.how for _, attempt in attempts}, cuts=has_cuts(run.stages))),
+        stage_rows=[_stage_row(stage) for stage in run.stages],
+        attempt_rows=[
+            [stage.stage, moment(one.started, seconds=True), duration(one.seconds), one.how, one.error, one.host]
+            for stage, one in attempts
+        ],
+        model=None if run.model is None else str(run.model.absolute()),
     )
 
 
 @functools.cache
-def _css() -> str:
-    return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # 0.1 s, only for who draws a page
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("page.html.jinja")
 
 
-def _progress(run: Run) -> Iterator[str]:
-    for stage in run.stages:
-        if stage.state == "running" and stage.done is not None and stage.total:
-            yield f'<progress max="{stage.total}" value="{stage.done}" aria-label="{escape(stage.stage)}"></progress>'
+@functools.cache
+def _css() -> Markup:
+    return Markup(Path(__file__).with_name("page.css").read_text(encoding="utf-8"))
 
 
-def _curves(run: Run) -> Iterator[str]:
-    if not run.curves:
-        return
-    yield "<h2>Curves</h2>"
-    yield _legend(run)
-    figure = functools.partial(_figure, run)
-    yield figure("loss", "Loss", "nats: masked-LM and next-sentence together", from_zero=False, hero=True)
-    yield '<div class="grid-of-charts" style="margin-top:26px">'
-    for name, title, unit, from_zero in _CHARTS:
-        yield figure(name, title, unit, from_zero=from_zero, hero=False)
-    yield "</div>"
-
-
-def _legend(run: Run) -> str:
-    items = []
+def _curve_marks(run: Run) -> Iterator[tuple[Markup, str]]:
+    """The legend of the curves: (drawing, text)."""
     for phase in run.curves:
         length = run.setting(phase, "seq_len")
         tokens = f": {length} tokens a sequence" if length else ""
-        items.append((f'<path class="line p{phase}" d="M0 6H22"/>', f"phase {phase}{tokens}"))
+        yield Markup('<path class="line p{}" d="M0 6H22"/>').format(phase), f"phase {phase}{tokens}"
     if any(len(curves.steps) > _MOST_POINTS for curves in run.curves.values()):
-        items.append(('<path class="band p1" d="M0 1H22V11H0Z"/>', "smallest to largest of the steps of a point"))
+        yield Markup('<path class="band p1" d="M0 1H22V11H0Z"/>'), "smallest to largest of the steps of a point"
     if any(run.restarts(phase) for phase in run.curves):
-        items.append(('<path class="restart" d="M11 11l-4 -7h8Z"/>', "went on after an interruption"))
+        yield Markup('<path class="restart" d="M11 11l-4 -7h8Z"/>'), "went on after an interruption"
     if len(run.curves) == 2:
-        items.append(('<path class="join" d="M11 0V12"/>', "the join; each phase has its own scale of steps"))
-    drawn = "".join(
-        f'<li><svg viewBox="0 0 22 12" aria-hidden="true">{svg}</svg>{escape(text)}</li>' for svg, text in items
-    )
-    return f'<ul class="legend">{drawn}</ul>'
+        yield Markup('<path class="join" d="M11 0V12"/>'), "the join; each phase has its own scale of steps"
 
 
-def _figure(run: Run, name: str, title: str, unit: str, *, from_zero: bool, hero: bool) -> str:
-    """A chart and, folded away, its numbers. `hero`: over the full width."""
+def _chart(run: Run, name: str, title: str, unit: str, *, from_zero: bool, hero: bool) -> _Chart | None:
+    """A curve of both phases, None if there is none. `hero`: over the full width."""
     series = [
         Series(
             phase, *facts.span(run, phase), points(curves.steps, curves.values[name], _MOST_POINTS), run.restarts(phase)
@@ -105,14 +108,9 @@ def _figure(run: Run, name: str, title: str, unit: str, *, from_zero: bool, hero
         for phase, curves in run.curves.items()
     ]
     if not any(one.points for one in series):
-        return ""
-    chart = functools.partial(line_chart, series, title=title, unit=unit, from_zero=from_zero)
-    if hero:
-        drawn = f'<div class="wide">{chart(width=_WIDE, height=340)}</div>'
-        drawn += f'<div class="narrow">{chart(width=_NARROW, height=250)}</div>'
-    else:
-        drawn = chart(width=_NARROW, height=210)
-    rows = (
+        return None
+    draw = functools.partial(line_chart, series, title=title, unit=unit, from_zero=from_zero)
+    rows = [
         [
             str(one.phase),
             number(point.first) if point.first == point.last else f"{point.first:,} – {point.last:,}",
@@ -120,56 +118,9 @@ def _figure(run: Run, name: str, title: str, unit: str, *, from_zero: bool, hero
         ]
         for one in series
         for point in one.points
-    )
-    numbers = table(("phase", "step", "mean", "smallest", "largest"), rows, numbers=(1, 2, 3, 4))
-    return f"<figure><h3>{escape(title)}</h3>{drawn}{details('Numbers', numbers)}</figure>"
-
-
-def _evaluation(run: Run) -> Iterator[str]:
-    yield '<div class="beside">'
-    trained = facts.training_table(run)
-    if trained:
-        head = ("", *(f"phase {phase}" for phase in run.curves))
-        yield f"<section><h2>Results</h2>{table(head, trained, numbers=(1, 2))}</section>"
-    counts = run.counts("evaluate")
-    if counts.get("samples"):
-        said = "The merged model on examples of documents that were kept apart"
-        rows = table(("", ""), facts.evaluation_table(counts), numbers=(1,), caption=said)
-        yield f"<section><h2>Evaluation</h2>{rows}</section>"
-    elif counts:
-        said = "The data set has no test shards, so nothing was measured."
-        yield f"<section><h2>Evaluation</h2><p>{said}</p></section>"
-    made = facts.data_table(run)
-    if made:
-        yield f"<section><h2>Data</h2>{table(('', ''), made, numbers=(1,))}</section>"
-    yield "</div>"
-
-
-def _stages(run: Run) -> Iterator[str]:
-    yield "<h2>Stages</h2>"
-    drawn = timeline(run.stages, width=_WIDE)
-    if drawn:
-        endings = {attempt.how for stage in run.stages for attempt in stage.attempts}
-        yield _endings_legend(endings, cuts=has_cuts(run.stages))
-        yield f'<figure><div class="wide">{drawn}</div>'
-        yield f'<div class="narrow">{timeline(run.stages, width=_NARROW)}</div></figure>'
-    rows = [_stage_row(stage) for stage in run.stages]
-    yield details(
-        "All stages", table(("stage", "state", "at work", "size", "directory"), rows, numbers=(2, 3), paths=(4,))
-    )
-    attempts = [
-        [stage.stage, moment(one.started, seconds=True), duration(one.seconds), one.how, one.error, one.host]
-        for stage in run.stages
-        for one in stage.attempts
     ]
-    if attempts:
-        ends = sum(stage.stops for stage in run.stages)
-        stopped = f", {ends} of them stopped early" if ends else ""
-        head = ("stage", "started", "at work", "ended", "with", "host")
-        yield details(
-            f"{len(attempts)} {'attempt' if len(attempts) == 1 else 'attempts'}{stopped}",
-            table(head, attempts, numbers=(1, 2)),
-        )
+    wide = Markup(draw(width=_WIDE, height=340)) if hero else None
+    return _Chart(title, wide, Markup(draw(width=_NARROW, height=250 if hero else 210)), rows)
 
 
 def _stage_row(stage: StageStatus) -> list[str]:
@@ -179,47 +130,19 @@ def _stage_row(stage: StageStatus) -> list[str]:
     return [stage.stage, stage.state + detail, taken, stored, str(stage.directory or "–")]
 
 
-def _endings_legend(endings: Collection[str], *, cuts: bool) -> str:
-    marks = {"failed": '<path class="mark failed" d="M12 2l8 8m0 -8l-8 8"/>'}
-    marks["hung"] = marks["failed"]
-    marks |= {how: f'<path class="mark {how}" d="M20 0v12"/>' for how in ("interrupted", "killed")}
-    words = {
-        "interrupted": "interrupted, state saved",
-        "killed": "killed, or the machine was lost",
-        "hung": "hung: killed after a silence",
-    }
-    order = ("complete", "running", "interrupted", "killed", "failed", "hung")
-    items = [
-        f'<li><svg viewBox="0 0 22 12" aria-hidden="true"><rect class="{how}" y="1" width="20" height="10" rx="1.5"/>'
-        f"{marks.get(how, '')}</svg>{words.get(how, how)}</li>"
-        for how in order
-        if how in endings
-    ]
+def _attempt_marks(endings: Collection[str], *, cuts: bool) -> Iterator[tuple[Markup, str]]:
+    """The legend of the time line: (drawing, text)."""
+    cross, bar = '<path class="mark {how}" d="M12 2l8 8m0 -8l-8 8"/>', '<path class="mark {how}" d="M20 0v12"/>'
+    for how, mark, text in (
+        ("complete", "", "complete"),
+        ("running", "", "running"),
+        ("interrupted", bar, "interrupted, state saved"),
+        ("killed", bar, "killed, or the machine was lost"),
+        ("failed", cross, "failed"),
+        ("hung", cross, "hung: killed after a silence"),
+    ):
+        if how in endings:
+            drawn = '<rect class="{how}" y="1" width="20" height="10" rx="1.5"/>' + mark
+            yield Markup(drawn).format(how=how), text
     if cuts:
-        cut = '<g class="cut"><rect width="22" height="12"/></g>'
-        items.append(f'<li><svg viewBox="0 0 22 12" aria-hidden="true">{cut}</svg>a long rest, cut out</li>')
-    return f'<ul class="legend">{"".join(items)}</ul>'
-
-
-def _model(run: Run) -> Iterator[str]:
-    yield "<h2>The model</h2>"
-    if run.model is None:
-        yield '<p class="quiet">It is made after phase 2.</p>'
-    else:
-        path = str(run.model.absolute())
-        yield f"<p>A Hugging Face directory with its tokenizer and a model card: <code>{escape(path)}</code></p>"
-        yield f"<pre>{escape(facts.usage(path))}</pre>"
-    yield '<div class="beside">'
-    for title, rows in (("Sizes", facts.size_table(run)), ("Versions", facts.versions(run))):
-        if rows:
-            yield f"<section><h2>{title}</h2>{table(('', ''), rows, numbers=(1,))}</section>"
-    yield "</div>"
-
-
-def _settings(run: Run) -> Iterator[str]:
-    sections = facts.settings_tables(run)
-    if sections:
-        yield '<h2>Settings</h2><div class="columns">'
-        for title, head, rows in sections:
-            yield f"<section>{table(head, rows, caption=title)}</section>"
-        yield "</div>"
+        yield Markup('<g class="cut"><rect width="22" height="12"/></g>'), "a long rest, cut out"
