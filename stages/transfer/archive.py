@@ -71,7 +71,7 @@ class _Header(tarfile.TarInfo):
         """Called with each header block of 512 bytes; those with more blocks behind them call it again."""
         if self.type in _EXTENDED:
             tar.count_extended(self)
-        elif self.type == tarfile.GNUTYPE_SPARSE:
+        elif self.type in {tarfile.GNUTYPE_SPARSE}:
             self._refuse_sparse()
         return super()._proc_member(tar)  # type: ignore[misc, no-any-return]
 
@@ -104,7 +104,7 @@ class _Tar(tarfile.TarFile):
         self._extended_in_a_row += 1
         if not 0 <= header.size <= EXTENDED_HEADER_MAX:
             raise _Refused(f"has a header of {header.size:,} bytes, more than {EXTENDED_HEADER_MAX:,}")
-        if header.type == tarfile.XGLTYPE and self._extended_bytes > EXTENDED_HEADER_MAX:
+        if header.type in {tarfile.XGLTYPE} and self._extended_bytes > EXTENDED_HEADER_MAX:
             raise _Refused("has more global headers than anybody writes")
         if self._extended_bytes > _EXTENDED_HEADERS_MAX or self._extended_in_a_row > _EXTENDED_IN_A_ROW_MAX:
             raise _Refused("has more headers than members need")
