@@ -11,10 +11,11 @@ so that no moment is left at which it would be fetched a second time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -226,9 +227,9 @@ def _take_in(
     total = len(folder_shards(source)) if folder else source.stat().st_size
     skipped = 0
 
-    def incoming() -> Iterator[IncomingShard]:
+    def incoming() -> Generator[IncomingShard, None, None]:
         nonlocal skipped
-        for shard in copied(source, work.path) if folder else unpacked(source):
+        for shard in shards_found:
             bar.update(1 if folder else shard.size)
             if is_shard(shard.origin):
 
@@ -241,7 +242,10 @@ def _take_in(
                 skipped += 1
 
     try:
-        with work.progress("check" if folder else "unpack", total, "files" if folder else "B") as bar:
+        with (
+            contextlib.closing(copied(source, work.path) if folder else unpacked(source)) as shards_found,
+            work.progress("check" if folder else "unpack", total, "files" if folder else "B") as bar,
+        ):
             shards = take_in(work.path, name, incoming(), options.limits, processes=processes)
     except DamagedArchive:
         for path in _placed(work.path):

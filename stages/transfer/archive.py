@@ -14,7 +14,7 @@ import lzma
 import sys
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
@@ -114,7 +114,7 @@ class _Tar(tarfile.TarFile):
         self._extended_in_a_row, self.members = 0, list[tarfile.TarInfo]()
 
 
-def members(archive: Path) -> Iterator[Member]:
+def members(archive: Path) -> Generator[Member, None, None]:
     """The regular files of a .tar (plain, gz, bz2, xz or zst), in their order; each must be read before the next.
 
     Raises `DamagedArchive`, and `UserError` for what is not a tar, for links, devices and paths that leave the folder,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -61,7 +62,7 @@ class _Task:
 
 
 def take_in(
-    directory: Path, source: str, incoming: Iterator[IncomingShard], limits: Limits, *, processes: int
+    directory: Path, source: str, incoming: Generator[IncomingShard, None, None], limits: Limits, *, processes: int
 ) -> dict[str, Shard]:
     """Put, check and name all of them; those that have their names from an earlier run are not put again.
 
@@ -69,7 +70,7 @@ def take_in(
     """
     origins: dict[str, str] = {}
 
-    def tasks() -> Iterator[_Task]:
+    def tasks() -> Generator[_Task, None, None]:
         for shard in incoming:
             name = PurePosixPath(shard.origin).name
             if name in origins:
@@ -85,8 +86,9 @@ def take_in(
 
     shards: dict[str, Shard] = {}
     try:
-        with Workers(processes) as workers:
-            for task, shard in workers.map(_check, tasks()):
+        # Closed here, so that an archive does not stay open until the garbage collector finds it.
+        with contextlib.closing(incoming), contextlib.closing(tasks()) as queue, Workers(processes) as workers:
+            for task, shard in workers.map(_check, queue):
                 first = next(iter(shards.values()), shard)
                 _refuse_other_form(task, shard, first)
                 if not task.is_placed:
@@ -145,7 +147,7 @@ def folder_shards(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and is_shard(path.name))
 
 
-def copied(folder: Path, directory: Path) -> Iterator[IncomingShard]:
+def copied(folder: Path, directory: Path) -> Generator[IncomingShard, None, None]:
     """The shards of a folder, for `directory`: clones that share their blocks where the file system can, else copies.
 
     Where there is no room for copies they are hard links, so that the owner's edits reach them: that is said, and the
@@ -199,18 +201,19 @@ def _link(source: Path, target: Path) -> bool:
     return True
 
 
-def unpacked(archive: Path) -> Iterator[IncomingShard]:
+def unpacked(archive: Path) -> Generator[IncomingShard, None, None]:
     """All regular files of an archive, shards or not, in its order; each is put before the next, or not at all."""
-    for member in members(archive):
+    with contextlib.closing(members(archive)) as found:
+        for member in found:
 
-        def put(temporary: Path, read: Callable[[int], bytes] = member.read) -> None:
-            with temporary.open("wb") as file:
-                while data := read(_COPY_BYTES):
-                    file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            def put(temporary: Path, read: Callable[[int], bytes] = member.read) -> None:
+                with temporary.open("wb") as file:
+                    while data := read(_COPY_BYTES):
+                        file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
 
-        yield IncomingShard(member.name, member.size, put)
+            yield IncomingShard(member.name, member.size, put)
 
 
 def _fsync(path: Path) -> None:
