@@ -21,15 +21,17 @@ SUMMARY = "one table: each stage, its state, when, how long, where"
 
 
 def _local(when: str | None) -> str:
-    """A time in UTC, on this machine's clock, to the minute."""
+    """Convert a UTC time to local time, to the minute."""
     if when is None:
         return ""
     return parse_utc(when).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def table(found: list[StageStatus], width: int) -> str:
-    """The rows as lines of at most `width` characters where words allow it. If the table is too wide, paths are cut to
-    their ends, then columns go below their row, as details do."""
+    """Format the table in at most `width` characters per line, as far as words allow.
+
+    If it is too wide, paths are shortened to their ends, then columns move below their row, like details.
+    """
     columns: dict[str, list[str]] = {
         "stage": [row.stage for row in found],
         "state": [row.state for row in found],
@@ -39,7 +41,7 @@ def table(found: list[StageStatus], width: int) -> str:
     }
     widths, legend = _widths(columns), ""
     if sum(widths.values()) + 2 * len(widths) - 2 > width and any(columns["where"]):
-        # STAGE-0123456789 is in the first column already, but for its end.
+        # The first column already shows the start of STAGE-0123456789.
         parent = next(os.path.dirname(path) for path in columns["where"] if path)
         columns["where"] = [f"…-{path[-10:]}" if path else "" for path in columns["where"]]
         widths, legend = _widths(columns), f"where: {os.path.join(parent, 'STAGE-…')}"
@@ -55,7 +57,7 @@ def table(found: list[StageStatus], width: int) -> str:
             line, texts = short.rstrip(), []
         lines.append(line)
         for text in texts:
-            # Paths stay whole, so that they can be copied.
+            # Paths are not wrapped, so that they can be copied.
             lines += textwrap.wrap(
                 text, width, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
             )
@@ -82,7 +84,7 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table; 0 whatever the states are."""
+    """Print the table; returns 0 for any states."""
     goal = everything()
     if args.watch is not None:
         bert = BertPhase2()
@@ -91,6 +93,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([row.to_json() for row in found], indent=2))
     else:
-        # Into a file or a pipe, lines are as long as they are.
+        # In a file or pipe, lines are not shortened.
         print(table(found, shutil.get_terminal_size((10_000, 24)).columns))
     return 0

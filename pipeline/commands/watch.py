@@ -1,4 +1,4 @@
-"""`python -m pipeline status --watch`: the states, the curves and how far it is, drawn again and again in one place."""
+"""`python -m pipeline status --watch`: states, curves and progress, redrawn in place."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from stages.view.text import duration, moment, number
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDEST = 72
-#: name in the metrics, what it is called
+#: Metric, title.
 _CURVES = (
     ("loss", "loss"), ("learning_rate", "learning rate"), ("throughput", "sequences/s"), ("grad_norm", "gradient norm"),
 )  # fmt: skip
 _NAME_WIDTH = 15
-#: ANSI: to the beginning of the line so many lines up; from here on, nothing.
+#: ANSI: cursor to the start of the n-th line up; clear from the cursor to the end of the screen.
 _UP, _CLEAR = "\x1b[{}F", "\x1b[J"
 
 
 def screen(run: Run, table: Callable[[int], str], width: int) -> str:
-    """What is drawn, in lines of at most `width` characters where words allow it. `table`: the states, for a width."""
+    """Render the screen, in lines of at most `width` characters as far as words allow; `table` formats the states."""
     lines = [f"BERT pretraining: {run.headline[1]}"[:width], moment(run.written, seconds=True)]
     lines += [line for stage in run.stages for line in _bar(stage.done, stage.total, stage.left_s, stage.state, width)]
     lines += ["", table(width), ""]
@@ -44,20 +44,20 @@ def _bar(done: int | None, total: int | None, left_s: float | None, state: str, 
     if state != "running" or done is None or not total:
         return []
     left = "" if left_s is None else f", {duration(left_s)} left"
-    said = f" {done / total:4.0%}{left}"
-    room = max(4, min(_WIDEST, width - len(said)))
+    text = f" {done / total:4.0%}{left}"
+    room = max(4, min(_WIDEST, width - len(text)))
     full = round(done / total * room)
-    return ["█" * full + "░" * (room - full) + said]
+    return ["█" * full + "░" * (room - full) + text]
 
 
 def _curves(run: Run, width: int) -> list[str]:
-    """A line for each curve: both phases with the join between them, its first and its newest value."""
+    """A sparkline per metric: both phases with a divider, and the first and latest value."""
     if not run.curves:
         return []
     ends = 24
     room = width - _NAME_WIDTH - ends - (len(run.curves) - 1)
     lengths = [len(curves.steps) for curves in run.curves.values()]
-    # As on the page, the shorter phase has a third of the width at least.
+    # As on the report page, the shorter phase gets at least a third of the width.
     share = min(max(lengths[0] / sum(lengths), 1 / 3), 2 / 3) if len(lengths) == 2 else 1.0
     rooms = [int(share * room), room - int(share * room)]
     lines = []
@@ -74,14 +74,13 @@ def _curves(run: Run, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """A character for each value, the lowest for `low`, the highest for `high`."""
+    """Draw one block character per value, scaled from `low` to `high`."""
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in values)
 
 
 def watch(view: Callable[[dict[Path, MetricsFile]], Run], table: Callable[[int], str], interval_s: float) -> int:
-    """Draw until Ctrl-C, or until nobody reads: 0. Into a pipe or a file each picture is written below the last, as
-    plain text."""
+    """Redraw until Ctrl-C or a broken pipe; returns 0. In a pipe or file, screens are appended as plain text."""
     metrics: dict[Path, MetricsFile] = {}
     drawn = 0
     try:
@@ -89,7 +88,7 @@ def watch(view: Callable[[dict[Path, MetricsFile]], Run], table: Callable[[int],
             size = shutil.get_terminal_size((100, 10_000))
             text = screen(view(metrics), table, size.columns)
             if sys.stdout.isatty():
-                # What is higher than the terminal could not be drawn over; a line that is folded counts as several.
+                # Lines that scrolled off cannot be overwritten; a wrapped line counts as several.
                 lines = _folded(text, size.columns)[: size.lines - 1]
                 sys.stdout.write((_UP.format(drawn) if drawn else "") + _CLEAR + "\n".join(lines) + "\n")
                 drawn = len(lines)
@@ -100,7 +99,7 @@ def watch(view: Callable[[dict[Path, MetricsFile]], Run], table: Callable[[int],
     except KeyboardInterrupt:
         return 0
     except BrokenPipeError:
-        sys.stdout = None  # nothing is left to be flushed at the end
+        sys.stdout = None  # prevents the flush at exit
         return 0
 
 

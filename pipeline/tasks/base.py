@@ -1,4 +1,4 @@
-"""What all tasks share: the settings, and a task id that is unique on a central scheduler."""
+"""Base class of all tasks: loads the settings and makes task ids unique on a central scheduler."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class PipelineTask(luigi.Task):
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         with exits.while_scheduling():
             self.settings = load()
-        # Stages of several work directories on one luigid must not wait for each other.
+        # Stages of different work directories must not block each other on a shared luigid.
         place = hashlib.sha256(str(self.settings.work_dir.resolve()).encode()).hexdigest()
         self.task_id = f"{self.task_id}_{place[:10]}"

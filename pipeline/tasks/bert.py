@@ -27,14 +27,14 @@ from trainer.config import TrainConfig
 
 
 class Reported(Stage):
-    """A stage that keeps WORK/report.html fresh while it runs."""
+    """A stage that refreshes WORK/report.html while it runs."""
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
         return live_report.refresh_periodically(BertPhase2())
 
 
 class ModelStage(Reported, UsesModel):
-    """A stage of the chain that has to know the model."""
+    """A stage of the chain that needs the model's config."""
 
 
 class Precompile(ModelStage):
@@ -47,7 +47,7 @@ class Precompile(ModelStage):
         return {"dataset": dataset_of(self.phase), **self.vocabulary(self.phase)}
 
     def ingredients(self) -> dict[str, Stage]:
-        """Of the data only the size of the vocabulary is in the graphs."""
+        """The graphs depend on the data only through the vocabulary size."""
         return self.vocabulary(self.phase)
 
     def options(self) -> PrecompileOptions:
@@ -94,7 +94,8 @@ class Pretrain(ModelStage, Training):
 
     def parameters(self) -> dict[str, Any]:
         phase = self.settings.phase(self.phase)
-        # The global batch decides, and not how it is cut: after running out of memory a smaller micro-batch continues.
+        # The global batch size identifies the result, not its split: after an out-of-memory error a training can
+        # continue with a smaller micro-batch.
         training = {name for name, (_, about) in fields_of(TrainConfig).items() if about.decides} - {"micro_batch_size"}
         names = sorted({*training & phase.param_kwargs.keys(), "seq_len", "max_pred_len", "global_batch_size"})
         return {
@@ -123,20 +124,20 @@ class Pretrain(ModelStage, Training):
         )
 
     def result_line(self) -> str:
-        """How the phase went, for the summary at the end of a run."""
+        """The phase's line in the final summary."""
         if not self.complete():
             return f"phase {self.phase}: {self.directory} was removed; the model made from it is still there"
         return summary.phase_line(self.counts(), self.phase)
 
     def trial_command(self, directory: Path) -> list[str]:
-        """The command for a trial in `directory`: from initial weights, with the same graphs."""
+        """The trainer's command for a trial run in `directory`: initial weights, same graphs."""
         return self._trainer(directory)
 
     def _trainer(self, directory: Path, **others: Any) -> list[str]:
         """The trainer's command; writes the model's config into `directory`."""
         phase = self.settings.phase(self.phase)
         model = directory / "config.json"
-        if not self.settings.cluster.follows:  # the first machine writes it
+        if not self.settings.cluster.follows:  # node 0 writes it
             write_json(model, self.model(self.phase).to_hugging_face())
         return self.launched(
             phase,
@@ -156,14 +157,14 @@ class ConvertCheckpoint(ModelStage):
 
     @property
     def given(self) -> Secret:
-        """The checkpoint to start from instead of phase 1's; empty: phase 1's."""
+        """The checkpoint that replaces phase 1's; empty: phase 1's is used."""
         return self.settings.phase2.start_from
 
     def requires(self) -> dict[str, Stage]:
         return self.vocabulary(2) if self.given else {"pretrain": Pretrain(phase=1)}
 
     def start_line(self) -> str:
-        """What phase 2 started from, for the summary at the end of a run."""
+        """The line on phase 2's starting point in the final summary."""
         if not self.given:
             return Pretrain(phase=1).result_line()
         counts = self.counts()
@@ -200,7 +201,7 @@ class MergeShards(ModelStage):
 
     @property
     def model_directory(self) -> Path:
-        """What `BertForPreTraining.from_pretrained` loads."""
+        """The directory for `BertForPreTraining.from_pretrained`."""
         return self.directory / "model"
 
 
@@ -258,7 +259,7 @@ class BertPhase2(Goal):
     """The whole chain, up to the evaluated Hugging Face model and the report."""
 
     def requires(self) -> dict[str, Stage]:
-        # The model by name: if it was deleted, an evaluation that is still there does not make up for it.
+        # MergeShards is listed too: otherwise a complete evaluation would hide that its model was deleted.
         return {"merge_shards": MergeShards(), "evaluate": Evaluate(), "report": Report()}
 
     def print_summary(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the examples come from: an archive of ready shards, or text, tokenized once and cut for each phase."""
+"""Tasks for the examples: download ready shards, or tokenize text once and build examples per phase."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trainer.config import ModelConfig
 
 
 def dataset_of(phase: int) -> Stage:
-    """The stage that makes the shards of a phase: a download where [dataset] names one, else a build.
+    """The stage that provides a phase's shards: a download if [dataset] names one, else a build from text.
 
-    Raises `UserError` if the phases that are trained would not have the same kind of data.
+    Raises `UserError` if one trained phase would use downloaded shards and the other built ones.
     """
     download = DownloadDataset(phase=phase)
     _require_one_vocabulary(download.settings)
@@ -31,7 +31,7 @@ def dataset_of(phase: int) -> Stage:
 
 
 def _require_one_vocabulary(settings: Settings) -> None:
-    """Downloaded shards come without their vocabulary, so nothing can prove that it is the corpus' own one."""
+    """Refuse to mix downloaded and built shards: downloaded ones lack their vocabulary, so a match is unprovable."""
     dataset = settings.dataset
     if settings.phase2.start_from or bool(dataset.phase1_url) == bool(dataset.phase2_url):
         return
@@ -121,25 +121,25 @@ class DownloadDataset(Stage):
 
 
 class UsesModel(Stage):
-    """A stage that has to know the model."""
+    """A stage that needs the model's config."""
 
     def vocabulary(self, phase: int) -> dict[str, Stage]:
-        """The stage that knows the vocabulary and its tokenizer; none for downloaded shards."""
+        """The stage that provides the vocabulary and tokenizer; none for downloaded shards."""
         dataset = dataset_of(phase)
         return {} if isinstance(dataset, DownloadDataset) else dataset.requires()
 
     def model(self, phase: int) -> ModelConfig:
-        """The model of a phase: the settings', with the size of the vocabulary, which is complete."""
+        """A phase's model from the settings and the vocabulary size; the vocabulary stage must be complete."""
         size = self.settings.model.downloaded_vocab_size
         for tokens in self.vocabulary(phase).values():
             size = tokens.counts()["vocab_size"]
         return self.settings.model.config(size)
 
     def model_parameters(self) -> dict[str, Any]:
-        """What the settings say of the model; the vocabulary, if left open, is the data set's."""
+        """The model settings; a vocabulary size left open comes from the data set."""
         return dict(self.settings.model.param_kwargs)
 
     @property
     def given_vocabulary(self) -> str:
-        """The vocab.txt that downloaded shards were made with, if the settings name it."""
+        """Path of the vocab.txt that downloaded shards were made with, if the settings name it."""
         return "" if self.vocabulary(2) else self.settings.corpus.vocab_file

@@ -1,4 +1,4 @@
-"""All tasks that a person can name, and a goal with all of them."""
+"""All tasks that can be named on the command line, and a goal that requires all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.tasks.goal import Goal
 from pipeline.tasks.mnist import DownloadMnist, EvaluateMlp, MnistMlp, TrainMlp
 from pipeline.tasks.stage import Stage
 
-#: In the order in which a person meets them.
+#: In the order for help and documentation.
 TASKS: tuple[type[Goal] | type[Stage], ...] = (
     *(BertPhase1, BertPhase2, MnistMlp),
     *(DownloadDataset, TokenizeCorpus, ShardDataset, Precompile, Pretrain, ConvertCheckpoint),
@@ -29,7 +29,7 @@ _MLP_LABELS = ("download_mnist", "train_mlp", "evaluate_mlp")
 
 
 class Everything(Goal):
-    """BERT, and the MLP if the work directory has any of its stages."""
+    """BERT, and the MLP if the work directory holds any of its stages."""
 
     def requires(self) -> dict[str, Stage]:
         goals: list[Goal] = [BertPhase2()]

@@ -30,7 +30,7 @@ class TrainMlp(Training):
         return {"download_mnist": DownloadMnist()}
 
     def parameters(self) -> dict[str, Any]:
-        """Every worker has a batch of its own, and the learning rate grows with them: their number decides, too."""
+        """Parameters that identify the training; batch size and learning rate scale with the number of workers."""
         mnist, workers = self.settings.mnist, self.settings.cluster.workers
         return {
             "epochs": mnist.epochs,

@@ -30,7 +30,7 @@ class NightState:
     """The state of one night."""
 
     status: Status
-    #: When it started, UTC; empty: it did not.
+    #: Start time, UTC; empty if it did not start.
     started: str = ""
     host: str = ""
     pid: int = 0
@@ -49,7 +49,7 @@ def write(nights: Path, date: datetime.date, state: NightState) -> None:
 
 
 def write_ended(nights: Path, date: datetime.date, status: Status, line: str) -> None:
-    """Record how a night ended; best effort, as it may have failed because of a full disk."""
+    """Record how a night ended; best effort, because the disk may be full."""
     with contextlib.suppress(DiskError):
         nights.mkdir(parents=True, exist_ok=True)
         before = recorded(nights, date)
@@ -92,7 +92,7 @@ def killed(nights: Path) -> Iterator[tuple[datetime.date, NightState]]:
 
 
 def running(nights: Path) -> tuple[datetime.date | None, str]:
-    """The night that holds the lock, if it is known, and a description of the process that holds it."""
+    """The night that holds the lock, if known, and a description of its process."""
     holder = read_json(nights / LOCK) or {}
     who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} since {holder.get('started', '?')}"
     for date in dates(nights):

@@ -26,10 +26,10 @@ _LAST_LINES = 30
 
 
 class Nightly(MixinNaiveBulkComplete, PipelineTask):
-    """The chain up to the evaluated model, once per date and one at a time; the last [nights] keep are kept."""
+    """The chain up to the evaluated model, once per date, one at a time; the last [nights] keep nights are kept."""
 
     date: luigi.DateParameter = luigi.DateParameter(description="the night, as 2026-11-21")
-    #: One at a time in a luigi with several workers. Between processes, whose schedulers may differ, there is a lock.
+    #: One at a time within a luigi process; across processes, which may use different schedulers, the lock ensures it.
     resources = {f"nightly-{os.getpid()}": 1}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,8 +43,10 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         return complete
 
     def requires(self) -> list[luigi.Task]:
-        """No task, but the night's files. Raises `UserError`: luigi exits with `scheduling_error`, and RangeDaily runs
-        its other nights."""
+        """Check the night's input files; requires no task.
+
+        Raises `UserError`: luigi exits with `scheduling_error`, and RangeDaily still runs its other nights.
+        """
         try:
             nights.require_inputs(self.settings, self.date)
         except UserError:
@@ -86,15 +88,15 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             log(f"night {self.date}: interrupted; the same command resumes from here")
             self._note_ended("interrupted", "the same command resumes")
             raise Interrupted
-        said = result.error.splitlines()[-1]
+        reason = result.error.splitlines()[-1]
         if result.status == retcode().already_running:
-            self._note_ended("failed", said)
-            raise LockHeld(f"night {self.date}: {said}")
+            self._note_ended("failed", reason)
+            raise LockHeld(f"night {self.date}: {reason}")
         if result.status:
             log_path = directory / "stage.log"
             if result.status == retcode().not_run:
-                said = "a stage was made to wait: one that failed too often waits [scheduler] disable_persist seconds"
-            raise UserError(f"night {self.date} failed: {said} (exit status {result.status}; log: {log_path})")
+                reason = "a stage was made to wait: one that failed too often waits [scheduler] disable_persist seconds"
+            raise UserError(f"night {self.date} failed: {reason} (exit status {result.status}; log: {log_path})")
         results = nights.results(directory)
         facts = {"date": str(self.date), "started": started, "seconds": round(time.monotonic() - clock, 1), **results}
         self.nights.record(self.date, facts)
@@ -138,7 +140,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             self.tell_all(date, "failure", "killed", line)
 
     def _tell_held(self) -> None:
-        """Report that another night blocks this one, once per holder; not that this night is started twice."""
+        """Report that another night blocks this one, once per holder; a second start of this night is not reported."""
         other, who = night_states.running(self.nights.path)
         line = f"night {self.date} was not started: {f'night {other}' if other else 'another one'} still runs, {who}"
         before = night_states.recorded(self.nights.path, self.date)

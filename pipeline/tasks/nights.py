@@ -1,4 +1,4 @@
-"""Nights on disk: each has a work directory WORK/nights/<date>, and <date>.json once it is complete."""
+"""Nights on disk: a work directory WORK/nights/<date> for each, and <date>.json once it is complete."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from pipeline.settings.sections import SECTIONS, Nights, Settings, section_name
 from pipeline.status.stage_dirs import holder
 from stages.text.patterns import split
 
-#: The settings of a night, in its directory; LUIGI_CONFIG_PATH for `python -m pipeline status` and `why`.
+#: A night's settings, in its directory; set LUIGI_CONFIG_PATH to it for `python -m pipeline status` and `why`.
 CONFIG = "night.cfg"
 LATEST = "latest"
-#: Luigi's own sections that a night's chain inherits; not those for mail, which the night itself sends.
+#: Luigi's own sections that a night's chain inherits. Not the mail sections: the night itself sends mail.
 _LUIGI_SECTIONS = ("core", "worker", "scheduler", "resources", "retcode", "logging", "execution_summary")
 
 
@@ -72,8 +72,8 @@ class NightDirs:
             temporary.replace(self.path / LATEST)
 
     def _complete(self) -> list[str]:
-        """Names of the complete nights whose directories exist, newest first, without dates in the future, which come
-        from mistakes and wrong clocks."""
+        """Complete nights whose directories exist, newest first. Future dates, which come from mistakes and wrong
+        clocks, are left out."""
         last = last_allowed().isoformat()
         complete = (path.name for path in self._directories() if self._record(path.name).exists())
         return sorted((name for name in complete if name <= last), reverse=True)
@@ -84,8 +84,10 @@ class NightDirs:
                 yield path
 
     def prune(self, current: datetime.date) -> None:
-        """Remove nights older than the newest `keep` complete ones, except `current` and those in use. Raises
-        `DiskError`."""
+        """Remove nights older than the newest `keep` complete ones, except `current` and those in use.
+
+        Raises `DiskError`.
+        """
         keep = self._settings.nights.keep
         complete = self._complete()
         if len(complete) < keep:
@@ -106,13 +108,15 @@ class NightDirs:
 
 
 def last_allowed() -> datetime.date:
-    """Tomorrow, which has begun in other time zones."""
+    """Tomorrow: in other time zones it may have begun."""
     return datetime.date.today() + datetime.timedelta(days=1)
 
 
 def require_inputs(settings: Settings, date: datetime.date) -> None:
-    """Raise `UserError` with the path if a file whose name contains the date is missing; and for a date in the future,
-    which would be the newest night until then."""
+    """Raise `UserError` if an input file with the date in its name is missing, or if the date is in the future.
+
+    A night with a future date would count as the newest one until that date.
+    """
     if date > last_allowed():
         raise UserError(f"night {date} is in the future; allowed: up to {last_allowed()}; nothing was started")
     for section, values in _texts(settings).items():
@@ -126,7 +130,7 @@ def require_inputs(settings: Settings, date: datetime.date) -> None:
 
 
 def _texts(settings: Settings) -> dict[str, dict[str, str]]:
-    """Every setting of the chain by section and key, as text for luigi.cfg."""
+    """All settings of the chain by section and key, as text for luigi.cfg."""
     sections = {section_name(section): section for section in SECTIONS if section is not Nights}
     return {
         name: {key: _text(getattr(getattr(settings, name), key)) for key, _ in section.get_params()}
@@ -157,8 +161,10 @@ def _is_date(name: str) -> bool:
 def _config(
     settings: Settings, date: datetime.date, directory: Path
 ) -> tuple[configparser.ConfigParser, dict[str, dict[str, str]]]:
-    """The settings of a night and luigi's own, from files and the command line; and separately those with secrets, by
-    section and key. The file has only an address' identity, which is enough for `status` and `why`."""
+    """A night's settings and luigi's own; second, the values that hide secrets, by section and key.
+
+    The written file holds only the identity of a secret address, which is enough for `status` and `why`.
+    """
     given = get_config()
     sections = {section: dict(given.items(section)) for section in _LUIGI_SECTIONS if given.has_section(section)}
     names = ("local_scheduler", "scheduler_host", "scheduler_port", "scheduler_url", "log_level")
@@ -180,7 +186,7 @@ def _config(
 
 
 def results(directory: Path) -> dict[str, Any]:
-    """The model and the evaluation of the complete chain in `directory`."""
+    """The model path and evaluation counts of the complete chain in `directory`. Raises `DiskError`."""
     merged = directory / "latest" / "merge_shards"
     evaluated = read_json(directory / "latest" / "evaluate" / "manifest.json")
     if evaluated is None:

@@ -14,12 +14,12 @@ from common.console import log
 from common.secrets import redact
 from pipeline.settings.sections import Settings
 
-#: Timeout of a request, and the waits before retries, in seconds.
+#: Request timeout and retry delays, in seconds.
 _ANSWER_S, _RETRY_S = 10.0, (1.0, 4.0)
 
 
 def by_all(settings: Settings, subject: str, line: str, *, event: str, status: str, date: datetime.date) -> None:
-    """Send mail and webhook, where configured. A failure is logged and has no other effect."""
+    """Send mail and call the webhook, if configured. Failures are only logged."""
     by_mail(subject, f"{line}\n")
     by_webhook_of(settings, event=event, status=status, date=date, line=line)
 
@@ -44,8 +44,10 @@ def by_mail(subject: str, text: str) -> None:
 
 
 def by_webhook(url: str, **facts: Any) -> str | None:
-    """POST the facts and this host's name as a JSON object. Returns the error, in a line, or None. Server errors and
-    timeouts are retried, with three requests at most."""
+    """POST the facts and this host's name as a JSON object; returns the error as one line, or None.
+
+    Server errors and timeouts are retried, with at most three requests.
+    """
     import requests
 
     where = urlsplit(url).hostname  # the rest of the URL may be a secret

@@ -1,6 +1,6 @@
-"""`python -m pipeline.tasks.one_night`: the chain of one night, as a process that dies with the one that started it.
+"""`python -m pipeline.tasks.one_night`: the chain of one night, in a child process that dies with its parent.
 
-A process has the settings of one run, here those of LUIGI_CONFIG_PATH, but RangeDaily runs many nights in a process.
+Settings are global to a process (here those of LUIGI_CONFIG_PATH), but RangeDaily runs many nights in one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the command of one stage until the stage is complete: lock, restarts, job on a cluster, record of failures."""
+"""Run a stage's command until the stage is complete: lock, restarts, cluster job, record of failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stages.directory.manifest import AlreadyComplete, Identity, StartTime, clai
 
 
 class RunnableStage(Protocol):
-    """What a runner has to know of a stage (`pipeline.tasks.stage.Stage`, which documents the members)."""
+    """What a runner needs of a stage (`pipeline.tasks.stage.Stage` documents the members)."""
 
     @property
     def resumes(self) -> bool: ...
@@ -42,10 +42,10 @@ class RunnableStage(Protocol):
 
 
 class CommandFailed(UserError):
-    """A stage's command failed and is not started again."""
+    """A stage's command failed and is not restarted."""
 
     def __init__(self, message: str, error: str) -> None:
-        """`error`: the command's own words."""
+        """`error`: the command's own error message."""
         super().__init__(message)
         self.error = error
 
@@ -62,7 +62,7 @@ class Runner:
     def run(self) -> None:
         """Complete the stage in its directory.
 
-        Raises `LockHeld`; `Interrupted`; `UserError`, also `CommandFailed`, which `attempts.last_failure` then returns.
+        Raises `LockHeld`, `Interrupted`, or `UserError`; a `CommandFailed` is recorded for `attempts.last_failure`.
         """
         stage = self._stage
         try:
@@ -78,9 +78,9 @@ class Runner:
         log(f"{stage.label}: complete")
 
     def follow(self, node: int, timeout_s: float) -> None:
-        """Run this node's share of the command, if there is one, and wait until node 0 has completed the stage.
+        """Run this node's share of the command, if any, and wait until node 0 has completed the stage.
 
-        Raises `Interrupted`; `UserError`; `NodeMissing` if node 0 shows no sign of life for `timeout_s` seconds.
+        Raises `Interrupted`; `UserError`; `NodeMissing` without a sign of life from node 0 for `timeout_s` seconds.
         """
         stage = self._stage
         failures_before = attempts.failures(stage.directory)
@@ -106,8 +106,7 @@ class Runner:
         stage.finish(start)
 
     def _find_job(self) -> Job | None:
-        """The job that an earlier run submitted, unless it has ended. Raises `AlreadyComplete` if it completed the
-        stage."""
+        """The live job of an earlier run, if any. Raises `AlreadyComplete` if a finished one completed the stage."""
         stage = self._stage
         job = launchers.find_job(stage.directory)
         if job is None or job.is_alive():
@@ -122,7 +121,7 @@ class Runner:
         return None
 
     def _run_command(self, lock: int, job: Job | None) -> None:
-        """Run the command, or wait for the `job` that runs it already; restart it as the policy allows."""
+        """Run the command, or wait for the `job` that already runs it; restart it as the policy allows."""
         stage = self._stage
         while True:
             try:

@@ -26,25 +26,26 @@ from stages.directory.records import read_manifest
 class Stage(PipelineTask):
     """A task that owns one directory, `WORK/<stage>[-phase<N>]-<fingerprint[:10]>/`.
 
-    It is complete when the manifest there names its fingerprint and all outputs listed exist. `run` starts `command()`,
-    which fills the directory, and links `WORK/latest/<stage>[-phase<N>]` to it.
+    It is complete when its manifest names its fingerprint and all listed outputs exist. `run` starts `command()`, which
+    fills the directory, and links `WORK/latest/<stage>[-phase<N>]` to it.
     """
 
-    #: Whether [cluster] launcher applies to it; else it runs on this machine.
+    #: Whether [cluster] launcher runs it; otherwise it runs on this machine.
     on_cluster: ClassVar[bool] = False
     #: Whether all [cluster] nnodes machines run its command together.
     on_all_nodes: ClassVar[bool] = False
-    #: Whether its command resumes when it is started again.
+    #: Whether its command resumes when restarted.
     resumes: ClassVar[bool] = False
 
     # Overridden by subclasses.
 
     def options(self) -> StageOptions:
-        """The options of its command, from the settings. Upstream stages need not be complete."""
+        """The command's options, from the settings; works before upstream stages are complete."""
         raise NotImplementedError
 
     def command(self) -> list[str]:
-        """What fills the directory: arguments after the Python interpreter. Upstream stages are complete."""
+        """The command that fills the directory, as arguments for the Python interpreter; upstream stages must be
+        complete."""
         return self.options().words(self.directory)
 
     @property
@@ -58,13 +59,13 @@ class Stage(PipelineTask):
         return self.settings.run.stage_hang_timeout_s or None
 
     def finish(self, start: StartTime) -> None:
-        """Called when the command has succeeded. Commands of `stages` have written their manifest themselves."""
+        """Called when the command has succeeded; a hook, as commands in `stages` write their own manifest."""
 
     # Derived from these.
 
     @property
     def stage(self) -> str:
-        """The name on disk: ShardDataset is shard_dataset."""
+        """The name on disk: shard_dataset for ShardDataset."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
@@ -74,11 +75,11 @@ class Stage(PipelineTask):
 
     @functools.cached_property
     def identity(self) -> Identity:
-        """What identifies the result, upstream fingerprints included. Raises `UserError` for missing inputs."""
+        """Identity of the result, including upstream fingerprints. Raises `UserError` for missing inputs."""
         return self.options().identity(input_hashes(self.settings.work_dir), self.upstream())
 
     def upstream(self) -> dict[str, str]:
-        """The fingerprints of the stages whose outputs decide this one's, by role."""
+        """Fingerprints of `ingredients`, by role."""
         return {role: task.identity.fingerprint for role, task in self.ingredients().items()}
 
     @property
@@ -87,7 +88,7 @@ class Stage(PipelineTask):
 
     @property
     def max_steps(self) -> int | None:
-        """Optimizer steps of a training; None for other stages, or where the data decides."""
+        """Optimizer steps of a training; None for other stages, or if they depend on data not available yet."""
         return None
 
     def ends(self) -> list[Stage]:
@@ -98,14 +99,14 @@ class Stage(PipelineTask):
         return {}
 
     def ingredients(self) -> dict[str, Stage]:
-        """The requirements whose outputs decide this stage's."""
+        """The requirements whose outputs affect this stage's result."""
         return self.requires()
 
     def output(self) -> luigi.LocalTarget:
         return luigi.LocalTarget(str(self.directory / MANIFEST))
 
     def why_incomplete(self) -> str | None:
-        """Why the directory does not hold this stage, complete; None: it does."""
+        """Why the stage is incomplete; None if it is complete."""
         return why_incomplete(self.directory, self.identity.fingerprint)
 
     def complete(self) -> bool:
@@ -114,17 +115,17 @@ class Stage(PipelineTask):
                 luigid_release.release(self, self.directory)
                 return False
             if latest.is_older(self.label, self.directory):
-                latest.link(self.label, self.directory)  # a run was killed between its manifest and the link
+                latest.link(self.label, self.directory)  # a run was killed after its manifest, before the link
             return True
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest of this stage, which is complete."""
+        """The manifest of this stage, which must be complete."""
         manifest = read_manifest(self.directory)
         assert manifest is not None, f"{self.label} is not complete"
         return manifest
 
     def counts(self) -> dict[str, Any]:
-        """The counts of this stage, which is complete."""
+        """The counts of this stage, which must be complete."""
         counts: dict[str, Any] = self.manifest()["counts"]
         return counts
 
@@ -133,11 +134,11 @@ class Stage(PipelineTask):
         return redact(str(super().on_failure(exception)))  # type: ignore[no-untyped-call]
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which the stage runs."""
+        """Context manager around the stage's run."""
         return contextlib.nullcontext()
 
     def run(self) -> None:
-        """Complete the stage. Raises `UserError`: the task fails."""
+        """Complete the stage. Raises `UserError`, which fails the task."""
         cluster = self.settings.cluster
         with exits.while_running():
             runner = Runner(self, launchers.launcher(self.settings, on_cluster=self.on_cluster))

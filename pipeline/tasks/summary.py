@@ -1,4 +1,4 @@
-"""The summary at the end of a run: results, their quality, where they are, next steps."""
+"""The final summary of a run: results, quality, paths and next steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.console import log
 
 
 def phase_line(counts: dict[str, Any], phase: int) -> str:
-    """The line on a phase, from its training's counts."""
+    """One line on a phase, from its training's counts."""
     return (
         f"phase {phase}: {counts['steps']} steps, loss {_number(counts, 'first_loss')} → "
         f"{_number(counts, 'loss')} (mean of the last 50: {_number(counts, 'mean_loss_last_50')}), "
@@ -58,6 +58,6 @@ def print_mlp(trained: dict[str, Any], evaluated: dict[str, Any], checkpoint: Pa
 
 
 def _number(counts: dict[str, Any], name: str, form: str = ".3f") -> str:
-    """A count, which is null if the phase's metrics.jsonl was lost."""
+    """Format a count; it is null if the phase's metrics.jsonl was lost."""
     value = counts.get(name)
     return "not recorded" if value is None else format(value, form)

@@ -1,4 +1,4 @@
-"""What all trainings have in common: their command and their manifest."""
+"""Base class of training stages: their command and manifest."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trainer.config import TrainConfig
 
 
 class Training(Stage):
-    """Runs the trainer, which resumes from its last checkpoint."""
+    """A stage that runs the trainer, which resumes from its last checkpoint."""
 
-    #: Raised when the same settings would train something else.
+    #: Increment when the same settings produce a different training.
     format_version: ClassVar[int] = 1
     on_cluster = on_all_nodes = resumes = True
 
     def parameters(self) -> dict[str, Any]:
-        """The settings that decide what is trained."""
+        """The settings that identify the result."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -37,17 +37,20 @@ class Training(Stage):
 
     @property
     def accepts_messages(self) -> bool:
-        """Asked by luigi; `luigid_progress` handles the messages."""
+        """Read by luigi; `luigid_progress` handles the messages."""
         return has_audience()
 
     def launched(self, section: luigi.Config, **others: Any) -> list[str]:
-        """The command that starts the trainer on all workers. Its options are the settings of [run], [cluster] and
-        `section` that are fields of `TrainConfig`, and `others`; a value of None leaves an option out."""
+        """The command that starts the trainer on all workers.
+
+        Its options are the settings of [run], [cluster] and `section` that are fields of `TrainConfig`, updated by
+        `others`; None omits an option.
+        """
         given: dict[str, Any] = {}
         for settings in (self.settings.run, self.settings.cluster, section):
             given |= {name: getattr(settings, name) for name in fields_of(TrainConfig) if name in settings.param_kwargs}
         options = {_option_name(name): value for name, value in (given | others).items() if value is not None}
-        # Trainings that may run at the same time use different ports: the two phases, and the MLP.
+        # The two phases and the MLP may run at the same time, so each uses its own port.
         return trainer_command(self.settings.cluster, options, port_offset=getattr(self, "phase", 3) - 1)
 
     @property

@@ -1,1 +1,1 @@
-"""What converting and merging checkpoints share."""
+"""Code shared by checkpoint conversion and merging."""

@@ -1,4 +1,4 @@
-"""What a checkpoint is, in a few lines, from its headers: for `python -m stages.convert --inspect IN`."""
+"""Summarize a checkpoint from its headers, for `python -m stages.convert --inspect IN`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.checkpoint.interop.sources import Source
 
 
 def inspect(path: Path) -> str:
-    """Format, step, model, sizes, dtypes and degrees of what is at `path`; no tensor is loaded.
+    """Describe the checkpoint at `path` (format, step, model, sizes, dtypes, parallel degrees) without loading tensors.
 
-    Raises `CheckpointError` for what is no checkpoint of a known format, or damaged.
+    Raises `CheckpointError` if it is damaged or of no known format.
     """
     contents = open_checkpoint(path)
     try:
@@ -48,7 +48,7 @@ def _model(contents: Contents) -> str:
 
 
 def _tensors(ranks: Sequence[Source]) -> str:
-    """Tensors, values and bytes of a rank, or of all, and their types."""
+    """Tensors per rank, and values, bytes and dtypes over all ranks."""
     specs = [spec for source in ranks for spec in source.specs.values()]
     types = Counter(str(spec.dtype).removeprefix("torch.") for spec in specs)
     each = f" on each of {len(ranks)} ranks" if len(ranks) > 1 else ""

@@ -1,4 +1,4 @@
-"""What stages.convert and stages.merge share: the source, its identity, the space, and the writing."""
+"""Code shared by stages.convert and stages.merge: the source checkpoint, its identity, disk space, and writing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stages.transfer.urls import Transport, open_source
 from stages.transfer.urls import source_identity as url_identity
 from trainer.config import ModelConfig
 
-#: Where a remote source is put, in the stage directory, until it is converted.
+#: Folder in the stage directory for a remote source until it is converted.
 DOWNLOAD = "download"
 _REMOTE = ("s3", "http", "https")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|M|G|T)?i?B?", re.IGNORECASE)
@@ -37,7 +37,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions(StageOptions):
-    """The checkpoint that a stage reads, and what it does not say itself."""
+    """The checkpoint that a stage reads, and facts that its files may lack."""
 
     out_is_positional: ClassVar = True
 
@@ -63,8 +63,10 @@ def is_remote(source: Secret) -> bool:
 
 @contextmanager
 def brought(source: Secret, work: StageDirectory, transport: Transport) -> Iterator[Path]:
-    """The checkpoint at `source` as a local path; what is remote is downloaded first, and removed when the block ends
-    well. Raises `UserError`, also when a local one does not stay as it was when it was identified."""
+    """The checkpoint at `source` as a local path; a remote one is downloaded, and removed if the block succeeds.
+
+    Raises `UserError`, also if a local checkpoint has changed since it was identified.
+    """
     if not is_remote(source):
         path = checkpoint_of(source)
         with held_still(path, work):
@@ -72,7 +74,7 @@ def brought(source: Secret, work: StageDirectory, transport: Transport) -> Itera
         return
     remote = open_source(source, transport)
     assert not isinstance(remote, Path)
-    # The name says the step.
+    # The step is read from the name.
     path = work.path / DOWNLOAD / PurePosixPath(urlsplit(source).path).name
     with disk_errors(path):
         path.parent.mkdir(exist_ok=True)
@@ -87,7 +89,7 @@ def brought(source: Secret, work: StageDirectory, transport: Transport) -> Itera
 
 
 def local_source(source: Secret) -> Path:
-    """The path of a checkpoint on this machine. Raises `CheckpointError` if there is none."""
+    """The path of a local checkpoint; raises `CheckpointError` if it is remote or missing."""
     if is_remote(source):
         raise CheckpointError(f"{source} is not on this machine; fetch it with stages.convert, or download it first")
     path = Path(source.reveal().removeprefix("file://"))
@@ -97,8 +99,10 @@ def local_source(source: Secret) -> Path:
 
 
 def checkpoint_of(source: Secret) -> Path:
-    """The path of a checkpoint on this machine; in the directory of a complete stage, of the one that it has made.
-    Raises `CheckpointError` if there is none."""
+    """The path of a local checkpoint; for the directory of a complete stage, the checkpoint that it made.
+
+    Raises `CheckpointError` if there is none.
+    """
     path = local_source(source)
     if not fingerprints(stage=path):
         return path
@@ -112,10 +116,10 @@ def checkpoint_of(source: Secret) -> Path:
 
 @contextmanager
 def held_still(path: Path, work: StageDirectory) -> Iterator[None]:
-    """Raises `UserError` unless the checkpoint is what `work` was begun with, before and after the block."""
+    """Raise `UserError` if the checkpoint, before or after the block, differs from the one `work` was claimed with."""
     inputs = work.identity.inputs
     expected = inputs.get("checkpoint", inputs.get("start_from"))
-    if expected is None:  # made by the stage before
+    if expected is None:  # made by the upstream stage, whose fingerprint identifies it
         yield
         return
     files = InputHashes.beside(work.path).hash(checkpoint_files(path))
@@ -127,7 +131,7 @@ def held_still(path: Path, work: StageDirectory) -> Iterator[None]:
 
 
 def source_identity(source: Secret, hashes: InputHashes) -> str | dict[str, str]:
-    """What tells a checkpoint from any other: the address of a remote one, else the sha256 of its files by name.
+    """Identity of a checkpoint: the address of a remote one, else the sha256 of its files by name.
 
     Raises `UserError`.
     """
@@ -138,17 +142,17 @@ def source_identity(source: Secret, hashes: InputHashes) -> str | dict[str, str]
 
 
 def _identity(path: Path, files: list[InputFile]) -> dict[str, str]:
-    # The name of a single file says its step.
+    # The name of a single file holds its step.
     return {os.path.relpath(file.path, path) if path.is_dir() else path.name: file.sha256 for file in files}
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """The files that make up the checkpoint `path`."""
+    """All files of the checkpoint at `path`."""
     return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def model_config(path: Path | None) -> ModelConfig | None:
-    """The model in a config.json. Raises `UserError`."""
+    """Read the model from a config.json; None without a path. Raises `UserError`."""
     if path is None:
         return None
     config = read_json(path)
@@ -158,7 +162,7 @@ def model_config(path: Path | None) -> ModelConfig | None:
 
 
 def size_in_bytes(text: str) -> int:
-    """`2GB`, `500MB`, `1000000` (powers of ten). Raises `UserError`."""
+    """Parse `2GB`, `500MB` or `1000000` (powers of ten) to bytes. Raises `UserError`."""
     found = _SIZE.fullmatch(text.strip())
     value = int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else 0
     if value <= 0:
@@ -168,13 +172,16 @@ def size_in_bytes(text: str) -> int:
 
 @contextmanager
 def opened(path: Path, config: ModelConfig | None, *, optimizer: bool) -> Iterator[Any]:
-    """The checkpoint at `path`, its shards found to fit together: a `join.Checkpoint`. Raises `CheckpointError`."""
+    """Open the checkpoint at `path` as a `join.Checkpoint`, which checks that its shards fit together.
+
+    Raises `CheckpointError`.
+    """
     import torch
 
     from trainer.checkpoint.interop import open_checkpoint
     from trainer.checkpoint.interop.join import Checkpoint
 
-    # Threads work on chunks already. More inside of each would wait for one another by spinning (docs/decisions.md).
+    # Threads already work on separate chunks; torch's own threads would only spin waiting (docs/decisions.md).
     torch.set_num_threads(1)
     contents = open_checkpoint(path, optimizer=optimizer)
     try:
@@ -186,7 +193,7 @@ def opened(path: Path, config: ModelConfig | None, *, optimizer: bool) -> Iterat
 def written(
     work: StageDirectory, source: Any, directory: Path, to: str, options: Any
 ) -> tuple[list[Output], dict[str, Any]]:
-    """Write `source` in the format `to` into `directory`, with a progress bar; the outputs, and the counts."""
+    """Write `source` in the format `to` into `directory`, with a progress bar; returns the outputs and the counts."""
     from trainer.checkpoint.interop.contents import MODEL
     from trainer.checkpoint.interop.write import WRITERS, state_of
 

@@ -1,1 +1,1 @@
-"""How files come from elsewhere: local paths, HTTP, S3, archives."""
+"""File transfer from local paths, HTTP, S3 and archives."""

@@ -1,7 +1,7 @@
-"""Reading archives that may be damaged or hostile: their regular files, one after the other.
+"""Stream the regular files of an archive that may be damaged or hostile.
 
-Nothing is written under a member's path, so `tarfile.data_filter` would protect nothing: it checks the path, type and
-link of a header that tarfile has read already. The limits here apply before that.
+Nothing is written under a member's path, so `tarfile.data_filter` would add no protection: it checks the path, type
+and link target of a header that tarfile has already parsed. The limits here apply before parsing.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ if sys.version_info >= (3, 14):
 else:
     from backports import zstd
 
-#: Limits of an archive: its members, and the bytes that each of its own bytes unpacks to.
+#: Limits per archive: number of members, and unpacked bytes per compressed byte.
 MEMBERS_MAX = 100_000
 UNPACKED_RATIO_MAX = 200
-_UNPACKED_MIN_BYTES = 1 << 30  # a small archive is never refused for its ratio
+_UNPACKED_MIN_BYTES = 1 << 30  # below this size the ratio is not checked
 
-#: Limits of extended headers (PAX, GNU: long names and other text): the bytes of one, and how many a member may have.
+#: Limits on extended headers (PAX and GNU: long names and other text): bytes of one header, headers per member.
 EXTENDED_HEADER_MAX = 64 << 10
 _EXTENDED_IN_A_ROW_MAX = 8
-#: Of all of them together: 1 KiB for each of `MEMBERS_MAX`.
+#: Total bytes of extended headers: 1 KiB for each of `MEMBERS_MAX`.
 _EXTENDED_HEADERS_MAX = 100 << 20
 _EXTENDED = {
     tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK,
 }  # fmt: skip
 
-#: Memory for unpacking .xz; `xz -9` needs 65 MiB.
+#: Memory limit for .xz decompression; `xz -9` needs 65 MiB.
 _XZ_MEMORY_MAX = 128 << 20
 _READ_BYTES = 1 << 20
 _READ_ERRORS = (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 
 
 class DamagedArchive(UserError):
-    """The content of an archive cannot be trusted, not even what was read already."""
+    """The archive is corrupt; data already read from it cannot be trusted either."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,19 @@ class Member:
 
     name: str
     size: int
-    #: Reads the next bytes, at most so many; raises `UserError` if the archive is damaged.
+    #: Reads at most `count` further bytes; raises `DamagedArchive`.
     read: Callable[[int], bytes]
 
 
 class _Refused(Exception):
-    """A header that is not read any further."""
+    """A header exceeds a limit or has an unsupported type."""
 
 
 class _Header(tarfile.TarInfo):
-    """A header that is not read if it is too large, and that keeps nothing from one member to the next."""
+    """A header that is checked against the limits before tarfile reads its payload."""
 
     def _proc_member(self, tar: _Tar) -> _Header:
-        """Called with each header block of 512 bytes; those with more blocks behind them call it again."""
+        """Called by tarfile for each 512-byte header block, and again for the header that follows an extended one."""
         if self.type in _EXTENDED:
             tar.count_extended(self)
         elif self.type in {tarfile.GNUTYPE_SPARSE}:
@@ -78,7 +78,7 @@ class _Header(tarfile.TarInfo):
     def _refuse_sparse(self, *_: object) -> NoReturn:
         raise _Refused("has a sparse file")
 
-    # tarfile reads the maps of sparse files to their end, which may never come.
+    # tarfile reads the map of a sparse file to its end, which a hostile archive need not have.
     _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
     @classmethod
@@ -86,20 +86,20 @@ class _Header(tarfile.TarInfo):
         try:
             return super().fromtarfile(tar)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-            # Only this marks the end; tarfile also takes an archive cut between two members for a complete one.
+            # The end-of-archive block. tarfile also accepts an archive truncated between two members.
             tar.end_was_seen = True
             raise
 
 
 class _Tar(tarfile.TarFile):
-    """A stream of headers that limits extended ones: tarfile reads each at once, into up to 400 times the memory."""
+    """A tar stream with limits on extended headers, which tarfile parses whole, in up to 400 times their memory."""
 
     tarinfo = _Header
     end_was_seen = False
     _extended_bytes = _extended_in_a_row = 0
 
     def count_extended(self, header: tarfile.TarInfo) -> None:
-        """Raise `_Refused` if this extended header is too much."""
+        """Count an extended header; raises `_Refused` beyond the limits."""
         self._extended_bytes += header.size
         self._extended_in_a_row += 1
         if not 0 <= header.size <= EXTENDED_HEADER_MAX:
@@ -110,15 +110,15 @@ class _Tar(tarfile.TarFile):
             raise _Refused("has more headers than members need")
 
     def forget_member(self) -> None:
-        """Called after each member: tarfile would keep every header."""
+        """Drop the headers of the last member, which tarfile would keep for the whole archive."""
         self._extended_in_a_row, self.members = 0, list[tarfile.TarInfo]()
 
 
 def members(archive: Path) -> Generator[Member, None, None]:
-    """The regular files of a .tar (plain, gz, bz2, xz or zst), in their order; each must be read before the next.
+    """Yield the regular files of a .tar (plain, gz, bz2, xz or zst) in archive order; read each before the next.
 
-    Raises `DamagedArchive`, and `UserError` for what is not a tar, for links, devices and paths that leave the folder,
-    and beyond the limits above.
+    Raises `DamagedArchive`; `UserError` for a file that is not a tar, for links, devices and paths outside the
+    destination, and beyond the limits above.
     """
     left = max(UNPACKED_RATIO_MAX * archive.stat().st_size, _UNPACKED_MIN_BYTES)
     with _open(archive) as (tar, stream):
@@ -161,7 +161,7 @@ def _refuse_unsafe(archive: Path, info: tarfile.TarInfo) -> None:
 
 @contextlib.contextmanager
 def _open(archive: Path) -> Iterator[tuple[_Tar, IO[bytes]]]:
-    """The tar in an archive, and the unpacked stream that it is read from."""
+    """Open an archive: the tar reader and the decompressed stream under it."""
     with contextlib.ExitStack() as stack:
         try:
             stream: IO[bytes] = stack.enter_context(archive.open("rb"))
@@ -169,7 +169,7 @@ def _open(archive: Path) -> Iterator[tuple[_Tar, IO[bytes]]]:
             stream.seek(0)
             for start, unpack in _UNPACKERS.items():
                 if magic.startswith(start):
-                    # tarfile's own unpacking does not check the checksum at the end.
+                    # In stream mode tarfile's own decompression does not verify the trailing checksum.
                     stream = stack.enter_context(unpack(stream))
             tar = _Tar.open(fileobj=stream, mode="r|", bufsize=_READ_BYTES)
         except _Refused as error:
@@ -185,7 +185,7 @@ def _open(archive: Path) -> Iterator[tuple[_Tar, IO[bytes]]]:
 
 
 class _Xz(io.RawIOBase):
-    """The unpacked content of an .xz file, within a memory limit, which `lzma.LZMAFile` does not take."""
+    """Decompressed .xz content under a memory limit, which `lzma.LZMAFile` does not support."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -197,7 +197,7 @@ class _Xz(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while True:
             packed = b""
-            if self._unpacker.eof:  # another stream may follow, after zeros
+            if self._unpacker.eof:  # another stream may follow, after zero padding
                 packed = self._unpacker.unused_data.lstrip(b"\0")
                 while not packed:
                     more = self._stream.read(_READ_BYTES)
@@ -222,7 +222,7 @@ def _not_unpacked(archive: Path, error: _Refused) -> UserError:
     )
 
 
-#: First bytes of a packed file → what unpacks it.
+#: Magic number of a compressed file → its decompressor.
 _UNPACKERS: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": lambda stream: gzip.GzipFile(fileobj=stream),
     b"BZh": bz2.BZ2File,
@@ -236,11 +236,11 @@ def _headers(archive: Path, tar: _Tar, stream: IO[bytes]) -> Iterator[tarfile.Ta
         while (info := tar.next()) is not None:
             yield info
             tar.forget_member()
-        while stream.read(_READ_BYTES):  # to the end, where the checksum is
+        while stream.read(_READ_BYTES):  # the checksum is at the end
             pass
     except _Refused as error:
         raise _not_unpacked(archive, error) from None
-    except (*_READ_ERRORS, ValueError, OverflowError) as error:  # numbers that are none
+    except (*_READ_ERRORS, ValueError, OverflowError) as error:  # malformed numbers in a header
         _damaged(archive, error)
     if not tar.end_was_seen:
         _damaged(archive, EOFError("the end is missing"))

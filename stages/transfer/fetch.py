@@ -1,4 +1,4 @@
-"""One object behind a URL → one whole file, checked; it goes on with what an earlier run has left of it."""
+"""Download one object behind a URL to a complete, verified file; an interrupted download is resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stages.transfer.partial import PART, Span, State
 from stages.transfer.ranges import Transfer, Tries
 from stages.transfer.remote import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Changed, LeastRate, Remote, Transient, Version
 
-#: Versions of an object that may follow each other during one download.
+#: Attempts at a download whose object keeps changing.
 _VERSIONS_MAX = 3
 _HASHED_BYTES = 4 << 20
 
@@ -31,12 +31,13 @@ def fetch(
     sha256: str | None,
     begin: Callable[[Version, int, bool], None],
 ) -> Version:
-    """Make `final` the whole object behind `remote`, durably, going on from what an earlier run has left in `work`.
+    """Download the object behind `remote` to `final`, durably, resuming a partial download in `work`.
 
-    `begin(version, missing, is_same)` is called before bytes are asked for: with how many of them are missing, and
-    whether the version is that of the run before; it may refuse.
+    `begin(version, missing, is_same)` is called before the download with the number of missing bytes and whether the
+    version is the previous run's; it may raise.
 
-    Raises `UserError`: nothing there, no access, too many failures, another sha256 or a version that never stays.
+    Raises `UserError`: no such object, no access, too many failures, a sha256 mismatch, or an object that keeps
+    changing.
     """
     if final.exists():
         before = State.read(work.path)
@@ -57,7 +58,7 @@ def fetch(
             try:
                 require_sha256(work.path / PART, remote.url, work, sha256)
             except UserError:
-                (work.path / PART).unlink()  # the next run is to fetch it, not to refuse it again
+                (work.path / PART).unlink()  # so that the next run downloads it again
                 raise
         rename_durably(work.path / PART, final)
         return state.version
@@ -65,7 +66,7 @@ def fetch(
 
 
 def look(remote: Remote, least_rate: LeastRate) -> Version:
-    """What is behind `remote` now, asked for until there is an answer; raises `UserError`."""
+    """Query the current version of `remote`, with retries; raises `UserError`."""
     tries = Tries(remote.url, threading.Event(), lambda line: _say(f"note: {line}"))
     while True:
         try:
@@ -75,11 +76,13 @@ def look(remote: Remote, least_rate: LeastRate) -> Version:
 
 
 def _within(least_rate: LeastRate, ask: Callable[[], Version]) -> Version:
-    """The answer to a request for a byte. Raises `Transient` if its headers drip in: a read's timeout, which begins
-    anew with each byte, does not see that."""
+    """Call `ask` under a deadline; raises `Transient` when it expires.
+
+    The read timeout restarts with each byte, so it does not catch a server that sends its headers one by one.
+    """
     if not least_rate.bytes_per_s:
         return ask()
-    # Not waited for when it takes too long, and no hindrance to the process' end: so no executor's.
+    # A daemon thread: an executor would wait for a stalled request, also when the process exits.
     answer: Future[Version] = Future()
 
     def run() -> None:
@@ -99,17 +102,17 @@ def _within(least_rate: LeastRate, ask: Callable[[], Version]) -> Version:
 def _resumed(
     remote: Remote, directory: Path, least_rate: LeastRate, begin: Callable[[Version, int, bool], None]
 ) -> State:
-    """What there is of the object's present version; of a whole one the network is not asked."""
+    """The partial download of the object's current version; a complete one needs no request."""
     before, part = State.read(directory), directory / PART
-    there = part.exists()
-    if before is not None and there and before.bytes == before.version.length and not before.refused:
+    has_part = part.exists()
+    if before is not None and has_part and before.bytes == before.version.length and not before.refused:
         return before
     version = look(remote, least_rate)
     is_same = before is not None and before.version.is_same_as(version)
     have: list[Span] = []
-    if before is not None and is_same and there and version.resumable:
+    if before is not None and is_same and has_part and version.resumable:
         have = before.have
-    elif before is not None and there and before.have:
+    elif before is not None and has_part and before.have:
         changed = f"it has changed ({before.version} → {version})"
         why = changed if version.resumable else "the server cannot send just the rest"
         _say(f"note: {remote.url}: {why}; starting over")
@@ -125,7 +128,7 @@ def _resumed(
 
 
 def require_sha256(path: Path, name: str, work: StageDirectory, sha256: str) -> None:
-    """Raise `UserError` unless the file has this sha256; reads all of it, with a progress bar in `work`."""
+    """Verify a file's sha256, with a progress bar in `work`; raises `UserError` on a mismatch."""
     if path.is_dir():
         raise UserError(f"{name} is a folder, which has no sha256; leave it out, or give an archive")
     digest = hashlib.sha256()

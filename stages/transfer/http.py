@@ -1,4 +1,4 @@
-"""Objects behind http:// and https://. Proxies, certificates and .netrc are those of the environment (requests)."""
+"""Objects at http:// and https://. Proxies, certificates and .netrc come from the environment (requests)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 class HttpRemote:
-    """One object on a web server. Redirects are followed anew for each part, so signed ones may run out."""
+    """One object on a web server. Each part follows the redirects again, so signed targets may expire in between."""
 
     def __init__(self, address: Secret, *, connections: int) -> None:
         from stages.transfer.session import DownloadSession
 
-        #: What messages call it.
+        #: The address in messages.
         self.url = str(address)
         self._address = address
         self._session = DownloadSession(connections=connections)
 
     def head(self) -> Version:
-        """What is there now, by a request for its first byte: servers that sign addresses refuse HEAD."""
+        """The current version, from a request for the first byte: servers of signed addresses refuse HEAD."""
         try:
             with self._get({"Range": "bytes=0-0"}) as answer:
                 if answer.status_code == 416:
@@ -65,7 +65,7 @@ class HttpRemote:
 
     @contextlib.contextmanager
     def _get(self, headers: dict[str, str]) -> Iterator[requests.Response]:
-        # Packed in transit, lengths and ranges would be those of the packed bytes.
+        # With a content encoding, lengths and ranges would count the compressed bytes.
         headers = {"Accept-Encoding": "identity", **headers}
         with self._network_errors():
             answer = self._session.get(
@@ -89,7 +89,7 @@ class HttpRemote:
 
     @contextlib.contextmanager
     def _network_errors(self) -> Iterator[None]:
-        """What goes wrong on the way, as `Transient`, `_UnknownHost` or, where trying again is no use, `UserError`."""
+        """Translate network errors to `Transient`, `_UnknownHost`, or `UserError` where a retry cannot help."""
         import requests
         import urllib3
 
@@ -106,7 +106,7 @@ class HttpRemote:
 
 
 class _UnknownHost(Exception):
-    """No address is known for the host's name."""
+    """The host's name does not resolve."""
 
 
 def _raise_connection_error(error: Exception) -> NoReturn:
@@ -119,7 +119,7 @@ def _raise_connection_error(error: Exception) -> NoReturn:
 
 
 def _innermost(error: Exception) -> str:
-    """The words of the system or library that first saw the error, in one line."""
+    """The message of the root cause, on one line."""
     while True:
         inner = error.__cause__ or error.__context__ or next((a for a in error.args if isinstance(a, Exception)), None)
         if not isinstance(inner, Exception):

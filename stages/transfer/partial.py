@@ -1,4 +1,4 @@
-"""What there is of a download under way: download.part has the bytes, download.json says which of them are there."""
+"""State of a partial download: download.part holds the bytes, download.json the ranges that are complete."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class State:
-    """What download.json says."""
+    """The content of download.json."""
 
     url: str
     version: Version
-    #: What is there: ascending ranges [start, stop).
+    #: Downloaded ranges [start, stop), ascending.
     have: list[Span]
-    #: Whether what came of it was refused, so that the object is looked at again before it is used again.
+    #: Whether the downloaded file was rejected; the object's version is then checked again before the file is used.
     refused: bool = False
 
     @classmethod
@@ -34,7 +34,7 @@ class State:
         return cls(record["url"], Version(**record["version"]), have, record["refused"])
 
     def write(self, directory: Path) -> None:
-        """Durably; raises `DiskError`."""
+        """Write the state durably; raises `DiskError`."""
         write_json(directory / STATE, asdict(self))
 
     @property
@@ -43,7 +43,7 @@ class State:
 
 
 def joined(spans: list[Span]) -> list[Span]:
-    """The same bytes in as few ascending ranges as can be."""
+    """Merge adjacent ranges; ascending."""
     joined: list[Span] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
         if joined and joined[-1][1] == start:

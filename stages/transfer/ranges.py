@@ -1,7 +1,7 @@
-"""The bytes of one version of an object: parallel ranges, bounded retries, and a kill loses about a second of them.
+"""Download one version of an object in parallel ranges with bounded retries; a kill loses about a second of work.
 
-WORK/download.part holds the bytes in their places, WORK/download.json which of them are there and of which version of
-the object. Once a second the bytes are made durable and then the record, so that it never claims too much.
+WORK/download.part holds the bytes at their offsets, WORK/download.json the completed ranges and the object's version.
+Once a second the bytes are fsynced and then the state, so the state never claims bytes that are not on disk.
 """
 
 from __future__ import annotations
@@ -22,41 +22,40 @@ from stages.directory.progress import Progress
 from stages.transfer.partial import PART, Span, State, joined
 from stages.transfer.remote import LeastRate, Remote, Transient
 
-#: Failures in a row after which a range is given up, and the seconds waited after the first; each wait is twice the
-#: one before, give or take a quarter.
+#: Consecutive failures before a range fails, and the first backoff in seconds; each further backoff doubles, ±25 %.
 TRIES = 7
 BACKOFF_S = 0.5
-#: Longest wait for a server that names one.
+#: Upper limit on a server's Retry-After, in seconds.
 RETRY_AFTER_MAX_S = 120.0
-#: A failed try that brought so many bytes is not counted.
+#: A failed attempt that received at least this many bytes resets the failure count.
 WORTH_BYTES = 256 << 10
-#: Bytes asked for in one request.
+#: Bytes per request.
 _RANGE_MIN_BYTES, _RANGE_MAX_BYTES = 1 << 20, 16 << 20
 _SAVE_INTERVAL_S = 1.0
-#: Seconds between two lines about trouble.
+#: Minimum interval between two retry notes, in seconds.
 _TROUBLE_INTERVAL_S = 10.0
 
 
 class _Stopped(Exception):
-    """Another thread has failed, or the person has had enough."""
+    """Another thread has failed, or the user interrupted."""
 
 
 class _TooSlow(Transient):
-    """A connection that brings something, but less than the least rate."""
+    """A connection below the minimum rate."""
 
 
 @dataclass
 class _Range:
-    """A range that one connection fetches: bytes up to `at` are there."""
+    """A range that one connection fetches; bytes before `at` are written."""
 
     start: int
     stop: int
     at: int
     tries: Tries
-    #: Who fetches it, and how many others were given up before.
+    #: The thread that fetches it, and how many were abandoned before.
     thread: threading.Thread | None = None
     turn: int = 0
-    #: Where this try began; where and when the measuring of its rate did (None: nothing is asked for now).
+    #: Offset where this attempt began; offset and time where its rate measurement began (None: no request is open).
     began: int = 0
     measured_from: int = 0
     measured_since: float | None = None
@@ -66,7 +65,7 @@ class _Range:
         self.measured_since = time.monotonic()
 
     def too_slow(self, least: LeastRate) -> _TooSlow | None:
-        """Looked at often enough, what is wrong with the rate of the last `least.time_s` seconds, if anything."""
+        """An error if the rate over the last `least.time_s` seconds is too low; call it at least that often."""
         now, since = time.monotonic(), self.measured_since
         if not least.bytes_per_s or since is None or now - since < least.time_s:
             return None
@@ -78,7 +77,7 @@ class _Range:
 
 
 class Transfer:
-    """The threads that fetch what is missing, and the one that waits for them."""
+    """Worker threads that fetch the missing ranges, and the loop that supervises them."""
 
     def __init__(
         self, remote: Remote, work: StageDirectory, state: State, connections: int, least_rate: LeastRate
@@ -98,7 +97,7 @@ class Transfer:
         self._trouble_said = float("-inf")
 
     def run(self) -> None:
-        """Fetch it all. Raises `Changed`, `UserError`; what is there by then is kept."""
+        """Fetch all missing bytes. Raises `Changed`, `UserError`; bytes already fetched are kept."""
         part = self._work.path / PART
         with disk_errors(part):
             self._fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -121,8 +120,8 @@ class Transfer:
             raise self._error
 
     def _start(self, piece: _Range | None = None, error: Transient | None = None) -> None:
-        """A connection more; one that goes on with `piece`, of which another was given up for `error`."""
-        # Daemons: a stalled one must not keep a process that is to end.
+        """Start another connection; with `piece`, it takes over a range whose connection was dropped for `error`."""
+        # Daemon threads: a stalled read must not block process exit.
         thread = threading.Thread(target=self._serve, args=(piece, error), daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -132,9 +131,9 @@ class Transfer:
         while not self._stop.is_set() and (alive := [thread for thread in self._threads if thread.is_alive()]):
             alive[0].join(0.1)
             self._give_up_slow_ones()
-            there = self._bytes()
-            bar.update(there - shown)
-            shown = there
+            fetched = self._bytes()
+            bar.update(fetched - shown)
+            shown = fetched
             if time.monotonic() - saved >= _SAVE_INTERVAL_S:
                 self._save()
                 saved = time.monotonic()
@@ -144,7 +143,7 @@ class Transfer:
         bar.update(self._bytes() - shown)
 
     def _give_up_slow_ones(self) -> None:
-        """Their threads may be in a read that no bytes end: they are left behind, and write nothing any more."""
+        """Abandon connections that are too slow: their threads may block in a read forever and must not write again."""
         for piece in self._ranges:
             with self._lock:
                 error = piece.too_slow(self._least_rate) if piece.at < piece.stop else None
@@ -159,7 +158,7 @@ class Transfer:
         return self._state.bytes + sum(piece.at - piece.start for piece in self._ranges)
 
     def _save(self) -> None:
-        """Make what is there durable, and the record of it."""
+        """Make the fetched bytes durable, then the state that lists them."""
         with self._lock:
             spans = [*self._state.have, *((piece.start, piece.at) for piece in self._ranges)]
         with disk_errors(self._work.path / PART):
@@ -168,7 +167,7 @@ class Transfer:
         State(self._state.url, self._state.version, joined(spans)).write(self._work.path)
 
     def _serve(self, piece: _Range | None, error: Transient | None) -> None:
-        """A connection: one range after the other."""
+        """A connection's loop: fetch one range after another."""
         try:
             if piece is not None and error is not None:
                 self._failed(piece, error)
@@ -201,7 +200,7 @@ class Transfer:
                     raise Transient(f"the connection ended {piece.stop - piece.at:,} bytes too early")
             except Exception as error:
                 with self._lock:
-                    if piece.turn != turn:  # left behind: whatever ended it, it was not waited for
+                    if piece.turn != turn:  # abandoned; another thread has taken over
                         raise _Stopped from error
                     piece.measured_since = None
                 if not isinstance(error, Transient):
@@ -210,8 +209,8 @@ class Transfer:
         failpoint(f"download-range:{piece.start}")
 
     def _failed(self, piece: _Range, error: Transient) -> None:
-        """Wait, or raise `UserError` if a range has failed too often."""
-        # What came while it was too slow is no reason to go on for ever.
+        """Back off; raises `UserError` if the range has failed too often."""
+        # Bytes of a too slow measurement do not count as progress, or it could go on forever.
         came = (piece.measured_from if isinstance(error, _TooSlow) else piece.at) - piece.began
         if not self._state.version.resumable:
             with self._lock:
@@ -235,21 +234,22 @@ class Transfer:
 
 
 class Tries:
-    """Counts the failures of one range in a row, and waits after each, longer and longer."""
+    """Consecutive failures of one range, with exponential backoff."""
 
     def __init__(self, url: str, stop: threading.Event, note: Callable[[str], None]) -> None:
         self._url, self._stop, self._note = url, stop, note
         self._failed = 0
 
     def failed(self, error: Transient, *, worth: bool = False) -> None:
-        """Wait, or raise `UserError` after `TRIES`. `worth`: the try has brought enough not to be counted."""
+        """Back off; raises `UserError` after `TRIES` failures. `worth`: the attempt made progress, so the count
+        restarts at 1."""
         self._failed = 1 if worth else self._failed + 1
         if self._failed >= TRIES:
             raise UserError(
                 f"{self._url}: {error}, and so {TRIES} times in a row; check network and server, then run the same "
                 f"again: it goes on from the bytes that are there"
             )
-        wait_s = BACKOFF_S * 2 ** (self._failed - 1) * random.uniform(0.75, 1.25)  # so that not all come at once
+        wait_s = BACKOFF_S * 2 ** (self._failed - 1) * random.uniform(0.75, 1.25)  # jitter against retries in step
         if error.retry_after_s is not None:
             wait_s = max(wait_s, min(error.retry_after_s, RETRY_AFTER_MAX_S))
         self._note(f"{self._url}: {error}; trying again in {wait_s:.1f} s (failure {self._failed} of {TRIES})")
@@ -258,7 +258,7 @@ class Tries:
 
 
 def _cut(state: State, connections: int) -> Iterator[Span]:
-    """What is missing, in ranges: small enough that every connection has some, the last bytes too."""
+    """Split the missing bytes into ranges small enough that all connections stay busy to the end."""
     length = state.version.length
     size = min(max(length // (2 * connections), _RANGE_MIN_BYTES), _RANGE_MAX_BYTES)
     if not state.version.resumable:

@@ -1,4 +1,4 @@
-"""What a download sees of an object behind a URL: a version, and parts of its bytes. Kinds: http.py, s3.py."""
+"""Interface of a downloadable object: its version and its byte ranges. Implementations: http.py, s3.py."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Protocol
 
 from common.errors import UserError
 
-#: Seconds to wait for a connection, and for the next byte of an answer.
+#: Timeouts for connecting and for the next byte of a response, in seconds.
 CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 30.0
-#: Bytes read at a time: the first of an answer, and the most.
+#: Read size in bytes: the first of a response, and the maximum.
 _FIRST_CHUNK_BYTES, CHUNK_BYTES = 256, 256 << 10
 
 _WAIT_AND_TRY_AGAIN = frozenset({408, 425, 429})
@@ -23,24 +23,24 @@ _WAIT_AND_TRY_AGAIN = frozenset({408, 425, 429})
 
 @dataclass(frozen=True)
 class Version:
-    """Which bytes are behind a URL."""
+    """Version of the object behind a URL."""
 
-    #: Bytes of the whole object.
+    #: Size of the whole object in bytes.
     length: int
-    #: A strong ETag, in its quotes; None where the server gives none.
+    #: A strong ETag, with its quotes; None if the server sends none.
     etag: str | None
-    #: Last-Modified, in the server's own form; None where it gives none.
+    #: Last-Modified, as sent by the server; None if it sends none.
     modified: str | None
-    #: Whether the server sends any part that is asked for.
+    #: Whether the server supports range requests.
     ranges: bool
 
     @property
     def resumable(self) -> bool:
-        """Whether parts can be asked for and be known to belong together."""
+        """Whether ranges can be requested and verified to be of the same version."""
         return self.ranges and bool(self.etag or self.modified)
 
     def is_same_as(self, other: Version) -> bool:
-        """Whether both are surely the same bytes."""
+        """Whether both are certain to be the same bytes."""
         if self.length != other.length:
             return False
         if self.etag or other.etag:
@@ -53,17 +53,17 @@ class Version:
 
 @dataclass(frozen=True)
 class LeastRate:
-    """What a connection has to bring, else it is dropped and its range asked for again (curl's --speed-limit and
-    --speed-time)."""
+    """Minimum rate of a connection; a slower one is dropped and its range requested again, as with curl's
+    --speed-limit and --speed-time."""
 
-    #: 0: a connection may be as slow as it likes.
+    #: 0: no minimum.
     bytes_per_s: float = 1000.0
-    #: Seconds over which that is measured.
+    #: Measurement window in seconds.
     time_s: float = 60.0
 
 
 class Transient(Exception):
-    """An answer, or the lack of one, that another try may better."""
+    """A failure that a retry may fix."""
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -71,33 +71,35 @@ class Transient(Exception):
 
 
 class Changed(Exception):
-    """The object is no longer the version that parts were asked of."""
+    """The object is no longer the requested version."""
 
 
 class Remote(Protocol):
-    """An object behind a URL. Its methods may be called from several threads.
+    """An object behind a URL. Methods are thread-safe.
 
-    Both raise `Transient`; `UserError` for what no other try betters, saying what to check.
+    Both raise `Transient`; `UserError`, naming what to check, where a retry cannot help.
     """
 
     #: The address, without secrets.
     url: str
 
     def head(self) -> Version:
-        """What is there now."""
+        """The current version."""
         ...
 
     def read(self, version: Version, start: int, stop: int) -> Generator[bytes, None, None]:
-        """The bytes from `start` up to `stop` of that version; of one without ranges, all of them.
+        """Bytes [start, stop) of that version; the whole object if it does not support ranges.
 
-        Raises also `Changed`.
+        Also raises `Changed`.
         """
         ...
 
 
 def chunks_of(read: Callable[[int], bytes]) -> Generator[bytes, None, None]:
-    """What `read(size)` gives until it gives nothing, in sizes that take a fraction of a second each: `read` returns
-    when all of it has come, and so long nobody sees that a slow connection brings something."""
+    """Yield from `read(size)` until it returns nothing, with sizes that take a fraction of a second each.
+
+    `read` blocks until `size` bytes have arrived, so large reads would hide the progress of a slow connection.
+    """
     size = _FIRST_CHUNK_BYTES
     while True:
         began = time.monotonic()
@@ -113,7 +115,10 @@ def chunks_of(read: Callable[[int], bytes]) -> Generator[bytes, None, None]:
 
 
 def version_of(url: str, status: int, headers: Mapping[str, str]) -> Version:
-    """The version that the answer to a request for the first byte tells of (`headers` by names in any case)."""
+    """The version described by the response to a request for the first byte.
+
+    `headers` must be case-insensitive. Raises `UserError` if the length is missing or 0.
+    """
     if status == 206:
         total = _content_range(headers)[2]
     else:
@@ -127,7 +132,7 @@ def version_of(url: str, status: int, headers: Mapping[str, str]) -> Version:
 
 
 def check_part(status: int, headers: Mapping[str, str], version: Version, start: int, stop: int) -> None:
-    """Raise `Changed` or `Transient` unless an answer brings bytes `start` up to `stop` of `version`."""
+    """Raise `Changed` or `Transient` unless a response holds bytes [start, stop) of `version`."""
     if version.ranges and status == 200:
         raise Transient("the server sent the whole object instead of a part")
     expected = (start, stop - 1, version.length)
@@ -140,7 +145,7 @@ def check_part(status: int, headers: Mapping[str, str], version: Version, start:
 
 
 def refuse_status(status: int, headers: Mapping[str, str], reason: str = "") -> None:
-    """Raise `Transient` or `Changed` for a status that is an error but not final; return otherwise."""
+    """Raise `Transient` or `Changed` for an error status that is not final."""
     if status in _WAIT_AND_TRY_AGAIN or status >= 500:
         raise Transient(f"HTTP {status}{reason and f' ({reason})'}", _retry_after_s(headers.get("retry-after")))
     if status in (412, 416):
@@ -148,7 +153,7 @@ def refuse_status(status: int, headers: Mapping[str, str], reason: str = "") -> 
 
 
 def _strong_etag(headers: Mapping[str, str]) -> str | None:
-    """The ETag, unless it is a weak one, which stands for the same meaning and not for the same bytes."""
+    """The ETag; None for a weak one, which promises equivalence but not identical bytes."""
     etag = headers.get("etag")
     return etag if etag and not etag.startswith("W/") else None
 
@@ -166,12 +171,12 @@ def _content_range(headers: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def _retry_after_s(value: str | None) -> float | None:
-    """Seconds that a Retry-After header asks for: a number of them, or a date."""
+    """Delay of a Retry-After header (seconds or a date), in seconds."""
     if not value:
         return None
     if value.strip().isdigit():
         return float(value)
     try:
         return max(0.0, (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds())
-    except (TypeError, ValueError):  # neither: as if it were not there
+    except (TypeError, ValueError):  # malformed: ignored
         return None

@@ -1,4 +1,4 @@
-"""Objects in S3 and what speaks its protocol, through boto3: unsigned, or with the credentials of a profile."""
+"""Objects in S3 and S3-compatible stores, through boto3: unsigned, or with a profile's credentials."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from stages.transfer.remote import (
     version_of,
 )
 
-#: The profile that stands for whatever credentials boto3 finds by itself (environment, files, the machine's role).
+#: Profile name that selects boto3's own credential search (environment, files, instance role).
 DEFAULT_PROFILE = "default"
 
 
 class S3Store:
-    """A bucket, and a client for it."""
+    """A bucket and its client."""
 
     def __init__(self, bucket: str, *, profile: str, endpoint: Secret, connections: int) -> None:
-        """`profile` and `endpoint` may be empty: unsigned, and AWS itself."""
+        """An empty `profile` means unsigned requests, an empty `endpoint` AWS."""
         import boto3
         from botocore import UNSIGNED
         from botocore.config import Config
@@ -40,10 +40,10 @@ class S3Store:
             max_pool_connections=connections,
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=READ_TIMEOUT_S,
-            retries={"total_max_attempts": 1},  # tries are counted in transfer.py alone
-            # Servers that only speak S3 mostly know buckets by path; AWS's own need not.
+            retries={"total_max_attempts": 1},  # ranges.py retries
+            # Most S3-compatible servers address buckets by path.
             s3={"addressing_style": "path"} if endpoint else None,
-            # A part of an object has no checksum of its own.
+            # A range of an object has no checksum of its own.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
@@ -56,9 +56,9 @@ class S3Store:
 
     @contextlib.contextmanager
     def errors(self, url: str, *, first: bool = True) -> Iterator[None]:
-        """What boto3 raises, as `Transient`, `Changed`, or a `UserError` that says what to check.
+        """Translate boto3's errors to `Transient`, `Changed`, or a `UserError` that says what to check.
 
-        `first`: nothing has come from there yet, so a host that is not known is a wrong one.
+        `first`: no request has succeeded yet, so an unknown host is a wrong address, not an outage.
         """
         import botocore.exceptions as boto
 
@@ -81,7 +81,7 @@ class S3Store:
             raise Transient(one_line(error)) from error
         except (boto.BotoCoreError, ValueError) as error:  # parameters, profiles, credentials
             raise UserError(f"{url}: {one_line(error)}; check the address, s3_profile and s3_endpoint") from error
-        except OSError as error:  # while the body is read
+        except OSError as error:  # reading the body
             raise Transient(one_line(error)) from error
 
     def _refuse(self, url: str, response: dict[str, Any]) -> NoReturn:
@@ -104,7 +104,7 @@ class S3Store:
         raise UserError(f"{url}: HTTP {status} {code} {message}; check the address, s3_profile and s3_endpoint")
 
     def get(self, key: str, url: str, *, first: bool, **conditions: str) -> dict[str, Any]:
-        """The answer to a request for the object; its body is still to be read."""
+        """Request the object; the caller reads the body."""
         with self.errors(url, first=first):
             answer: dict[str, Any] = self.client.get_object(Bucket=self.bucket, Key=key, **conditions)
         return answer
@@ -118,7 +118,7 @@ class S3Remote:
         self._store, self._key = store, key
 
     def head(self) -> Version:
-        """What is there now, by a request for its first byte: the errors of HEAD do not say what is wrong."""
+        """The current version, from a request for the first byte: errors of HEAD carry no reason."""
         try:
             answer = self._store.get(self._key, self.url, first=True, Range="bytes=0-0")
         except Changed as error:

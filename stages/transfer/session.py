@@ -1,4 +1,4 @@
-"""A `requests` session for downloads: what it follows, and to whom it gives a login."""
+"""A `requests` session for downloads with strict rules on redirects and credentials."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from common.secrets import public_address
 
 
 class DownloadSession(requests.Session):
-    """Follows redirects that lose no protection: never from https to http, never to anything but the web.
+    """Follows redirects, but never from https to http and never to another scheme.
 
-    A login goes to the host it was given for. After a redirect to another one, .netrc is asked for that host by name
-    (its `default` is for no host in particular, and so for none that a server chooses), and for https only.
+    Credentials go only to the host they were given for. After a redirect to another host, only a .netrc entry with
+    that host's name is used, and only for https; the `default` entry is not, because the server chose the host.
     """
 
     def __init__(self, *, connections: int) -> None:
@@ -29,7 +29,7 @@ class DownloadSession(requests.Session):
         self.mount("https://", adapter)
 
     def get_redirect_target(self, resp: requests.Response) -> str | None:
-        """Where an answer sends us on to. Raises `UserError` where nobody should follow."""
+        """The redirect target of a response; raises `UserError` for a forbidden one."""
         target = super().get_redirect_target(resp)
         if target is None:
             return None
@@ -45,7 +45,7 @@ class DownloadSession(requests.Session):
         return target
 
     def rebuild_auth(self, prepared_request: requests.PreparedRequest, response: requests.Response) -> None:
-        """Called for each redirect, with the request that follows it."""
+        """Called by requests for each redirect with the follow-up request."""
         assert response.request.url is not None
         assert prepared_request.url is not None
         if not self.should_strip_auth(  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class DownloadSession(requests.Session):
 
 
 def _named_login(host: str) -> tuple[str, str] | None:
-    """User and password of the .netrc entry with this host's name; None: there is none, or no readable .netrc."""
+    """User and password of the .netrc entry for `host`; None without an entry or a readable .netrc."""
     path = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
     try:
         user, _, password = netrc.netrc(path).hosts[host]

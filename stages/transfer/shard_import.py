@@ -1,4 +1,4 @@
-"""Shards on their way into a stage directory: each is put there, checked by a process of its own, then named."""
+"""Import shards into a stage directory: write each to a temporary path, validate it in a worker, then rename it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stages.transfer.archive import members
 
 PATTERNS = {"training": "*_training_*.hdf5", "test": "*_test_*.hdf5"}
 _COPY_BYTES = 4 << 20
-#: Linux: _IOW(0x94, 9, int), on every architecture but MIPS, PowerPC and SPARC, where it fails.
+#: Linux: _IOW(0x94, 9, int) on all architectures except MIPS, PowerPC and SPARC, where the ioctl fails.
 _FICLONE = 0x40049409
 
 
 @dataclass(frozen=True)
 class IncomingShard:
-    """A file on its way: `put` makes it at a temporary path, fsynced."""
+    """A shard to import; `put` writes it to a path and fsyncs it."""
 
     origin: str
     size: int
@@ -34,7 +34,7 @@ class IncomingShard:
 
 @dataclass(frozen=True)
 class Limits:
-    """What shards must be; None leaves a limit open."""
+    """What shards must match; None: any value."""
 
     seq_len: int | None = None
     max_pred_len: int | None = None
@@ -43,11 +43,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file that has been checked."""
+    """A validated shard."""
 
     rows: int
     seq_len: int
-    #: Predictions of a sequence, at most.
+    #: Maximum predictions per sequence.
     max_pred_len: int
     output: Output
 
@@ -57,16 +57,17 @@ class _Task:
     final: Path
     origin: str
     limits: Limits
-    #: Whether it has its final name already, which it got after it was checked.
+    #: Whether it already has its final name, which it gets only after validation.
     is_placed: bool
 
 
 def take_in(
     directory: Path, source: str, incoming: Generator[IncomingShard, None, None], limits: Limits, *, processes: int
 ) -> dict[str, Shard]:
-    """Put, check and name all of them; those that have their names from an earlier run are not put again.
+    """Write, validate and rename all shards; those renamed by an earlier run are not written again.
 
-    Raises `UserError` that names `source` and the file: no valid shard, two of one name, other lengths than the first.
+    Raises `UserError` that names `source` and the file: an invalid shard, a duplicate name, lengths that differ from
+    the first shard's.
     """
     origins: dict[str, str] = {}
 
@@ -86,7 +87,7 @@ def take_in(
 
     shards: dict[str, Shard] = {}
     try:
-        # Closed here, so that an archive does not stay open until the garbage collector finds it.
+        # Closed here, so that an archive does not stay open until garbage collection.
         with contextlib.closing(incoming), contextlib.closing(tasks()) as queue, Workers(processes) as workers:
             for task, shard in workers.map(_check, queue):
                 first = next(iter(shards.values()), shard)
@@ -103,7 +104,7 @@ def take_in(
 
 
 def _check(task: _Task) -> tuple[_Task, Shard]:
-    """Read all of one file; of one that has its name, only its form and its hash."""
+    """Validate and hash a shard; one that is already in place is only checked for its shape and hashed."""
     from trainer.data.shards import file_shape
     from trainer.data.validation import validate_file
 
@@ -139,7 +140,7 @@ def _temporary(final: Path) -> Path:
 
 def is_shard(origin: str) -> bool:
     name = PurePosixPath(origin).name
-    # macOS adds "._name" beside every file it packs
+    # macOS packs a "._name" file beside every file.
     return not name.startswith(".") and any(fnmatch.fnmatch(name, pattern) for pattern in PATTERNS.values())
 
 
@@ -148,23 +149,23 @@ def folder_shards(folder: Path) -> list[Path]:
 
 
 def copied(folder: Path, directory: Path) -> Generator[IncomingShard, None, None]:
-    """The shards of a folder, for `directory`: clones that share their blocks where the file system can, else copies.
+    """Yield the shards of a folder: reflinks where the file system supports them, else copies.
 
-    Where there is no room for copies they are hard links, so that the owner's edits reach them: that is said, and the
-    manifest has what shows an edit.
+    Without disk space for copies they are hard links, which the owner's edits reach: a note says so, and the manifest
+    records the modification time, which reveals an edit.
     """
     shards = folder_shards(folder)
     needed = sum(path.stat().st_size for path in shards if not (directory / path.name).exists())
-    has_room, said = needed < shutil.disk_usage(directory).free, False
+    has_room, has_noted = needed < shutil.disk_usage(directory).free, False
     for path in shards:
 
         def put(temporary: Path, path: Path = path) -> None:
-            nonlocal said
+            nonlocal has_noted
             source = path.resolve()
             temporary.unlink(missing_ok=True)
             if not _clone(source, temporary):
-                if not has_room and not said:
-                    said = True
+                if not has_room and not has_noted:
+                    has_noted = True
                     print(
                         f"note: no room in {directory} for {needed:,} bytes of copies, so its shards are hard links to "
                         f"the files in {folder}; leave these as they are",
@@ -178,7 +179,7 @@ def copied(folder: Path, directory: Path) -> Generator[IncomingShard, None, None
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Make `target` a copy that shares its blocks until one of them is written; False where that cannot be."""
+    """Make `target` a reflink of `source` (copy on write); False if that is not supported."""
     if sys.platform != "linux":
         return False
     import fcntl
@@ -186,13 +187,13 @@ def _clone(source: Path, target: Path) -> bool:
     with source.open("rb") as read, target.open("wb") as write:
         try:
             fcntl.ioctl(write, _FICLONE, read.fileno())
-        except OSError:  # another file system, or one that cannot
+        except OSError:  # another file system, or no reflink support
             return False
     return True
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Make `target` a hard link to `source`; False where that cannot be."""
+    """Make `target` a hard link to `source`; False if that is not possible."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)
@@ -202,7 +203,7 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def unpacked(archive: Path) -> Generator[IncomingShard, None, None]:
-    """All regular files of an archive, shards or not, in its order; each is put before the next, or not at all."""
+    """Yield all regular files of an archive, shards or not, in archive order; `put` each before taking the next."""
     with contextlib.closing(members(archive)) as found:
         for member in found:
 

@@ -1,4 +1,4 @@
-"""What a URL of ready shards stands for: a file or folder of this machine, or an object to fetch."""
+"""Resolve the URL of ready shards: a local file or folder, or a remote object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GROUP = "addresses in the network"
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """How things are fetched; changes nothing about what comes out."""
+    """Transfer settings; they do not affect the result."""
 
     connections: int = option(
         8, decides=False, group=_GROUP, unit="requests", least=1, most=CONNECTIONS_MAX, help="parallel requests"
@@ -47,27 +47,29 @@ class Transport:
 
 @dataclass(frozen=True)
 class Fetcher:
-    """How one kind of URL is handled."""
+    """Handler of a URL scheme."""
 
-    #: What tells the content behind the URL from any other, as well as can be told without the network.
+    #: Identifies the content behind the URL as well as possible without the network.
     identity: Callable[[Secret, InputHashes], str]
-    #: The file or folder of this machine behind the URL, or the object that has to be fetched.
+    #: The local file or folder, or the remote object.
     open: Callable[[Secret, Transport], Path | Remote]
 
 
 def source_identity(url: Secret, hashes: InputHashes) -> str:
-    """The identity of a source: of a file or folder, its content; of an object in the network, its address, so that
-    a finished stage needs no network. Raises `UserError` if it cannot be had."""
+    """Identity of a source: the content of a local file or folder, the address of a remote object.
+
+    A finished stage thus needs no network. Raises `UserError`.
+    """
     return _fetcher(url).identity(url, hashes)
 
 
 def source_inputs(url: Secret, sha256: str | None, hashes: InputHashes) -> dict[str, str]:
-    """The source, and the sha256 that its archive must have, if one is asked for. Raises `UserError`."""
+    """Inputs of a stage: the source's identity and, if given, the required sha256. Raises `UserError`."""
     return {"source": source_identity(url, hashes), **({"sha256": sha256} if sha256 else {})}
 
 
 def open_source(url: Secret, transport: Transport) -> Path | Remote:
-    """The file or folder of this machine behind the URL, or the object to fetch. Raises `UserError`."""
+    """The local file or folder behind the URL, or the remote object. Raises `UserError`."""
     return _fetcher(url).open(url, transport)
 
 
@@ -82,7 +84,7 @@ def _fetcher(url: Secret) -> Fetcher:
 def _scheme(url: str) -> str:
     try:
         return urlsplit(url).scheme
-    except ValueError as error:  # half an IPv6 address, say
+    except ValueError as error:  # for example an incomplete IPv6 address
         raise UserError(f"{url} is no address ({error}); check it") from None
 
 
@@ -109,12 +111,12 @@ def _sha256s(paths: list[Path], hashes: InputHashes) -> list[str]:
 
 
 def file_identity(sha256: str) -> str:
-    """The identity of a file on this machine."""
+    """Identity of a local file."""
     return f"sha256:{sha256}"
 
 
 def folder_identity(sha256s: dict[str, str]) -> str:
-    """The identity of a folder of shards, from the sha256 of each by name."""
+    """Identity of a folder of shards, from the sha256 of each by name."""
     return digest(["folder", *(f"{name} {sha256}" for name, sha256 in sorted(sha256s.items()))])
 
 

@@ -1,1 +1,1 @@
-"""What a person looks at: a run as facts (`run`, `curves`), as pictures (`chart`, `timeline`), as a page, as a card."""
+"""Views of a run: data (`run`, `curves`, `facts`), charts (`chart`, `timeline`), HTML report and model card."""

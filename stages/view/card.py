@@ -1,6 +1,6 @@
-"""The model card: README.md beside the model, in the form that Hugging Face's hub reads.
+"""The model card: README.md beside the model, in the format of the Hugging Face Hub.
 
-The card ends with a sha256 of what is above it, so that one which a person has edited is known and left alone.
+The card ends with a sha256 of its text, so that an edited card is detected and left alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SEAL = re.compile(r"<!-- made by the pipeline, sha256 ([0-9a-f]{64}); once edit
 
 
 def card(run: Run) -> str:
-    """The card, as text: the data, the settings, the results and the versions."""
+    """Render the card: data, results, settings and versions, as Markdown."""
     counts = run.counts("evaluate")
     measured = bool(counts.get("samples"))
     parts = [
@@ -35,7 +35,7 @@ def card(run: Run) -> str:
             *(
                 f"### {title}\n\n{_table(head, rows)}"
                 for title, head, rows in facts.settings_tables(run)
-                if title != "run"  # where it was, not what
+                if title != "run"  # where it ran, not what was trained
             ),
         ),
         *_section("Versions", _table(("", ""), facts.versions(run))),
@@ -46,7 +46,7 @@ def card(run: Run) -> str:
 
 
 def is_edited(text: str) -> bool:
-    """Whether a card is not as the pipeline made it."""
+    """Whether a card differs from what the pipeline wrote."""
     seal = _SEAL.search(text)
     return seal is None or seal[1] != _digest(text[: seal.start()])
 
@@ -84,7 +84,7 @@ def _section(title: str, *parts: str) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; '' without rows."""
+    """Render a Markdown table; '' without rows."""
     if not rows:
         return ""
     lines = [head, ["---"] + ["---:" if len(head) > 1 else "---"] * (len(head) - 1), *rows]

@@ -1,7 +1,7 @@
-"""A curve over both phases as an SVG: phase 1, the join, phase 2, a band from smallest to largest, restarts.
+"""Line chart over both phases as an SVG, with the phase boundary, a min-max band and restart marks.
 
-The phases may be of very different lengths, so each has its own scale along the axis: a share of the width that goes
-with its steps, but not less than `_LEAST_SHARE`. Colours are classes, so that the page decides them.
+The phases may differ much in length, so each has its own horizontal scale: a share of the width proportional to its
+steps, but at least `_LEAST_SHARE`. Colours are CSS classes, defined by the page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stages.view.text import number
 
 _LEAST_SHARE = 0.3
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 20, 34
-#: What of the largest values the vertical axis has to show; the rest is cut off at its end.
+#: Quantile of the values that the vertical axis shows; values beyond it are clipped.
 _SHOWN = 0.98
 
 
@@ -25,17 +25,17 @@ class Series:
     """One phase of a curve."""
 
     phase: int
-    #: The steps of the phase, those to come included.
+    #: First and last step of the phase, planned steps included.
     first: int
     last: int
     points: Sequence[Point]
-    #: Steps with which it went on after an interruption.
+    #: First step after each interruption.
     restarts: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class Span:
-    """Where a phase is on the horizontal axis."""
+    """The extent of a phase on the horizontal axis."""
 
     series: Series
     left: float
@@ -49,7 +49,7 @@ class Span:
 def line_chart(
     series: Sequence[Series], *, title: str, unit: str, width: int, height: int, from_zero: bool = False
 ) -> str:
-    """An `<svg>` of `width` × `height` units; `from_zero`: the vertical axis begins at 0."""
+    """Draw an `<svg>` of `width` × `height` units; `from_zero`: the vertical axis begins at 0."""
     spans = _spans(series, width)
     low, high = _limits(series, from_zero)
     ticks = _ticks(low, high, max(4, height // 50))
@@ -79,7 +79,7 @@ def line_chart(
 
 
 def _spans(series: Sequence[Series], width: int) -> list[Span]:
-    """Each phase's place: as wide as its share of the steps, within limits."""
+    """Divide the width among the phases in proportion to their steps, within limits."""
     left, right = _LEFT, width - _RIGHT
     if len(series) == 1:
         return [Span(series[0], left, right)]
@@ -100,7 +100,7 @@ def _limits(series: Sequence[Series], from_zero: bool) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers from just below `low` to just above `high`: about so many steps of 1, 2 or 5 times ten to the n."""
+    """Round tick values that enclose [low, high], with about `about` steps of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / about
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -109,7 +109,7 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def _steps_axis(spans: Sequence[Span], bottom: float, width: int) -> list[str]:
-    """The axis with round steps, and the last step of each phase in any case."""
+    """The horizontal axis: round steps, and always the last step of each phase."""
     right = width - _RIGHT
     parts = [f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>']
     taken: list[tuple[float, float]] = []
@@ -141,9 +141,9 @@ def _curve(span: Span, y: Callable[[float], float], bottom: float) -> list[str]:
     middles = [(span.x((point.first + point.last) / 2), point) for point in points]
     parts = []
     if any(point.last > point.first for point in points):
-        there = "L".join(f"{x:.1f} {y(point.high):.1f}" for x, point in middles)
-        back = "L".join(f"{x:.1f} {y(point.low):.1f}" for x, point in reversed(middles))
-        parts.append(f'<path class="band p{phase}" d="M{there}L{back}Z"/>')
+        upper = "L".join(f"{x:.1f} {y(point.high):.1f}" for x, point in middles)
+        lower = "L".join(f"{x:.1f} {y(point.low):.1f}" for x, point in reversed(middles))
+        parts.append(f'<path class="band p{phase}" d="M{upper}L{lower}Z"/>')
     line = "L".join(f"{x:.1f} {y(point.mean):.1f}" for x, point in middles)
     if len(points) == 1:
         x, point = middles[0]
@@ -159,7 +159,7 @@ def _curve(span: Span, y: Callable[[float], float], bottom: float) -> list[str]:
 
 
 def _described(series: Sequence[Series], title: str, unit: str) -> str:
-    """The picture in words, for who does not see it."""
+    """Text alternative of the chart, for screen readers."""
     words = [
         f"phase {one.phase} from {number(one.points[0].mean)} at step {one.points[0].first} "
         f"to {number(one.points[-1].mean)} at step {one.points[-1].last}"

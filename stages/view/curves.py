@@ -1,4 +1,4 @@
-"""The curves of a training: metrics.jsonl, read as far as it has grown, and thinned out to what a picture can show."""
+"""Training curves: metrics.jsonl, read incrementally, and downsampled for charts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: What is kept of each step's record, in the record's names.
+#: Fields kept from each step's record.
 NAMES = ("loss", "masked_lm_loss", "next_sentence_loss", "learning_rate", "throughput", "grad_norm")
 
 
@@ -18,9 +18,9 @@ NAMES = ("loss", "masked_lm_loss", "next_sentence_loss", "learning_rate", "throu
 class Curves:
     """The steps of one phase, oldest first."""
 
-    #: Optimizer steps, counted over both phases.
+    #: Global optimizer steps.
     steps: list[int] = field(default_factory=list)
-    #: When each was recorded, seconds since 1970.
+    #: Unix time of each record, in seconds.
     times: list[float] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in NAMES})
 
@@ -29,18 +29,18 @@ class Curves:
         return values[-1] if values else None
 
     def recent(self, name: str, count: int = 50) -> float | None:
-        """The mean of the last `count` steps."""
+        """The mean over the last `count` steps; None without steps."""
         values = self.values[name][-count:]
         return sum(values) / len(values) if values else None
 
     def step_after(self, time: float) -> int | None:
-        """The first step that was recorded after `time`, None if there is none."""
+        """The first step recorded after `time`; None if there is none."""
         at = bisect.bisect_right(self.times, time)
         return self.steps[at] if at < len(self.steps) else None
 
 
 class MetricsFile:
-    """metrics.jsonl of a training; reading again costs what has come since."""
+    """metrics.jsonl of a training; a further read parses only what was appended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -51,7 +51,7 @@ class MetricsFile:
         self._curves = Curves()
 
     def read(self) -> Curves:
-        """All that is there; a training that is resumed has cut its file, so then it is read anew."""
+        """Read all records. A resumed training truncates its file, which is then read from the start."""
         try:
             with self._path.open("rb") as file:
                 if not self._goes_on(file.seek(0, 2), file):
@@ -67,7 +67,7 @@ class MetricsFile:
         return self._curves
 
     def _goes_on(self, size: int, file: Any) -> bool:
-        """Whether what is behind the part that was read is the next step's line."""
+        """Whether the file continues with the next step after the part already read."""
         if size <= self._offset or not self._curves.steps:
             return size == self._offset
         file.seek(self._offset)
@@ -78,7 +78,7 @@ class MetricsFile:
             return False
 
     def _add(self, line: bytes) -> None:
-        """Take the record of a step; a line that is none, as a machine that loses power leaves, is passed over."""
+        """Add a step's record; skips malformed lines, as a power loss leaves them."""
         try:
             record = json.loads(line)
             step, time = int(record["step"]), float(record["time"])
@@ -93,7 +93,7 @@ class MetricsFile:
 
 @dataclass(frozen=True)
 class Point:
-    """What stands for the steps `first` … `last`: their mean, smallest and largest value."""
+    """The mean, smallest and largest value over the steps `first` … `last`."""
 
     first: int
     last: int
@@ -103,7 +103,7 @@ class Point:
 
 
 def points(steps: Sequence[int], values: Sequence[float], most: int) -> list[Point]:
-    """At most `most` points for a curve, each for equally many steps (the last for what is left)."""
+    """Downsample a curve to at most `most` points, each over the same number of steps (the last over the rest)."""
     size = max(1, math.ceil(len(steps) / most))
     found = []
     for start in range(0, len(steps), size):

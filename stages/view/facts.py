@@ -1,4 +1,4 @@
-"""The numbers of a run, chosen and named once for the page, the card and the terminal."""
+"""The figures of a run and their names, shared by the report, the model card and the terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from common.secrets import redact
 from stages.view.run import Run
 from stages.view.text import duration, number, percent, size
 
-#: A table: its title, its head, its rows.
+#: Title, header and rows.
 Table = tuple[str, tuple[str, ...], list[list[str]]]
 
 
 def usage(path: str) -> str:
-    """The lines of Python that load the model at `path`."""
+    """Python code that loads the model at `path`."""
     return (
         "from transformers import BertForPreTraining, BertTokenizerFast\n\n"
         f'model = BertForPreTraining.from_pretrained("{path}")\n'
@@ -23,14 +23,14 @@ def usage(path: str) -> str:
 
 
 def span(run: Run, phase: int) -> tuple[int, int]:
-    """The first and the last optimizer step of a phase that has begun, those to come included."""
+    """First and last optimizer step of a phase that has begun, planned steps included."""
     steps = run.curves[phase].steps
     planned = run.setting(phase, "max_steps")
     return steps[0], max(steps[-1], steps[0] - 1 + int(planned)) if planned else steps[-1]
 
 
 def at_a_glance(run: Run) -> list[tuple[str, str, str]]:
-    """(name, value, what else there is to say)"""
+    """The key figures: (name, value, remark)."""
     found = []
     for phase, curves in run.curves.items():
         first, last = span(run, phase)
@@ -55,7 +55,7 @@ def at_a_glance(run: Run) -> list[tuple[str, str, str]]:
 
 
 def training_table(run: Run) -> list[list[str]]:
-    """Rows of (what, phase by phase) on how the phases went."""
+    """Rows of (name, value per phase) on the trainings."""
     rows: list[list[str]] = []
     if not run.curves:
         return rows
@@ -83,7 +83,7 @@ def training_table(run: Run) -> list[list[str]]:
 
 
 def evaluation_table(counts: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of (what, how much) of the counts of an evaluation that measured something."""
+    """Rows of (name, value) from the counts of an evaluation with at least one sample."""
     return [
         ["masked-LM accuracy", percent(counts["masked_lm_accuracy"])],
         ["masked-LM loss", f"{number(counts['masked_lm_loss'])} nats"],
@@ -95,7 +95,7 @@ def evaluation_table(counts: Mapping[str, Any]) -> list[list[str]]:
 
 
 def data_table(run: Run) -> list[list[str]]:
-    """Rows of (what, how much) on the text and the examples made of it."""
+    """Rows of (name, value) on the text and the examples made from it."""
     rows = []
     source = run.settings.get("corpus", {}).get("source")
     tokens = run.counts("tokenize_corpus")
@@ -124,7 +124,7 @@ def data_table(run: Run) -> list[list[str]]:
 
 
 def size_table(run: Run) -> list[list[str]]:
-    """Rows of (what, how large)."""
+    """Rows of (name, size)."""
     merged = run.counts("merge_shards")
     rows = [["parameters", number(merged["parameters"])]] if "parameters" in merged else []
     rows += [[f"{stage.stage}: files", size(stage.bytes)] for stage in run.stages if stage.bytes]
@@ -132,7 +132,7 @@ def size_table(run: Run) -> list[list[str]]:
 
 
 def settings_tables(run: Run) -> list[Table]:
-    """The settings: the two phases side by side, then each other section."""
+    """Tables of settings: the two phases side by side, then each other section."""
     sections = {name: {key: redact(text) for key, text in keys.items()} for name, keys in run.settings.items()}
     found: list[Table] = []
     phases = [name for name in sections if name.endswith(("phase1", "phase2")) and sections[name]]
@@ -150,7 +150,7 @@ def settings_tables(run: Run) -> list[Table]:
 
 
 def versions(run: Run) -> list[list[str]]:
-    """Rows of (package, version that the complete stages were made with); several where they differ."""
+    """Rows of (package, version used by the complete stages); all versions if stages differ."""
     every: dict[str, list[str]] = {}
     for stage in run.stages:
         for package, version in (stage.record.get("versions") or {}).items() if stage.is_complete else ():

@@ -21,11 +21,11 @@ from stages.view.timeline import has_cuts, timeline
 if TYPE_CHECKING:
     from jinja2 import Template
 
-#: Widths of pictures in CSS pixels: on a wide screen, and on a phone.
+#: Chart widths in CSS pixels: desktop and phone.
 _WIDE, _NARROW = 1168, 358
-#: Points of a curve for each phase.
+#: Maximum points per curve and phase.
 _MOST_POINTS = 200
-#: name in the metrics, title, unit, whether the axis begins at 0
+#: Metric, title, unit, whether the vertical axis begins at 0.
 _CHARTS = (
     ("masked_lm_loss", "Masked-LM loss", "nats a masked token", False),
     ("next_sentence_loss", "Next-sentence loss", "nats a pair", False),
@@ -38,15 +38,15 @@ _CHARTS = (
 @dataclass(frozen=True)
 class _Chart:
     title: str
-    #: An `<svg>` each; one that is not drawn over the full width has no wide one.
+    #: `<svg>` elements; only the full-width chart has a wide one.
     wide: Markup | None
     narrow: Markup
-    #: What is drawn, as numbers.
+    #: The plotted values.
     rows: list[list[str]]
 
 
 def page(run: Run) -> str:
-    """The page, as text. It loads nothing from elsewhere and runs no script."""
+    """Render the page as HTML. It loads no external resource and runs no script."""
     attempts = [(stage, attempt) for stage in run.stages for attempt in stage.attempts]
     return _template().render(
         run=run,
@@ -71,7 +71,7 @@ def page(run: Run) -> str:
 
 @functools.cache
 def _template() -> Template:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # 0.1 s, only for who draws a page
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # takes 0.1 s; needed only here
 
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
@@ -100,7 +100,7 @@ def _curve_marks(run: Run) -> Iterator[tuple[Markup, str]]:
 
 
 def _chart(run: Run, name: str, title: str, unit: str, *, from_zero: bool, hero: bool) -> _Chart | None:
-    """A curve of both phases, None if there is none. `hero`: over the full width."""
+    """The chart of a metric over both phases; None without points. `hero`: full width."""
     series = [
         Series(
             phase, *facts.span(run, phase), points(curves.steps, curves.values[name], _MOST_POINTS), run.restarts(phase)

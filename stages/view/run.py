@@ -1,4 +1,4 @@
-"""A run of the chain as facts, for whoever draws them: each stage with its state, record, attempts, and the curves."""
+"""A run of the chain as data for views: each stage's state, record and attempts, and the training curves."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ _IS = {"failed": "has failed", "running": "is running", "damaged": "is damaged",
 
 @dataclass
 class Run:
-    """What a view shows."""
+    """The data of a view."""
 
-    #: In running order.
+    #: In execution order.
     stages: Sequence[StageStatus]
     settings: Settings = field(default_factory=dict)
-    #: Of earlier looks at the same run, so that only what is new is read.
+    #: Metrics files of an earlier view of the same run, so that only new lines are read.
     metrics: dict[Path, MetricsFile] = field(default_factory=dict)
-    #: When this was looked at, seconds since 1970.
+    #: Unix time of this view, in seconds.
     written: float = field(default_factory=time.time)
 
     def stage(self, label: str) -> StageStatus | None:
         return next((stage for stage in self.stages if stage.stage == label), None)
 
     def counts(self, label: str) -> dict[str, Any]:
-        """What a stage counted; {} if it is not there or not complete."""
+        """A stage's counts; {} if it is missing or incomplete."""
         stage = self.stage(label)
         return {} if stage is None else stage.counts
 
     @property
     def trainings(self) -> dict[int, StageStatus]:
-        """The phases that are trained, by number."""
+        """The training stages by phase number."""
         found = ((phase, self.stage(f"pretrain-phase{phase}")) for phase in (1, 2))
         return {phase: stage for phase, stage in found if stage is not None}
 
     @functools.cached_property
     def curves(self) -> dict[int, Curves]:
-        """The curves of each phase that has begun."""
+        """The curves of each phase with recorded steps."""
         found = {}
         for phase, stage in self.trainings.items():
             if stage.directory is not None:
@@ -61,11 +61,11 @@ class Run:
         return found
 
     def setting(self, phase: int, name: str) -> Any:
-        """A setting that decided a phase, as it was recorded when that began; None if it has not."""
+        """A setting of a phase as recorded when it began; None if it has not begun."""
         return self.trainings[phase].record.get("parameters", {}).get(name) if phase in self.trainings else None
 
     def restarts(self, phase: int) -> list[int]:
-        """The steps with which a phase went on after it had been stopped."""
+        """The first step after each restart of a phase."""
         if phase not in self.curves:
             return []
         curves = self.curves[phase]
@@ -74,19 +74,19 @@ class Run:
 
     @property
     def model(self) -> Path | None:
-        """The Hugging Face directory, once it is there."""
+        """The Hugging Face directory; None until the merge is complete."""
         merged = self.stage("merge_shards")
         return merged.directory / "model" if merged and merged.is_complete and merged.directory else None
 
     @property
     def model_bytes(self) -> int:
-        """The size of that directory; 0 before it is there."""
+        """The size of that directory in bytes; 0 until the merge is complete."""
         merged = self.stage("merge_shards")
         return (merged.bytes or 0) if merged else 0
 
     @property
     def headline(self) -> tuple[str, str]:
-        """The state of the run, and a few words on it: those of the stage that asks for most attention."""
+        """The state of the run and a short description, from the stage that most needs attention."""
         for state in _FOREMOST:
             for stage in self.stages:
                 if stage.state == state:

@@ -1,4 +1,4 @@
-"""The state of a stage, which `status`, `--json`, `watch`, the report and the model card all show."""
+"""The state of a stage as shown by `status`, `--json`, `watch`, the report and the model card."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from stages.directory.records import read_identity, read_manifest
 
 @dataclass(frozen=True)
 class StageStatus:
-    """A stage and its state; the fields are those of `--json`."""
+    """A stage and its state; the fields are the keys of `--json`."""
 
     #: `<stage>[-phase<N>]`, as in the name of its directory.
     stage: str
-    #: Name of the luigi task; empty where only the directory is known.
+    #: Name of the luigi task; empty if only the directory is known.
     task: str = ""
     phase: int | None = None
-    #: complete, running, …: docs/recovery.md explains each. "unfinished" where only the directory is known.
+    #: complete, running, … (docs/recovery.md lists them); "unfinished" if only the directory is known.
     state: str = "waiting"
-    #: What else there is to say, in one line.
+    #: Details in one line.
     detail: str = ""
-    #: When it started (complete, running) or was seen last (interrupted, failed), UTC.
+    #: Start time (complete, running) or last activity (interrupted, failed), UTC.
     when: str | None = None
-    #: How long it took, or has been running.
+    #: Duration, or time since the start of a running stage.
     seconds: float | None = None
-    #: None: not begun.
+    #: None: not started.
     directory: Path | None = None
     fingerprint: str | None = None
-    #: Units done, of how many, of what, how many a second, and the seconds that leaves.
+    #: Progress: units done, total, unit name, rate, and remaining seconds.
     done: int | None = None
     total: int | None = None
     unit: str | None = None
     per_s: float | None = None
     left_s: float | None = None
-    #: Who holds its lock.
+    #: The process that holds its lock.
     host: str | None = None
     pid: int | None = None
 
     @classmethod
     def of_directory(cls, directory: Path) -> StageStatus:
-        """What a directory alone tells: whether the stage in it is complete."""
+        """The state as far as the directory alone tells: complete or unfinished."""
         record = read_identity(directory) or {}
         phase = record.get("phase")
         label = str(record.get("stage", directory.name)) + ("" if phase is None else f"-phase{phase}")
@@ -59,7 +59,7 @@ class StageStatus:
 
     @functools.cached_property
     def record(self) -> dict[str, Any]:
-        """Its manifest.json, stage.json where there is none, {} where it has not begun."""
+        """Its manifest.json, else stage.json, else {}."""
         if self.directory is None:
             return {}
         return read_manifest(self.directory) or read_identity(self.directory) or {}
@@ -70,17 +70,17 @@ class StageStatus:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """What it counted; {} until it is complete."""
+        """Its counts; {} until it is complete."""
         return dict(self.record.get("counts") or {}) if self.is_complete else {}
 
     @property
     def bytes(self) -> int | None:
-        """The size of its outputs; None until it is complete."""
+        """The size of its outputs in bytes; None until it is complete."""
         return sum(output["bytes"] for output in self.record["outputs"]) if self.is_complete else None
 
     @functools.cached_property
     def attempts(self) -> list[attempts.Attempt]:
-        """Oldest first. One without a record of them (the command was run by hand) is taken for a single one."""
+        """Attempts, oldest first; a complete stage without recorded attempts (run by hand) counts as one."""
         if self.directory is None:
             return []
         found = attempts.read(self.directory, running=self.state == "running", complete=self.is_complete)
@@ -91,10 +91,10 @@ class StageStatus:
 
     @property
     def stops(self) -> int:
-        """How often it ended before it was complete."""
+        """Number of attempts that ended before completion."""
         return sum(attempt.how not in ("complete", "running") for attempt in self.attempts)
 
     @property
     def seconds_at_work(self) -> float:
-        """How long it was at work, in all attempts."""
+        """Total time of all attempts."""
         return sum(attempt.seconds for attempt in self.attempts)

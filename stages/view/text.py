@@ -1,4 +1,4 @@
-"""Numbers, times and sizes as a person reads them."""
+"""Human-readable numbers, times and sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import datetime
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, none behind the point from 1000 on: 6.512, 28,125, 0.0004, 2.8e-05."""
+    """Format with four significant digits, without decimals from 1000 on: 6.512, 28,125, 0.0004, 2.8e-05."""
     if value is None or math.isnan(value):
         return "–"
     if value == int(value) and abs(value) < 1e15:
@@ -22,7 +22,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`0.3 s`, `12 s`, `4 min 05 s`, `45 h 02 min`, `3 d 4 h`."""
+    """Format a duration: `0.3 s`, `12 s`, `4 min 05 s`, `45 h 02 min`, `3 d 4 h`."""
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -34,12 +34,12 @@ def duration(seconds: float) -> str:
 
 
 def moment(time: float, *, seconds: bool = False) -> str:
-    """A time (seconds since 1970) on this machine's clock, with its zone."""
+    """Format a Unix time in the local time zone, with the zone's name."""
     return datetime.fromtimestamp(time).astimezone().strftime(f"%Y-%m-%d %H:%M{':%S' if seconds else ''} %Z")
 
 
 def size(count: float) -> str:
-    """`0 B`, `12.3 kB`, `4.0 GB`."""
+    """Format a number of bytes: `0 B`, `12.3 kB`, `4.0 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The time line of the stages as an SVG: a bar for each attempt, and how it ended; long times of rest are cut out."""
+"""Timeline of the stages as an SVG: a bar per attempt with its outcome; long idle times are cut out."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stages.view.status import StageStatus
 from stages.view.text import duration, moment
 
 _TOP, _BOTTOM = 26, 8
-#: Rest that is longer than this share of the time at work is cut out, and this wide instead.
+#: Idle time longer than this share of the working time is replaced by a gap of this width.
 _REST_SHARE = 0.15
 _CUT_WIDTH = 30
-#: Units of width below which there is little room.
+#: Width below which the narrow layout is used.
 _BELOW = 600
-#: What each ending is called in the legend.
+#: Outcome → its name in the legend.
 ENDINGS: dict[How, str] = {
     "complete": "complete",
     "running": "running",
@@ -31,15 +31,15 @@ _TICK_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the rows and their bars are: beside their names, or below them where there is little room."""
+    """Positions of the rows and bars: bars beside the stage names, or below them in the narrow layout."""
 
     width: int
-    #: Of a row.
+    #: Height of a row.
     height: int
-    #: The bars are between these.
+    #: Horizontal extent of the bars.
     left: int
     right: int
-    #: Of a bar, below the top of its row.
+    #: Offset of a bar from the top of its row.
     bar: int
 
     @classmethod
@@ -51,7 +51,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A time without long rest, and where it is drawn."""
+    """A period without a long idle time, and its horizontal extent."""
 
     began: float
     ended: float
@@ -63,13 +63,13 @@ class Stretch:
 
 
 def has_cuts(stages: Sequence[StageStatus]) -> bool:
-    """Whether rest is cut out of their time line."""
+    """Whether idle time is cut out of their timeline."""
     attempts = [attempt for stage in stages for attempt in stage.attempts]
     return len(_stretches(attempts, Layout.of(1000))) > 1 if attempts else False
 
 
 def timeline(stages: Sequence[StageStatus], *, width: int) -> str:
-    """An `<svg>` as wide as `width` units with a row for each stage that has begun; '' if none has."""
+    """Draw an `<svg>` of `width` units with a row per started stage; '' if none has started."""
     rows = [stage for stage in stages if stage.attempts]
     if not rows:
         return ""
@@ -101,7 +101,7 @@ def _stretches(attempts: Sequence[Attempt], layout: Layout) -> list[Stretch]:
             merged.append([began, ended])
         else:
             merged[-1][1] = ended
-    # Cuts take at most half of the width, however many there are.
+    # All gaps together take at most half of the width.
     wide = layout.right - layout.left
     cut = min(_CUT_WIDTH, wide / 2 / max(1, len(merged) - 1))
     room = wide - cut * (len(merged) - 1)
@@ -118,18 +118,18 @@ def _bar(attempt: Attempt, stretches: Sequence[Stretch], top: float) -> str:
     stretch = next(s for s in stretches if s.began <= attempt.started <= s.ended)
     x, end = stretch.x(attempt.started), stretch.x(attempt.ended)
     right = max(end, x + 2)
-    said = f"{ENDINGS[attempt.how]} after {duration(attempt.seconds)}, from {moment(attempt.started, seconds=True)}"
+    title = f"{ENDINGS[attempt.how]} after {duration(attempt.seconds)}, from {moment(attempt.started, seconds=True)}"
     if attempt.host:
-        said += f" on {attempt.host}"
+        title += f" on {attempt.host}"
     if attempt.error:
-        said += f": {attempt.error}"
+        title += f": {attempt.error}"
     mark = ""
     if attempt.how in ("failed", "hung"):
         mark = f'<path class="mark {attempt.how}" d="M{right - 4:.1f} {top + 2}l8 8m0 -8l-8 8"/>'
     elif attempt.how in ("interrupted", "killed"):
         mark = f'<path class="mark {attempt.how}" d="M{right:.1f} {top - 2}v16"/>'
     return (
-        f'<g class="attempt"><title>{escape(said)}</title><rect class="{attempt.how}" x="{x:.1f}" y="{top}" '
+        f'<g class="attempt"><title>{escape(title)}</title><rect class="{attempt.how}" x="{x:.1f}" y="{top}" '
         f'width="{right - x:.1f}" height="12" rx="1.5"/>{mark}</g>'
     )
 
@@ -156,7 +156,7 @@ def _axis(stretches: Sequence[Stretch], layout: Layout, height: float) -> list[s
 
 
 def _ticks(stretch: Stretch) -> list[tuple[float, str]]:
-    """Round times on this machine's clock; the first of a day with its date."""
+    """Round local times; the first tick of a day shows its date."""
     about = max(1.0, (stretch.right - stretch.left) / 90)
     raw = (stretch.ended - stretch.began) / about
     step = next((seconds for seconds in _TICK_SECONDS if seconds >= raw), _TICK_SECONDS[-1])
