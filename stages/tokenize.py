@@ -1,4 +1,4 @@
-"""Text → token ids, once: both phases are cut from them."""
+"""Text → token ids, computed once and shared by both phases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main() -> None:
     processes = processes_asked_for(options.processes)
     hashes = InputHashes.beside(out)
     if options.vocab_file is not None:
-        read_vocabulary(options.vocab_file)  # a bad one is refused before anything is made
+        read_vocabulary(options.vocab_file)  # refuse a bad one before any work is done
     with StageDirectory.begin(out, lambda: options.identity(hashes)) as work:
         counts = tokenize_corpus(work, options, processes=processes, hashes=hashes)
     documents = f"{counts['documents']:,} documents and {counts['held_out_documents']:,} held out"

@@ -1,1 +1,1 @@
-"""Measuring a trained model on examples that it has not seen."""
+"""Evaluation of a trained model on held-out examples."""

@@ -1,4 +1,4 @@
-"""How well a BERT fills masks and orders sentences it never saw."""
+"""BERT's masked-LM and next-sentence loss and accuracy on held-out examples."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def evaluate(
     batch_size: int,
     max_samples: int,
 ) -> dict[str, Any]:
-    """Measure `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies shares of 1."""
-    samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit takes a fair share of all documents
+    """Evaluate `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies in 0 … 1."""
+    samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit samples all shards evenly
     reader = BatchReader(shards, vocab_size=model.config.vocab_size, static_shapes=device.compiles_steps)
     sums = np.zeros(4)
     masked = sequences = 0
@@ -50,7 +50,7 @@ def evaluate(
                 (words.argmax(-1) == batch.masked_labels).sum(),
                 (pairs.argmax(-1) == batch.next_sentence_labels).sum(),
             )
-            # One transfer: on a lazy device each value fetched alone is a graph of its own, forward pass included.
+            # One transfer: on a lazy device, each separate fetch compiles a graph of its own, forward pass included.
             sums += torch.stack([value.float() for value in (*losses, *right)]).tolist()
             masked += counts[0]
             sequences += counts[1]
@@ -66,14 +66,14 @@ def evaluate(
 
 
 def all_samples(shards: ShardSet) -> Samples:
-    """Every row of a data set, in order."""
+    """All rows of a data set, in order."""
     counts = shards.rows_per_shard
     rows = [np.arange(count) for count in counts]
     return Samples(np.repeat(np.arange(len(counts)), counts), np.concatenate(rows))
 
 
 def load_model(directory: Path, device: Device) -> BertForPreTraining:
-    """The model, for `device`, of a Hugging Face directory with one model.safetensors. Raises `UserError`."""
+    """Load a Hugging Face directory with a single model.safetensors, for `device`. Raises `UserError`."""
     try:
         config = ModelConfig.of_hugging_face(json.loads((directory / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
@@ -81,7 +81,7 @@ def load_model(directory: Path, device: Device) -> BertForPreTraining:
             f"{directory} is not a Hugging Face model: {error}; give a directory with config.json"
         ) from error
     model = BertForPreTraining(config, device.operations)
-    # Hugging Face may store tied tensors under their second names too.
+    # Hugging Face may also store tied tensors under their second names.
     tensors = {
         name: tensor
         for name, tensor in read_tensors(directory / "model.safetensors")

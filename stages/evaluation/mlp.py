@@ -1,4 +1,4 @@
-"""The accuracy of the MLP on images it never saw."""
+"""The MLP's loss and accuracy on held-out images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.workloads.mnist import Images
 
 
 def evaluate(work: StageDirectory, model: MLP, images: Images, *, device: Device, batch_size: int) -> dict[str, Any]:
-    """Measure `model` on all of `images`; the loss is a mean in nats, the accuracy a share of 1."""
+    """Evaluate `model` on all of `images`; the loss is a mean in nats, the accuracy in 0 … 1."""
     order = np.arange(len(images))
     sums, batches = np.zeros(2), 0
     model.to(device.torch_device).eval()
@@ -32,7 +32,7 @@ def evaluate(work: StageDirectory, model: MLP, images: Images, *, device: Device
             guesses = model.log_probabilities(batch.images)
             batch_loss = torch.nn.functional.nll_loss(guesses, batch.labels, reduction="sum")
             batch_right = (guesses.argmax(-1) == batch.labels).sum()
-            # One transfer: on a lazy device each value fetched alone is a graph of its own, forward pass included.
+            # One transfer: on a lazy device, each separate fetch compiles a graph of its own, forward pass included.
             sums += torch.stack([batch_loss, batch_right.to(batch_loss.dtype)]).tolist()
             batches += 1
             bar.update(len(batch.labels))
@@ -46,7 +46,7 @@ def evaluate(work: StageDirectory, model: MLP, images: Images, *, device: Device
 
 
 def load_model(checkpoint: Path) -> MLP:
-    """The model in a checkpoint of `--workload mnist`. Raises `CheckpointError`."""
+    """Load the model of a `--workload mnist` checkpoint. Raises `CheckpointError`."""
     model = MLP()
     start = ResumePoint(checkpoint, TrainState.read(checkpoint), weights_only=True)
     load_into(dict(model.named_parameters()), start, "model", vocab_size=0, ranks=TensorParallel())

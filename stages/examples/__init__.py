@@ -1,1 +1,1 @@
-"""Token ids to rows: pairs of segments, masks, packing, and the shards they are written to."""
+"""Token ids → training examples: segment pairs, masking, packing, and shard files."""

@@ -1,4 +1,4 @@
-"""The shape of examples; imports no numpy, because the options of a stage are made of it."""
+"""The shape of examples; imports no numpy, because a stage's options import this module."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 #: [CLS] A [SEP] B [SEP]
 SPECIAL_POSITIONS = 3
-#: Sequences in a packed row, at most.
+#: Maximum sequences in a packed row.
 PACKED_SEQUENCES = 16
 
 
 @dataclass(frozen=True)
 class RowCapacity:
-    """What a row holds, at most."""
+    """Upper limits of a row: tokens, masked positions and sequences."""
 
     tokens: int
     masked: int
@@ -29,14 +29,14 @@ class Form:
 
     seq_len: int
     max_pred_len: int
-    #: Times that each document is cut and masked anew.
+    #: Times each document is cut into pairs and masked, differently each time.
     dupe_factor: int = 5
-    #: Share of a sequence's tokens that are to be predicted.
+    #: Share of a sequence's tokens to predict.
     masked_lm_prob: float = 0.15
     #: Share of documents whose examples are cut to a random shorter length.
     short_seq_prob: float = 0.1
     whole_word_mask: bool = False
-    #: Examples that may share a row; 1: each has a row of its own.
+    #: Maximum examples per row; 1 disables packing.
     sequences_per_row: int = 1
 
     @property
@@ -44,5 +44,5 @@ class Form:
         return RowCapacity(self.seq_len, self.max_pred_len, self.sequences_per_row)
 
     def masked_positions(self, lengths: Array) -> Array:
-        """How many positions of sequences of `lengths` tokens are masked."""
+        """Number of masked positions in sequences of `lengths` tokens; int64, same shape."""
         return (lengths * self.masked_lm_prob).round().astype("int64").clip(1, self.max_pred_len)

@@ -1,9 +1,8 @@
-"""Several sequences in one row: which go together, and how their arrays become those of the row.
+"""Packing several sequences into one row: which share a row, and the conversion of their arrays.
 
-Sequences are packed by their lengths alone, from a histogram of these: the longest first, each into the fullest row
-that still has room. This is the longest-pack-first histogram packing of Krell et al. 2021, arXiv:2107.02027, section
-3.1, with a limit on the masked positions of a row beside that on its tokens. Its time depends on the number of
-different lengths, not on that of the sequences.
+Packing works on the histogram of sequence lengths: longest first, each into the fullest row that still has room. This
+is the longest-pack-first histogram packing of Krell et al. 2021, arXiv:2107.02027, section 3.1, with a limit on a
+row's masked positions in addition to its tokens. Its time depends on the number of distinct lengths, not of sequences.
 """
 
 from __future__ import annotations
@@ -18,30 +17,32 @@ from trainer.data.hdf5 import Array
 
 @dataclass(frozen=True)
 class Pack:
-    """So many rows, each with sequences of these lengths, longest first."""
+    """A number of rows with the same content: sequences of `lengths`, longest first."""
 
     rows: int
     lengths: tuple[int, ...] = ()
     masked: int = 0
 
     def grown(self, rows: int, length: int, times: int, masked: int) -> Pack:
-        """`rows` of these, each with `times` sequences more."""
+        """`rows` rows like this one, each with `times` more sequences of `length` tokens."""
         return Pack(rows, (*self.lengths, *(length,) * times), self.masked + times * masked)
 
 
 def plan_packs(histogram: Array, masked: Array, limits: RowCapacity) -> list[Pack]:
-    """Rows for `histogram[n]` sequences of n tokens with `masked[n]` > 0 masked positions; both
-    (limits.tokens + 1,)."""
-    #: Free tokens → rows with so many.
+    """Plan rows for `histogram[n]` sequences of n tokens with `masked[n]` > 0 masked positions each.
+
+    Both arrays: (limits.tokens + 1,).
+    """
+    #: Indexed by the number of free tokens.
     open_rows: list[list[Pack]] = [[] for _ in range(limits.tokens)]
     for length in range(limits.tokens, 0, -1):
         left, needed = int(histogram[length]), int(masked[length])
         for free in range(length, limits.tokens + 1):
             if not left:
                 break
-            there = open_rows[free] if free < limits.tokens else [Pack(left)]
+            candidates = open_rows[free] if free < limits.tokens else [Pack(left)]
             kept = []
-            for pack in there:
+            for pack in candidates:
                 fit = min(free // length, limits.sequences - len(pack.lengths), (limits.masked - pack.masked) // needed)
                 if not left or fit < 1:
                     kept.append(pack)
@@ -62,10 +63,10 @@ def plan_packs(histogram: Array, masked: Array, limits: RowCapacity) -> list[Pac
 
 
 def pack(lengths: Array, masked: Array, limits: RowCapacity) -> Array:
-    """Which sequences share a row: (rows, limits.sequences) int32 numbers of them, -1 for none.
+    """Assign sequences to rows: (rows, limits.sequences) int32 sequence indices, -1 for an empty slot.
 
     `lengths` (sequences,) in tokens, 1 … limits.tokens; `masked` (limits.tokens + 1,): masked positions by length.
-    Sequences of one length are taken in their order.
+    Sequences of equal length keep their order.
     """
     by_length = np.argsort(lengths, kind="stable")
     histogram = np.bincount(lengths, minlength=limits.tokens + 1)
@@ -82,20 +83,20 @@ def pack(lengths: Array, masked: Array, limits: RowCapacity) -> Array:
 
 
 def real_places(lengths: Array, tokens: int) -> Array:
-    """Which of the first `tokens` places of each row are taken: lengths (N,) → (N, tokens) bool."""
+    """Mask of the occupied positions of each row: lengths (N,) → (N, tokens) bool."""
     taken: Array = np.arange(tokens, dtype=np.int32) < lengths[:, None]
     return taken
 
 
 def pack_tokens(sequences: Array, lengths: Array, tokens: int) -> Array:
-    """Sequences (M, …) of `tokens` each, padded, in the rows (N, tokens) that hold those of `lengths` (N, slots)."""
+    """Pack padded sequences (M, tokens) into rows (N, tokens), given the sequence lengths of each row, (N, slots)."""
     rows = np.zeros((len(lengths), tokens), sequences.dtype)
     rows[real_places(lengths.sum(1), tokens)] = sequences[real_places(lengths[lengths > 0], tokens)]
     return rows
 
 
 def unpack_tokens(rows: Array, lengths: Array) -> Array:
-    """The inverse of `pack_tokens`: (M, tokens), zero-padded."""
+    """Inverse of `pack_tokens`; returns (M, tokens), zero-padded."""
     tokens = rows.shape[1]
     sequences = np.zeros((int(np.count_nonzero(lengths)), tokens), rows.dtype)
     sequences[real_places(lengths[lengths > 0], tokens)] = rows[real_places(lengths.sum(1), tokens)]
@@ -103,16 +104,16 @@ def unpack_tokens(rows: Array, lengths: Array) -> Array:
 
 
 def pack_masked(positions: Array, ids: Array, lengths: Array) -> tuple[Array, Array]:
-    """Masked positions and former ids (M, P) of sequences as those of the rows (N, P), positions counted in the row.
+    """Convert masked positions and original ids of sequences (M, P) to those of rows (N, P), positions within the row.
 
-    `lengths` (N, slots). Position 0, a row's first [CLS], stands for none, before and after.
+    `lengths` (N, slots). In input and output, position 0, the first [CLS], means none.
     """
     is_sequence = lengths > 0
     starts = (np.cumsum(lengths, axis=1) - lengths)[is_sequence]
     chosen = positions > 0
     row = np.nonzero(is_sequence)[0]
     masked = np.bincount(row, chosen.sum(1), minlength=len(lengths)).astype(np.int64)
-    there = real_places(masked, positions.shape[1])
-    packed = np.zeros(there.shape, positions.dtype), np.zeros(there.shape, ids.dtype)
-    packed[0][there], packed[1][there] = (positions + starts[:, None])[chosen], ids[chosen]
+    used = real_places(masked, positions.shape[1])
+    packed = np.zeros(used.shape, positions.dtype), np.zeros(used.shape, ids.dtype)
+    packed[0][used], packed[1][used] = (positions + starts[:, None])[chosen], ids[chosen]
     return packed

@@ -1,8 +1,8 @@
-"""Token ids → BERT examples, many at a time: where each pair of segments lies, the rows, and the masks.
+"""Token ids → BERT examples, vectorised: segment pairs, rows and masks.
 
-The distribution is that of Google's create_pretraining_data.py (google-research/bert), which NVIDIA's follows; only
-the next sentence of a random pair comes from the same part of the corpus instead of all of it. All randomness comes
-from the generators given, so that the same seeds make the same bytes anywhere.
+The distribution is that of Google's create_pretraining_data.py (google-research/bert), which NVIDIA's script follows,
+except that a random second segment comes from the same part of the corpus, not from all of it. All randomness comes
+from the generators passed in, so the same seeds give the same bytes on any machine.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from stages.examples.form import SPECIAL_POSITIONS, Form
 from trainer.data.hdf5 import Array
 
-#: One example: its two segments as ranges of the tokens of a part, and whether the second was drawn at random.
+#: One example: its two segments as token ranges of a part, and whether the second is random.
 PAIR = np.dtype(
     [("a_start", np.uint32), ("b_start", np.uint32), ("a_length", np.uint16), ("b_length", np.uint16), ("random", "?")]
 )
-#: Rows masked at a time: their random keys and copies stay in the processor's cache.
+#: Rows masked at a time, so that their random keys and copies fit into the CPU cache.
 _MASKED_ROWS = 2048
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What masking needs to know of the ids."""
+    """The properties of the ids that masking needs."""
 
     size: int
     cls: int
@@ -33,23 +33,23 @@ class Vocabulary:
     mask: int
     #: Ids that may replace a masked token: all but the special ones.
     ordinary: Array
-    #: Whether each id continues a word, (size,) bool.
+    #: Whether each id is a word continuation, (size,) bool.
     continues: Array
 
 
 def plan_pairs(sentence_lengths: Array, document_lengths: Array, form: Form, *, rng: np.random.Generator) -> Array:
-    """Cut all documents of a part into pairs of segments, `dupe_factor` times; returns (pairs,) `PAIR`, shuffled.
+    """Cut all documents of a part into segment pairs, `dupe_factor` times; returns (pairs,) `PAIR`, shuffled.
 
-    As in `create_instances_from_document`: sentences are gathered up to a target length and split at random into A
-    and B, or half of the time B is taken from another document and the rest goes into the next pair.
-    A part with a single document gives only pairs that follow each other.
+    As in `create_instances_from_document`: sentences are collected up to a target length and split at random into A
+    and B; half of the time B comes from another document instead and the unused sentences go into the next pair.
+    A part with a single document gives only consecutive pairs.
     """
     cut = np.concatenate([[0], np.cumsum(sentence_lengths, dtype=np.int64)])
     ends = np.cumsum(document_lengths, dtype=np.int64)
     number = len(ends)
     if not number:
         return np.empty(0, PAIR)
-    # One lane for each document and repetition; all lanes take their next pair at once.
+    # One lane per document and repetition; each iteration cuts the next pair of every lane.
     document = np.tile(np.arange(number), form.dupe_factor)
     at, stop = (ends - document_lengths)[document], ends[document]
     longest = form.seq_len - SPECIAL_POSITIONS
@@ -79,7 +79,7 @@ def plan_pairs(sentence_lengths: Array, document_lengths: Array, form: Form, *, 
 
 
 def _other(document: NDArray[np.int64], number: int, draw: NDArray[np.float64]) -> NDArray[np.int64]:
-    """For each document another one, each of the others with the same chance; itself where there is no other."""
+    """For each document, a different one drawn uniformly; the document itself if it is the only one."""
     if number == 1:
         return document
     other = (draw * (number - 1)).astype(np.int64)
@@ -89,9 +89,9 @@ def _other(document: NDArray[np.int64], number: int, draw: NDArray[np.float64]) 
 def _truncate(
     a: Array, a_end: Array, b: Array, b_end: Array, random: Array, longest: int, rng: np.random.Generator
 ) -> Array:
-    """Shorten pairs to `longest` tokens, taking from the longer segment, at a random end each time.
+    """Shorten pairs to `longest` tokens, removing one at a time from a random end of the longer segment.
 
-    In closed form: first the longer loses until both are equal, then B and A lose in turn, B first.
+    In closed form: the longer segment loses tokens until both are equal, then B and A alternate, B first.
     """
     a_length, b_length = a_end - a, b_end - b
     surplus = np.maximum(a_length + b_length - longest, 0)
@@ -106,17 +106,17 @@ def _truncate(
 
 
 def lengths_of(pairs: Array) -> Array:
-    """Tokens of the rows of `pairs`, int64, in their shape; 0 where there is none."""
+    """Tokens of each pair including special tokens, int64, same shape; 0 for an empty slot."""
     both = pairs["a_length"].astype(np.int64) + pairs["b_length"]
     return np.where(both > 0, both + SPECIAL_POSITIONS, 0)
 
 
 def gather_rows(tokens: Array, pairs: Array, vocabulary: Vocabulary, seq_len: int) -> Array:
-    """`[CLS] A [SEP] B [SEP]` and zeros for each of `pairs`: (pairs, seq_len) of the dtype of `tokens`."""
+    """`[CLS] A [SEP] B [SEP]`, zero-padded, for each pair: (pairs, seq_len) of the dtype of `tokens`."""
     column = np.arange(seq_len, dtype=np.int32)
     a_length = pairs["a_length"].astype(np.int32)[:, None]
     end = a_length + pairs["b_length"][:, None] + (SPECIAL_POSITIONS - 1)
-    # Places may lie outside of the tokens where there will be a special token or nothing; those are clipped.
+    # Indices of special tokens and padding may be out of range; clip them, since these positions are overwritten.
     a_shift = pairs["a_start"].astype(np.int64)[:, None] - 1
     b_shift = pairs["b_start"].astype(np.int64)[:, None] - a_length - 2
     rows: Array = tokens.take(column + np.where(column <= a_length, a_shift, b_shift), mode="clip")
@@ -131,7 +131,7 @@ def gather_rows(tokens: Array, pairs: Array, vocabulary: Vocabulary, seq_len: in
 def complete_rows(
     rows: Array, pairs: Array, form: Form, vocabulary: Vocabulary, *, rng: np.random.Generator
 ) -> dict[str, Array]:
-    """Mask `rows` (N, S) of `gather_rows` in place; returns the six arrays of a shard of unpacked rows."""
+    """Mask `rows` (N, S) from `gather_rows` in place; returns the six arrays of an unpacked shard."""
     N, P = len(rows), form.max_pred_len
     arrays = {
         "input_ids": rows,
@@ -158,14 +158,14 @@ def complete_rows(
 def _mask(
     rows: Array, candidates: Array, lengths: Array, form: Form, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> tuple[Array, Array]:
-    """Mask `rows` in place; returns positions (ascending) and former ids, (N, P), zero-padded.
+    """Mask `rows` in place; returns positions (ascending) and original ids, (N, P), zero-padded.
 
-    Of the chosen tokens 80 % become [MASK], 10 % another ordinary token, 10 % stay.
+    Of the chosen tokens, 80 % become [MASK], 10 % a random ordinary token, and 10 % stay unchanged.
     """
     wanted = form.masked_positions(lengths)
     choose = _choose_words if form.whole_word_mask else _choose_tokens
     positions = choose(rows, candidates, wanted, form.max_pred_len, vocabulary, rng)
-    chosen = positions > 0  # position 0 is [CLS], never masked: it stands for none
+    chosen = positions > 0  # position 0 is [CLS], which is never masked: it means none
     row, _ = np.nonzero(chosen)
     place = positions[chosen]
     before = rows[row, place]
@@ -180,9 +180,9 @@ def _mask(
 def _choose_tokens(
     rows: Array, candidates: Array, wanted: Array, limit: int, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> Array:
-    """`wanted` of the candidates of each row, all with the same chance: (N, limit) positions, ascending, 0 for none."""
+    """Draw `wanted` candidates of each row uniformly: (N, limit) positions, ascending, 0 for none."""
     N, S = candidates.shape
-    # Random high bits over the position in the low ones: the smallest keys of a row are a draw without repetition.
+    # Random high bits, position in the low bits: a row's smallest keys are a draw without replacement.
     bits = int(S - 1).bit_length()
     keys = rng.integers(0, 1 << (32 - bits), (N, S), np.uint32) << np.uint32(bits)
     keys |= np.arange(S, dtype=np.uint32)
@@ -194,7 +194,7 @@ def _choose_tokens(
 
 
 def _ascending(positions: Array, none: int, limit: int) -> Array:
-    """Sort positions, turn `none` (above all others) into 0, and fill up to `limit` columns."""
+    """Sort positions, replace `none` (larger than any position) by 0, and pad to `limit` columns."""
     result = np.zeros((len(positions), limit), np.int64)
     positions = np.sort(positions, axis=1)
     result[:, : positions.shape[1]] = np.where(positions == none, 0, positions)
@@ -204,7 +204,7 @@ def _ascending(positions: Array, none: int, limit: int) -> Array:
 def _choose_words(
     rows: Array, candidates: Array, wanted: Array, limit: int, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> Array:
-    """Whole words in random order, each taken if it still fits into `wanted`: as `_choose_tokens`."""
+    """As `_choose_tokens`, but takes whole words in random order, each if it still fits into `wanted`."""
     N, S = rows.shape
     column = np.arange(S)
     begins = candidates & ~(vocabulary.continues[rows] & np.roll(candidates, 1, axis=1))

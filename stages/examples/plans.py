@@ -1,8 +1,8 @@
-"""The plan of a phase: every part of the corpus cut into pairs of segments, before any row of a shard is made.
+"""The plan of a phase: every part of the corpus cut into segment pairs, before any shard is written.
 
-A plan is files that are gone when the shards are there: for each part its pairs, 13 bytes each, those that share a row
-beside each other; and for each split the ids of all its parts, one after the other, so that rows of many parts are
-gathered at once.
+A plan consists of temporary files, removed once the shards are complete: for each part its pairs, 13 bytes each, with
+those of one row adjacent; and for each split the concatenated ids of all parts, so that rows of many parts can be
+gathered together.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from stages.tokens.files import SPLITS, TRAINING, part_paths, read_part
 from trainer.data.hdf5 import Array
 from trainer.seeds import derive_seed
 
-#: Where plans lie in the stage's directory.
+#: Folder of the plan files in the stage directory.
 PLAN = "plan"
-#: Ids that are mapped at a time, unless a part has more: they count as memory of the process.
+#: Ids mapped at a time (more only if a single part is larger): mapped pages count as the process's memory.
 _WINDOW_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class SplitTokens:
-    """The ids of one split, before it is planned."""
+    """The ids of one split, before planning."""
 
     parts: list[Path]
-    #: Where the ids of each part begin among all, and where the last end, (parts + 1,) int64.
+    #: Offset of each part's ids in the concatenation, and the total, (parts + 1,) int64.
     cut: Array
     dtype: np.dtype[np.uint16] | np.dtype[np.uint32]
     documents: int
-    #: Pairs of one repetition, at least: none takes `seq_len` tokens and one more sentence, cut to `seq_len`.
+    #: Lower bound on the pairs of one repetition: no pair uses up more than `seq_len` tokens plus one sentence, each
+    #: sentence counted as at most `seq_len` tokens.
     least_pairs: int
 
     @classmethod
     def read(cls, tokens: Path, split: str, seq_len: int) -> SplitTokens:
-        """Raises `UserError` if a part is not what it was."""
+        """Read the lengths of all parts. Raises `UserError` if a part was altered."""
         parts = part_paths(tokens, split)
         lengths, documents, capped, dtype = [0], 0, 0, np.dtype(np.uint16)
         for path in parts:
@@ -58,7 +59,7 @@ class SplitTokens:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """One split, planned; what shards are made from."""
+    """One planned split, from which its shards are made."""
 
     directory: Path
     split: str
@@ -70,8 +71,10 @@ class SplitPlan:
     rows: Array
 
     def windows(self, starts: Array, ends: Array) -> Iterator[tuple[Array, Array]]:
-        """(ids, (rows, slots) pairs of them) for rows `starts` … `ends` of each part, in order, of several parts at a
-        time. A slot without a pair is zeros."""
+        """Yield (ids, pairs) for rows `starts` … `ends` of each part, in order, several parts at a time.
+
+        pairs: (rows, slots) `PAIR`, ranges of `ids`; an empty slot has length 0.
+        """
         first = 0
         while first < len(self.rows):
             limit = self.cut[first] + _WINDOW_BYTES // self.dtype.itemsize
@@ -110,14 +113,14 @@ def pairs_path(directory: Path, split: str, part: int) -> Path:
 
 
 def form_of(split: str, form: Form) -> Form:
-    """Held-out documents are used once, and each of their examples has a row of its own."""
+    """The form of a split: held-out documents are used once and never packed."""
     return form if split == TRAINING else replace(form, dupe_factor=1, sequences_per_row=1)
 
 
 def make_plans(
     work: StageDirectory, splits: dict[str, SplitTokens], form: Form, seed: int, phase: int, workers: Workers
 ) -> dict[str, SplitPlan]:
-    """Plan the splits, but for what is planned already. Raises `DiskError`."""
+    """Plan the splits, reusing plan files that exist. Raises `DiskError`."""
     directory = work.path / PLAN
     directory.mkdir(exist_ok=True)
     tasks = [
@@ -142,7 +145,7 @@ def make_plans(
 
 
 def _make_pairs(task: _Task) -> int:
-    """Cut a part into the pairs of its rows, unless that is done; returns the number of rows."""
+    """Write the pairs of a part's rows, unless the file exists; returns the number of rows."""
     if not task.pairs.exists():
         part = read_part(task.part)
         pairs = plan_pairs(
@@ -159,7 +162,7 @@ def _make_pairs(task: _Task) -> int:
 
 
 def _packed(pairs: Array, form: Form, rng: np.random.Generator) -> Array:
-    """Pairs (M,) put together in rows, these shuffled: (rows, slots), zeros where a slot is free."""
+    """Pack pairs (M,) into rows and shuffle the rows: (rows, slots), zeros in empty slots."""
     chosen = pack(lengths_of(pairs), form.masked_positions(np.arange(form.seq_len + 1)), form.row)
     chosen = chosen[rng.permutation(len(chosen))]
     rows = np.zeros(chosen.shape, PAIR)
@@ -175,7 +178,7 @@ def _join(parts: list[Path], path: Path) -> None:
 
 
 def read_splits(tokens: Path, form: Form) -> dict[str, SplitTokens]:
-    """The splits that have documents; raises `UserError` where one has a single document."""
+    """Read the splits; the test split may be missing. Raises `UserError` if one has fewer than two documents."""
     splits = {}
     for split in SPLITS:
         found = SplitTokens.read(tokens, split, form.seq_len)

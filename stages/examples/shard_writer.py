@@ -1,4 +1,4 @@
-"""The rows of the shards: dealt out from the plans, gathered from the tokens, shuffled, masked and written."""
+"""Writes one shard: selects its rows from the plan, gathers their tokens, shuffles, masks and writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stages.tokens.wordpiece import CLS, CONTINUATION, MASK, SEP, SPECIAL_TOKENS
 from trainer.data.hdf5 import Array, Layout, contiguous_file, map_contiguous, open_hdf5
 from trainer.data.shards import LENGTHS_KEY, id_dtype, shard_layout
 
-#: Rows are shuffled and masked in slabs of about this size: what a process holds at a time.
+#: Rows are shuffled and masked in slabs of about this size, which bounds a process's memory.
 _SLAB_BYTES = 64 << 20
 _GATHERED_ROWS = 2048
 
@@ -55,15 +55,15 @@ def row_bytes(form: Form, vocab_size: int) -> int:
 
 
 def row_ranges(rows: Array, shares: int, share: int) -> tuple[Array, Array]:
-    """Where share number `share` of `shares` begins and ends in each of several heaps of `rows`, (heaps,) int64.
+    """Start and end of share `share` of `shares` within each of several groups of `rows`, both (groups,) int64.
 
-    As if all rows, one heap after the other, were dealt out in turn, and then every share took its rows of a heap
-    from one place: shares differ by at most one row, and each has its part of every heap.
+    The counts are those of dealing out all rows round-robin, group after group, while each share's rows of a group are
+    contiguous: shares differ by at most one row, and each takes its proportion of every group.
     """
     ends = np.cumsum(rows)
 
     def before(place: Array, which: int) -> Array:
-        """Rows among the first `place` that go to shares below `which`."""
+        """Number of the first `place` rows that go to shares below `which`."""
         result: Array = which * (place // shares) + np.minimum(which, place % shares)
         return result
 
@@ -72,7 +72,7 @@ def row_ranges(rows: Array, shares: int, share: int) -> tuple[Array, Array]:
 
 
 def make_shard(task: ShardTask) -> ShardResult:
-    """Write a shard, unless it is there; returns what it holds."""
+    """Write a shard unless it exists; returns its counts."""
     if not task.path.exists():
         vocabulary = load_vocabulary(task.tokens)
         form, rng = task.form, np.random.default_rng(task.seed)
@@ -101,7 +101,7 @@ def make_shard(task: ShardTask) -> ShardResult:
 def _make_slab(
     task: ShardTask, starts: Array, ends: Array, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> dict[str, Array]:
-    """Rows `starts` … `ends` of every part, shuffled, as the arrays of a shard."""
+    """The arrays of a shard for rows `starts` … `ends` of every part, shuffled."""
     form = task.form
     order = rng.permutation(int((ends - starts).sum()))
     pairs = np.empty((len(order), form.sequences_per_row), PAIR)
@@ -120,7 +120,7 @@ def _make_slab(
 
 
 def _gather(ids: Array, pairs: Array, vocabulary: Vocabulary, form: Form) -> Array:
-    """The rows (N, S) of `pairs` (N, slots), not masked."""
+    """The unmasked rows (N, S) of `pairs` (N, slots)."""
     if form.sequences_per_row == 1:
         return gather_rows(ids, pairs[:, 0], vocabulary, form.seq_len)
     lengths = lengths_of(pairs)
@@ -130,7 +130,7 @@ def _gather(ids: Array, pairs: Array, vocabulary: Vocabulary, form: Form) -> Arr
 def _complete_packed(
     rows: Array, pairs: Array, form: Form, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> dict[str, Array]:
-    """As `complete_rows` for rows (N, S) of several sequences: each is masked as if it had a row of its own."""
+    """As `complete_rows`, for packed rows (N, S): each sequence is masked as if it were alone in its row."""
     lengths = lengths_of(pairs)
     arrays = {
         key: np.zeros(shape, dtype) for key, (shape, dtype) in layout_of(len(rows), form, vocabulary.size).items()

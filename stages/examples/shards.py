@@ -1,10 +1,10 @@
 """Token ids → the shards of one phase.
 
-Every part of the corpus is cut into pairs, which are packed into rows if asked for (a plan: 13 bytes an example, its
-rows shuffled). Then the rows of all plans are dealt out to the shards, so that these are balanced and each draws from
-the whole corpus, and every shard is gathered, shuffled, masked and written by itself. Memory is bounded by a part, a
-window of the ids and a slab of a shard. Plans and shards are pure functions of the seed and their number: neither the
-number of processes nor an interruption changes a byte.
+Every part of the corpus is cut into pairs, which are optionally packed into rows (the plan: 13 bytes per example, rows
+shuffled). The rows of all plans are then distributed over the shards, so that shards are balanced and each samples the
+whole corpus; every shard is gathered, shuffled, masked and written independently. Memory is bounded by a part, a window
+of the ids and a slab of a shard. Plans and shards are pure functions of the seed and their index, so neither the number
+of processes nor an interruption changes a byte.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stages.examples.shard_writer import ShardResult, ShardTask, load_vocabulary
 from stages.tokens.files import TEST, TRAINING
 from trainer.seeds import derive_seed
 
-#: Left to the stage, shards are about this large, and at least so many that two machines share them evenly.
+#: Default shard size, and minimum number of shards, so that two machines share them evenly.
 _SHARD_BYTES, _SHARDS_MIN = 64 << 20, 8
 
 
@@ -40,10 +40,10 @@ def make_shards(
     phase: int,
     processes: int,
 ) -> dict[str, Any]:
-    """Fill `work` with the shards cut from the tokenized corpus in `tokens`, and finish it; returns the counts.
+    """Write the shards of the tokenized corpus `tokens` to `work` and complete it; returns the counts.
 
-    `shards`: how many of each split; None: as many as make them about 64 MB each. Raises `UserError` when the corpus is
-    too small, `DiskError` when the disk is too full.
+    `shards`: number of shards per split; None: so many that each has about 64 MB. Raises `UserError` if the corpus is
+    too small, `DiskError` if the disk lacks space.
     """
     made = []
     with Workers(processes) as workers:
@@ -52,7 +52,7 @@ def make_shards(
             print("note: no documents were held out, so there are no test shards", file=sys.stderr)
         vocab_size = load_vocabulary(tokens).size
         forms = {split: form_of(split, form) for split in splits}
-        # A row holds so many pairs at most.
+        # A lower bound: every row filled with the maximum number of pairs.
         least = {
             split: -(-forms[split].dupe_factor * found.least_pairs // forms[split].sequences_per_row)
             for split, found in splits.items()
@@ -78,20 +78,20 @@ def _require_room(
     directory: Path, splits: dict[str, SplitTokens], rows: dict[str, int], forms: dict[str, Form], vocab_size: int,
     what: str,
 ) -> None:  # fmt: skip
-    """Raise `UserError` unless there is room for what is not there yet of plans and shards with so many `rows`."""
+    """Raise `UserError` unless the missing plans and shards of `rows` rows fit on the disk."""
     needed = sum(
         rows[split] * (row_bytes(form, vocab_size) + form.sequences_per_row * PAIR.itemsize)
         for split, form in forms.items()
     )
     needed += sum(int(tokens.cut[-1]) * tokens.dtype.itemsize for tokens in splits.values())
-    there = [*directory.glob("bert_*.hdf5"), *(directory / PLAN).glob("*.*")]
-    require_disk_space(directory, needed - sum(path.stat().st_size for path in there), what)
+    existing = [*directory.glob("bert_*.hdf5"), *(directory / PLAN).glob("*.*")]
+    require_disk_space(directory, needed - sum(path.stat().st_size for path in existing), what)
 
 
 def _tasks_of(
     work: StageDirectory, tokens: Path, plan: SplitPlan, wanted: int | None, seed: int, phase: int
 ) -> list[ShardTask]:
-    """Share the rows of one split out to its shards."""
+    """The shard tasks of one split."""
     split, form, rows = plan.split, plan.form, int(plan.rows.sum())
     shards = wanted or _shards_for(rows, form, tokens)
     if rows < shards:

@@ -1,1 +1,1 @@
-"""Where documents come from: one file a format."""
+"""Sources of documents, one module per format."""

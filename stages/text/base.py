@@ -1,4 +1,4 @@
-"""What a source of documents is, and what all that are files have in common: they may be packed, damaged, cut."""
+"""The interface of a document source, and the base class of file sources: compression, damage, truncation."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from common.hashing import InputFile
 from common.workers import processes_asked_for
 
 _BLOCK_BYTES = 1 << 20
-#: Threads that unpack a .bz2 file (six keep up with the XML parser), and what each takes at a time: the library's own
-#: choice, 4 MiB, took three times the memory and was a fifth faster.
+#: Decompression threads for a .bz2 file (six keep up with the XML parser), and the chunk size of each: the library's
+#: default of 4 MiB took three times the memory and was 20 % faster.
 _BZ2_THREADS, _BZ2_CHUNK_BYTES = 6, 1 << 20
-#: A document longer than this many characters is cut at a line end, so that memory is bounded by it.
+#: A document longer than this many characters is split at a line end, which bounds memory.
 DOCUMENT_CHARACTERS_MAX = 4 << 20
-#: Bytes that a packed file unpacks to, for each of its own: not quite as many as most do.
+#: Assumed compression ratio of .gz and .bz2 text, slightly below what is typical.
 _PACKED_RATIO = 3
 _VISIBLE = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028\u2029\u2060\ufeff]")
 
 
 class Markup(Protocol):
-    """A document that is not text yet: making text of it costs so much that it is left to whoever needs it."""
+    """A document still in markup; extracting its text is expensive, so the worker that needs the text does it."""
 
     def __len__(self) -> int:
-        """Characters, with the markup."""
+        """Number of characters, including markup."""
 
     def text(self, dropped: Counter[str]) -> str:
-        """Its text, one paragraph or sentence a line, or ''; counts what it drops, by reason."""
+        """The text, one paragraph or sentence per line, or ''; counts what is dropped by reason in `dropped`."""
 
 
-#: What sources give: text, one paragraph or sentence a line, or what text can be made of in any process.
+#: What a source yields: text, one paragraph or sentence per line, or markup that any process can turn into text.
 Document = str | Markup
 
 
@@ -45,40 +45,41 @@ def text_of(document: Document, dropped: Counter[str]) -> str:
 
 
 class Source(Protocol):
-    """One place that documents come from."""
+    """A source of documents."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Name used in messages."""
 
     @property
     def size(self) -> int:
-        """Its size, about, in bytes."""
+        """Approximate size in bytes."""
 
     @property
     def position(self) -> int:
-        """How many of these bytes the documents given so far come from."""
+        """How many of these bytes the documents yielded so far account for."""
 
     @property
     def text_bytes(self) -> int:
-        """How many bytes of text are in it, about; rather too few than too many."""
+        """Estimated bytes of text in the source; errs on the low side."""
 
     def identity(self) -> str:
-        """What tells its content from any other."""
+        """A string that identifies the content."""
 
     def documents(self, dropped: Counter[str]) -> Iterator[Document]:
-        """Documents, always in the same order. Raises `UserError`.
+        """Yield the documents, always in the same order. Raises `UserError`.
 
-        Counts what it drops, by reason ("pages: redirects"), and what it reads if not documents ("read pages").
+        `dropped` counts what is dropped, by reason ("pages: redirects"), and what is read where that is not documents
+        ("read pages").
         """
 
 
 class FileSource:
-    """A file, packed if its name ends in .gz or .bz2; subclasses read documents from its `blocks`."""
+    """A file, compressed if its name ends in .gz or .bz2; subclasses read documents from its `blocks`."""
 
-    #: Stands in its identity: the same bytes read in another way are other documents. Plain text has none.
+    #: Part of the identity: the same bytes read as another format are different documents. Empty for plain text.
     kind: ClassVar[str] = ""
-    #: Bytes of text in a byte of such a file, about.
+    #: Approximate bytes of text per uncompressed byte.
     text_share: ClassVar[float] = 1.0
 
     __slots__ = ("_file", "one_document", "position")
@@ -112,9 +113,9 @@ class FileSource:
         raise NotImplementedError
 
     def blocks(self) -> Iterator[bytes]:
-        """The content, unpacked, in pieces of about a megabyte.
+        """Yield the decompressed content in blocks of at most 1 MiB.
 
-        Raises `UserError` where it is damaged or cut, and when the file is no longer the one that was hashed.
+        Raises `UserError` if the file is damaged or truncated, or has changed since it was hashed.
         """
         self.position = position = unpacked = 0
         with contextlib.ExitStack() as stack:
@@ -123,13 +124,13 @@ class FileSource:
             try:
                 file = stack.enter_context(self._unpacked(raw))
                 while block := file.read(_BLOCK_BYTES):
-                    self._file.require_unchanged(raw.fileno())  # all bytes read so far, ahead or not, are older
-                    self.position = position  # of the block before: of this one nothing has been used yet
+                    self._file.require_unchanged(raw.fileno())  # this check also covers read-ahead
+                    self.position = position  # end of the previous block: none of this one has been used yet
                     position = file.tell_compressed() // 8 if hasattr(file, "tell_compressed") else raw.tell()
                     unpacked += len(block)
                     yield block
-                self._file.require_unchanged(raw.fileno())  # a file that was cut ends early
-            # EOFError, BadGzipFile, zlib.error: gzip's; RuntimeError, ValueError: rapidgzip's.
+                self._file.require_unchanged(raw.fileno())  # a file truncated meanwhile just ends early
+            # gzip raises EOFError, BadGzipFile and zlib.error; rapidgzip raises RuntimeError and ValueError.
             except (EOFError, gzip.BadGzipFile, zlib.error, RuntimeError, ValueError) as error:
                 self._file.require_unchanged(raw.fileno())
                 raise UserError(
@@ -154,7 +155,7 @@ def cannot_read(source: Source, error: OSError) -> UserError:
 
 
 def gathered(lines: Iterable[str], dropped: Counter[str], *, one_document: bool) -> Iterator[str]:
-    """Documents of lines: a blank line ends one, unless all are `one_document`; nothing invisible is in them."""
+    """Group lines into documents, separated by blank lines unless all are `one_document`; drops invisible lines."""
     document: list[str] = []
     characters = 0
     for line in lines:
@@ -177,5 +178,5 @@ def gathered(lines: Iterable[str], dropped: Counter[str], *, one_document: bool)
 
 
 def is_visible(text: str) -> bool:
-    """Whether there is something to see: not white space, control characters, zero-width marks, a byte-order mark."""
+    """Whether `text` has more than white space, control characters, zero-width marks and byte-order marks."""
     return bool(_VISIBLE.search(text))

@@ -1,4 +1,4 @@
-"""Text that ships with Python: its language reference topics, and the docstrings of its standard library."""
+"""Text that ships with Python: the language reference topics and the standard library's docstrings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-# Tests say little in words; the others are not part of the library, or not in every installation of it.
+# Tests hold little prose; the others are not part of the library, or missing from some installations.
 _SKIPPED_FOLDERS = {
     "__pycache__", "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "lib-dynload", "turtledemo",
     "pydoc_data", "ensurepip",
@@ -28,9 +28,9 @@ _LETTERS = re.compile(r"[A-Za-z]{2,}.*[A-Za-z]{2,}")
 
 @functools.cache
 def builtin_documents() -> tuple[list[str], Counter[str]]:
-    """All documents (one a topic or module, one paragraph a line), in a fixed order; and what was dropped, by reason.
+    """All documents in a fixed order (one per topic or module, one paragraph per line), and drop counts by reason.
 
-    About two megabytes, the same for every run of one Python version.
+    About 2 MB, identical in every run of one Python version.
     """
     dropped: Counter[str] = Counter()
     seen: set[str] = set()
@@ -70,7 +70,7 @@ def _modules(dropped: Counter[str]) -> Iterator[list[str]]:
 
 
 def _docstrings(path: Path) -> Iterator[str]:
-    """The docstrings of a module, its classes and functions, in the order in which they stand there."""
+    """The docstrings of a module, its classes and functions, in source order."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pending: list[ast.AST] = [ast.parse(path.read_bytes())]
@@ -80,12 +80,12 @@ def _docstrings(path: Path) -> Iterator[str]:
             text = ast.get_docstring(node, clean=True)
             if text:
                 yield text
-        # Only statements hold definitions: not descending into expressions makes this twice as fast.
+        # Only statements hold definitions; skipping expressions makes this twice as fast.
         pending.extend(child for child in reversed(list(ast.iter_child_nodes(node))) if isinstance(child, ast.stmt))
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Paragraphs and list items of a docstring, each as one line, without examples, rules and markup."""
+    """The paragraphs and list items of a docstring, one per line, without examples, rules and markup."""
     after_colons = False
     for block in re.split(r"\n[ \t]*\n", inspect.cleandoc(text)):
         lines = [line for line in block.expandtabs().split("\n") if line.strip() and not _RULE.match(line.strip())]

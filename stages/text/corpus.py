@@ -1,7 +1,7 @@
-"""Where text comes from: sources, read as documents.
+"""The sources of a corpus, read as documents.
 
-Reading is cheap and sequential. What costs time, making text of markup and splitting it into sentences, is left to
-whoever tokenizes, in any process. A new kind of file is a class and a line in `FORMATS`.
+Reading is cheap and sequential. The expensive work, extracting text from markup and splitting it into sentences, is
+left to the tokenizing workers. To add a file format, write a class and register it in `FORMATS`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from stages.text.plain import PlainTextSource
 from stages.text.wikipedia import WikipediaSource
 
 BUILTIN = "builtin"
-#: Folder of a tokenized corpus with its tokenizer.
+#: Folder of the tokenizer inside a tokenized corpus.
 TOKENIZER = "tokenizer"
 #: What ends a document of plain text.
 BLANK_LINE, FILE = DOCUMENT_ENDS = ("blank_line", "file")
-#: A longer line is split into sentences in pieces of this length.
+#: Longer lines are split into sentences one window of this length at a time.
 _WINDOW_CHARACTERS = 8192
-#: The ending of a file's name → how it is read.
+#: File name extension → source class.
 FORMATS: dict[str, type[FileSource]] = {
     ".jsonl": JsonLinesSource,
     ".xml": WikipediaSource,
@@ -39,10 +39,10 @@ FORMATS: dict[str, type[FileSource]] = {
 
 
 class BuiltinSource:
-    """The documentation inside the running CPython."""
+    """The documentation that ships with the running Python."""
 
     name = BUILTIN
-    #: About the size of its text in CPython 3.11; only a progress bar and the vocabulary sample need it.
+    #: Approximate size of its text in CPython 3.11; only the progress bar and the vocabulary sample use it.
     size = text_bytes = 1_700_000
 
     def __init__(self) -> None:
@@ -64,9 +64,9 @@ class BuiltinSource:
 
 
 def kind_of(path: str) -> type[FileSource]:
-    """How a file is read, by the ending of its name before .gz or .bz2; plain text unless `FORMATS` has it.
+    """The source class for a file, by the extension before .gz or .bz2; plain text if `FORMATS` does not list it.
 
-    No regular expressions: they take 0.1 s for 100,000 names.
+    Avoids regular expressions, which take 0.1 s for 100,000 names.
     """
     name = path.rpartition("/")[2].removesuffix(".gz").removesuffix(".bz2")
     _, dot, ending = name.rpartition(".")
@@ -76,9 +76,9 @@ def kind_of(path: str) -> type[FileSource]:
 
 
 def find_files(specs: Iterable[str]) -> list[str]:
-    """What `specs` ("builtin", files, globs) name: `BUILTIN` or a file each, those of a glob sorted by name.
+    """Expand `specs` ("builtin", files, globs) to `BUILTIN` and file paths; the matches of a glob are sorted by name.
 
-    Raises `UserError`: a spec names no file or a folder, or a file is named twice.
+    Raises `UserError` if a spec matches no file or names a folder, or a file is named twice.
     """
     found: list[str] = []
     for spec in specs:
@@ -90,7 +90,7 @@ def find_files(specs: Iterable[str]) -> list[str]:
 
 
 def open_sources(specs: Iterable[str], hashes: InputHashes, *, document: str = BLANK_LINE) -> list[Source]:
-    """The sources that `specs` name, hashed. `document`: what ends a document of plain text, one of `DOCUMENT_ENDS`.
+    """Open and hash the sources named by `specs`. `document`, one of `DOCUMENT_ENDS`: what ends a plain-text document.
 
     Raises `UserError` as `find_files` does, and for a file that cannot be read.
     """
@@ -103,7 +103,7 @@ def open_sources(specs: Iterable[str], hashes: InputHashes, *, document: str = B
 
 
 def raw_documents(sources: Iterable[Source], dropped: Counter[str]) -> Iterator[Document]:
-    """The documents of all sources, in order; raises `UserError` for what cannot be read, and where there is none."""
+    """Yield the documents of all sources in order; raises `UserError` if a file is unreadable or all text is empty."""
     empty: list[str] = []
     found = False
     for source in sources:
@@ -131,8 +131,8 @@ def _what_was_dropped(dropped: Counter[str]) -> str:
 
 
 def sentences(document: str) -> list[str]:
-    """The sentences of a text, in order, stripped; none reaches over a line end."""
-    found: list[list[str]] = []  # in pieces
+    """Split a text into stripped sentences, in order; no sentence spans a line break."""
+    found: list[list[str]] = []  # the pieces of each sentence
     for line in document.split("\n"):
         inside = False
         for sentence in _segments(line):
@@ -140,23 +140,23 @@ def sentences(document: str) -> list[str]:
                 found[-1].append(sentence)
             else:
                 found.append([sentence])
-            # The library ends a sentence inside of "tkinter.Tk()"; in scripts with spaces, one must follow.
+            # sentencex ends a sentence inside "tkinter.Tk()"; in scripts with spaces, a space must follow the end.
             inside = sentence[-1].isascii() and not sentence[-1].isspace()
     return [stripped for pieces in found if (stripped := "".join(pieces).strip())]
 
 
 def _segments(line: str) -> Iterator[str]:
-    """What sentencex makes of a line.
+    """Segment a line with sentencex.
 
-    It takes quadratic time: seconds for a line of 80,000 Chinese characters. So a long line is given to it in windows;
-    each begins with the last sentence of the one before, which may have been cut.
+    sentencex takes quadratic time: seconds for a line of 80,000 Chinese characters. So a long line is processed in
+    windows; each starts at the last sentence of the previous window, which may have been cut.
     """
     from sentencex import segment
 
     start = 0
     while len(line) - start > _WINDOW_CHARACTERS:
         *whole, last = segment("en", line[start : start + _WINDOW_CHARACTERS])
-        if not whole:  # no sentence is as long as that: cut it after a space, or anywhere
+        if not whole:  # not a real sentence: cut after a space, or anywhere
             last = last[: last.rfind(" ") + 1] or last
             whole = [last]
         yield from whole
@@ -165,7 +165,7 @@ def _segments(line: str) -> Iterator[str]:
 
 
 def documents(spec: str) -> Iterator[list[str]]:
-    """The documents of one source, as lists of sentences; raises `UserError` as `open_sources` and `raw_documents`."""
+    """Yield one source's documents as lists of sentences; raises `UserError` as `open_sources` and `raw_documents`."""
     dropped: Counter[str] = Counter()
     for document in raw_documents(open_sources([spec], InputHashes()), dropped):
         if found := sentences(text_of(document, dropped)):
@@ -174,7 +174,7 @@ def documents(spec: str) -> Iterator[list[str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeOptions(StageOptions):
-    """The text of a corpus, and what splits it into tokens."""
+    """The text of a corpus and how to tokenize it."""
 
     module: ClassVar = "stages.tokenize"
     stage: ClassVar = "tokenize_corpus"
@@ -183,20 +183,20 @@ class TokenizeOptions(StageOptions):
     sources: tuple[str, ...] = option(
         names=("--source",),
         metavar="builtin|FILE|GLOB",
-        help="plain text, .jsonl or MediaWiki .xml, as they are or .gz or .bz2; in a glob ** stands for all folders "
-        "below, and a file of that very name comes first; repeatable",
+        help="plain text, .jsonl or MediaWiki .xml, optionally .gz or .bz2; in a glob ** matches any depth of folders; "
+        "a file of exactly that name takes precedence; repeatable",
     )
     held_out_sources: tuple[str, ...] = option(
-        (), names=("--held-out-source",), metavar="FILE|GLOB", help="text to evaluate on, all of it"
+        (), names=("--held-out-source",), metavar="FILE|GLOB", help="text used only for evaluation"
     )
     document: str = option(BLANK_LINE, choices=DOCUMENT_ENDS, help="end of a plain-text document")
-    vocab_file: Path | None = option(None, metavar="FILE", help="vocab.txt to use; left out, a vocabulary is learned")
+    vocab_file: Path | None = option(None, metavar="FILE", help="vocab.txt to use (default: learn one)")
     vocab_size: int = option(8192, unit="pieces", least=1, help="pieces of the vocabulary to learn")
-    lower_case: bool = option(True, help="whether upper case and accents go: an uncased model")
+    lower_case: bool = option(True, help="lower-case and strip accents, for an uncased model")
     held_out: float = option(0.05, unit="share", least=0, below=1, help="share of documents to evaluate on")
     seed: int = option(12345, help="decides which documents are held out")
     max_unknown_share: float = option(
-        0.05, unit="share", least=0, most=1, decides=False, help="more [UNK] than this is refused"
+        0.05, unit="share", least=0, most=1, decides=False, help="fail if the share of [UNK] exceeds this"
     )
     processes: int = option(0, least=0, decides=False, help="0: one for each core; changes no output")
 
@@ -206,7 +206,7 @@ class TokenizeOptions(StageOptions):
             raise UserError(f"no source is given; give {BUILTIN}, a file or a glob")
 
     def identity(self, hashes: InputHashes | None = None, upstream: Mapping[str, str] | None = None) -> Identity:
-        """Reads all files: their content identifies the result, not their paths. Raises `UserError`."""
+        """Hash all files: the result is identified by their content, not their paths. Raises `UserError`."""
         corpus = self.open(hashes or InputHashes())
         return Identity(self.stage, self.format_version, parameters=corpus.parameters(), inputs=corpus.inputs())
 
@@ -222,16 +222,16 @@ class TokenizeOptions(StageOptions):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The sources and the vocabulary of a corpus, all hashed."""
+    """The hashed sources and vocabulary of a corpus."""
 
     options: TokenizeOptions
     sources: list[Source]
     held_out_sources: list[Source]
-    #: The vocabulary that is given; None: one is learned.
+    #: The given vocabulary; None: learn one.
     vocabulary: InputFile | None
 
     def parameters(self) -> dict[str, Any]:
-        """The options that decide the tokens of these files."""
+        """The options that affect the tokens of these files."""
         options = self.options
         parameters: dict[str, Any] = {"lower_case": options.lower_case, "seed": options.seed}
         is_plain = any(isinstance(source, PlainTextSource) for source in (*self.sources, *self.held_out_sources))
@@ -244,7 +244,7 @@ class Corpus:
         return parameters
 
     def inputs(self) -> dict[str, Any]:
-        """The content of the files, not their paths."""
+        """Digests of the files' content, independent of their paths."""
         inputs: dict[str, Any] = {"sources": digest(source.identity() for source in self.sources)}
         if self.held_out_sources:
             inputs["held_out_sources"] = digest(source.identity() for source in self.held_out_sources)

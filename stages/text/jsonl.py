@@ -1,4 +1,4 @@
-"""JSON Lines: an object a line, whose "text" is a document."""
+"""JSON Lines: one object per line, whose "text" is a document."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from common.errors import UserError
 from stages.text.base import FileSource, gathered
 from stages.text.plain import decode
 
-#: A line is read as a whole; one that is longer than this is refused.
+#: Lines are read whole; a longer one is refused.
 _LINE_BYTES_MAX = 16 << 20
-#: Longer lines inside of a text are cut, as sentences are split a line at a time.
+#: Longer lines inside a text are cut, because sentences are split line by line.
 _TEXT_LINE_CHARACTERS = 1 << 20
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 class JsonLinesSource(FileSource):
-    """A UTF-8 file of JSON objects, one a line, each with a string "text"; what else they hold is left alone."""
+    """A UTF-8 file of JSON objects, one per line, each with a string "text"; other keys are ignored."""
 
     kind = "jsonl"
     text_share = 0.9
@@ -29,7 +29,7 @@ class JsonLinesSource(FileSource):
             if not line.strip():
                 continue
             text = self._text(number, decode(self.name, line, offset))
-            if _HALF_CHARACTER.search(text):  # JSON can spell half of a pair of surrogates; no encoding can
+            if _HALF_CHARACTER.search(text):  # JSON escapes can spell a lone surrogate, which UTF-8 cannot encode
                 text, halves = _HALF_CHARACTER.subn("\ufffd", text)
                 dropped["characters: half of one"] += halves
             documents = list(gathered(_short_lines(text, dropped), dropped, one_document=True))
@@ -54,7 +54,7 @@ class JsonLinesSource(FileSource):
         return text
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """(byte offset, line)."""
+        """Yield (byte offset, line)."""
         offset, pieces = 0, [b""]
         for block in self.blocks():
             first, *others = block.split(b"\n")

@@ -1,4 +1,4 @@
-"""Lists of files as a person writes them in a setting or an option: paths and globs, quoted as in a shell."""
+"""File lists in settings and options: paths and globs, quoted as in a shell."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.errors import UserError
 
 
 def split(text: str) -> list[str]:
-    """The words of a setting: separated by white space, quoted or escaped as in a shell. Raises `UserError`."""
+    """Split a setting at white space, with shell quoting and escapes. Raises `UserError`."""
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -22,9 +22,9 @@ def split(text: str) -> list[str]:
 
 
 def expand(pattern: str) -> list[str]:
-    """The files that one path or glob names: the path itself if it is there, else all matches, sorted by name.
+    """Expand one path or glob: the path itself if it exists, else all matches, sorted by name.
 
-    Raises `UserError`: nothing there, a folder, no regular file.
+    Raises `UserError` if nothing matches, or the path is a folder or not a regular file.
     """
     if os.path.isdir(pattern):
         inside = os.path.join(glob.escape(pattern), "*")
@@ -40,12 +40,12 @@ def expand(pattern: str) -> list[str]:
 
 
 def _regular_files(pattern: str) -> Iterator[str]:
-    """The regular files that a glob matches."""
+    """Yield the regular files that a glob matches."""
     paths = glob.iglob(pattern, recursive=True)
     if not glob.has_magic(os.path.basename(pattern)):
         yield from filter(os.path.isfile, paths)
         return
-    # Listing a folder, as glob does too, takes a fifth of the time of a `stat` of each of 100,000 files.
+    # For 100,000 files, scanning the folder takes a fifth of the time of a `stat` per file.
     files: dict[str, set[str]] = {}
     for path in paths:
         name = path.rpartition("/")[2]

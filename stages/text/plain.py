@@ -1,4 +1,4 @@
-"""Plain text: one paragraph or sentence a line, a blank line between documents, or each file a document."""
+"""Plain text: one paragraph or sentence per line, with documents separated by blank lines or one per file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PlainTextSource(FileSource):
         yield from gathered(self._lines(dropped), dropped, one_document=self.one_document)
 
     def _lines(self, dropped: Counter[str]) -> Iterator[str]:
-        """Lines without their ends; those over a megabyte come in pieces.
+        """Yield lines without line ends; lines over 1 MiB are split.
 
-        Raises `UserError` with the byte offset of what is not UTF-8.
+        Raises `UserError` with the byte offset of invalid UTF-8.
         """
         offset, rest = 0, b""
         for block in self.blocks():
@@ -39,7 +39,7 @@ class PlainTextSource(FileSource):
 
 
 def _end_of_piece(data: bytes) -> int:
-    """Where to cut a long line: after its last space, else before its last character (never inside one)."""
+    """Where to cut a long line: after its last space, else before its last character (never inside a character)."""
     space = data.rfind(b" ") + 1
     if space:
         return space
@@ -50,9 +50,9 @@ def _end_of_piece(data: bytes) -> int:
 
 
 def decode(name: str, data: bytes, offset: int) -> str:
-    """UTF-8 `data`, which stands at byte `offset` of the file called `name`, as text; raises `UserError`."""
+    """Decode UTF-8 `data`, found at byte `offset` of the file `name`; raises `UserError`."""
     try:
-        # The mark that Windows programs put first is not text.
+        # The byte-order mark that Windows programs write first is not text.
         return data.decode("utf-8").removeprefix("\ufeff") if offset == 0 else data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(

@@ -1,15 +1,15 @@
-"""The few templates that are words of a sentence, not decoration of a page: without them it would have a hole.
+"""The few templates that expand to words inside a sentence, which would be incomplete without them.
 
-They are those that stand most often inside of paragraphs: quantities, foreign words, dashes.
+These are the ones most frequent inside paragraphs: quantities, foreign words, dashes.
 """
 
 from __future__ import annotations
 
 import re
 
-#: Stands for something a sentence cannot do without and that is not text, such as a formula; the sentence goes.
+#: Placeholder for an essential part of a sentence that is not text, such as a formula; the sentence is dropped.
 HOLE = "\x03"
-#: Stands for what is no loss in brackets, such as how a word is spoken; outside of them it is a hole.
+#: Placeholder for what can be dropped inside brackets, such as a pronunciation; outside brackets it is a `HOLE`.
 ASIDE = "\x04"
 
 _SIGNS = {
@@ -47,14 +47,14 @@ _RANGE_WORDS = {
 
 
 def has_words(name: str) -> bool:
-    """Whether `words_of_template` asks for the values of a template; all others say nothing."""
+    """Whether `words_of_template` handles this template; all others expand to nothing."""
     return name in _KNOWN or name.startswith(_ASIDES) or bool(_HOLES.fullmatch(name))
 
 
 def words_of_template(name: str, values: list[str]) -> str:
-    """What a template says in the middle of a sentence: words, `HOLE`, `ASIDE`, or '' if nothing.
+    """What a template expands to inside a sentence: words, `HOLE`, `ASIDE`, or ''.
 
-    `name` is in lower case; `values` are its values without names, in order.
+    `name` is in lower case; `values` are the positional arguments, in order.
     """
     if name in _SIGNS:
         return _SIGNS[name]
@@ -72,7 +72,7 @@ def words_of_template(name: str, values: list[str]) -> str:
 
 
 def _quantity(values: list[str]) -> str:
-    """`{{convert|5|to|10|km|mi}}` → "5 to 10 km": all up to the first unit."""
+    """`{{convert|5|to|10|km|mi}}` → "5 to 10 km": everything up to the first unit."""
     words = []
     for value in values:
         words.append(_RANGE_WORDS.get(value, value))

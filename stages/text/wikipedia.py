@@ -1,4 +1,4 @@
-"""MediaWiki dumps (pages-articles.xml): the XML is read here, one page after the other; see `stages.text.wikitext`."""
+"""Streaming XML reader for MediaWiki dumps (pages-articles.xml); `stages.text.wikitext` extracts the text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from xml.parsers import expat
 from common.errors import UserError
 from stages.text.base import FileSource
 
-#: MediaWiki itself allows no longer pages (its $wgMaxArticleSize is 2048 kibibytes).
+#: MediaWiki's own limit ($wgMaxArticleSize, 2048 KiB).
 _PAGE_CHARACTERS_MAX = 2 << 20
 #: Namespaces whose links show no text: Media, File, Category.
 _MEDIA = ("-2", "6", "14")
 _MEDIA_NAMES = ("media", "file", "image", "category")
-#: Elements whose text is wanted, by where they are.
+#: Elements whose text is kept, by parent element.
 _WANTED = {
     "page": ("title", "ns"),
     "revision": ("model", "text"),
@@ -42,17 +42,17 @@ class WikiPage:
 
         try:
             return prose(self.wikitext, self.media, dropped)
-        except Exception as error:  # of the parser: one page of millions must not end the run, but be seen
+        except Exception as error:  # one unparsable page of millions must not end the run, but is reported
             print(f"note: the page {self.title!r} cannot be parsed and is left out ({error!r})", file=sys.stderr)
             dropped["pages: not to be parsed"] += 1
             return ""
 
 
 class WikipediaSource(FileSource):
-    """A dump of the current pages of a wiki; its articles are its documents."""
+    """A dump of a wiki's current pages; each article is a document."""
 
     kind = "mediawiki"
-    text_share = 0.15  # English Wikipedia: about 14 GB of 95
+    text_share = 0.15  # English Wikipedia: about 14 GB of 95 GB
 
     def documents(self, dropped: Counter[str]) -> Iterator[WikiPage]:
         pages, before = _Pages(self.name), dropped.copy()
@@ -66,7 +66,7 @@ class WikipediaSource(FileSource):
                 raise
             raise UserError(f"{error} (until there {_so_far(pages, dropped - before)})") from error
         except expat.ExpatError as error:
-            yield from self._articles(pages, dropped)  # of the block in which it breaks
+            yield from self._articles(pages, dropped)  # those complete before the error
             self._refuse(pages, error, dropped - before)
 
     def _articles(self, pages: _Pages, dropped: Counter[str]) -> Iterator[WikiPage]:
@@ -112,15 +112,15 @@ class _Page:
 
 
 class _Pages:
-    """Makes pages of a dump's bytes. Nothing but the page that is being read is kept."""
+    """Incremental parser from a dump's bytes to pages; keeps only the page being read in memory."""
 
     def __init__(self, name: str) -> None:
         self.is_dump = False
-        #: Title of the last page that was read as a whole.
+        #: Title of the last complete page.
         self.last = ""
         self.media: tuple[str, ...] = _MEDIA_NAMES
         self._name = name
-        self._prefixes: dict[str, str] = {}  # of titles, by namespace
+        self._prefixes: dict[str, str] = {}  # title prefixes, by namespace
         self._open: list[str] = []
         self._page = _Page()
         self._key = ""
@@ -137,20 +137,20 @@ class _Pages:
 
     @property
     def offset(self) -> int:
-        """Bytes of XML before the place of the last error."""
+        """Byte offset of the last error in the XML."""
         return self._parser.ErrorByteIndex
 
     def feed(self, block: bytes) -> None:
-        """Read on; an empty block is the end. Raises `ExpatError`, `UserError`."""
+        """Parse one more block; an empty block marks the end. Raises `ExpatError`, `UserError`."""
         self._parser.Parse(block, not block)
 
     def take(self) -> list[_Page]:
-        """The pages that have been read since the last call."""
+        """The pages completed since the last call."""
         done, self._done = self._done, []
         return done
 
     def _doctype(self, *_: object) -> NoReturn:
-        # Dumps have none; whoever puts one there has entities in mind.
+        # Dumps have none; one could only serve an entity-expansion attack.
         raise UserError(
             f"{self._name} has a document type declaration, which MediaWiki dumps do not have; fetch another"
         )
@@ -195,7 +195,7 @@ class _Pages:
 
     def _finish(self) -> None:
         page = self._page
-        if not page.namespace:  # dumps of before 2011 leave it to the title
+        if not page.namespace:  # dumps from before 2011 give it only as a title prefix
             prefix, colon, _ = page.title.partition(":")
             page.namespace = "other" if colon and prefix in self._prefixes.values() else "0"
         self.last = page.title

@@ -1,7 +1,7 @@
-"""MediaWiki's markup → prose: paragraphs, one a line, without headings, lists, tables, notes and most templates.
+"""MediaWiki markup → prose: one paragraph per line, without headings, lists, tables, notes and most templates.
 
-The markup of a section is parsed by wikitextparser. What is simple goes before that, which makes it faster, and a
-paragraph that holds anything like markup afterwards is dropped.
+wikitextparser parses each section. Simple markup is removed first, which is faster, and a paragraph that still
+contains anything like markup afterwards is dropped.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from wikitextparser import ParserFunction, Table, Template, WikiText
 
 from stages.text.templates import ASIDE, HOLE, has_words, words_of_template
 
-#: Characters of text that make a page worth keeping, of a line likewise, and the longest line that is looked at.
+#: Minimum characters of a page and of a line worth keeping, and the longest line that is processed.
 PAGE_MIN, _LINE_MIN, _LINE_MAX = 200, 30, 20_000
-#: The parser takes time with the square of what is opened and never closed: openings × characters is refused above.
+#: Unclosed brackets make the parser quadratic; a section whose unclosed openings × characters exceed this is dropped.
 _TANGLE_MAX = 10_000_000
 
-#: Sections that end an article and hold no prose.
+#: Sections at the end of an article that hold no prose.
 _BACK_MATTER = frozenset(
     (
         *("references", "notes", "footnotes", "citations", "sources", "bibliography", "works cited", "further reading"),
@@ -30,18 +30,21 @@ _BACK_MATTER = frozenset(
     )
 )
 _HEADING = re.compile(r"^=[^\n]{1,300}=[ \t]*$", re.MULTILINE)
-#: What goes with all that is in it: notes, pictures, code; and formulas, which leave a hole in their sentence.
+#: Elements removed with their content: notes, pictures, code; and formulas, which leave a `HOLE` in their sentence.
 _WITHOUT_TEXT = re.compile(
     r"<(ref|references|gallery|source|syntaxhighlight|pre|timeline|score|graph|imagemap|inputbox|categorytree|templatedata"
     r"|section|style|script|math|chem|ce|hiero)\b[^<>]*?(?:/>|>.*?</\1\s*>)",
     re.DOTALL | re.IGNORECASE,
 )
 _FORMULAS = frozenset(("math", "chem", "ce", "hiero"))
-#: A link to the same page in another language; it is shown in the margin.
+#: A link to the same page in another language; MediaWiki shows it in the margin, not in the text.
 _LANGUAGE_LINK = r"(?:[a-z]{2,3}|simple)(?:-[a-z]+)*:[^\[\]|\n]*"
 _LIST = ("*", "#", ":", ";")
 _REPLACED = [
-    (re.compile(r"</?ref\b", re.IGNORECASE), "|"),  # a note that never ends, or has never begun: markup left
+    (
+        re.compile(r"</?ref\b", re.IGNORECASE),
+        "|",
+    ),  # an unclosed or unopened note; "|" gets its paragraph dropped as residue
     (re.compile(r"<br\b[^<>]{0,50}>", re.IGNORECASE), " "),
     (re.compile(r"</?(?:blockquote|p|div|center|poem)\b[^<>]{0,200}>", re.IGNORECASE), "\n\n"),
     (re.compile(r"^-{4,}", re.MULTILINE), "\n\n"),
@@ -57,7 +60,7 @@ _RESIDUE = re.compile(
     r"\[\[|\]\]|\{\{|\}\}|\||</?[a-zA-Z]+[^<>]{0,200}>|<ref|</|&[a-zA-Z]+;|&#|https?:|\b(?:style|align|colspan|class)\s*="
 )
 _SENTENCE_END = re.compile(r"[.!?…。！？؟।۔][\"'”’»)\]]*$")
-#: The end of a paragraph that leads to what is not there: "… are as follows:".
+#: A lead-in to a dropped list at the end of a paragraph: "… are as follows:".
 _LEAD_IN = re.compile(r"(?:^|(?<=[.!?…][\"'”’) ]))[^.!?…]*:$")
 _BRACKETED = re.compile(r"\([^()]*\)")
 #: What dropped templates leave in brackets and between commas: "( ; 1809-1882)", "born , in", "word .".
@@ -78,12 +81,13 @@ _OPENED_BY = {"}}": "{{", "]]": "[[", "|}": "{|"}
 
 
 def prose(text: str, media: tuple[str, ...], dropped: Counter[str]) -> str:
-    """The paragraphs of a page in wikitext, one a line; '' if next to nothing is left.
+    """The paragraphs of a wikitext page, one per line; '' if fewer than `PAGE_MIN` characters are left.
 
-    `media`: names of the namespaces whose links show no text, such as File and Category. Counts what it drops.
+    `media`: names of the namespaces whose links show no text, such as File and Category. `dropped` counts what is
+    dropped, by reason.
     """
     first, *others = text.split("<!--")
-    # As in MediaWiki, comments go before all else, and one that never ends takes the rest with it.
+    # As in MediaWiki, comments are removed first, and an unclosed one runs to the end of the page.
     text = first + "".join(other.partition("-->")[2] for other in others)
     no_text = _links_without_text(media)
     lines = [line for section in _sections(text, dropped) for line in _lines(section, no_text, dropped)]
@@ -95,13 +99,13 @@ def prose(text: str, media: tuple[str, ...], dropped: Counter[str]) -> str:
 
 @functools.cache
 def _links_without_text(media: tuple[str, ...]) -> re.Pattern[str]:
-    """Links to categories and languages, and to pictures whose captions hold no links (the parser knows the others)."""
+    """Links to categories, languages, and pictures with no link in the caption (the parser handles the others)."""
     names = "|".join(map(re.escape, media))
     return re.compile(rf"\[\[\s*(?i:{names})\s*:[^\[\]]*\]\]|\[\[{_LANGUAGE_LINK}\]\]")
 
 
 def _sections(text: str, dropped: Counter[str]) -> list[str]:
-    """The texts between headings, without those of the back matter."""
+    """The text between headings, without the back matter."""
     found, start, skipped = [], 0, 7
     for match in [*_HEADING.finditer(text), None]:
         if skipped == 7:
@@ -177,7 +181,7 @@ def _nothing(_: Table) -> str:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """As MediaWiki has them: lines that follow each other are one; list items and indented lines stand alone."""
+    """Paragraphs as in MediaWiki: adjacent lines are joined; list items and indented lines stay separate."""
     gathered: list[str] = []
     for line in text.split("\n"):
         alone = line.startswith((" ", "\t", *_LIST))
@@ -192,7 +196,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _clean(line: str) -> tuple[str, str]:
-    """(why a paragraph is dropped or '', the paragraph)."""
+    """Clean a paragraph; returns (reason it is dropped or '', text)."""
     if line.startswith(_LIST):
         return "paragraphs: list items", ""
     if len(line) > _LINE_MAX:
@@ -219,9 +223,9 @@ def _clean(line: str) -> tuple[str, str]:
 
 
 def _without_quotes(line: str) -> str:
-    """Without the apostrophes that mean bold and italic.
+    """Remove the apostrophes that mark bold and italic.
 
-    Where neither are even in number, as in "the ''Eagle'''s pilot", one run of three ends an italic and leaves an
+    If both kinds are odd in number, as in "the ''Eagle'''s pilot", one run of three closes an italic and leaves an
     apostrophe, as in MediaWiki's doQuotes.
     """
     runs = [len(run) for run in _QUOTES.findall(line)]
@@ -231,7 +235,7 @@ def _without_quotes(line: str) -> str:
 
 
 def _without_holes(line: str) -> str:
-    """Without the sentences that lack a formula, and without asides in brackets."""
+    """Drop sentences with a missing formula, and asides in brackets."""
     from sentencex import segment
 
     line = _BRACKETED.sub(lambda match: match[0].replace(ASIDE, ""), line).replace(ASIDE, HOLE)

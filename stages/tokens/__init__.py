@@ -1,1 +1,1 @@
-"""Text to token ids: the vocabulary, WordPiece, and the files of ids."""
+"""Text → token ids: vocabulary, WordPiece, and the files that hold the ids."""

@@ -1,8 +1,8 @@
-"""Text → token ids, once: both phases are cut from them.
+"""Text → token ids, computed once and shared by both phases.
 
-Held-out documents are put aside first; the vocabulary is learned from the others only. Parts of the corpus are made
-in order, each written whole, so that a rerun goes on at the first that is missing, and the bytes do not depend on
-the number of processes.
+Held-out documents are set aside first; the vocabulary is learned from the rest. Parts of the corpus are made in order
+and written atomically, so a rerun continues at the first missing part, and the bytes do not depend on the number of
+processes.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from stages.tokens.wordpiece import (
 )
 from trainer.data.shards import id_dtype
 
-#: Sentences of a batch, and words of those, that are looked at and named where the vocabulary cannot spell a word.
+#: Sentences per batch, and words in them, reported as examples of what the vocabulary cannot spell.
 _EXAMPLES = 5
 _EXAMPLE = "unknown word "
-#: What ids and lengths take for a byte of text, rather too little; WikiText-2 with BERT's vocabulary: 0.48.
+#: Bytes of ids and lengths per byte of text, a low estimate; measured 0.48 for WikiText-2 with BERT's vocabulary.
 _BYTES_PER_BYTE = 0.4
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Consecutive documents of one part, for one process at a time."""
+    """Consecutive documents of one part: a worker's unit of work."""
 
     part: Path
     last: bool
@@ -69,8 +69,8 @@ class _Encoded:
     tokens: Tokens
 
 
-class _Way:
-    """How much of the sources has been tokenized: by how far they are read, and how much of that is done."""
+class _EncodeProgress:
+    """The tokenized share of the sources: the share read times the part of that already encoded."""
 
     def __init__(self, sources: list[Source], bar: Progress) -> None:
         self._sources = sources
@@ -99,14 +99,14 @@ class _Way:
 def tokenize_corpus(
     work: StageDirectory, options: TokenizeOptions, *, processes: int, hashes: InputHashes | None = None
 ) -> dict[str, Any]:
-    """Fill `work` with the tokenizer and the token parts, and finish it; returns the counts. Raises `UserError`."""
+    """Write the tokenizer and the token parts to `work` and complete it; returns the counts. Raises `UserError`."""
     corpus = options.open(hashes or InputHashes())
     sources, held_out_sources = corpus.sources, corpus.held_out_sources
     if corpus.inputs() != work.identity.inputs:
         raise changed("the text or the vocabulary")
-    about = int(_BYTES_PER_BYTE * sum(source.text_bytes for source in (*sources, *held_out_sources)))
-    there = sum(path.stat().st_size for split in SPLITS for path in part_paths(work.path, split))
-    require_disk_space(work.path, about - there, "the ids of this text need about")
+    estimate = int(_BYTES_PER_BYTE * sum(source.text_bytes for source in (*sources, *held_out_sources)))
+    written = sum(path.stat().st_size for split in SPLITS for path in part_paths(work.path, split))
+    require_disk_space(work.path, estimate - written, "the ids of this text need about")
     share = 0.0 if held_out_sources else share_held_out(sources, options.held_out)
     dropped: Counter[str] = Counter()
     seen: Counter[str] = Counter()
@@ -115,18 +115,18 @@ def tokenize_corpus(
         vocabulary = make_tokenizer(work, corpus, share, workers)
         total = sum(source.size for source in (*sources, *held_out_sources))
         with work.progress("tokenize", total, "B") as bar:
-            way = _Way([*sources, *held_out_sources], bar)
-            documents = way.reading(split_documents(sources, held_out_sources, share, options.seed, dropped))
-            batches = _batches(work.path, documents, lower_case=options.lower_case, skipped=way.done)
+            progress = _EncodeProgress([*sources, *held_out_sources], bar)
+            documents = progress.reading(split_documents(sources, held_out_sources, share, options.seed, dropped))
+            batches = _batches(work.path, documents, lower_case=options.lower_case, skipped=progress.done)
             for encoded in workers.map(_encode, batches):
                 ready.append(encoded.tokens)
                 if encoded.last:
                     write_part(encoded.part, ready)
                     ready = []
-                way.done(encoded.characters)
+                progress.done(encoded.characters)
                 seen.update(encoded.tokens.counts)
-                # What is left may all be known, and it will still be too much.
-                _check_unknown(seen, options.max_unknown_share, of_corpus=way.share)
+                # Fail early: once over the limit for the whole corpus, no remaining text can bring the share down.
+                _check_unknown(seen, options.max_unknown_share, of_corpus=progress.share)
     totals = {split: total_counts(part_paths(work.path, split)) for split in SPLITS}
     _check_unknown(totals[TRAINING] + totals[TEST], options.max_unknown_share)
     counts = _counts(totals, vocabulary, dropped)
@@ -135,7 +135,7 @@ def tokenize_corpus(
 
 
 def _check_unknown(counts: Counter[str], most: float, *, of_corpus: float = 1.0) -> None:
-    """Raises `UserError` if the [UNK] in `counts`, of this share of the corpus, are too many for the whole of it."""
+    """Raise `UserError` if the [UNK] counted in the share `of_corpus` already exceed the limit for all of it."""
     share = counts["unknown"] / max(counts["tokens"], 1)
     if share * of_corpus <= most:
         return
@@ -171,7 +171,7 @@ def _counts(by_split: dict[str, Counter[str]], vocabulary: list[str], counted: C
 def _batches(
     directory: Path, documents: Iterator[tuple[str, Document]], *, lower_case: bool, skipped: Any
 ) -> Iterator[_Batch]:
-    """The work of the parts that are not there yet, part by part; calls `skipped` with the characters of the others."""
+    """Yield the batches of missing parts, part by part; calls `skipped` with the characters of each existing part."""
     splits = {split: Parts() for split in SPLITS}
 
     def batches_of(split: str, part_documents: list[Document]) -> Iterator[_Batch]:
@@ -199,12 +199,12 @@ def _encoder(tokenizer: Path, lower_case: bool) -> Encoder:
 
 
 def _encode(batch: _Batch) -> _Encoded:
-    """Make text of a batch, split and tokenize it, without what has no tokens."""
+    """Extract, split and tokenize the text of a batch; sentences and documents without tokens are dropped."""
     vocabulary, encoder = read_vocabulary(batch.tokenizer / "vocab.txt"), _encoder(batch.tokenizer, batch.lower_case)
     unk = vocabulary.index(UNK)
     dropped: Counter[str] = Counter()
     texts = [text_of(document, dropped) for document in batch.documents]
-    found = [sentences(text) for text in texts if text]  # what was dropped as a whole is counted already
+    found = [sentences(text) for text in texts if text]  # an empty text was counted in `dropped`
     flat = [sentence for document in found for sentence in document]
     ids, lengths = encoder.encode(flat)
     owners = np.repeat(np.arange(len(found)), [len(document) for document in found])[lengths > 0]

@@ -1,4 +1,4 @@
-"""Tokenized text on disk: parts of a corpus, each an HDF5 file with the ids of its documents, one after the other.
+"""Tokenized text on disk: the parts of a corpus, each an HDF5 file with the concatenated ids of its documents.
 
 `tokens` (tokens,) uint16 or uint32; `sentence_lengths` (sentences,) in tokens; `document_lengths` (documents,) in
 sentences. Every sentence has at least one token, every document at least one sentence.
@@ -24,12 +24,12 @@ _KEYS = ("tokens", "sentence_lengths", "document_lengths")
 
 @dataclass(frozen=True)
 class Tokens:
-    """Documents as ids, and what was counted on the way."""
+    """Documents as ids, and their counts."""
 
     tokens: Array
     sentence_lengths: Array
     document_lengths: Array
-    #: documents, sentences, tokens, unknown; and what was dropped, as "dropped <reason>".
+    #: Keys: documents, sentences, tokens, unknown; "dropped <reason>" for what was dropped.
     counts: dict[str, int]
 
 
@@ -42,7 +42,7 @@ def part_paths(directory: Path, split: str) -> list[Path]:
 
 
 def write_part(path: Path, batches: list[Tokens]) -> None:
-    """Join `batches` into one part; raises `DiskError`."""
+    """Write `batches` as one part; raises `DiskError`."""
     counts: Counter[str] = Counter()
     for batch in batches:
         counts.update(batch.counts)
@@ -57,13 +57,13 @@ def write_part(path: Path, batches: list[Tokens]) -> None:
 
 
 def part_counts(path: Path) -> Counter[str]:
-    """What `write_part` recorded in a part."""
+    """The counts that `write_part` recorded in a part."""
     with open_hdf5(path) as file:
         return Counter(json.loads(file.attrs["counts"]))
 
 
 def read_part(path: Path) -> dict[str, Array]:
-    """The three datasets of a part, mapped; raises `UserError` if they are not there or contradict each other."""
+    """Memory-map the three datasets of a part; raises `UserError` if they are missing or inconsistent."""
     with open_hdf5(path) as file:
         mapped = map_contiguous(path, file, _KEYS)
     if mapped is None:

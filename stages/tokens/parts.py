@@ -1,4 +1,4 @@
-"""Which documents go where: held out or not, and into which part of the tokenized corpus."""
+"""Assigns documents to the training or held-out split, and to parts of the tokenized corpus."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from stages.text.base import Document, Source
 from stages.text.corpus import raw_documents
 from stages.tokens.files import TEST, TRAINING
 
-#: A part holds about this many characters of text. Next sentences are drawn within a part, so it must hold
-#: many documents; a part is planned at once, so it must fit into memory several times.
+#: Approximate characters of text per part. Random next sentences come from the same part, so it must hold many
+#: documents; a part is planned in one go, so several copies must fit into memory.
 _PART_CHARACTERS = 8 << 20
-#: What a process works on at a time.
+#: Characters per unit of work of a process.
 _BATCH_CHARACTERS = 1 << 20
 
 
 def share_held_out(sources: list[Source], share: float) -> float:
-    """`share`, or more where so few documents are there that fewer than two would be held out."""
+    """`share`, raised if the corpus is so small that fewer than two documents would be held out."""
     if not share:
         return 0.0
     enough = math.ceil(2 / share)
@@ -40,7 +40,7 @@ def share_held_out(sources: list[Source], share: float) -> float:
 
 
 def _held_out_flags(share: float, seed: int) -> Iterator[bool]:
-    """Whether each document in turn is held out: one, drawn by chance, of every 1/`share`."""
+    """Yield for each document whether it is held out: one drawn at random from every block of 1/`share`."""
     if not share:
         while True:
             yield False
@@ -48,7 +48,7 @@ def _held_out_flags(share: float, seed: int) -> Iterator[bool]:
     start = block = 0
     while True:
         block += 1
-        end = math.ceil(block / share - 1e-9)  # 2 / n, times n / 2, may come out a hair above n
+        end = math.ceil(block / share - 1e-9)  # for share = 2 / n, 2 / share may exceed n by rounding
         chosen = start + draw.randrange(end - start) if end > start else -1
         for number in range(start, end):
             yield number == chosen
@@ -58,7 +58,7 @@ def _held_out_flags(share: float, seed: int) -> Iterator[bool]:
 def split_documents(
     sources: list[Source], held_out_sources: list[Source], share: float, seed: int, dropped: Counter[str]
 ) -> Iterator[tuple[str, Document]]:
-    """(split, raw document) of the whole corpus, always in the same order."""
+    """Yield (split, raw document) for the whole corpus, always in the same order."""
     for document, held_out in zip(raw_documents(sources, dropped), _held_out_flags(share, seed), strict=False):
         yield (TEST if held_out else TRAINING), document
     if held_out_sources:
@@ -67,7 +67,7 @@ def split_documents(
 
 
 class Parts:
-    """Gathers the documents of one split into parts of at least two documents (if there are two at all)."""
+    """Groups the documents of one split into parts of at least two documents (if the split has two)."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -76,7 +76,7 @@ class Parts:
         self._characters = 0
 
     def add(self, document: Document) -> list[Document]:
-        """Take one more document; returns the documents of a part that is full, else []."""
+        """Add a document; returns the documents of a completed part, else []."""
         full: list[Document] = []
         if self._characters >= _PART_CHARACTERS and len(self._current) > 1:
             full, self._held, self._current, self._characters = self._held, self._current, [], 0
@@ -85,14 +85,14 @@ class Parts:
         return full
 
     def rest(self) -> list[list[Document]]:
-        """The parts that are left at the end: a last document alone joins the part before."""
+        """The remaining parts at the end; a single last document joins the previous part."""
         if len(self._current) > 1:
             return [part for part in (self._held, self._current) if part]
         return [part for part in (self._held + self._current,) if part]
 
 
 def in_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Consecutive documents, so many that they are worth handing to a process."""
+    """Group consecutive documents into batches large enough to be worth sending to a worker process."""
     batch: list[Document] = []
     characters = 0
     for document in documents:

@@ -1,4 +1,4 @@
-"""The tokenizer of a corpus: from the vocabulary that is given, or from one that is learned from its training text."""
+"""The tokenizer of a corpus, from a given vocabulary or one learned from the training text."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from stages.tokens.files import TRAINING
 from stages.tokens.parts import in_batches, split_documents
 from stages.tokens.wordpiece import count_words, learn_vocabulary, read_vocabulary, save_tokenizer
 
-#: A vocabulary is learned from about this much text at most (of packed files, as much as it unpacks to), spread evenly.
+#: A vocabulary is learned from an evenly spread sample of at most about this many bytes (of compressed files:
+#: compressed bytes).
 _SAMPLE_BYTES = 100 << 20
 
 
 def make_tokenizer(work: StageDirectory, corpus: Corpus, share: float, workers: Workers) -> list[str]:
-    """Make the tokenizer's files if they are not there yet; returns the vocabulary."""
+    """Write the tokenizer's files, learning a vocabulary if none is given or learned yet; returns the vocabulary."""
     directory, options = work.path / TOKENIZER, corpus.options
     if corpus.vocabulary is not None:
         vocabulary = read_vocabulary(Path(corpus.vocabulary.path))
@@ -40,7 +41,7 @@ def make_tokenizer(work: StageDirectory, corpus: Corpus, share: float, workers: 
 
 
 def _words(work: StageDirectory, corpus: Corpus, share: float, workers: Workers) -> Counter[str]:
-    """How often each word is in the training documents, or in a sample of them where they are many."""
+    """Word counts over the training documents, or an evenly spread sample of a large corpus."""
     options = corpus.options
     sources = [copy.copy(source) for source in corpus.sources]  # each has its own position
     size = sum(source.size for source in sources)

@@ -1,8 +1,8 @@
-"""WordPiece: learning a vocabulary, reading and writing one, and turning sentences into ids fast.
+"""WordPiece: learning, reading and writing a vocabulary, and fast encoding of sentences.
 
-Ids are those of Hugging Face's BertTokenizerFast without special tokens: the same library normalises every character
-and splits every word, but each only once; the rest is dictionary look-ups and numpy. (Text that spells a special
-token, "[MASK]", stays text here.)
+The ids equal those of Hugging Face's BertTokenizerFast without special tokens: the same library normalises every
+character and splits every word, but each only once; the rest is dictionary look-ups and numpy. (Text that spells a
+special token, such as "[MASK]", is encoded as ordinary text.)
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ if TYPE_CHECKING:
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 CONTINUATION = "##"
 
-#: Different words remembered by an encoder; about 150 bytes each.
+#: Distinct words cached by an encoder, about 150 bytes each.
 _CACHED_WORDS = 400_000
-_ALPHABET_MAX = 1000  # single characters in a trained vocabulary, the default of the tokenizers library
+_ALPHABET_MAX = 1000  # single characters in a learned vocabulary; the default of the tokenizers library
 #: Longer words are [UNK], as in the original BERT.
 _WORD_CHARACTERS_MAX = 100
-_TOO_LONG = "\x01"  # likewise in no text
-_SEPARATOR = "\x00"  # a word of its own that no text contains: the normaliser removes it
+_TOO_LONG = "\x01"  # like _SEPARATOR, never a word of a text
+_SEPARATOR = "\x00"  # never a word of a text: the normaliser removes it
 
 
 class _Characters(dict[int, str]):
-    """A `str.translate` table after which words lie between spaces, filled by asking the library about each character.
+    """A `str.translate` table that normalises text and puts spaces between words, filled lazily from the library.
 
     Normalising (clean, space around CJK, strip accents, lower-case) and splitting (at white space and punctuation)
-    look at one character at a time, so that asking about each alone is exact; `reorders` says when it is not.
+    look at one character at a time, so a table per character is exact; `reorders` marks the exception.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__({ord("\n"): f" {_SEPARATOR} "})
         self._normalizer, self._splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
-        #: Spacing marks were seen whose order canonical decomposition may change.
+        #: Whether spacing marks were seen, whose order canonical decomposition may change.
         self.reorders = False
 
     def __missing__(self, code: int) -> str:
@@ -59,7 +59,7 @@ class _Characters(dict[int, str]):
 
 
 class WordSplitter:
-    """Splits sentences into normalised words, with a separator word after each sentence."""
+    """Splits sentences into normalised words, adding a separator word after each sentence."""
 
     def __init__(self, *, lower_case: bool) -> None:
         self._characters = _Characters(_untrained(lower_case=lower_case))
@@ -74,7 +74,7 @@ class WordSplitter:
 
 
 class _Words(dict[str, int]):
-    """Word → number, with the pieces of the word of that number; asks the library once a word."""
+    """Word → index into `starts` and `lengths`, which locate its ids in `pieces`; tokenizes each word once."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Words(dict[str, int]):
         self._add(_TOO_LONG, [token.id for token in model.tokenize("a" * (_WORD_CHARACTERS_MAX + 1))])
 
     def __missing__(self, word: str) -> int:
-        if len(word) > _WORD_CHARACTERS_MAX:  # unknown to any vocabulary, and too long to be remembered
+        if len(word) > _WORD_CHARACTERS_MAX:  # [UNK] in any vocabulary; caching it would cost memory
             return self[_TOO_LONG]
         return self._add(word, [token.id for token in self._model.tokenize(word)])
 
@@ -99,7 +99,7 @@ class _Words(dict[str, int]):
 
 
 class Encoder:
-    """Turns sentences into ids of one vocabulary."""
+    """Encodes sentences as ids of one vocabulary."""
 
     def __init__(self, vocabulary: list[str], *, lower_case: bool) -> None:
         self._model = build_tokenizer(vocabulary, lower_case=lower_case).model
@@ -107,7 +107,7 @@ class Encoder:
         self._words = _Words(self._model)
 
     def encode(self, sentences: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Ids of all sentences one after the other, (tokens,), and the number of ids of each, (sentences,)."""
+        """The concatenated ids of all sentences, (tokens,), and the number of ids of each, (sentences,)."""
         if len(self._words) > _CACHED_WORDS:
             self._words = _Words(self._model)
         words = self._splitter.words(sentences)
@@ -115,9 +115,9 @@ class Encoder:
         lengths = np.frombuffer(self._words.lengths, np.uint16)[numbers].astype(np.int64)
         ends = np.cumsum(lengths)
         starts = np.frombuffer(self._words.starts, np.uint64).astype(np.int64)[numbers]
-        places = np.repeat(starts - (ends - lengths), lengths)
-        places += np.arange(len(places))
-        ids = np.frombuffer(self._words.pieces, np.uint32)[places]
+        indices = np.repeat(starts - (ends - lengths), lengths)
+        indices += np.arange(len(indices))
+        ids = np.frombuffer(self._words.pieces, np.uint32)[indices]
         return ids, np.diff(ends[numbers == 0], prepend=0)
 
     def unknown_words(self, sentences: list[str]) -> list[str]:
@@ -136,7 +136,7 @@ def _untrained(*, lower_case: bool) -> Tokenizer:
 
 
 def build_tokenizer(vocabulary: list[str], *, lower_case: bool) -> Tokenizer:
-    """The `tokenizers` object of BERT with this vocabulary: what `tokenizer.json` holds."""
+    """BERT's `tokenizers.Tokenizer` with this vocabulary, as stored in `tokenizer.json`."""
     from tokenizers import decoders, models, processors
 
     tokenizer = _untrained(lower_case=lower_case)
@@ -152,14 +152,14 @@ def build_tokenizer(vocabulary: list[str], *, lower_case: bool) -> Tokenizer:
     return tokenizer
 
 
-#: A million pieces, the most that [corpus] vocab_size allows, of 64 bytes each.
+#: A million pieces, the maximum of [corpus] vocab_size, of 64 bytes each.
 _VOCABULARY_BYTES_MAX = 64 << 20
 
 
 def read_vocabulary(path: Path) -> list[str]:
-    """The pieces of a `vocab.txt`, one a line, in the order of their ids.
+    """Read the pieces of a `vocab.txt`, one per line, in id order.
 
-    Raises `UserError`: not there, not UTF-8, a special token missing, a piece twice.
+    Raises `UserError` if the file is missing, too large or not UTF-8, lacks a special token or repeats a piece.
     """
     try:
         if path.stat().st_size > _VOCABULARY_BYTES_MAX:
@@ -188,20 +188,20 @@ def read_vocabulary(path: Path) -> list[str]:
 
 
 def count_words(texts: Iterable[str], *, lower_case: bool) -> Counter[str]:
-    """How often each word is in `texts`."""
+    """Count the words of `texts`."""
     counts = Counter(WordSplitter(lower_case=lower_case).words(list(texts)))
     del counts[_SEPARATOR]
     return counts
 
 
 def learn_vocabulary(counts: Counter[str], *, size: int) -> list[str]:
-    """A vocabulary of at most `size` pieces for a text with these words: the same one every time.
+    """Learn a vocabulary of at most `size` pieces from word counts, deterministically.
 
-    Special tokens first (ids 0 to 4), then single characters, then pieces in the order of merging.
-    Raises `UserError` if `size` does not even hold the characters.
+    Special tokens come first (ids 0 to 4), then single characters, then pieces in merge order.
+    Raises `UserError` if `size` is too small for the single characters.
     """
-    # The library numbers continuing characters in the order of a hash table with a random seed, and breaks ties by
-    # these numbers: left alone, every run learns another vocabulary. Naming all characters ahead fixes their order.
+    # The library numbers continuing characters in the order of a randomly seeded hash table and breaks ties by these
+    # numbers, so every run would learn a different vocabulary. Listing all characters up front fixes their order.
     starting: Counter[str] = Counter()
     continuing: Counter[str] = Counter()
     for word, count in counts.items():
@@ -242,16 +242,16 @@ def _merge(counts: Counter[str], alphabet: list[str], characters: list[str], siz
 
 
 def _repeated(counts: Counter[str]) -> Iterator[str]:
-    """Every word as often as it was seen, in strings of bounded length: the library counts again."""
+    """Repeat every word as often as it was counted, in strings of bounded length; the library counts text itself."""
     for word, count in counts.items():
         for start in range(0, count, 4096):
             yield f"{word} " * min(4096, count - start)
 
 
 def save_tokenizer(directory: Path, vocabulary: list[str], *, lower_case: bool) -> list[Path]:
-    """Write what `transformers.BertTokenizerFast.from_pretrained(directory)` reads; returns the files.
+    """Write the files that `transformers.BertTokenizerFast.from_pretrained(directory)` reads; returns their paths.
 
-    Written without transformers, whose import takes seconds.
+    Does not import transformers, which takes seconds.
     """
     special = {f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS}
     configuration = {
