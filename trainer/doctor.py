@@ -1,4 +1,4 @@
-"""`python -m trainer --doctor`: the devices and versions of this machine, and the next command."""
+"""`python -m trainer --doctor`: report this machine's devices and versions, and the next command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RUN = "luigi --module pipeline BertPhase2"
 
 
 def examine(log: Callable[[str], None]) -> int:
-    """Report what is installed; returns 0, or 1 if something has to be fixed first."""
+    """Report what is installed; returns 1 if something must be fixed first, else 0."""
     log(f"python {platform.python_version()}, {platform.platform()}")
     for name in ("torch", "torch-xla", *PACKAGES, "transformers", "luigi", "h5py"):
         log(f"  {name:14} {_version(name)}")

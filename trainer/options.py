@@ -1,4 +1,4 @@
-"""The trainer's command line, made from the fields of `TrainConfig`, `RunOptions` and the workload's options.
+"""The trainer's command line, generated from the fields of `TrainConfig`, `RunOptions` and the workload's options.
 
 `python -m trainer.options` prints docs/options.md.
 """
@@ -27,7 +27,7 @@ BERT = next(iter(WORKLOADS))
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What is trained, how the command runs, and the tutorials' other names for fields of `TrainConfig`."""
+    """Workload, process options, and the tutorials' aliases of `TrainConfig` fields."""
 
     option_separator: ClassVar[str] = "_"
 
@@ -58,7 +58,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The options as given; `to_config` resolves those that depend on the workload, the data or the workers."""
+    """The parsed options; `to_config` resolves those that depend on the workload, the data or the workers."""
 
     run: RunOptions
     #: An instance of the workload's `options`.
@@ -67,8 +67,10 @@ class CommandLine:
 
 
 def parser(workload: str = BERT) -> argparse.ArgumentParser:
-    """Every option of a workload with its default. The tutorials' options keep their names; where a default differs
-    from the tutorials', the help says so."""
+    """A parser with all options of a workload.
+
+    The tutorials' options keep their names; the help notes each default that differs from the tutorials'.
+    """
     p = argparse.ArgumentParser(
         prog="python -m trainer",
         description=f"Train {workload}, on one worker, or on several under torchrun.",
@@ -81,7 +83,7 @@ def parser(workload: str = BERT) -> argparse.ArgumentParser:
 
 
 def parse(words: Sequence[str] | None = None) -> CommandLine:
-    """The command line (None: this process's), by the options of the workload that it names. Raises `UserError`."""
+    """Parse a command line (None: this process's) with the options of the workload it names. Raises `UserError`."""
     first = argparse.ArgumentParser(prog="python -m trainer", add_help=False, allow_abbrev=False)
     first.add_argument("--workload")
     name = from_namespace(RunOptions, first.parse_known_args(words)[0]).workload
@@ -100,7 +102,7 @@ def parse(words: Sequence[str] | None = None) -> CommandLine:
 
 
 def to_config(given: CommandLine, mesh: Mesh) -> tuple[TrainConfig, Workload]:
-    """The validated configuration, and what it trains. Raises `UserError`."""
+    """The validated configuration and its workload. Raises `UserError`."""
     run, config = given.run, given.config
     if run.local_rank > 0 and "LOCAL_RANK" not in os.environ:
         raise UserError(
@@ -128,7 +130,7 @@ def to_config(given: CommandLine, mesh: Mesh) -> tuple[TrainConfig, Workload]:
 
 
 def _ckpt_interval_steps(given: CommandLine, workload: Workload, workers: int) -> int:
-    """Steps between checkpoints; `--shards_per_ckpt` in steps, at least one; 0: none."""
+    """Steps between checkpoints, at least one if derived from `--shards_per_ckpt`; 0: none."""
     if given.config.ckpt_interval_steps != -1:
         return given.config.ckpt_interval_steps
     if not given.run.shards_per_ckpt:
@@ -138,7 +140,7 @@ def _ckpt_interval_steps(given: CommandLine, workload: Workload, workers: int) -
 
 
 def device_options(config: TrainConfig, workload: Workload, mesh: Mesh) -> DeviceOptions:
-    """The options of this worker's device; the root's reports what it compiles."""
+    """The options of this worker's device; the root's device reports compiled graphs."""
     return DeviceOptions(
         precision=config.wanted_precision,
         batches_per_execution=config.batches_per_execution,
@@ -152,7 +154,7 @@ def device_options(config: TrainConfig, workload: Workload, mesh: Mesh) -> Devic
 
 
 def markdown() -> str:
-    """docs/options.md."""
+    """Generate docs/options.md."""
     bert, mnist = WORKLOADS[BERT], WORKLOADS["mnist"]
     lines = [
         "# Options of the trainer",
@@ -183,7 +185,7 @@ _HEADER = ("| option | default | allowed | | |", "|---|---|---|---|---|")
 
 
 def _rows(cls: type, defaults: Mapping[str, Any], only: Mapping[str, Any] | None = None) -> Iterator[tuple[str, str]]:
-    """(group, row of the table) of each option of a class."""
+    """Yield (group, table row) for each option of a class."""
     for name, (field, about) in fields_of(cls).items():
         if about.names is None or (only is not None and name not in only):
             continue

@@ -1,4 +1,4 @@
-"""The state a run begins with: initial, or (for the same phase) that of a checkpoint."""
+"""The state that a run starts from: initial or, within a phase, a checkpoint's."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from trainer.state import TrainState
 
 
 def deciding_settings(config: TrainConfig) -> dict[str, Any]:
-    """The options that decide the result and are not fields of `TrainState`, which holds the resolved value."""
+    """The options that decide the result, except those whose resolved value is a field of `TrainState`."""
     own = {field.name for field in dataclasses.fields(TrainState)} - {"micro_batch_size"}
     return {name: value for name, value in deciding(config).items() if name not in own}
 
 
 def resolve_precision(run: Run, start: ResumePoint | None) -> Precision:
-    """The precision the options name; for `auto` that of the resumed phase, else the device's default."""
+    """The precision that the options name; for `auto` the resumed phase's, else the device's default."""
     return Precision(_precision_name(run, start), run.device.round_stochastically)
 
 
@@ -46,7 +46,7 @@ def _precision_name(run: Run, start: ResumePoint | None) -> str:
 
 
 def initial_state(run: Run, start: ResumePoint | None, precision: Precision, skipped: Sequence[int]) -> TrainState:
-    """The state before the first step of a phase that leaves out the batches `skipped`. Raises `UserError`."""
+    """The state before the first step of a phase that skips the batches `skipped`. Raises `UserError`."""
     config, workload, mesh = run.config, run.workload, run.mesh
     return TrainState(
         phase=config.phase,
@@ -56,7 +56,7 @@ def initial_state(run: Run, start: ResumePoint | None, precision: Precision, ski
         epoch=0,
         seed=config.seed,
         global_batch_size=config.global_batch_size(mesh.data_parallel_size),
-        # Nothing is resumed after a trial, and reading all of the data may take long.
+        # A trial is never resumed, and reading all of the data may take long.
         data=mesh.by_root(lambda: "" if config.trial else workload.identity(config.output_dir, run.log)),
         order_version=ORDER_VERSION,
         optimizer=config.optimizer,
@@ -75,10 +75,10 @@ def initial_state(run: Run, start: ResumePoint | None, precision: Precision, ski
 def resume(
     run: Run, state: TrainState, start: ResumePoint | None, optimizer: Optimizer, tensor_parallel: TensorParallel
 ) -> TrainState:
-    """The state to continue from, whose moments are loaded into `optimizer`; `state` itself in a new phase.
+    """The state to continue from, with its moments loaded into `optimizer`; `state` itself in a new phase.
 
-    Logs where the run begins and the changes that `--allow_changes` permits. Raises `CheckpointError` if anything else
-    that decides the result differs.
+    Logs the starting point and the changes permitted by `--allow_changes`. Raises `CheckpointError` if any other option
+    that decides the result has changed.
     """
     if start is None:
         run.log(f"starting phase {state.phase} at step 0 with initial weights")

@@ -1,4 +1,4 @@
-"""Trains through steps that are not finite: rolls back to the last checkpoint and leaves out the step's batch."""
+"""Recover from non-finite steps: roll back to the last checkpoint and skip the step's batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.run import Run
 
 
 def train(run: Run) -> bool:
-    """Train; True when `stop_step` is reached, False when a signal ended it earlier. Raises `UserError`."""
+    """Train until `stop_step` (returns True) or until a signal (returns False). Raises `UserError`."""
     config = run.config
     interruptions = Interruptions(
         config.output_dir,
@@ -24,7 +24,7 @@ def train(run: Run) -> bool:
     skipped: list[int] = []
     try:
         while True:
-            # In a function of its own, so that nothing holds the old model while the new one is built.
+            # A separate function, so that no local keeps the old model alive while the new one is built.
             result = _attempt(run, interruptions, skipped)
             if isinstance(result, bool):
                 return result
@@ -41,8 +41,7 @@ def train(run: Run) -> bool:
 
 
 def _attempt(run: Run, interruptions: Interruptions, skipped: list[int]) -> bool | tuple[str, int, list[int]]:
-    """The result of `Trainer.train`; after a step that was not finite: the message, its batch, and the batches that
-    were left out before."""
+    """The result of `Trainer.train`, or (message, batch, batches already skipped) after a non-finite step."""
     trainer = Trainer(run, interruptions, skipped)
     try:
         return trainer.train()
@@ -51,7 +50,7 @@ def _attempt(run: Run, interruptions: Interruptions, skipped: list[int]) -> bool
 
 
 def _from_newest(config: TrainConfig) -> TrainConfig:
-    """The same run, from its own newest checkpoint, or from where it began."""
+    """The same run, resumed from its own newest checkpoint, else from its original start."""
     given = config.resume_ckpt_path
     if given is not None and given.resolve().parent == checkpoint_directory(config).resolve():
         given = None
@@ -59,7 +58,7 @@ def _from_newest(config: TrainConfig) -> TrainConfig:
 
 
 def _advice(config: TrainConfig, skipped: list[int]) -> str:
-    """What to do about a run that has diverged."""
+    """Advice for a run that has diverged."""
     where = f"checkpoints of earlier steps are in {checkpoint_directory(config)}"
     if config.non_finite == "stop":
         return f"{where}: go on without this batch with --non_finite skip, or lower lr with --allow_changes lr"

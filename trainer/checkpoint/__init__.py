@@ -1,1 +1,1 @@
-"""Checkpoints: the files, and when they are written, found and removed."""
+"""Checkpoints: file formats, saving, resuming and pruning."""

@@ -1,4 +1,4 @@
-"""When a run saves its state, what it starts from, and what it leaves behind."""
+"""A run's checkpoints: when it saves, which one it starts from, which ones it sets aside."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from trainer.state import TrainState
 
 
 class Checkpointer:
-    """Saves the state of a run while it trains on. All workers call its methods at the same time."""
+    """Saves a run's state while training continues. Its methods are collective: all workers call them together."""
 
     def __init__(self, config: TrainConfig, device: Device, mesh: Mesh, log: Callable[[str], None]) -> None:
-        """Sweeps unfinished checkpoints of dead runs. Raises `DiskError`."""
+        """Remove unfinished checkpoints of dead runs. Raises `DiskError`."""
         self._config, self._device, self._mesh, self._log = config, device, mesh, log
         self._manager = CheckpointManager(
             checkpoint_directory(config), keep=config.num_ckpts_to_keep, log=log,
@@ -36,7 +36,7 @@ class Checkpointer:
             self._manager.prepare()
 
     def find_start(self) -> ResumePoint | None:
-        """The checkpoint to start from; None: start with initial weights. Raises `UserError`."""
+        """The checkpoint to start from; None for initial weights. Raises `UserError`."""
         return agree_on_start(self._config, self._manager, self._mesh, self._log)
 
     def begin(
@@ -47,10 +47,12 @@ class Checkpointer:
         vocab_size: int,
         tensor_parallel: TensorParallel,
     ) -> None:
-        """Training begins at `state`: set aside the checkpoints that it does not continue from, and allocate the host
-        memory that later ones are written from. `tensors`: the model's and the optimizer's. Raises `DiskError`."""
+        """Prepare for training from `state`: set aside checkpoints of other branches and allocate the host copy.
+
+        `tensors`: the model's and the optimizer's, by name. Raises `DiskError`.
+        """
         config, mesh = self._config, self._mesh
-        # A run has nothing to save before its first step that is not in the checkpoint it started from.
+        # Before the first step, the checkpoint that the run started from already holds its state.
         self._saved_at, self._saved_step = time.monotonic(), -1 if start is None else state.step
         if config.trial:
             return
@@ -64,7 +66,7 @@ class Checkpointer:
             self._manager.begin(self._host_copy.touch)
 
     def is_due(self, state: TrainState) -> bool:
-        """Whether the root worker asks for a checkpoint of `state`."""
+        """Whether a checkpoint of `state` is due; always False on workers other than the root."""
         if not self._mesh.is_root:
             return False
         steps, minutes = self._config.ckpt_interval_steps, self._config.ckpt_interval_minutes
@@ -75,7 +77,7 @@ class Checkpointer:
         return self._saved_step == state.step
 
     def save(self, state: TrainState) -> None:
-        """Start writing a checkpoint of `state`, which later steps do not change. Raises the previous write's error."""
+        """Start writing a checkpoint from a copy of `state`. Raises the previous write's error."""
         self._saved_at, self._saved_step = time.monotonic(), state.step
         self._mesh.wait_while(lambda: self._manager.is_writing)
         if self._host_copy is not None:
@@ -85,11 +87,11 @@ class Checkpointer:
             self._manager.save(snapshot.minimal() if is_last and self._config.minimal_ckpt else snapshot)
 
     def check(self) -> None:
-        """Raise the error of a write that has failed; do not wait for one under way."""
+        """Raise the error of a failed write, without waiting for one in progress."""
         self._manager.check()
 
     def wait(self) -> None:
-        """Wait until no worker is writing."""
+        """Wait until no worker is writing a checkpoint."""
         self._mesh.wait_while(lambda: self._manager.is_writing)
 
     def finish(self) -> None:

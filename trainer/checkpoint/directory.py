@@ -1,8 +1,8 @@
-"""Which checkpoints a directory holds, and which of them are whole. Imports no torch: the pipeline asks, too.
+"""Find and validate the checkpoints of a directory. Imports no torch, as the pipeline uses it too.
 
 checkpoints/
-  ckpt_<global step>/             of the branch that training is on
-  abandoned-<n>/ckpt_<…>/         what training went on without: set aside, and never resumed from, counted or pruned
+  ckpt_<global step>/             of the current branch of the training
+  abandoned-<n>/ckpt_<…>/         of an abandoned branch; never resumed from, counted or pruned
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from common.files import disk_errors, failpoint, fsync_directory, sha256_of
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-#: The directory of checkpoints in a training's.
+#: Name of the checkpoint directory in a training's output directory.
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"ckpt_(\d+)")
 _ABANDONED = re.compile(r"abandoned-(\d+)")
 
 
 class Unreadable(str):
-    """Why a checkpoint cannot be read now: an I/O error, no permission. It may be whole all the same."""
+    """Why a checkpoint cannot be read now (I/O error, permissions); it may still be valid."""
 
 
 def encode_manifest(step: int, files: list[dict[str, Any]]) -> bytes:
-    """The bytes of a checkpoint's manifest; they contain a sha256 of their own content."""
+    """Encode a checkpoint's manifest, including a sha256 of its own content."""
     content = {"format": "native", "version": FORMAT_VERSION, "step": step, "files": files}
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**content, "sha256": digest}, indent=2) + "\n").encode()
 
 
 def why_invalid(directory: Path, *, verify: bool | Callable[[str], bool] = True) -> str | None:
-    """Why `directory` is not a whole checkpoint, or None if it is.
+    """Why `directory` is not a valid checkpoint; None if it is.
 
-    `verify`: whether every byte is read and checked, or of which files; of the others only the sizes are compared.
-    What cannot be read at all is an `Unreadable`.
+    `verify`: whether to check the sha256 of all files, or a predicate that selects files; for the others only the size
+    is compared. Returns an `Unreadable` for an I/O error.
     """
     try:
         raw = (directory / MANIFEST).read_bytes()
@@ -64,7 +64,7 @@ def why_invalid(directory: Path, *, verify: bool | Callable[[str], bool] = True)
 
 
 def _why_altered(path: Path, entry: dict[str, Any], *, verify: bool) -> str | None:
-    """Why a checkpoint's file is not the one that its `entry` in the manifest describes."""
+    """Why a file does not match its manifest entry; None if it does."""
     try:
         size = path.stat().st_size
         digest = sha256_of(path) if verify and size == entry["bytes"] else entry["sha256"]
@@ -78,13 +78,13 @@ def _why_altered(path: Path, entry: dict[str, Any], *, verify: bool) -> str | No
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """The global step in the name of a checkpoint; None: it is not named like one."""
+    """The global step in a checkpoint's name; None for any other name."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
 
 def checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(global step, path) of everything in `directory` that is named like a checkpoint, newest first."""
+    """(global step, path) of every entry of `directory` with a checkpoint's name, newest first."""
     try:
         entries = list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -93,16 +93,16 @@ def checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def whole_checkpoints(directory: Path) -> Iterator[tuple[int, Path]]:
-    """(global step, path) of those that are whole by their manifest and sizes, newest first."""
+    """(global step, path) of checkpoints that are valid by manifest and file sizes, newest first."""
     return ((step, path) for step, path in checkpoints(directory) if why_invalid(path, verify=False) is None)
 
 
 def set_aside(directory: Path, paths: Iterable[Path], records: Path) -> Path | None:
-    """Move the checkpoints `paths` of `directory`, newest first, to where nobody takes them for its own, with a copy of
-    the file `records`, if there is one; returns the place, None if there was nothing to move. Raises `DiskError`.
+    """Move the checkpoints `paths` (newest first) to a new abandoned-<n>/, with a copy of the file `records` if it
+    exists.
 
-    Newest first: whenever this is cut short, the newest that is left is one that was to be left behind, or the one to
-    go on from.
+    Returns the new directory, or None without `paths`. Raises `DiskError`. The order matters: if it is interrupted, the
+    newest checkpoint left is either one still to be moved or the one to resume from.
     """
     paths = list(paths)
     if not paths:
@@ -126,7 +126,7 @@ def set_aside(directory: Path, paths: Iterable[Path], records: Path) -> Path | N
 
 
 def abandoned(directory: Path) -> list[Path]:
-    """The places in `directory` that hold what was set aside, in the order of their numbers."""
+    """The abandoned-<n>/ directories, in numerical order."""
     try:
         entries = list(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):

@@ -1,20 +1,20 @@
-"""The files of a checkpoint.
+"""The native checkpoint format.
 
     ckpt_<global step>/
       model-00-of-02.safetensors       parameters under Hugging Face's names, one file per tensor-parallel rank
-      optimizer-00-of-02.safetensors   exp_avg.<name>, exp_avg_sq.<name>, split like their parameters; of bf16-master
-                                       master.<name>, too, the fp32 weights that the model's are rounded from
+      optimizer-00-of-02.safetensors   exp_avg.<name>, exp_avg_sq.<name>, split like their parameters; with bf16-master
+                                       also master.<name>, the fp32 weights that the model's are rounded from
       state.json                       `TrainState`
       manifest.json                    sizes and sha256 of all of the above, and its own; written last
 
-Where there is a master copy, all readers take it for the weights, and what is made from them holds it in their place.
+If a master copy exists, all readers use it as the weights, and converted or merged checkpoints hold it in their place.
 
-A rank's file holds its pieces of what `trainer/parallel/plan.py` splits, without padding, and all of the rest: the
-whole of a parameter is its pieces, one after the other along the split axis. All files name their tensors in one order
-and carry the global step in their header.
+A rank's file holds its shards of the parameters that `trainer/parallel/plan.py` splits, without padding, and all other
+parameters whole; concatenating the shards along the split axis gives the whole parameter. All files list their tensors
+in the same order and store the global step in their header.
 
-safetensors files are written here rather than by the library because this way they are hashed while they are
-written, fsynced, and no second copy of the state is in memory. The library can read them.
+safetensors files are written here, not by the library, so that they are hashed while written, fsynced, and need no
+second copy of the state in memory. The library can read them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from trainer.checkpoint.directory import MANIFEST, encode_manifest
 from trainer.checkpoint.tensor_file import Spec, TensorFile, write_tensor_file
 from trainer.state import STATE
 
-#: What stands before a parameter's name for the fp32 weights of bf16 ones, in the optimizer's file.
+#: Prefix, in the optimizer's file, of the fp32 master weights of bf16 parameters.
 MASTER = "master"
 
 
 def tensor_file(kind: str, rank: int, size: int) -> str:
-    """`model-00-of-01.safetensors` for kind `model`, tensor-parallel rank 0 of 1."""
+    """The file name of a rank's tensors: `model-00-of-01.safetensors` for kind `model`, rank 0 of 1."""
     return f"{kind}-{rank:02}-of-{size:02}.safetensors"
 
 
@@ -49,10 +49,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[tuple[str, Tensor]]:
-    """The `wanted` tensors of a safetensors file, by name, one at a time, on the CPU. Raises `CheckpointError`.
+    """Yield the `wanted` tensors of a safetensors file as (name, CPU tensor). Raises `CheckpointError`.
 
-    Not through the library, which maps the file into memory: an I/O error, or a file that is cut short while it is
-    read, would end the process with SIGBUS and without a word.
+    The library would map the file: an I/O error, or truncation during the read, would kill the process with SIGBUS and
+    no message.
     """
     with contextlib.closing(TensorFile(path)) as file:
         for name, spec in file.specs.items():
@@ -63,7 +63,7 @@ def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda name: True) 
 
 
 def has_master(path: Path) -> bool:
-    """Whether an optimizer's file, which need not exist, holds the weights, too. Raises `CheckpointError`."""
+    """Whether an optimizer's file holds master weights; False if it does not exist. Raises `CheckpointError`."""
     if not path.exists():
         return False
     with contextlib.closing(TensorFile(path)) as file:
@@ -73,7 +73,7 @@ def has_master(path: Path) -> bool:
 def write_manifest(
     directory: Path, step: int, state: dict[str, Any], files: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Write state.json and, last, the manifest of it and `files`; returns {"path", "bytes", "sha256"} of all files.
+    """Write state.json, then the manifest of it and `files`; returns {"path", "bytes", "sha256"} of all files.
 
     Raises `DiskError`.
     """

@@ -1,4 +1,4 @@
-"""Copies the tensors of a checkpoint into those of a run."""
+"""Load a checkpoint's tensors into a run's model and optimizer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from trainer.parallel.tensor import TensorParallel
 def load_into(
     targets: dict[str, Tensor], start: ResumePoint, kind: str, vocab_size: int, ranks: TensorParallel
 ) -> None:
-    """Copy this rank's share of a checkpoint's tensors of `kind` (model or optimizer) into `targets` by name.
+    """Copy this rank's shard of a checkpoint's tensors of `kind` (model or optimizer) into `targets`, by name.
 
-    Weights come from the master copy where the checkpoint has one; the master copy is not part of the optimizer here.
-    Raises `CheckpointError` naming the first tensor that is missing, unexpected, or of another shape.
+    Weights come from the master copy if the checkpoint has one; the optimizer's state excludes it. Raises
+    `CheckpointError` naming the first tensor that is missing, unexpected, or of another shape.
     """
     if not targets:  # an optimizer without state
         return

@@ -1,9 +1,8 @@
-"""Saves, finds and prunes the checkpoints of one run.
+"""Save, find and prune the checkpoints of one run.
 
-A copy of the state in host memory is written from a thread while training goes on: one write at a time, its failure
-raised at the next step, older checkpoints removed only once the new one is durable, and only as many newer ones are
-known to be whole as are to be kept. Ranks that share a model write
-their shares at the same time; the first waits for all, and makes them one checkpoint.
+A thread writes a host copy of the state while training continues: one write at a time, its error raised at the next
+step. An older checkpoint is removed only when the new one is durable and as many newer ones as are to be kept are known
+to be valid. Tensor-parallel ranks write their shards concurrently; rank 0 waits for all and completes the checkpoint.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from trainer.checkpoint.directory import Unreadable, checkpoints, set_aside, why
 from trainer.checkpoint.format import tensor_file, write_manifest, write_tensors
 from trainer.checkpoint.snapshot import Snapshot
 
-#: What a rank leaves beside its files when it begins and when they are durable, or it failed; how often the first
-#: looks for it.
+#: File in which a rank reports that it has begun, has finished or has failed, and rank 0's polling interval.
 _NOTE, _POLL_S = "rank-{:02}.json", 0.05
 
 
@@ -44,42 +42,44 @@ class CheckpointManager:
         self, directory: Path, *, keep: int, log: Callable[[str], None] = print, rank: int = 0, size: int = 1,
         timeout_s: float = 600,
     ) -> None:  # fmt: skip
-        """`keep`: how many to keep, -1 all; `log`: told when a checkpoint is skipped, and why. Rank `rank` of `size`
-        that share the model; `timeout_s`: seconds that the first waits for the others to begin their shares."""
+        """`keep`: checkpoints to keep, -1 for all; `log`: receives messages, such as why a checkpoint is skipped.
+
+        `rank` of `size`: tensor-parallel rank; `timeout_s`: how long rank 0 waits for the others to begin writing.
+        """
         self.directory = directory
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._keep = keep
         self._log = log
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        #: Found whole, every byte of them, or written by this process.
+        #: Fully verified, or written by this process.
         self._whole: set[Path] = set()
-        #: Skipped because they could not be read, though they may be whole.
+        #: Skipped because of read errors; they may be valid.
         self.unreadable: list[Path] = []
 
     def prepare(self) -> None:
-        """Make the directory and sweep unfinished checkpoints of dead runs. Raises `DiskError`."""
+        """Create the directory and remove unfinished checkpoints of dead runs. Raises `DiskError`."""
         with disk_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             for name in sweep_temporaries(self.directory):
                 self._log(f"removed the unfinished checkpoint {name}")
 
     def paths(self) -> list[tuple[int, Path]]:
-        """(global step, path) of everything named like a checkpoint, newest first."""
+        """(global step, path) of every entry with a checkpoint's name, newest first. Raises `CheckpointError`."""
         try:
             return checkpoints(self.directory)
         except OSError as error:
             raise CheckpointError(f"cannot read {self.directory}: {error.strerror}; check its permissions") from error
 
     def why_invalid(self, path: Path) -> str | None:
-        """Why `path` is not a whole checkpoint, or None if it is; reads all of it."""
+        """Why `path` is not a valid checkpoint, None if it is; reads every byte."""
         reason = why_invalid(path)
         if reason is None:
             self._whole.add(path)
         return reason
 
     def valid(self) -> Iterator[Path]:
-        """Whole checkpoints, newest first; says why it skips others."""
+        """Yield valid checkpoints, newest first; logs why others are skipped."""
         for _, path in self.paths():
             reason = self.why_invalid(path)
             if reason is None:
@@ -90,8 +90,10 @@ class CheckpointManager:
                     self.unreadable.append(path)
 
     def set_aside(self, paths: Iterable[Path], records: Path) -> None:
-        """Leave the checkpoints `paths` behind, newest first, with a copy of their steps' `records`; says where they
-        are then. Raises `DiskError`."""
+        """Move the checkpoints `paths` (newest first) aside, with a copy of the metrics `records`; logs the new path.
+
+        Raises `DiskError`.
+        """
         paths = list(paths)
         place = set_aside(self.directory, paths, records)
         if place is not None:
@@ -99,16 +101,16 @@ class CheckpointManager:
             self._log(f"set aside {names}, which training goes on without: now in {place}")
 
     def save(self, snapshot: Snapshot) -> None:
-        """Start writing `snapshot`, once the write before is finished. Raises that one's error."""
+        """Start writing `snapshot` after the previous write; raises the previous write's error."""
         self.begin(functools.partial(self._write, snapshot))
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Start `work` in the writer's thread, once the write before is finished. Raises that one's error."""
+        """Start `work` in the writer thread after the previous write; raises the previous write's error."""
         self.finish()
         self._pending = self._writer.submit(work)
 
     def check(self) -> None:
-        """Raise the error of a write that failed since; do not wait for one that is under way."""
+        """Raise the error of a failed write, without waiting for one in progress."""
         if self._pending is not None and self._pending.done():
             self.finish()
 
@@ -118,7 +120,7 @@ class CheckpointManager:
         return self._pending is not None and not self._pending.done()
 
     def finish(self) -> None:
-        """Wait until the write under way is durable. Raises its error."""
+        """Wait until the write in progress is durable; raises its error."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -141,20 +143,20 @@ class CheckpointManager:
             self._whole.add(final)
         except UserError as error:
             if self._rank:
-                # The first would wait for this share.
+                # Rank 0 would wait for this shard.
                 with contextlib.suppress(OSError):
                     replace_json(temporary / _NOTE.format(self._rank), {"error": str(error)})
-            elif self._size == 1:  # others may be writing there still, and would find it gone; `prepare` sweeps
+            elif self._size == 1:  # other ranks may still be writing there; `prepare` removes it later
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
         self._prune()
 
     def _others_files(self, directory: Path) -> list[dict[str, Any]]:
-        """What a manifest says of the other ranks' files, once they are durable. Raises `DiskError`, theirs too."""
+        """Wait for the other ranks' files and return their manifest entries. Raises `DiskError`, also for theirs."""
         files: list[dict[str, Any]] = []
         deadline = time.monotonic() + self._timeout_s
         for rank in range(1, self._size):
-            # A share takes as long as it takes: a rank that dies meanwhile takes this one with it.
+            # No timeout once a rank has begun: if it dies, the launcher ends this rank too.
             while not (note := read_json(directory / _NOTE.format(rank))):
                 if note is None and time.monotonic() > deadline:
                     raise DiskError(
@@ -171,7 +173,7 @@ class CheckpointManager:
         return files
 
     def _prune(self) -> None:
-        """Remove what is older than the newest whole ones that are to be kept."""
+        """Remove checkpoints older than the newest `keep` valid ones."""
         found = [path for _, path in self.paths()]
         if self._keep < 0 or len(found) <= self._keep:
             return
@@ -188,9 +190,9 @@ class CheckpointManager:
 
 
 def write_shard(directory: Path, snapshot: Snapshot, rank: int = 0, size: int = 1) -> list[dict[str, Any]]:
-    """Write the tensors that tensor-parallel rank `rank` of `size` holds; returns what a manifest says of the files.
+    """Write the tensors of tensor-parallel rank `rank` of `size`; returns their manifest entries.
 
-    Each rank may do so at the same time; one of them writes the manifest, of all ranks' files, when all are done.
+    Ranks may write concurrently; one of them writes the manifest for all ranks' files at the end.
     """
     metadata = {"format": "pt", "step": str(snapshot.state.global_step)}
     files = [write_tensors(directory / tensor_file("model", rank, size), snapshot.model, metadata)]
@@ -200,7 +202,7 @@ def write_shard(directory: Path, snapshot: Snapshot, rank: int = 0, size: int = 
 
 
 def require_valid(path: Path) -> None:
-    """Raise `CheckpointError` unless `path` is a whole checkpoint."""
+    """Raise `CheckpointError` unless `path` is a valid checkpoint; reads every byte."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}; give a ckpt_<step> directory")
     reason = why_invalid(path)

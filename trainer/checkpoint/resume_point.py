@@ -1,9 +1,9 @@
-"""Which checkpoint a run goes on from, and which ones it leaves behind.
+"""Select the checkpoint that a run resumes from and the ones that it sets aside.
 
-A checkpoint of the same phase that is named, by its step or by its path in the output directory, is rolled back to:
-what is newer is set aside. A checkpoint from elsewhere, or of the phase before, is what the output directory's training
-begins with: the same command again goes on from its own newest checkpoint, and refuses to where that one began with
-another. Nothing is set aside before all of it has been loaded.
+Naming a checkpoint of the same phase in the output directory, by step or by path, rolls back to it: newer ones are set
+aside. A checkpoint from elsewhere, or of the previous phase, is the origin of the output directory's training: running
+the same command again resumes from that training's newest checkpoint, and fails if its origin is another one. Nothing
+is set aside until the checkpoint has been loaded completely.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from trainer.state import TrainState
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint to begin with, and whether all of it counts or only its weights."""
+    """The checkpoint to start from, and whether to load all of it or only the weights."""
 
     checkpoint: Path
     state: TrainState
     weights_only: bool
-    #: sha256 of the manifest of the checkpoint that the output directory's training began with; None: not known.
+    #: sha256 of the manifest of the checkpoint that the output directory's training started from; None: unknown.
     origin: str | None = None
 
 
 def agree_on_start(
     config: TrainConfig, manager: CheckpointManager, mesh: Mesh, log: Callable[[str], None]
 ) -> ResumePoint | None:
-    """The checkpoint that `config` asks to start from, the same on all workers; None: begin with initial weights.
+    """The checkpoint to start from, the same on all workers; None for initial weights.
 
-    The root chooses; where another worker cannot read its share of it, all take the next. Raises `UserError`.
+    The root chooses; if any worker cannot read its shard, all try the next checkpoint. Raises `UserError`.
     """
     found = _starts(config, manager)
     while True:
@@ -55,17 +55,17 @@ def agree_on_start(
 
 
 def left_behind(config: TrainConfig, manager: CheckpointManager, start: ResumePoint | None) -> list[Path]:
-    """The checkpoints of the output directory that are not of the branch that begins with `start`, newest first."""
+    """The output directory's checkpoints that do not belong to the branch from `start`, newest first."""
     if start is None or start.checkpoint.parent != manager.directory:
         return [path for _, path in manager.paths()]
     is_finished = not start.weights_only and start.state.step >= config.stop_step
     if is_finished and _named(config, manager.directory)[1] == -1:
-        return []  # nothing is going to be trained
+        return []  # nothing will be trained
     return [path for step, path in manager.paths() if step > start.state.global_step]
 
 
 def how_to_go_on(config: TrainConfig) -> str:
-    """What to do after an interruption."""
+    """How to resume after an interruption, for the log."""
     _, step = _named(config, checkpoint_directory(config))
     if step == -1:
         return "the same command with --resume_ckpt goes on"
@@ -78,8 +78,10 @@ def checkpoint_directory(config: TrainConfig) -> Path:
 
 
 def _named(config: TrainConfig, directory: Path) -> tuple[Path | None, int]:
-    """The checkpoint from elsewhere that training in `directory` begins with, and the global step to roll back to; None
-    and -1 where the options do not say. Raises `UserError` if they contradict each other."""
+    """The external checkpoint to start from, else None, and the global step to roll back to, else -1.
+
+    Raises `UserError` if the options contradict each other.
+    """
     given = config.resume_ckpt_path
     own_step = None if given is None else checkpoint_step(given)
     if given is None or own_step is None or given.resolve().parent != directory.resolve():
@@ -89,12 +91,12 @@ def _named(config: TrainConfig, directory: Path) -> tuple[Path | None, int]:
             f"--resume_ckpt_path {given} and --resume_step {config.resume_step} differ; leave one of them out"
         )
     if config.resume_step == -1 and config.phase == 2 and own_step == config.phase1_end_step:
-        return None, -1  # where phase 2 begins without it, too
+        return None, -1  # phase 2 starts from it anyway
     return None, own_step
 
 
 def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[ResumePoint | None]:
-    """What can be started from, best first; None, the last of them: initial weights. Raises `UserError`."""
+    """Yield candidates to start from, best first; a final None means initial weights. Raises `UserError`."""
     if not config.resume:
         if manager.paths():
             raise UserError(
@@ -135,7 +137,7 @@ def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[ResumeP
 
 
 def _beginnings(config: TrainConfig, manager: CheckpointManager, given: Path | None) -> Iterator[ResumePoint | None]:
-    """What a phase without a checkpoint of its own can begin with."""
+    """Yield the starting points of a phase that has no checkpoint of its own yet."""
     _refuse_scripts(config, given)
     if given is not None:
         require_valid(given)
@@ -155,8 +157,8 @@ def _beginnings(config: TrainConfig, manager: CheckpointManager, given: Path | N
 
 
 def _refuse_scripts(config: TrainConfig, given: Path | None) -> None:
-    """Raise `CheckpointError`, with what to do, if what is to be resumed is the tutorial script's `ckpt_<step>.pt`: the
-    path that is given, or, without one, a file in the output directory."""
+    """Raise `CheckpointError`, with instructions, if the checkpoint to resume is the tutorial script's
+    `ckpt_<step>.pt`: the given path or, without one, a file in the output directory."""
     found = sorted(config.output_dir.glob("ckpt_*.pt"), key=lambda path: path.stat().st_mtime)
     end = config.output_dir / f"ckpt_{config.phase1_end_step}.pt"
     if given is not None:
@@ -178,7 +180,7 @@ def _refuse_scripts(config: TrainConfig, given: Path | None) -> None:
 
 
 def _beginning(config: TrainConfig, path: Path) -> ResumePoint:
-    """Training that begins with the checkpoint `path`. Raises `CheckpointError`."""
+    """Start training from the checkpoint `path`. Raises `CheckpointError`."""
     state = TrainState.read(path)
     if config.phase == 2 and state.phase == 1 and state.global_step != config.phase1_end_step:
         raise CheckpointError(
@@ -189,8 +191,10 @@ def _beginning(config: TrainConfig, path: Path) -> ResumePoint:
 
 
 def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, given: Path | None) -> ResumePoint:
-    """The output directory's own checkpoint of `step`; or the one that its training begins with, if it is of that step.
-    Raises `CheckpointError`."""
+    """The output directory's checkpoint of `step`, or its training's origin if that is of `step`.
+
+    Raises `CheckpointError`.
+    """
     path = manager.directory / f"ckpt_{step}"
     if not path.exists():
         if given is not None:
@@ -199,8 +203,8 @@ def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, giv
                 for own in manager.valid():
                     _require_origin(own, TrainState.read(own), given)
                 return _beginning(config, given)
-        there = ", ".join(str(at) for at, _ in manager.paths()) or "none"
-        raise CheckpointError(f"{manager.directory} has no checkpoint of step {step}; there: {there}")
+        steps = ", ".join(str(at) for at, _ in manager.paths()) or "none"
+        raise CheckpointError(f"{manager.directory} has no checkpoint of step {step}; there: {steps}")
     reason = manager.why_invalid(path)
     if reason is not None:
         raise CheckpointError(f"checkpoint {path} cannot be used: {reason}; name another one")
@@ -214,7 +218,7 @@ def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, giv
 
 
 def _require_origin(path: Path, state: TrainState, given: Path | None) -> None:
-    """Raise `CheckpointError` if training from `given` has not led to `path`, the output directory's own."""
+    """Raise `CheckpointError` if the output directory's checkpoint `path` does not originate from `given`."""
     if given is not None and state.origin not in (None, _origin_of(given)):
         raise _of_another_training(path, given)
 
@@ -227,7 +231,7 @@ def _of_another_training(path: Path, given: Path) -> CheckpointError:
 
 
 def _origin_of(path: Path) -> str:
-    """What tells the checkpoint `path` from all others. Raises `CheckpointError`."""
+    """The identity of the checkpoint `path`: its manifest's sha256. Raises `CheckpointError`."""
     try:
         return sha256_of(path / MANIFEST)
     except OSError as error:
@@ -237,7 +241,7 @@ def _origin_of(path: Path) -> str:
 
 
 def _why_unusable(start: ResumePoint, mesh: Mesh) -> str | None:
-    """Why this worker cannot load its share of a checkpoint that the root, which has read all of it, found whole."""
+    """Why this worker cannot load its shard of a checkpoint that the root has fully verified; None if it can."""
     if mesh.is_root:
         return None
     size, rank = start.state.tensor_parallel_size, mesh.tensor_parallel_rank

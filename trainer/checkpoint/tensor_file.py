@@ -1,6 +1,6 @@
-"""safetensors files, one tensor at a time: written and read in order, hashed on the way, never mapped into memory.
+"""Read and write safetensors files one tensor at a time, in order, hashing on the way and without memory mapping.
 
-A mapped file counts as memory of the process, page by page; and reading, hashing and writing here each cost one pass.
+Pages of a mapped file count as resident memory of the process; here data is read, hashed and written in one pass.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor without its content."""
+    """A tensor's dtype and shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,13 +50,13 @@ class Spec:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The content of a contiguous CPU tensor."""
+    """The content of a contiguous CPU tensor, without a copy."""
     view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return view
 
 
 class TensorWriter:
-    """A safetensors file under way: `put` its tensors in the order of its header, whole or row by row."""
+    """Writer of a safetensors file: `put` tensors in header order, whole or a few rows at a time."""
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], file: HashingFile) -> None:
         self.path = path
@@ -78,13 +78,13 @@ class TensorWriter:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """{"path", "bytes", "sha256"}, once the file is finished."""
+        """{"path", "bytes", "sha256"} of the finished file."""
         return {"path": self.path.name, "bytes": self._file.bytes, "sha256": self._file.sha256}
 
 
 @contextlib.contextmanager
 def tensor_writer(path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> Iterator[TensorWriter]:
-    """Write a safetensors file durably, tensor by tensor; all of `specs` must be put. Raises `DiskError`."""
+    """Write a safetensors file durably; the caller puts every tensor of `specs`. Raises `DiskError`."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, spec in specs.items():
@@ -100,9 +100,9 @@ def tensor_writer(path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, 
 
 
 class TensorFile:
-    """A safetensors file to read from. Made with its `sha256`, `finish` raises if the content was another.
+    """Reader of a safetensors file; given a `sha256`, `finish` verifies it.
 
-    Raises `CheckpointError` for what is not a whole safetensors file.
+    Raises `CheckpointError` if the file is not a complete safetensors file.
     """
 
     def __init__(self, path: Path, sha256: str | None = None) -> None:
@@ -158,7 +158,7 @@ class TensorFile:
         return str(self.path)
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """Copy the elements from `start` on, of the tensor laid out flat, into the contiguous `out`."""
+        """Fill the contiguous `out` with the elements of the flattened tensor from `start` on."""
         if not out.numel():
             return
         view = bytes_of(out)
@@ -178,7 +178,7 @@ class TensorFile:
             self._hashed += len(view)
 
     def finish(self) -> None:
-        """Everything was read: raise `CheckpointError` if the sha256 is not the one given."""
+        """Hash what was not read in order, and raise `CheckpointError` if the sha256 does not match."""
         if self._sha256 is None:
             return
         buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -200,7 +200,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 def write_tensor_file(
     path: Path, tensors: Iterable[tuple[str, Tensor]], specs: Mapping[str, Spec], metadata: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Write all of `tensors`, which come in the order of `specs`; returns {"path", "bytes", "sha256"}."""
+    """Write all `tensors`, in the order of `specs`; returns {"path", "bytes", "sha256"}."""
     with tensor_writer(path, specs, metadata) as writer:
         for name, tensor in tensors:
             writer.put(name, tensor)

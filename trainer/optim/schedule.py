@@ -1,11 +1,13 @@
-"""The learning rate, as a function of the step."""
+"""Learning-rate schedules as functions of the step."""
 
 from __future__ import annotations
 
 
 def linear_warmup_decay(step: int, *, peak: float, warmup_steps: int, max_steps: int) -> float:
-    """The learning rate of the update that follows `step` finished ones: linear from 0 to `peak` over `warmup_steps`,
-    then linear to 0 at `max_steps`. Hugging Face's `get_linear_schedule_with_warmup`, as a function of the step.
+    """The learning rate after `step` completed updates: linear from 0 to `peak` over `warmup_steps`, then linear to 0
+    at `max_steps`.
+
+    Equal to Hugging Face's `get_linear_schedule_with_warmup`.
     """
     if step < warmup_steps:
         return peak * step / warmup_steps
@@ -13,7 +15,7 @@ def linear_warmup_decay(step: int, *, peak: float, warmup_steps: int, max_steps:
 
 
 def learning_rate(schedule: str, step: int, *, peak: float, warmup_steps: int, max_steps: int) -> float:
-    """The learning rate by a schedule's name: `linear` is `linear_warmup_decay`, `constant` the same without decay."""
+    """The learning rate of a named schedule: `linear` is `linear_warmup_decay`, `constant` omits its decay."""
     if schedule == "constant" and step >= warmup_steps:
         return peak
     return linear_warmup_decay(step, peak=peak, warmup_steps=warmup_steps, max_steps=max_steps)

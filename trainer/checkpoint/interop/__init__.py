@@ -1,7 +1,7 @@
-"""Checkpoints of all formats, read and written one tensor at a time.
+"""Read and write checkpoints of all formats, one tensor at a time.
 
-`open_checkpoint` finds out what a path is (`FORMATS`) and lists its tensors (`contents`); `join.Checkpoint` makes whole
-tensors of the shards; `WRITERS` in `write` write one format each. To add a format: a module like those, and its line.
+`open_checkpoint` detects the format (`FORMATS`) and lists the tensors (`contents`); `join.Checkpoint` joins shards to
+whole tensors; `WRITERS` in `write` maps each output format to its writer. A new format is a module and an entry there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Reader(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """A format that can be read."""
+    """A readable format."""
 
     name: str
     recognise: Callable[[Path], bool]
@@ -38,7 +38,7 @@ FORMATS = (
 
 
 def open_checkpoint(path: Path, *, optimizer: bool = True) -> Contents:
-    """What is at `path`, with its optimizer's state unless that is not wanted. Raises `CheckpointError`."""
+    """Open the checkpoint at `path`, with its optimizer state if `optimizer`. Raises `CheckpointError`."""
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}; check the path")
     for form in FORMATS:

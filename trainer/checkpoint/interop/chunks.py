@@ -1,4 +1,4 @@
-"""Tensors in chunks of a few MB: one thread reads and checks ahead while the caller hashes and writes."""
+"""Tensors in chunks of a few MB: a thread reads and checks ahead while the caller hashes and writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.checkpoint.tensor_file import Spec
 
-#: Small enough for the processor's caches, large enough that handing a chunk over costs little (docs/decisions.md).
+#: Small enough for the CPU caches, large enough to amortize the handover between threads (docs/decisions.md).
 CHUNK_BYTES = 8 << 20
 #: Chunks read ahead of the caller.
 _AHEAD = 2
@@ -20,7 +20,7 @@ _AHEAD = 2
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of a tensor, from `row` on along its first axis."""
+    """Consecutive rows of a tensor, starting at `row` of its first axis."""
 
     name: str
     row: int
@@ -38,8 +38,10 @@ def chunks_of(specs: Mapping[str, Spec]) -> Iterator[tuple[str, int, tuple[int, 
 
 
 def read_ahead(specs: Mapping[str, Spec], fill: Callable[[Chunk], None]) -> Iterator[Chunk]:
-    """All chunks of `specs`, in order. `fill` sets a chunk's rows; it is called from one other thread, in order, and
-    what it raises is raised here."""
+    """Yield all chunks of `specs`, in order.
+
+    `fill` sets a chunk's rows; one other thread calls it, in order, and its exceptions are raised here.
+    """
 
     def filled(name: str, row: int, shape: tuple[int, ...]) -> Chunk:
         chunk = Chunk(name, row, torch.empty(shape, dtype=specs[name].dtype))

@@ -1,4 +1,4 @@
-"""What opening a checkpoint finds, of whatever format: the same for all, before the shards are joined."""
+"""The contents of an opened checkpoint of any format, before its shards are joined."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ KINDS = (MODEL, OPTIMIZER)
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint that was found, its tensors not loaded."""
+    """An opened checkpoint; its tensors are not loaded."""
 
     path: Path
-    #: The format's name in `FORMATS`, and which of its forms this is.
+    #: The format's name in `FORMATS`, and its variant.
     format: str
     form: str
-    #: Global optimizer step; None where no file says it.
+    #: Global optimizer step; None if no file records it.
     step: int | None
-    #: Parameters under our names, one source for each tensor-parallel rank.
+    #: Parameters under our names, one source per tensor-parallel rank.
     model: Sequence[Source]
-    #: `<moment>.<parameter>`, likewise; none if the checkpoint has no optimizer state.
+    #: `<moment>.<parameter>`, one source per rank; empty without optimizer state.
     optimizer: Sequence[Source] = ()
-    #: Another name of a tensor that the files hold twice → ours: (rank's source of the other name) for each rank.
+    #: Alias of a tensor that the files hold twice → its source on each rank.
     tied: dict[str, Sequence[Source]] = field(default_factory=dict)
-    #: What the files say of the model.
+    #: The model's config, if the files have it.
     config: ModelConfig | None = None
-    #: Of native checkpoints.
+    #: Only in native checkpoints.
     state: TrainState | None = None
     epoch: int = 0
-    #: What a torch optimizer and schedule had beside their moments: param_groups, scheduler, files (see `tutorial`).
+    #: State of a torch optimizer and schedule besides the moments: param_groups, scheduler, files (see `tutorial`).
     training: dict[str, Any] = field(default_factory=dict)
-    #: Files, with their sizes in bytes.
+    #: File → its size in bytes.
     files: dict[Path, int] = field(default_factory=dict)
 
     @property

@@ -1,4 +1,4 @@
-"""What the readers of other tools' files share."""
+"""Code shared by the readers of other tools' files."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from trainer.checkpoint.interop.sources import Renamed, Source, TensorReference,
 
 
 def untie(ranks: Sequence[Source], places: Sequence[Path]) -> tuple[list[Source], dict[str, Sequence[Source]]]:
-    """The ranks' tensors under our names, each once, in the files' order; and those they hold a second time.
+    """The ranks' tensors under our names without duplicates, in file order; and the duplicates by alias.
 
-    `places`: what to call each rank in a message.
+    `places`: the name of each rank in messages. Raises `CheckpointError`.
     """
     model: list[Source] = []
     tied: dict[str, list[Source]] = {}
     for source, place in zip(ranks, places, strict=True):
-        there = by_our_names(source.specs, str(place))
-        twice = {alias: there.pop(alias) for alias, ours in TIED.items() if alias in there and ours in there}
-        for alias, name in twice.items():
+        names = by_our_names(source.specs, str(place))
+        duplicates = {alias: names.pop(alias) for alias, ours in TIED.items() if alias in names and ours in names}
+        for alias, name in duplicates.items():
             tied.setdefault(alias, []).append(Renamed({alias: (source, name)}))
-        model.append(Renamed({TIED.get(ours, ours): (source, name) for ours, name in there.items()}))
+        model.append(Renamed({TIED.get(ours, ours): (source, name) for ours, name in names.items()}))
     for alias, sources in tied.items():
         if len(sources) != len(model):
             raise CheckpointError(f"{alias} is in the files of {len(sources)} of {len(model)} ranks; copy them again")
@@ -33,9 +33,9 @@ def untie(ranks: Sequence[Source], places: Sequence[Path]) -> tuple[list[Source]
 
 
 def moments_of(path: Path, optimizer: Any, model: Source) -> tuple[Source, int | None]:
-    """The moments in a torch optimizer's state_dict, loaded from `path`, as `<moment>.<parameter>`; and its step.
+    """The moments of a torch optimizer's state_dict from `path` as `<moment>.<parameter>`, and its step.
 
-    `model`: the rank's parameters under our names, in the model's order.
+    `model`: the rank's parameters under our names, in model order. Raises `CheckpointError`.
     """
     if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= set(optimizer):
         raise CheckpointError(f"{path}: its optimizer is not a state_dict of torch; leave it out with --no-optimizer")
@@ -56,13 +56,13 @@ def moments_of(path: Path, optimizer: Any, model: Source) -> tuple[Source, int |
 
 
 def sizes_of(paths: Sequence[Path]) -> dict[Path, int]:
-    """The size in bytes of each file, and of each file in those that are directories."""
+    """The size in bytes of each file; directories are searched recursively."""
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     return {file: file.stat().st_size for file in files if file.is_file()}
 
 
 def training_of(optimizer: Any, scheduler: Any, files: Any = None) -> dict[str, Any]:
-    """What is kept of a torch optimizer and schedule beside the moments."""
+    """The state of a torch optimizer and schedule that is kept besides the moments."""
     kept: dict[str, Any] = {}
     if isinstance(optimizer, Mapping):
         groups = optimizer.get("param_groups", ())

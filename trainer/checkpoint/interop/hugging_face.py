@@ -1,6 +1,6 @@
-"""Hugging Face directories: config.json beside model.safetensors or pytorch_model.bin, in one file or in shards.
+"""Hugging Face directories: config.json with model.safetensors or pytorch_model.bin, in one file or sharded.
 
-Ours may hold optimizer.safetensors too: the moments, whole, as `exp_avg.<name>` and `exp_avg_sq.<name>`.
+Ours may also hold optimizer.safetensors: the whole moments, as `exp_avg.<name>` and `exp_avg_sq.<name>`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from trainer.config import ModelConfig
 
 CONFIG = "config.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
-#: Whole file, and index of shards, in the order in which they are looked for.
+#: Single file and shard index, in search order.
 _WEIGHTS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-#: What a BertForPreTraining of ours computes; other values are other models.
+#: Config values that our BertForPreTraining implements; others are refused.
 _COMPUTES = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
 
 
@@ -32,7 +32,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, *, optimizer: bool) -> Contents:
-    """Raises `CheckpointError`: a shard or a tensor of the index missing, a model that is not a BERT."""
+    """Raises `CheckpointError` for a missing shard or tensor of the index and for a model that is not a BERT."""
     whole, index = next(pair for pair in _WEIGHTS if any((path / name).exists() for name in pair))
     if (path / whole).exists():
         weights = {path / whole: _source(path / whole)}

@@ -1,4 +1,4 @@
-"""What model a checkpoint is of, where no file says it: from its shapes, if they are those of a published model."""
+"""Infer the model of a checkpoint without a config from its shapes, if they are a published model's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LAYER = re.compile(r"bert\.encoder\.layer\.(\d+)\.")
 
 
 def infer_model(contents: Contents) -> ModelConfig:
-    """The published model that the shapes fit; the number of attention heads is in no shape, so any other is refused.
+    """The published model with the checkpoint's shapes.
 
-    Raises `CheckpointError`.
+    Raises `CheckpointError` for any other: shapes do not reveal the number of attention heads.
     """
     shapes = {name: spec.shape for name, spec in contents.model[0].specs.items()}
     needed = ("bert.embeddings.LayerNorm.weight", "bert.embeddings.position_embeddings.weight",
@@ -31,7 +31,7 @@ def infer_model(contents: Contents) -> ModelConfig:
     for preset_layers, preset_hidden, heads, intermediate in PRESETS.values():
         if (preset_layers, preset_hidden) == (layers, hidden) and intermediate in sizes:
             return ModelConfig(
-                # A bias is whole in most tools' shards; where it is not, the vocabulary will not fit and be refused.
+                # Most tools do not split this bias; if it is split, the vocabulary will not match and is refused.
                 vocab_size=shapes["cls.predictions.bias"][0],
                 num_hidden_layers=layers,
                 hidden_size=hidden,
@@ -52,7 +52,7 @@ def _on_ranks(contents: Contents) -> str:
 
 
 def conflicts(given: ModelConfig, found: ModelConfig) -> Iterator[str]:
-    """In what two models differ whose parameters cannot be each other's."""
+    """Yield the differences between two models that make their parameters incompatible."""
     for name in ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size",
                  "max_position_embeddings", "type_vocab_size"):  # fmt: skip
         mine, theirs = getattr(given, name), getattr(found, name)

@@ -1,8 +1,8 @@
-"""Shards → whole tensors, a few rows at a time, each checked: the one way to read a checkpoint of any format.
+"""Join shards to whole tensors, a few rows at a time, with checks; all formats are read this way.
 
-Which tensors are split is found from the shapes: a rank's piece of a parameter of the model is either whole, or its
-share as `trainer/parallel/plan.py` cuts it. Models of other tools split fewer groups of parameters, so each group may
-be whole; parameters of a group go together.
+Shapes tell which tensors are split: a rank holds either the whole parameter or its shard as cut by
+`trainer/parallel/plan.py`. Other tools split fewer groups of parameters, so any group may be whole, but the parameters
+of a group must agree.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from trainer.checkpoint.tensor_file import DTYPES, Spec
 from trainer.config import ModelConfig
 from trainer.parallel.plan import padded_shape, split_of, stored_shape
 
-#: Groups of which a part may be split: other tools leave the decoder's bias whole.
+#: Groups that may be partly split: other tools leave the decoder's bias whole.
 _LOOSE_GROUPS = ("vocabulary",)
 
 
 class Checkpoint:
-    """Whole parameters and moments of a checkpoint. Raises `CheckpointError` for whatever is wrong with it."""
+    """Whole parameters and moments of a checkpoint. Raises `CheckpointError` if anything in it is inconsistent."""
 
     def __init__(self, contents: Contents, config: ModelConfig | None = None) -> None:
-        """`config`: the model, where it is known; else what the files say of it."""
+        """`config`: the model, if known; otherwise it is taken from the files or inferred."""
         self.contents = contents
         for difference in conflicts(config, contents.config) if config and contents.config else ():
             raise CheckpointError(f"{contents.path} holds another model: its {difference}; give another checkpoint")
@@ -49,13 +49,13 @@ class Checkpoint:
         return bool(self.contents.optimizer)
 
     def specs(self, kind: str) -> dict[str, Spec]:
-        """The tensors of a kind (`MODEL`, `OPTIMIZER`), whole, in the order of `stream`."""
+        """Specs of the whole tensors of a kind (`MODEL`, `OPTIMIZER`), in the order of `stream`."""
         return self._specs[kind]
 
     def stream(self, kind: str) -> Iterator[Chunk]:
-        """Every tensor of a kind, in chunks and in order.
+        """Yield every tensor of a kind in chunks, in order.
 
-        The files' sha256 are checked after the last chunk: use all of them, or none.
+        The files' sha256 is checked after the last chunk, so do not use a partial stream.
         """
         yield from read_ahead(self._specs[kind], functools.partial(self._fill, kind))
         for source in self.contents.sources(kind):
@@ -64,7 +64,7 @@ class Checkpoint:
     def close(self) -> None:
         self.contents.close()
 
-    # What is there.
+    # Names, shapes and dtypes.
 
     def _require_names(self, ranks: Sequence[Source], expected: set[str]) -> None:
         for source in ranks:
@@ -76,13 +76,13 @@ class Checkpoint:
             for name in sorted(expected):
                 spec, first = source.specs[name], ranks[0].specs[name]
                 if not spec.dtype.is_floating_point or spec.dtype != first.dtype or spec.dtype not in DTYPES:
-                    there = f", on rank 0 it is {first.dtype}" if spec.dtype != first.dtype else ""
+                    other = f", on rank 0 it is {first.dtype}" if spec.dtype != first.dtype else ""
                     raise CheckpointError(
-                        f"{source.where(name)}: {name} is {spec.dtype}{there}; allowed is one floating-point type"
+                        f"{source.where(name)}: {name} is {spec.dtype}{other}; allowed is one floating-point type"
                     )
 
     def _axis(self, ranks: Sequence[Source], name: str, parameter: str) -> int | None:
-        """The axis along which `name`, which is `parameter` or is laid out like it, is split; None: it is whole."""
+        """The axis along which `name` (`parameter`, or a tensor with its layout) is split; None if it is whole."""
         full, size = self._shapes[TIED.get(parameter, parameter)], len(ranks)
         pieces = [source.specs[name].shape for source in ranks]
         split = split_of(parameter) if size > 1 else None
@@ -130,7 +130,7 @@ class Checkpoint:
 
     def _model_specs(self) -> dict[str, Spec]:
         first = self.contents.model[0].specs
-        # Our own files keep their order, so that splitting and merging leave the same bytes.
+        # Native files keep their order, so that splitting and merging reproduce the same bytes.
         order = first if self.contents.format == "native" else self._shapes
         return {name: Spec(first[name].dtype, self._shapes[name]) for name in order}
 
@@ -149,10 +149,10 @@ class Checkpoint:
         order = first if self.contents.format == "native" else names
         return {name: Spec(first[name].dtype, self._shapes[name.split(".", 1)[1]]) for name in order}
 
-    # The tensors themselves.
+    # Tensor contents.
 
     def _fill(self, kind: str, chunk: Chunk) -> None:
-        """Set a chunk's rows from the files of all ranks, and check them."""
+        """Fill a chunk's rows from the files of all ranks, and check them."""
         ranks, name, row, rows = self.contents.sources(kind), chunk.name, chunk.row, chunk.rows
         axis = self._axes[name if kind == MODEL else name.split(".", 1)[1]]
         if axis is None:
@@ -170,7 +170,7 @@ class Checkpoint:
         require_finite(f"{self.contents.path}: {name}", rows)
 
     def _require_same(self, ranks: Sequence[Source], chunk: Chunk) -> None:
-        """Raise `CheckpointError` unless every rank holds the rows of `chunk`, which were read from rank 0."""
+        """Raise `CheckpointError` unless every rank holds the same rows as `chunk`, which was read from rank 0."""
         for rank, source in enumerate(ranks[1:], 1):
             if not _holds(source, chunk.name, chunk.row, chunk.rows):
                 raise CheckpointError(
@@ -179,7 +179,7 @@ class Checkpoint:
                 )
 
     def _require_tied(self, chunk: Chunk) -> None:
-        """Raise `CheckpointError` unless the other names of a parameter hold its rows."""
+        """Raise `CheckpointError` unless the aliases of a parameter hold the same rows."""
         for alias, ranks in self.contents.tied.items():
             if TIED[alias] != chunk.name:
                 continue
@@ -202,7 +202,7 @@ def _row_elements(rows: Tensor) -> int:
 
 
 def _shares(ranks: Sequence[Source], name: str, row: int, rows: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """(rank, first row in it, the part of `rows` that is there), of a tensor that is split by rows."""
+    """Yield (rank, first row in its shard, slice of `rows`) for a tensor split by rows."""
     first = 0
     for rank, source in enumerate(ranks):
         held = source.specs[name].shape[0]
@@ -213,14 +213,14 @@ def _shares(ranks: Sequence[Source], name: str, row: int, rows: Tensor) -> Itera
 
 
 def _read_columns(source: Source, name: str, row: int, out: Tensor) -> None:
-    """Fill `out`, which lies apart, row by row, with the rows of a rank that holds some columns."""
+    """Fill the strided `out` with rows of a rank that holds some of the columns."""
     piece = torch.empty_like(out, memory_format=torch.contiguous_format)
     source.read(name, row * out.shape[1], piece)
     out.copy_(piece)
 
 
 def _holds(source: Source, name: str, row: int, expected: Tensor) -> bool:
-    """Whether a source's rows from `row` on are, bit for bit, `expected`."""
+    """Whether a source's rows from `row` on equal `expected` bit for bit."""
     found = torch.empty_like(expected)
     source.read(name, row * _row_elements(expected), found)
     return torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
@@ -228,7 +228,8 @@ def _holds(source: Source, name: str, row: int, expected: Tensor) -> bool:
 
 def require_finite(what: str, tensor: Tensor) -> None:
     """Raise `CheckpointError` if `tensor` holds a NaN or an infinity."""
-    # What is not finite makes the sum so, and adding up costs a tenth of looking at each; a sum may overflow, too.
+    # Non-finite values make the sum non-finite, and a sum costs a tenth of an elementwise check. A sum of finite values
+    # may overflow, hence the second check.
     total = tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64 else torch.float32)
     if not torch.isfinite(total) and not torch.isfinite(tensor).all():
         raise CheckpointError(f"{what} holds values that are not finite; give an earlier checkpoint")

@@ -1,4 +1,4 @@
-"""What parameters are called elsewhere, which are the same tensor twice, and in what order optimizers number them."""
+"""Parameter names of other tools, tied parameters, and the numbering of parameters in torch optimizers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from common.errors import CheckpointError
 from trainer.config import ModelConfig
 from trainer.models.bert import has_weight_decay
 
-#: Other names of a tensor → the one name under which `BertForPreTraining.named_parameters` has it.
+#: Alias of a tied parameter → its name in `BertForPreTraining.named_parameters`.
 TIED = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
-#: In some files, and no parameters: what Hugging Face before 4.31 saved of them.
+#: Buffers, not parameters, in files saved by Hugging Face before 4.31.
 _BUFFERS = ("bert.embeddings.position_ids",)
-#: Moments that are kept of each parameter.
+#: Moments kept for each parameter.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def our_name(name: str) -> str:
-    """The parameter's name in Hugging Face's models of today.
+    """The parameter's name in current Hugging Face models.
 
-    `module.` is what data-parallel wrappers put before it; `dense_act` is NVIDIA's; `gamma`, `beta` TensorFlow's.
+    Data-parallel wrappers add `module.`; `dense_act` is NVIDIA's, `gamma` and `beta` are TensorFlow's.
     """
     name = name.removeprefix("module.").replace("dense_act", "dense")
     return name.removesuffix(".gamma") + ".weight" if name.endswith(".gamma") else _without_beta(name)
@@ -36,7 +36,7 @@ def _without_beta(name: str) -> str:
 
 
 def by_our_names(names: Iterable[str], where: str) -> dict[str, str]:
-    """Our name → the file's, in the file's order, without buffers. Raises `CheckpointError` for one that is twice."""
+    """Our name → the file's name, in file order, without buffers. Raises `CheckpointError` for a duplicate."""
     found: dict[str, str] = {}
     for name in names:
         ours = our_name(name)
@@ -48,9 +48,9 @@ def by_our_names(names: Iterable[str], where: str) -> dict[str, str]:
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of a model, in the order of `named_parameters`, which is Hugging Face's too.
+    """The shape of every parameter of a model, in the order of `named_parameters`, which is also Hugging Face's.
 
-    Written down, because making the model, on the meta device too, takes longer than reading it.
+    Listed explicitly, because building the model, even on the meta device, takes longer than reading the checkpoint.
     """
     hidden, intermediate = model.hidden_size, model.intermediate_size
 
@@ -79,23 +79,23 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def moment_names(parameters: Iterable[str], moments: Iterable[str] = MOMENTS) -> list[str]:
-    """`exp_avg.<name>` … in the order the trainer writes them: decayed parameters first."""
+    """`exp_avg.<name>` … in the trainer's order: parameters with weight decay first."""
     ordered = sorted(parameters, key=lambda name: not has_weight_decay(name))
     return [f"{moment}.{name}" for moment in moments for name in ordered]
 
 
-#: Which names are in an optimizer's groups, as different scripts write it: those with decay, then those without.
-#: The tutorial's script; neuronx-distributed's example, whose list says "norm", which is in no name; all in one.
+#: Substrings of the names without weight decay, which form the second parameter group, in different scripts: the
+#: tutorial's; neuronx-distributed's example, whose list also has "norm", which matches no name; a single group.
 _WITHOUT_DECAY: tuple[tuple[str, ...], ...] = (("bias", "LayerNorm"), ("bias",), ())
 
 
 def numbered_parameters(
     optimizer: Mapping[str, Any], parameters: Mapping[str, tuple[int, ...]], where: str
 ) -> dict[int, str]:
-    """Number → parameter, for the state_dict of a torch optimizer: they are numbered by group, then in model order.
+    """Number → parameter in a torch optimizer's state_dict, which numbers them by group, then in model order.
 
-    `parameters`: the names, in the order of the model, with the shapes they have in this file. The grouping is found
-    from the groups' lengths and the moments' shapes; `CheckpointError` if none of the known ones fits.
+    `parameters`: names in model order, with their shapes in this file. The grouping is inferred from the groups'
+    lengths and the moments' shapes. Raises `CheckpointError` if no known grouping fits.
     """
     groups = [list(group["params"]) for group in optimizer["param_groups"]]
     numbers = [number for group in groups for number in group]
@@ -123,5 +123,5 @@ def numbered_parameters(
 
 
 def _shape(tensor: Any) -> tuple[int, ...] | None:
-    """The shape of a tensor; None of a reference to one."""
+    """The shape of a tensor; None for a tensor reference."""
     return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""Our own checkpoints (trainer/checkpoint/format.py), of any tensor-parallel size."""
+"""Native checkpoints (trainer/checkpoint/format.py) of any tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, *, optimizer: bool) -> Contents:
-    """Raises `CheckpointError`: files missing, of another size or step. Their sha256 is checked while they are read."""
+    """Raises `CheckpointError` for a missing file or a wrong size or step; sha256 is checked while files are read."""
     reason = why_invalid(path, verify=False)
     if reason is not None:
         raise CheckpointError(f"checkpoint {path} cannot be used: {reason}; give another one")
@@ -72,7 +72,7 @@ def read(path: Path, *, optimizer: bool) -> Contents:
 
 
 def _with_master(shards: dict[str, list[TensorFile]]) -> tuple[Sequence[Source], Sequence[Source]]:
-    """The weights and the moments, where a master copy, if there is one, counts as the weights."""
+    """The weights and the moments; the master weights replace the weights if they exist."""
     prefix = f"{MASTER}."
     masters, moments = (
         [

@@ -1,4 +1,4 @@
-"""neuronx-distributed's tensor-parallel checkpoints, in the forms of its two savers, plain and xser.
+"""neuronx-distributed's tensor-parallel checkpoints: the formats of its two savers, each plain or xser.
 
     checkpointing.save            DIR/tp_rank_XX_pp_rank_00/checkpoint.pt
                         xser      DIR/tp_rank_XX_pp_rank_00, DIR/tp_rank_XX_pp_rank_00.tensors/tensor_N.pt
@@ -6,7 +6,7 @@
                                   checkpoint, done
                         xser      beside each such file its .pt.tensors/tensor_N.pt
 
-No file says what is split; see `join`.
+No file records which tensors are split; see `join`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, *, optimizer: bool) -> Contents:
-    """Raises `CheckpointError`: a rank's file missing, of another step, pipeline parallelism, a save not finished."""
+    """Raises `CheckpointError` for a rank's missing file, differing steps, pipeline parallelism, an unfinished save."""
     if any(_SAVE.fullmatch(child.name) for child in path.iterdir()):
         return _read_saved(path, optimizer=optimizer)
     if not (path / "model").is_dir() and _tags(path):
@@ -43,7 +43,7 @@ def read(path: Path, *, optimizer: bool) -> Contents:
 
 
 def _tags(path: Path) -> list[Path]:
-    """The finished checkpoints below `path`, the directory that was given to trainer.save_checkpoint."""
+    """The finished checkpoints in `path`, a directory passed to trainer.save_checkpoint."""
     marked = [child for child in path.iterdir() if child.is_dir() and (child / "checkpoint").is_file()]
     return [tag for tag in marked if (tag / "done").is_file() and (tag / "model").is_dir()]
 
@@ -108,11 +108,11 @@ def _read_trainers(path: Path, *, optimizer: bool) -> Contents:
         if not found:
             raise CheckpointError(f"{path / kind} holds no dp_rank_00_tp_rank_XX_pp_rank_00.pt; copy it again")
         kinds[kind] = {file: load_pickle(file) for file in _ranks(found, path / kind)}
-    said = load_pickle(path / "user_content.pt") if (path / "user_content.pt").is_file() else None
+    content = load_pickle(path / "user_content.pt") if (path / "user_content.pt").is_file() else None
     scheduler = load_pickle(path / "scheduler.pt") if (path / "scheduler.pt").is_file() else None
     xser = any(child.name.endswith(".tensors") for child in (path / "model").iterdir())
     form = f"neuronx-distributed, trainer.save_checkpoint, {'xser' if xser else 'plain'}"
-    user = said if isinstance(said, dict) else {}
+    user = content if isinstance(content, dict) else {}
     return _contents(path, form, kinds["model"], kinds.get("optim", {}), scheduler, user)
 
 

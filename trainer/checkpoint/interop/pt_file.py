@@ -1,7 +1,7 @@
-"""Writes the `ckpt_<step>.pt` that AWS's tutorial script resumes from (see `tutorial`), tensor by tensor.
+"""Write the `ckpt_<step>.pt` that AWS's tutorial script resumes from (see `tutorial`), tensor by tensor.
 
-`torch.save` needs all tensors at once; its file is a zip archive of a pickle and one stored record a tensor, so it is
-written here with placeholders in the pickle and the records one after the other.
+`torch.save` needs all tensors in memory. Its file is a zip archive of a pickle and one stored record per tensor, so
+this module pickles placeholders and writes the records one by one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from trainer.models.bert import has_weight_decay
 from trainer.optim.adamw import BETA1, BETA2, EPSILON
 from trainer.optim.schedule import linear_warmup_decay
 
-#: Records begin at multiples of this, so that `torch.load(mmap=True)` finds aligned tensors.
+#: Alignment of records in bytes, so that `torch.load(mmap=True)` finds aligned tensors.
 _ALIGNMENT = 64
-#: Size of a zip record's own header, before its name and its extra field.
+#: Size of a zip record's fixed header, before its name and extra field.
 _HEADER_BYTES = 30
 
 Stream = Callable[[Checkpoint, str], Iterator[Chunk]]
@@ -40,18 +40,18 @@ Stream = Callable[[Checkpoint, str], Iterator[Chunk]]
 
 @dataclass(frozen=True)
 class ScriptSettings:
-    """What the script's optimizer and schedule go on with where the source does not say it; its own defaults."""
+    """Settings of the script's optimizer and schedule that the source does not record; its own defaults."""
 
     lr: float = 4e-4
     warmup_steps: int = 2000
     max_steps: int = 28125
     weight_decay: float = 0.01
-    #: Where the script finds its shards; None: `files` is then empty, and only a phase 2 can start from the file.
+    #: Directory of the script's shards; None: `files` is empty, and only a phase 2 can start from the file.
     data_dir: Path | None = None
 
 
 class _Placeholder:
-    """A tensor that is not there yet: its record's key, and what it will be."""
+    """Stands in for a tensor in the pickle: the key of its record, and its spec."""
 
     def __init__(self, key: str, spec: Spec) -> None:
         self.key, self.spec = key, spec
@@ -98,7 +98,7 @@ def write(
     }
     saved: dict[str, Any] = {"model": _state_dict(model)}
     if OPTIMIZER in kinds:
-        # Steps of the phase, by which the script corrects the moments' bias.
+        # Steps within the phase, which the script uses for bias correction of the moments.
         state = source.contents.state
         steps = step if state is None else state.step
         groups = _groups(source, settings, steps)
@@ -125,7 +125,7 @@ def write(
 
 
 class _Sink:
-    """What `zipfile` needs of a file that cannot seek."""
+    """File-like object without seek, for `zipfile`."""
 
     def __init__(self, file: HashingFile) -> None:
         self._file = file
@@ -139,7 +139,7 @@ class _Sink:
 
 
 def _record(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
-    """A record of `size` bytes to write, at an aligned place."""
+    """Open a record of `size` bytes for writing, at an aligned offset."""
     info = zipfile.ZipInfo(name)
     info.file_size = size
     unpadded = archive.start_dir + _HEADER_BYTES + len(name) + 4
@@ -149,7 +149,7 @@ def _record(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
 
 
 def _state_dict(model: dict[str, _Placeholder]) -> dict[str, _Placeholder]:
-    """In Hugging Face's order: the tied decoder follows the head's transformation."""
+    """The state_dict in Hugging Face's order: the tied decoder follows the head's transform."""
     ordered: dict[str, _Placeholder] = {}
     for name, placeholder in model.items():
         if name.startswith("cls.seq_relationship."):
@@ -172,7 +172,7 @@ def _optimizer(
 
 
 def _groups(source: Checkpoint, settings: ScriptSettings, steps: int) -> list[dict[str, Any]]:
-    """Options of the group with decay and of that without; the source's where it has two."""
+    """Options of the groups with and without weight decay; the source's if it has two groups."""
     found = source.contents.training.get("param_groups", [])
     rate = linear_warmup_decay(
         steps, peak=settings.lr, warmup_steps=settings.warmup_steps, max_steps=settings.max_steps
@@ -185,7 +185,7 @@ def _groups(source: Checkpoint, settings: ScriptSettings, steps: int) -> list[di
 
 
 def _schedule(source: Checkpoint, groups: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """The state of get_linear_schedule_with_warmup; the source's where it has one."""
+    """The state of get_linear_schedule_with_warmup; the source's takes precedence."""
     ours = {
         "base_lrs": [group["initial_lr"] for group in groups],
         "last_epoch": steps,
@@ -199,7 +199,7 @@ def _schedule(source: Checkpoint, groups: list[dict[str, Any]], steps: int) -> d
 
 
 def _files(source: Checkpoint, settings: ScriptSettings) -> list[Any]:
-    """[index of the next shard, *shards in the order in which the script goes through them in this epoch]."""
+    """[index of the next shard, *shards in the script's order for this epoch]."""
     if settings.data_dir is None:
         return list(source.contents.training.get("files", [0]))
     found = sorted(str(path) for path in settings.data_dir.glob("*_training_*.hdf5"))

@@ -1,7 +1,7 @@
-"""Where tensors come from: one object per file or tensor-parallel rank, read piece by piece.
+"""Sources of tensors: one object per file or tensor-parallel rank, read piece by piece.
 
 Pickles are never executed: `torch.load(weights_only=True)` builds tensors and plain containers and refuses the rest.
-Its files are mapped: their pages show up as resident memory, but they are the page cache's, which the kernel reclaims.
+It maps the files: their pages count as resident memory but belong to the page cache, which the kernel reclaims.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class Source(Protocol):
         """The file of a tensor, for messages."""
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """Fill the contiguous `out` with the elements of the flattened tensor from `start` on."""
+        """Fill the contiguous `out` with elements of the flattened tensor, from `start` on."""
 
     def finish(self) -> None:
-        """Called after the last read. Raises `CheckpointError` if the content is not what it should be."""
+        """Called after the last read; raises `CheckpointError` if the content is corrupt."""
 
     def close(self) -> None:
         """Release the files."""
 
 
 class TensorReference:
-    """Stands in for the torch_xla class of this name in the files it serialises: tensor `tid` has its own file."""
+    """Stand-in for torch_xla's class of this name in its serialized files: tensor `tid` has its own file."""
 
     tid: int
 
 
 class Mapped:
-    """Tensors of a `torch.load`ed file, mapped into memory."""
+    """Memory-mapped tensors of a file loaded with `torch.load`."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         self._path = path
@@ -67,7 +67,7 @@ class Mapped:
 
 
 class Referenced:
-    """Tensors with one file each: FOLDER/tensor_<tid>.pt."""
+    """Tensors stored in one file each: FOLDER/tensor_<tid>.pt."""
 
     def __init__(self, folder: Path, references: Mapping[str, TensorReference]) -> None:
         self._paths = {name: folder / f"tensor_{int(reference.tid)}.pt" for name, reference in references.items()}
@@ -103,15 +103,15 @@ class Renamed:
 
     def __init__(self, places: Mapping[str, tuple[Source, str]]) -> None:
         self._places = dict(places)
-        self.specs = {name: source.specs[there] for name, (source, there) in places.items()}
+        self.specs = {name: source.specs[original] for name, (source, original) in places.items()}
 
     def where(self, name: str) -> str:
-        source, there = self._places[name]
-        return source.where(there)
+        source, original = self._places[name]
+        return source.where(original)
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        source, there = self._places[name]
-        source.read(there, start, out)
+        source, original = self._places[name]
+        source.read(original, start, out)
 
     def finish(self) -> None:
         for source in self._sources():
@@ -126,18 +126,18 @@ class Renamed:
 
 
 def load_pickle(path: Path) -> Any:
-    """The content of a file written by `torch.save`, tensors mapped rather than read. Raises `CheckpointError`."""
+    """Load a `torch.save` file with memory-mapped tensors. Raises `CheckpointError`."""
     require_bounded(path)
     stand_in: Any = [(TensorReference, "torch_xla.utils.serialization.TensorReference")]
     try:
         with torch.serialization.safe_globals(stand_in), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickles not written by torch, which are refused below
+            warnings.simplefilter("ignore")  # warnings on pickles not written by torch, refused below
             try:
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError as error:
                 if "_use_new_zipfile_serialization" not in str(error):
                     raise
-                # Files of torch 1.5 and older cannot be mapped.
+                # Files written by torch 1.5 or older cannot be mapped.
                 return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle can raise anything
         found = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, UnpicklingError) else None
@@ -155,7 +155,7 @@ def load_pickle(path: Path) -> Any:
 
 
 def tensors_of(path: Path, value: Any, *, what: str) -> dict[str, Any]:
-    """`value`, checked to be a dictionary of tensors or tensor references. Raises `CheckpointError` otherwise."""
+    """Return `value` if it is a dictionary of tensors or tensor references, else raise `CheckpointError`."""
     if not isinstance(value, dict) or not value:
         raise CheckpointError(f"{path}: {what} should hold tensors by name, it is a {type(value).__name__}")
     for name, tensor in value.items():
@@ -165,7 +165,7 @@ def tensors_of(path: Path, value: Any, *, what: str) -> dict[str, Any]:
 
 
 def source_of(path: Path, tensors: Mapping[str, Any]) -> Source:
-    """The source of the tensors, or tensor references, found in the file `path`."""
+    """The source of the tensors or tensor references in the file `path`."""
     references = {name: value for name, value in tensors.items() if isinstance(value, TensorReference)}
     if not references:
         return Mapped(path, tensors)

@@ -1,12 +1,12 @@
-"""`ckpt_<step>.pt` of AWS's tutorial script `dp_bert_large_hf_pretrain_hdf5.py`, which NVIDIA's are like.
+"""`ckpt_<step>.pt` of AWS's tutorial script `dp_bert_large_hf_pretrain_hdf5.py`; NVIDIA's are similar.
 
-    model      the state_dict, the tied decoder in it a second time
-    optimizer  AdamW's: state by number (step, exp_avg, exp_avg_sq), param_groups; not in a minimal checkpoint
+    model      the state_dict, with the tied decoder duplicated
+    optimizer  AdamW's: state by number (step, exp_avg, exp_avg_sq), param_groups; absent from a minimal checkpoint
     scheduler  get_linear_schedule_with_warmup's
     files      [index of the next shard, path, path, …]
     epoch
 
-Only the file's name says the global step.
+Only the file's name holds the global step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, *, optimizer: bool) -> Contents:
-    """Raises `CheckpointError`: damaged, cut short, anything but tensors and plain containers, no model in it."""
+    """Raises `CheckpointError` for a damaged or truncated file, other types than tensors and plain containers, or a
+    missing model."""
     loaded: Any = load_pickle(path)
     if isinstance(loaded, dict) and loaded and all(isinstance(value, Tensor) for value in loaded.values()):
         loaded, form = {"model": loaded}, "a bare state_dict"

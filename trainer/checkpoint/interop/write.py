@@ -1,4 +1,4 @@
-"""Whole tensors → a checkpoint, one tensor at a time, in each format that is written (`WRITERS`)."""
+"""Write whole tensors as a checkpoint, one tensor at a time, in each output format (`WRITERS`)."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ Entries = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How a checkpoint is written; each format reads what it knows."""
+    """Options of the writers; each format uses those that apply to it."""
 
-    #: Global step; None: what the source says.
+    #: Global step; None: the source's.
     step: int | None = None
     with_optimizer: bool = True
-    #: native: files for so many tensor-parallel ranks.
+    #: native: number of tensor-parallel ranks.
     tensor_parallel_size: int = 1
-    #: hf: type of the parameters; None: as they are. Moments keep theirs.
+    #: hf: dtype of the parameters; None: unchanged. Moments keep theirs.
     dtype: torch.dtype | None = None
-    #: hf: largest file, unless a single tensor is larger; None: one file.
+    #: hf: maximum file size, exceeded only by a single larger tensor; None: one file.
     max_shard_bytes: int | None = None
-    #: pt: what the script's optimizer and schedule go on with, where the source does not say it.
+    #: pt: settings of the script's optimizer and schedule that the source does not record.
     training: pt_file.ScriptSettings = dataclasses.field(default_factory=pt_file.ScriptSettings)
-    #: Told how many bytes more were written.
+    #: Called with the number of bytes of each chunk written.
     advance: Callable[[int], None] = lambda size: None
 
     def kinds(self, source: Checkpoint) -> tuple[str, ...]:
@@ -58,13 +58,13 @@ class WriteOptions:
 
 
 def step_of(source: Checkpoint, options: WriteOptions) -> int:
-    """The global step; 0 for weights whose files do not say one."""
+    """The global step; 0 if neither the options nor the source give one."""
     step = options.step if options.step is not None else source.contents.step
     return 0 if step is None else step
 
 
 def state_of(source: Checkpoint, options: WriteOptions) -> TrainState:
-    """The state to record. Of another tool's checkpoint little is known, so nothing but a next phase starts from it."""
+    """The state to record. Another tool's checkpoint lacks most of it, so only a next phase can start from it."""
     step, size = step_of(source, options), options.tensor_parallel_size
     if source.contents.state is not None:
         return dataclasses.replace(source.contents.state, tensor_parallel_size=size)
@@ -89,7 +89,7 @@ def state_of(source: Checkpoint, options: WriteOptions) -> TrainState:
 
 
 def write_native(directory: Path, source: Checkpoint, options: WriteOptions) -> Entries:
-    """Our own checkpoint, split for `tensor_parallel_size` ranks, into the empty `directory`."""
+    """Write a native checkpoint for `tensor_parallel_size` ranks into the empty `directory`."""
     size, state = options.tensor_parallel_size, state_of(source, options)
     require_divisible(source.config, size)
     metadata = {"format": "pt", "step": str(state.global_step)}
@@ -113,12 +113,12 @@ def write_native(directory: Path, source: Checkpoint, options: WriteOptions) -> 
 
 
 def _plain(name: str, kind: str) -> str:
-    """The parameter that a tensor is, or is a moment of."""
+    """The name of the parameter that a tensor is, or is a moment of."""
     return name if kind == MODEL else name.split(".", 1)[1]
 
 
 def _piece(parameter: str, chunk: Chunk, length: int, rank: int, size: int) -> Tensor:
-    """Of some rows of a parameter that has `length`, what rank `rank` of `size` holds."""
+    """The part of a chunk that rank `rank` of `size` holds; `length`: the parameter's rows."""
     split = split_of(parameter)
     if split is None or size == 1:
         return chunk.rows
@@ -130,7 +130,7 @@ def _piece(parameter: str, chunk: Chunk, length: int, rank: int, size: int) -> T
 
 
 def write_hugging_face(directory: Path, source: Checkpoint, options: WriteOptions) -> Entries:
-    """config.json, model.safetensors or shards with their index, and optimizer.safetensors if it is wanted."""
+    """Write config.json, model.safetensors or shards with an index, and optimizer.safetensors if requested."""
     metadata = {"format": "pt", "step": str(step_of(source, options))}
     specs = {name: Spec(options.dtype or s.dtype, s.shape) for name, s in source.specs(MODEL).items()}
     files = _shards(specs, options.max_shard_bytes)
@@ -173,7 +173,7 @@ def _converted(source: Checkpoint, chunk: Chunk, dtype: torch.dtype | None) -> T
 
 
 def _shards(specs: Mapping[str, Spec], most_bytes: int | None) -> dict[str, list[str]]:
-    """File → the tensors in it, each file as many in order as fit `most_bytes`."""
+    """File → its tensors, in order, filling each file up to `most_bytes`."""
     groups: list[list[str]] = [[]]
     held = 0
     for name, spec in specs.items():
@@ -188,7 +188,7 @@ def _shards(specs: Mapping[str, Spec], most_bytes: int | None) -> dict[str, list
 
 
 def write_script(directory: Path, source: Checkpoint, options: WriteOptions) -> Entries:
-    """`ckpt_<step>.pt`, from which the tutorial's script resumes; in `directory`."""
+    """Write `ckpt_<step>.pt`, from which the tutorial's script resumes, into `directory`."""
     step = options.step if options.step is not None else source.contents.step
     if step is None:
         raise CheckpointError(
@@ -204,7 +204,7 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 def bytes_needed(source: Checkpoint, options: WriteOptions) -> int:
-    """About how much will be written: the tensors, and a megabyte for the rest."""
+    """Estimated output size in bytes: the tensors, plus 1 MiB for other files."""
     total = 1 << 20
     for kind in options.kinds(source):
         for spec in source.specs(kind).values():
@@ -214,7 +214,7 @@ def bytes_needed(source: Checkpoint, options: WriteOptions) -> int:
 
 
 def meets_hugging_face(directory: Path) -> None:
-    """Load a finished directory once with Hugging Face, on the meta device; `CheckpointError` if it complains."""
+    """Load a finished directory with Hugging Face on the meta device; raises `CheckpointError` if keys mismatch."""
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -225,7 +225,7 @@ def meets_hugging_face(directory: Path) -> None:
             raise CheckpointError(f"{directory}: Hugging Face reports {what.replace('_', ' ')}: {sorted(names)[0]}")
 
 
-#: Format → what writes it into a directory; raises `CheckpointError`, `DiskError`, `UserError`.
+#: Format → its writer, which raises `CheckpointError`, `DiskError`, `UserError`.
 WRITERS: dict[str, Callable[[Path, Checkpoint, WriteOptions], Entries]] = {
     "native": write_native,
     "hf": write_hugging_face,
