@@ -1,1 +1,1 @@
-"""What each stage does: a function, and the command `python -m stages.NAME --help`."""
+"""The stages: each a function and a command, `python -m stages.NAME --help`."""

@@ -1,7 +1,7 @@
-"""`python -m stages.convert IN OUT --to native|hf|pt`: a checkpoint of any format and layout, as one of another.
+"""`python -m stages.convert IN OUT --to native|hf|pt`: convert a checkpoint between formats and layouts.
 
 IN: a ckpt_<step> directory of this project, a Hugging Face directory, a ckpt_<step>.pt of AWS's tutorial or NVIDIA's
-script, a directory of neuronx-distributed; or s3:// or https:// of one file. `--inspect IN` says what it is.
+script, a neuronx-distributed directory; or an s3:// or https:// URL of one file. `--inspect IN` describes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stages.directory.options import stage_parser
 from stages.transfer.shard_import import PATTERNS
 from stages.transfer.urls import Transport
 
-#: Format → the directory in OUT that it becomes; a .pt is in OUT itself, where the script looks for it.
+#: Format → its directory in OUT; a .pt is written to OUT itself, where the script looks for it.
 RESULT = {"native": "checkpoint", "hf": "model"}
 _SCRIPT = "--to pt"
 
@@ -48,17 +48,19 @@ class ConvertOptions(SourceOptions, Transport):
 
     to: str = option("native", choices=("native", "hf", "pt"), omit_default=True, help="format to write")
     tensor_parallel_size: int = option(
-        1, unit="ranks", least=1, omit_default=True, help="native: files for so many tensor-parallel ranks"
+        1, unit="ranks", least=1, omit_default=True, help="native: number of tensor-parallel ranks to write files for"
     )
     optimizer: bool = option(True, decides=False, help="keep the optimizer's state")
-    #: What the settings say of the model, where luigi starts the stage before its vocabulary is there.
+    #: The model settings, when luigi runs the stage before its vocabulary exists.
     model: Mapping[str, Any] | None = option(None, names=None, omit_default=True, help="in place of --config")
-    # What the tutorial's script goes on with where IN does not say it; its own defaults.
+    # What the tutorial's script resumes with if IN does not record it; the script's own defaults.
     lr: float = option(4e-4, group=_SCRIPT, decides=False, help="peak learning rate")
     warmup_steps: int = option(2000, group=_SCRIPT, unit="steps", decides=False, help="optimizer steps of warm-up")
     max_steps: int = option(28125, group=_SCRIPT, unit="steps", decides=False, help="optimizer steps of the phase")
-    weight_decay: float = option(0.01, group=_SCRIPT, decides=False, help="of all but biases and norms")
-    data_dir: Path | None = option(None, group=_SCRIPT, help="the script's shards, to resume its phase 1 with")
+    weight_decay: float = option(
+        0.01, group=_SCRIPT, decides=False, help="weight decay of all parameters but biases and norms"
+    )
+    data_dir: Path | None = option(None, group=_SCRIPT, help="the script's shards, for resuming its phase 1")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,13 +75,13 @@ class ConvertOptions(SourceOptions, Transport):
         if self.to == "pt":
             script = ("lr", "warmup_steps", "max_steps", "weight_decay")
             parameters |= {name: str(getattr(self, name)) for name in script}
-            # Of the shards their paths are written, in this order.
+            # The .pt file lists the shards' paths, in this order.
             shards = self.data_dir.glob(PATTERNS["training"]) if self.data_dir else ()
             parameters["files"] = sorted(map(str, shards))
         return parameters
 
     def identity(self, hashes: InputHashes | None = None, upstream: Mapping[str, str] | None = None) -> Identity:
-        """What the chain does is left out: it keeps the optimizer of a stage's checkpoint and drops any other's."""
+        """Leave the chain's default out: it keeps the optimizer of a stage's checkpoint and drops any other's."""
         identity = super().identity(hashes, upstream)
         if self.optimizer != ("pretrain" in identity.upstream):
             identity.parameters["with_optimizer"] = self.optimizer
@@ -90,7 +92,7 @@ class ConvertOptions(SourceOptions, Transport):
 
 
 def convert(work: StageDirectory, args: ConvertOptions) -> dict[str, Any]:
-    """Write the checkpoint `args.source` in the format `args.to`; returns the counts."""
+    """Convert the checkpoint `args.source` to the format `args.to`; returns the counts."""
     from trainer.checkpoint.interop.pt_file import ScriptSettings
     from trainer.checkpoint.interop.write import WriteOptions, bytes_needed
     from trainer.parallel.plan import require_divisible
@@ -127,7 +129,7 @@ def convert(work: StageDirectory, args: ConvertOptions) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     p = stage_parser(ConvertOptions, __doc__)
-    p.add_argument("--inspect", action="store_true", help="say what IN is, from its headers, and write nothing")
+    p.add_argument("--inspect", action="store_true", help="describe IN from its headers and write nothing")
     return p
 
 

@@ -1,11 +1,11 @@
-"""Ready-made shards → a data set of ours: fetched, safely unpacked, checked once.
+"""Ready-made shards → a data set of this project: fetched, safely unpacked, checked once.
 
-A file gets its final name after it was checked, so that a rerun goes on with the first that is missing. Of an archive
-from the network DIR holds, while it is needed,
-    download.part, download.json   its bytes so far, and which they are; download.json stays
-    archive                        all of it, its length and sha256 checked
-    unpacked.json                  what it held, written before it is removed and kept until the manifest is there
-so that no moment is left at which it would be fetched a second time.
+A file gets its final name only after it was checked, so a rerun continues with the first missing one. While an archive
+is fetched and unpacked, DIR holds
+    download.part, download.json   the bytes fetched so far, and their ranges; download.json stays
+    archive                        the whole archive, its length and sha256 checked
+    unpacked.json                  its contents; written before the archive is removed, kept until the manifest exists
+so an interruption at any point never fetches it a second time.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from stages.transfer.urls import (
 
 ARCHIVE = "archive"
 UNPACKED = "unpacked.json"
-#: Bytes of contents for each byte of an archive that is packed (.gz and the like), for the check of free space.
-#: Measured: 2.9 to 3.5 for contiguous shards, 1.04 for shards that are packed themselves.
+#: Assumed compression ratio of a compressed archive (.gz and the like), for the free-space check.
+#: Measured: 2.9 to 3.5 for contiguous shards, 1.04 for shards that are compressed themselves.
 PACKED_RATIO = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadOptions(Transport, StageOptions):
-    """Where the shards come from, and what they must be (None: whatever they are)."""
+    """The source of the shards, and the properties they must have (None: any)."""
 
     module: ClassVar = "stages.download"
     stage: ClassVar = "download_dataset"
@@ -72,19 +72,19 @@ class DownloadOptions(Transport, StageOptions):
         help="s3://bucket/key, https://, http:// or file:// URL or path of a .tar, .tar.gz or .tar.zst; or path of a "
         "folder of HDF5 shards",
     )
-    seq_len: int | None = option(None, unit="tokens", help="that every row must have (default: as they are)")
-    max_pred_len: int | None = option(
-        None, unit="positions", help="masked positions that a row may have (default: as they are)"
-    )
-    vocab_size: int | None = option(None, unit="pieces", help="every id must be below (default: not checked)")
+    seq_len: int | None = option(None, unit="tokens", help="required length of every row (default: any)")
+    max_pred_len: int | None = option(None, unit="positions", help="maximum masked positions of a row (default: any)")
+    vocab_size: int | None = option(None, unit="pieces", help="every id must be below this (default: not checked)")
     sha256: str | None = option(
-        None, metavar="HEX", decides=False, help="that the archive must have (default: not checked)"
+        None, metavar="HEX", decides=False, help="required sha256 of the archive (default: not checked)"
     )
     phase: int | None = option(
-        None, help="phase of pretraining that they are for; part of the identity", decides=False, least=1, most=2
+        None, help="pretraining phase the shards are for; part of the identity", decides=False, least=1, most=2
     )
-    keep_archive: bool = option(False, decides=False, help="leave the fetched archive in DIR/archive")
-    processes: int = option(0, least=0, decides=False, help="check shards; 0: one for each core; changes no output")
+    keep_archive: bool = option(False, decides=False, help="keep the fetched archive as DIR/archive")
+    processes: int = option(
+        0, least=0, decides=False, help="processes that check shards; 0: one per core; does not affect the output"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,10 +104,10 @@ class DownloadOptions(Transport, StageOptions):
 
 
 def download_dataset(work: StageDirectory, options: DownloadOptions) -> dict[str, Any]:
-    """Fill `work` with the checked shards behind the URL, and finish it; returns the counts.
+    """Fetch, unpack and check the shards into `work` and complete it; returns the counts.
 
-    Raises `UserError`: nothing there, no access, too little space, an unsafe or damaged archive, no training shard, a
-    file that is no valid shard.
+    Raises `UserError` if the source is missing or inaccessible, the disk lacks space, the archive is unsafe or damaged,
+    there is no training shard, or a shard is invalid.
     """
     source = open_source(options.url, options)
     if isinstance(source, Path):
@@ -124,11 +124,11 @@ def download_dataset(work: StageDirectory, options: DownloadOptions) -> dict[str
 
 
 def _from_here(work: StageDirectory, source: Path, options: DownloadOptions) -> tuple[list[Output], dict[str, Any]]:
-    """From a file or folder of this machine, which must be the one that the identity is of, and stay so."""
+    """Import a local file or folder; it must match the identity, and not change meanwhile."""
     expected = work.identity.inputs["source"]
     if source.is_dir():
         outputs, counts = _take_in(work, source, str(source), options)
-        # The copies are what was read, and nobody else writes to them.
+        # Hash the copies: they are what was checked, and no other process writes to them.
         if folder_identity({output.path: output.sha256 for output in outputs}) != expected:
             for path in _placed(work.path):
                 path.unlink()
@@ -176,7 +176,7 @@ def _from_network(
 
 
 def _before(directory: Path) -> tuple[list[Output], dict[str, Any]] | None:
-    """What a run that was killed before its manifest had taken in, if all of it is still there."""
+    """Outputs and counts of a run killed after unpacking, before its manifest; None unless all files still exist."""
     record = read_json(directory / UNPACKED)
     if record is None:
         return None
@@ -188,7 +188,7 @@ def _before(directory: Path) -> tuple[list[Output], dict[str, Any]] | None:
 
 
 def _forget(directory: Path) -> None:
-    """Remove what came of another version of the object."""
+    """Remove the files of another version of the object."""
     for path in (directory / MANIFEST, directory / UNPACKED, *_placed(directory)):
         path.unlink(missing_ok=True)
 
@@ -198,13 +198,13 @@ def _placed(directory: Path) -> list[Path]:
 
 
 def _contents(name: str, archive_bytes: int) -> int:
-    """Bytes that an archive unpacks to; of a packed one, about."""
+    """Bytes of an archive's contents; an estimate for a compressed one."""
     is_packed = name.partition("?")[0].endswith((".gz", ".tgz", ".zst", ".xz", ".bz2"))
     return archive_bytes * (PACKED_RATIO if is_packed else 1)
 
 
 def _require_room(directory: Path, name: str, *, archive: int, contents: int) -> None:
-    """Raise `DiskError` unless so many bytes are free, less the contents that are there already."""
+    """Raise `DiskError` unless there is room for the archive and for the contents not yet in `directory`."""
     contents = max(0, contents - sum(path.stat().st_size for path in _placed(directory)))
     about = f", taken as {PACKED_RATIO} bytes for each of its own" if _contents(name, 1) > 1 else ""
     what = f"{name} ({archive:,} bytes still to fetch, {contents:,} of contents{about}) needs"
@@ -218,8 +218,10 @@ def _take_in(
     options: DownloadOptions,
     after_each: Callable[[], None] = lambda: None,
 ) -> tuple[list[Output], dict[str, Any]]:
-    """All shards of an archive or folder, checked and in their places: outputs and counts. `after_each` is called when
-    a file has been read, before it is checked and gets its name; it may refuse."""
+    """Check all shards of an archive or folder and move them into place; returns outputs and counts.
+
+    `after_each` is called once a file has been read, before it is checked and named; it may raise.
+    """
     folder = source.is_dir()
     if not folder:
         _require_room(work.path, name, archive=0, contents=_contents(name, source.stat().st_size))

@@ -1,4 +1,4 @@
-"""How well a model fills masks and orders sentences it never saw."""
+"""Evaluate a model's masked-LM and next-sentence predictions on held-out examples."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stages.directory.options import StageOptions, fingerprints, parse, stage_pa
 from stages.merge import MODEL
 from trainer.config import DEVICES
 
-#: Shards that are kept apart from training.
+#: Held-out shards.
 PATTERN = "*_test_*.hdf5"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(StageOptions):
-    """The model and the examples to measure it on."""
+    """The model and the examples to evaluate it on."""
 
     module: ClassVar = "stages.evaluate"
     stage: ClassVar = "evaluate"
@@ -34,10 +34,10 @@ class EvaluateOptions(StageOptions):
         names=("model",), metavar="MODEL", help="a Hugging Face directory, or the directory of stages.merge"
     )
     data: Path = option(names=("data",), metavar="DATA", help=f"a directory with {PATTERN} shards")
-    max_pred_len: int = option(80, unit="positions", least=1, help="masked positions in a row, at most")
-    max_samples: int = option(10_000, unit="sequences", least=1, help="sequences to measure on, at most")
-    batch_size: int = option(8, unit="sequences", least=1, decides=False, help="sequences in one forward pass")
-    device: str = option("auto", choices=DEVICES, decides=False, help="where to compute")
+    max_pred_len: int = option(80, unit="positions", least=1, help="maximum masked positions in a row")
+    max_samples: int = option(10_000, unit="sequences", least=1, help="maximum sequences to evaluate on")
+    batch_size: int = option(8, unit="sequences", least=1, decides=False, help="sequences per forward pass")
+    device: str = option("auto", choices=DEVICES, decides=False, help="device to compute on")
 
     def upstream(self) -> dict[str, str]:
         return fingerprints(merge_shards=self.model, dataset=self.data)
@@ -58,7 +58,7 @@ class EvaluateOptions(StageOptions):
 
 
 def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, Any]:
-    """Measure the model, write `evaluation.json`, and finish; returns the counts. Raises `UserError`."""
+    """Evaluate the model, write `evaluation.json` and complete `work`; returns the counts. Raises `UserError`."""
     counts: dict[str, Any] = {"samples": 0}
     if any(options.data.glob(PATTERN)):
         from stages.evaluation.bert import evaluate, load_model

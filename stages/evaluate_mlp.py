@@ -1,4 +1,4 @@
-"""The accuracy of a saved MLP on images it never saw."""
+"""Evaluate the accuracy of a saved MLP on held-out images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.config import DEVICES
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateMlpOptions(StageOptions):
-    """The checkpoint and the images to measure it on."""
+    """The checkpoint and the images to evaluate it on."""
 
     module: ClassVar = "stages.evaluate_mlp"
     stage: ClassVar = "evaluate_mlp"
@@ -29,11 +29,11 @@ class EvaluateMlpOptions(StageOptions):
     checkpoint: Path = option(
         names=("checkpoint",),
         metavar="CHECKPOINT",
-        help="a directory ckpt_<step> of --workload mnist, or of the stage train_mlp",
+        help="a ckpt_<step> directory of --workload mnist, or the directory of the stage train_mlp",
     )
-    data: Path = option(names=("data",), metavar="DATA", help="a directory of stages.mnist, or with MNIST's files")
-    batch_size: int = option(32, unit="images", least=1, decides=False, help="images in one forward pass")
-    device: str = option("auto", choices=DEVICES, decides=False, help="where to compute")
+    data: Path = option(names=("data",), metavar="DATA", help="a directory of stages.mnist, or one with MNIST's files")
+    batch_size: int = option(32, unit="images", least=1, decides=False, help="images per forward pass")
+    device: str = option("auto", choices=DEVICES, decides=False, help="device to compute on")
 
     def upstream(self) -> dict[str, str]:
         return fingerprints(train_mlp=self.checkpoint, download_mnist=self.data)
@@ -51,7 +51,7 @@ class EvaluateMlpOptions(StageOptions):
 
 
 def evaluate_model(work: StageDirectory, checkpoint: Path, options: EvaluateMlpOptions) -> None:
-    """Measure the model, write `evaluation.json`, and finish. Raises `UserError`."""
+    """Evaluate the model, write `evaluation.json` and complete `work`. Raises `UserError`."""
     from stages.evaluation.mlp import evaluate, load_model
     from trainer.devices.select import select_alone
     from trainer.workloads.mnist import HELD_OUT, Images

@@ -1,5 +1,7 @@
-"""`python -m stages.merge IN OUT`: a checkpoint of any format, its tensor-parallel shards joined, as a Hugging Face
-directory: OUT/model with config.json, model.safetensors (or shards and their index) and, where given, a tokenizer.
+"""`python -m stages.merge IN OUT`: merge a checkpoint's tensor-parallel shards into a Hugging Face directory.
+
+IN may have any format. OUT/model gets config.json, model.safetensors (or shards and their index) and, if given, a
+tokenizer.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json", "spec
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(SourceOptions):
-    """The checkpoint to merge, the tokenizer to lay beside it, and how the model is written."""
+    """The checkpoint to merge, the tokenizer to add, and how to write the model."""
 
     module: ClassVar = "stages.merge"
     stage: ClassVar = "merge_shards"
@@ -47,21 +49,21 @@ class MergeOptions(SourceOptions):
     out_help: ClassVar = f"stage directory to fill; the result is OUT/{MODEL}"
 
     tokenizer: Path | None = option(
-        None, metavar="DIR", help="directory of stages.tokenize or with a tokenizer's files, to lay beside the model"
+        None, metavar="DIR", help="directory of stages.tokenize, or with a tokenizer's files, to copy beside the model"
     )
     vocab_file: Path | None = option(
-        None, metavar="FILE", help="vocab.txt to make the tokenizer's files from instead of --tokenizer"
+        None, metavar="FILE", help="vocab.txt to build the tokenizer's files from, instead of --tokenizer"
     )
-    lower_case: bool = option(True, decides=False, help="--vocab-file is that of an uncased model")
+    lower_case: bool = option(True, decides=False, help="--vocab-file belongs to an uncased model")
     dtype: str | None = option(
-        None, choices=("bf16", "fp32"), omit_default=True, help="type of the parameters written (default: as they are)"
+        None, choices=("bf16", "fp32"), omit_default=True, help="dtype of the written parameters (default: unchanged)"
     )
     with_optimizer: bool = option(
         False, omit_default=True,
-        help=f"keep the moments too, whole: OUT/{MODEL}/optimizer.safetensors, exp_avg.<name> and exp_avg_sq.<name>",
+        help=f"also write the merged moments to OUT/{MODEL}/optimizer.safetensors (exp_avg.<name>, exp_avg_sq.<name>)",
     )  # fmt: skip
     max_shard_size: str | None = option(
-        None, metavar="SIZE", omit_default=True, help="largest file, such as 2GB (default: one file)"
+        None, metavar="SIZE", omit_default=True, help="maximum size of a file, such as 2GB (default: one file)"
     )
 
     def __post_init__(self) -> None:
@@ -87,10 +89,10 @@ class MergeOptions(SourceOptions):
 
 
 def merge(work: StageDirectory, args: MergeOptions) -> None:
-    """Write the model of `args.source` to `model/`, load it once with Hugging Face, and finish.
+    """Write the model of `args.source` to `model/`, verify that Hugging Face loads it, and complete `work`.
 
-    Raises `CheckpointError` if a parameter is missing, too much, of another shape, differs between ranks that must
-    agree on it, or is not finite.
+    Raises `CheckpointError` if a parameter is missing, unexpected, of the wrong shape, not finite, or differs between
+    ranks that must agree on it.
     """
     import torch
 
@@ -121,7 +123,7 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
             save_tokenizer(temporary, vocabulary, lower_case=args.lower_case)
         outputs, counts = written(work, source, temporary, "hf", options)
     meets_hugging_face(temporary)
-    if (target / CARD).exists():  # made anew, the model keeps the card that was laid beside it
+    if (target / CARD).exists():  # a rebuilt model keeps its model card, which people edit
         shutil.copyfile(target / CARD, temporary / CARD)
     rename_durably(temporary, target)
     named = {f"{MODEL}/{output.path}": output for output in outputs}
@@ -132,11 +134,11 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
 
 
 def _vocabulary_of(path: Path, size: int) -> list[str]:
-    """The pieces in `path`, which a model of `size` entries can know. Raises `UserError`."""
+    """Read the pieces in `path`. Raises `UserError` if there are more than the model's `size` entries."""
     from stages.tokens.wordpiece import read_vocabulary
 
     pieces = read_vocabulary(path)
-    # Models may have more entries, to fill up a multiple of 8 or 64.
+    # A model may have more entries than pieces: sizes are padded to a multiple of 8 or 64.
     if len(pieces) > size:
         raise UserError(
             f"the vocabulary {path} has {len(pieces)} entries and the model {size}; give the one that its shards were "
@@ -146,7 +148,7 @@ def _vocabulary_of(path: Path, size: int) -> list[str]:
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:
-    """Those in `directory`, or in a tokenized corpus there."""
+    """The tokenizer's files in `directory`, which may also be a tokenized corpus."""
     where = directory / TOKENIZER if (directory / TOKENIZER).is_dir() else directory
     return [where / name for name in TOKENIZER_FILES if (where / name).exists()]
 

@@ -1,4 +1,4 @@
-"""MNIST, or anything in its four files → a data set of ours: fetched and checked."""
+"""MNIST, or any data in its four-file format → a data set of this project: fetched and checked."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from stages.directory.options import StageOptions, parse, stage_parser
 from stages.transfer.fetch import fetch
 from stages.transfer.urls import Transport, file_identity, open_source, source_identity
 
-#: The files and the sha256 of the original ones. (Their md5, which torchvision checks, agree.)
+#: File name → sha256 of the original. (Their md5 match those that torchvision checks.)
 FILES = {
     "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
     "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
-#: mnist: the files must have those; none: any file of the form will do.
+#: mnist: the files must have these checksums; none: any file in the format is accepted.
 CHECKSUMS = ("mnist", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MnistOptions(Transport, StageOptions):
-    """Where MNIST's files come from, and whether they must be the original ones."""
+    """The source of MNIST's files, and whether they must be the original ones."""
 
     module: ClassVar = "stages.mnist"
     stage: ClassVar = "download_mnist"
@@ -43,14 +43,16 @@ class MnistOptions(Transport, StageOptions):
         metavar="URL",
         help=f"https://, s3://, file:// or path of the folder with {', '.join(FILES)}",
     )
-    checksums: str = option("mnist", choices=CHECKSUMS, help="mnist: only the original files; none: any")
+    checksums: str = option(
+        "mnist", choices=CHECKSUMS, help="mnist: only the original files; none: any files in the format"
+    )
 
     def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:
         return source_inputs(self.url, hashes)
 
 
 def source_inputs(url: Secret, hashes: InputHashes) -> dict[str, str]:
-    """The identity of each file below `url`. Raises `UserError` if one of them is not there on this machine."""
+    """The identity of each file under `url`. Raises `UserError` if a local file is missing."""
     try:
         return {name: source_identity(_file(url, name), hashes) for name in FILES}
     except UserError as error:
@@ -67,29 +69,29 @@ def _file(url: Secret, name: str) -> Secret:
 
 
 def download_mnist(work: StageDirectory, options: MnistOptions) -> dict[str, Any]:
-    """Fill `work` with the four files, and finish it; returns the counts.
+    """Fetch the four files into `work` and complete it; returns the counts.
 
-    Raises `UserError`: a file is not there, not the original one, or not of the form.
+    Raises `UserError` if a file is missing, not the original one, or not in the format.
     """
     from trainer.workloads.mnist import HELD_OUT, TRAINING, Images
 
     for name, original in FILES.items():
         if not (work.path / name).exists():
             sha256 = original if options.checksums == "mnist" else None
-            _bring(work, _file(options.url, name), work.path / name, sha256, options)
+            _fetch_file(work, _file(options.url, name), work.path / name, sha256, options)
     try:
         training, held_out = Images(work.path, TRAINING), Images(work.path, HELD_OUT)
     except UserError:
         for name in FILES:
-            (work.path / name).unlink(missing_ok=True)  # the next run is to fetch them again
+            (work.path / name).unlink(missing_ok=True)  # so that the next run fetches them again
         raise
     counts = {"training_images": len(training), "held_out_images": len(held_out)}
     work.finish([Output.of(work.path, work.path / name) for name in FILES], counts)
     return counts
 
 
-def _bring(work: StageDirectory, url: Secret, final: Path, sha256: str | None, transport: Transport) -> None:
-    """Make `final` the file behind `url`, which has that sha256 (None: any)."""
+def _fetch_file(work: StageDirectory, url: Secret, final: Path, sha256: str | None, transport: Transport) -> None:
+    """Fetch or copy `url` to `final`; it must have this sha256 (None: any)."""
     source = open_source(url, transport)
     if not isinstance(source, Path):
         fetch(

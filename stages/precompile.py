@@ -1,11 +1,11 @@
-"""Compiles before training starts: `python -m stages.precompile --out DIR --device D -- -m trainer …`
+"""Compile before training starts: `python -m stages.precompile --out DIR --device D -- -m trainer …`
 
-It runs the training command that follows `--` as a trial: a few steps that leave no checkpoint, log or metric. What
-comes of it is `graphs.json`, {"graphs": [{"hash", "operations", "seconds"}]}, and the compiler's cache where the
-device can use it again. On Neuron there is {"modules": [{"hash", "seconds"}]} too, what neuronx-cc made of the graphs.
+Runs the training command after `--` as a trial: a few steps that leave no checkpoint, log or metric. The result is
+`graphs.json`, {"graphs": [{"hash", "operations", "seconds"}]}, and the compiler's cache if the device can reuse it. On
+Neuron, {"modules": [{"hash", "seconds"}]} also lists what neuronx-cc compiled from the graphs.
 
-With several machines each runs this command, and each compiles into a part of the cache that is its own; the first
-waits for the others, and alone says that it is complete.
+With several machines, each runs this command and compiles into its own part of the cache; the first waits for the
+others and alone writes the manifest.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from trainer.config import DEVICES
 from trainer.devices.neuron_cache import CC_FLAGS, compiled_modules, merge_flags, node_cache, use_cache
 
 GRAPHS, CACHE, _TRIAL = "graphs.json", "cache", "trial"
-#: What a machine leaves when its part of the cache is compiled.
+#: Marker that a machine writes when its part of the cache is compiled.
 _NODE_DONE = "node-{}.json"
-#: Optimizer steps of a trial. On Neuron as in the tutorial; every graph of ours has been met after two.
+#: Optimizer steps of a trial; Neuron's value is the tutorial's. All graphs of this project occur within two steps.
 _STEPS = {"neuron": 10, "xla": 3}
-#: The same with torch.compile, elsewhere.
+#: The same for torch.compile on the other devices.
 _COMPILE_STEPS = 2
 #: Extracts the graphs of a command, then compiles them in parallel.
 _PARALLEL_COMPILE = "neuron_parallel_compile"
-#: Seconds that the first machine waits for the others' compilers: they compile the same graphs as its own.
+#: How long the first machine waits for the others, which compile the same graphs.
 _OTHERS_TIMEOUT_S = 3600.0
-_TOLD_EVERY_S, _LOOK_EVERY_S = 30.0, 0.2
+_REPORT_EVERY_S, _POLL_EVERY_S = 30.0, 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graphs:
-    """What the graphs of a training depend on, beside device and compiler; None: the workload has no such option."""
+    """What a training run's graphs depend on besides device and compiler; None: the workload has no such option."""
 
     #: The settings of the model, or its config.json.
     model: Mapping[str, Any]
@@ -76,21 +76,21 @@ class Graphs:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecompileOptions(StageOptions):
-    """What the phase will be trained on, and the training command to try."""
+    """The device the phase will be trained on, and the training command to run as a trial."""
 
     module: ClassVar = "stages.precompile"
     stage: ClassVar = "precompile"
     format_version: ClassVar = 2  # 2: each machine has its own part of Neuron's cache
 
-    device: str = option("cpu", choices=DEVICES, help="what the phase will be trained on")
-    compile: bool = option(False, help="on cpu and cuda: the training command has --compile")
+    device: str = option("cpu", choices=DEVICES, help="device the phase will be trained on")
+    compile: bool = option(False, help="on cpu and cuda: set if the training command has --compile")
     nodes: int = option(1, unit="machines", least=1, decides=False, help="machines that run this command together")
     phase: int | None = option(
-        None, help="phase of pretraining that it is for; part of the identity", decides=False, least=1, most=2
+        None, help="pretraining phase it is for; part of the identity", decides=False, least=1, most=2
     )
     #: The training command, as arguments of the Python interpreter.
     command: tuple[str, ...] = ()
-    #: What luigi knows of the graphs before there is data; None: what the command says.
+    #: The graphs as luigi knows them before the data exists; None: derive them from the command.
     graphs: Graphs | None = None
 
     def parameters(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class PrecompileOptions(StageOptions):
 
 
 def graphs_of(command: Sequence[str]) -> Graphs | None:
-    """What the words of a training command say of its graphs; None: it is another command. Raises `UserError`."""
+    """Derive the graphs from a training command; None if it is another command. Raises `UserError`."""
     if "trainer" not in command:
         return None
     from trainer.data.shards import ShardSet
@@ -150,13 +150,13 @@ def versions() -> dict[str, str]:
 
 
 def flags(device: str) -> dict[str, str]:
-    """The user's flags for Neuron's compiler, which are part of its cache keys; none on other devices."""
+    """The user's Neuron compiler flags, which are part of its cache keys; empty on other devices."""
     given = os.environ.get(CC_FLAGS, "") if device in ("neuron", "auto") else ""
     return {CC_FLAGS: given} if given else {}
 
 
 def precompile(work: StageDirectory, *, device: str, compiles: bool, nodes: int, command: list[str]) -> int:
-    """Fill `work`; returns the number of graphs. Raises `UserError` if the trial fails."""
+    """Run the trial and complete `work`; returns the number of graphs. Raises `UserError` if the trial fails."""
     graphs = work.path / GRAPHS
     with disk_errors(work.path):
         for node in range(nodes):
@@ -169,7 +169,7 @@ def precompile(work: StageDirectory, *, device: str, compiles: bool, nodes: int,
         try_out(work.path, device=device, compiles=compiles, command=command)
         _await_nodes(work.path, nodes)
         if device == "neuron":
-            # Each machine has compiled the same graphs.
+            # All machines compile the same graphs, so the first one's list stands for all.
             parts = [compiled_modules(node_cache(work.path / CACHE, node)) for node in range(nodes)]
             write_json(graphs, {**(read_json(graphs) or {}), "modules": parts[0]})
         with disk_errors(work.path):
@@ -186,9 +186,9 @@ def precompile(work: StageDirectory, *, device: str, compiles: bool, nodes: int,
 
 
 def try_out(directory: Path, *, device: str, compiles: bool, command: list[str]) -> None:
-    """A short run of the training command, whose graphs are compiled into `directory`, if anything compiles here.
+    """Run the training command briefly to compile its graphs into `directory`, if the device compiles any.
 
-    With several nodes each takes part; the first alone keeps the account of it. Raises `UserError` if it fails.
+    With several nodes, every node runs this; only the first records the stage. Raises `UserError` if the trial fails.
     """
     steps = _steps(device, compiles)
     if not steps:
@@ -216,7 +216,7 @@ def _steps(device: str, compiles: bool) -> int:
 
 
 def _parallel_compiler() -> str:
-    """Raises `UserError`."""
+    """Path of neuron_parallel_compile. Raises `UserError` if it is not installed."""
     program = shutil.which(_PARALLEL_COMPILE)
     if program is None:
         raise UserError(f"{_PARALLEL_COMPILE} is not here; it comes with torch-neuronx (docs/trainium.md)")
@@ -224,14 +224,16 @@ def _parallel_compiler() -> str:
 
 
 def _compiler_environment(cache: Path) -> dict[str, str]:
-    """Variables that have neuron_parallel_compile compile the graphs in `cache`. It looks where its own environment
-    says, not where the trainer's does, which it starts."""
+    """Variables that make neuron_parallel_compile compile the graphs in `cache`.
+
+    It uses the cache named by its own environment, not the one set by the trainer that it starts.
+    """
     flags, _ = merge_flags(os.environ.get(CC_FLAGS, ""), f"--cache_dir={cache} --retry_failed_compilation")
     return {"NEURON_COMPILE_CACHE_URL": str(cache), CC_FLAGS: flags}
 
 
 def _run(words: list[str], environment: dict[str, str]) -> None:
-    """Run the trial. Raises `UserError`."""
+    """Run the trial. Raises `UserError` if it fails."""
     status = subprocess.run(words, env={**os.environ, **environment}, check=False).returncode
     if status == EXIT_INTERRUPTED:
         sys.exit(EXIT_INTERRUPTED)
@@ -240,8 +242,8 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
 
 
 def _await_nodes(directory: Path, nodes: int) -> None:
-    """Wait until all machines have compiled their part. Raises `UserError` if one does not."""
-    began = told = time.monotonic()
+    """Wait until all machines have compiled their part. Raises `UserError` on timeout."""
+    began = reported = time.monotonic()
     while missing := [node for node in range(nodes) if not (directory / _NODE_DONE.format(node)).exists()]:
         who = f"node{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         now = time.monotonic()
@@ -250,10 +252,10 @@ def _await_nodes(directory: Path, nodes: int) -> None:
                 f"{who} did not finish compiling within {_OTHERS_TIMEOUT_S:g} s of this machine; see what it said "
                 f"there, then run the same again on all of them"
             )
-        if now - told >= _TOLD_EVERY_S:
-            told = now
+        if now - reported >= _REPORT_EVERY_S:
+            reported = now
             print(f"waiting for {who} to finish compiling", file=sys.stderr, flush=True)
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_EVERY_S)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -269,7 +271,7 @@ def main() -> None:
     options = from_namespace(PrecompileOptions, args, command=tuple(args.command))
     device = options.device
     if device == "auto":
-        from trainer.devices.select import automatic  # imports torch, which no other device needs here
+        from trainer.devices.select import automatic  # imports torch, which only "auto" needs
 
         device = automatic()
     if (device in _STEPS or options.compile) and not options.command:

@@ -1,5 +1,5 @@
-"""`python -m stages.predict MODEL TEXT [TEXT]`: what a model puts in place of [MASK], and whether the second text
-follows the first. MODEL: a Hugging Face directory with its tokenizer, as stages.merge leaves it.
+"""`python -m stages.predict MODEL TEXT [TEXT]`: predict the [MASK] tokens, and whether the second text follows the
+first. MODEL: a Hugging Face directory with its tokenizer, as written by stages.merge.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 from common.errors import UserError
 from stages.directory.command import run
 
-#: Fillings that are shown of each mask.
+#: Predictions shown per mask.
 TOP = 5
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model says of one or two texts."""
+    """A model's predictions for one or two texts."""
 
-    #: Of each mask, in order: the best pieces of the vocabulary and their probabilities.
+    #: For each mask, in order: the most probable pieces of the vocabulary and their probabilities.
     fillings: list[list[tuple[str, float]]]
     #: Probability that the second text follows the first; None for one text.
     follows: float | None
 
 
 def predict(model: Any, tokenizer: Any, texts: list[str], *, top: int = TOP) -> Prediction:
-    """Ask Hugging Face's `BertForPreTraining` and its tokenizer; probabilities are softmaxes of the logits.
+    """Predict with Hugging Face's `BertForPreTraining` and its tokenizer; probabilities are softmaxes of the logits.
 
-    Raises `UserError` for an empty text, one text without a mask, and texts longer than the model's positions.
+    Raises `UserError` for an empty text, a single text without a mask, and texts longer than the model's positions.
     """
     import torch
 
@@ -57,14 +57,14 @@ def predict(model: Any, tokenizer: Any, texts: list[str], *, top: int = TOP) -> 
         best = out.prediction_logits[0, place].float().softmax(-1).topk(top)
         pieces = tokenizer.convert_ids_to_tokens(best.indices.tolist())
         fillings.append(list(zip(pieces, best.values.tolist(), strict=True)))
-    # Class 0 is "is the next sentence", in the examples as in Hugging Face's model.
+    # Class 0 means "is the next sentence", in our shards as in Hugging Face's model.
     follows = out.seq_relationship_logits[0].float().softmax(-1)[0].item() if len(texts) == 2 else None
     return Prediction(fillings, follows)
 
 
 def load(directory: Path, tokenizer: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer, by Hugging Face, from these directories alone. Raises `UserError`."""
-    # Read when transformers is imported: nothing is looked for elsewhere, and nothing said of what is not asked for.
+    """Load model and tokenizer with Hugging Face, offline, from these directories only. Raises `UserError`."""
+    # transformers reads these at import: no network access, and no warnings about unused features.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     if not (directory / "config.json").exists():
@@ -76,13 +76,13 @@ def load(directory: Path, tokenizer: Path) -> tuple[Any, Any]:
     for weights in sorted(directory.glob("*.bin")):
         from trainer.checkpoint.interop.sources import load_pickle
 
-        load_pickle(weights)  # whatever is wrong with it in one line, and nothing unpacked that is too large
+        load_pickle(weights)  # reports any fault in one line, and refuses contents that are too large
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     try:
         model, info = transformers.BertForPreTraining.from_pretrained(directory, output_loading_info=True)
         pieces = transformers.BertTokenizerFast.from_pretrained(tokenizer)
-    except Exception as error:  # a damaged model makes anything of its reader
+    except Exception as error:  # a damaged model can raise anything
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise UserError(f"{directory} cannot be loaded: {reason}; give a whole model") from error
     if info["missing_keys"]:
@@ -94,16 +94,16 @@ def load(directory: Path, tokenizer: Path) -> tuple[Any, Any]:
     return model.eval(), pieces
 
 
-def show(texts: list[str], said: Prediction) -> None:
+def show(texts: list[str], prediction: Prediction) -> None:
     """Print the prediction."""
     print(" / ".join(texts))
-    for at, best in enumerate(said.fillings, start=1):
-        if len(said.fillings) > 1:
-            print(f"mask {at}:")
+    for number, best in enumerate(prediction.fillings, start=1):
+        if len(prediction.fillings) > 1:
+            print(f"mask {number}:")
         for piece, probability in best:
             print(f"  {probability:7.2%}  {piece}")
-    if said.follows is not None:
-        print(f"next sentence: {said.follows:.2%}, not: {1 - said.follows:.2%}")
+    if prediction.follows is not None:
+        print(f"next sentence: {prediction.follows:.2%}, not: {1 - prediction.follows:.2%}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,5 +1,5 @@
-"""What stages have left, on one page: DIR/report.html; and the model card, DIR/model-card.md, of which a copy is put
-beside the model as README.md.
+"""Report on stages: one page, DIR/report.html, and the model card, DIR/model-card.md, also copied to the model's
+directory as README.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stages.view.status import StageStatus
 
 PAGE = "report.html"
 MODEL_CARD = "model-card.md"
-#: What a page shows of a stage.
+#: The files of a stage that the page shows.
 _SHOWN = (IDENTITY, METRICS, ATTEMPTS)
 #: The stages that end the chain.
 _ENDS = ("merge_shards", "evaluate")
@@ -46,12 +46,12 @@ class ReportOptions(StageOptions):
     settings: Path | None = option(None, help="settings to show, a JSON file: {section: {key: text}}")
 
     def upstream(self) -> dict[str, str]:
-        """Evaluation and model name all that they were made from; without them, every complete stage counts."""
+        """Fingerprints of evaluation and model, which cover all before them; without these, of every complete stage."""
         complete = fingerprints(**{_label(directory): directory for directory in self.directories})
         return {role: complete[role] for role in _ENDS if role in complete} or complete
 
     def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:
-        """What unfinished stages have left so far, for a page can be made of an unfinished run."""
+        """Hashes of the files of unfinished stages, because a page can show an unfinished run."""
         if set(_ENDS) <= set(upstream):
             return {}
         unfinished = [directory for directory in self.directories if not fingerprints(stage=directory)]
@@ -67,10 +67,10 @@ def _label(directory: Path) -> str:
 
 
 def report(work: StageDirectory, view: Run) -> None:
-    """Write the page and the card, lay the card beside the model, and finish.
+    """Write the page and the card, copy the card to the model's directory, and complete `work`.
 
-    The card in the model's directory is no output, because people edit it: the stage is complete as long as there is
-    one. One that was edited is kept.
+    The copy is not an output, because people edit it: the stage is complete as long as a copy exists. An edited one is
+    kept.
     """
     _write(work.path / PAGE, page(view))
     text = card(view)
@@ -94,7 +94,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def refresh(path: Path, view: Run) -> None:
-    """Put the page at `path`, whole or not at all; not durable, since it is written anew soon. Raises `DiskError`."""
+    """Write the page to `path` atomically, without fsync, since it is rewritten soon. Raises `DiskError`."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     text = page(view)
     try:
@@ -107,11 +107,11 @@ def refresh(path: Path, view: Run) -> None:
 
 
 def view_of(directories: list[Path], settings: Settings | None) -> Run:
-    """The run that left `directories`, in that order. Without `settings`, those that decided each stage are shown.
+    """The run that wrote `directories`, in that order. Without `settings`, shows the parameters of each stage.
 
-    It is looked at as of when the last of them ended, so the same directories make the same page.
+    Its time is the end of the last attempt, so the same directories give the same page.
 
-    Raises `UserError` for a directory that no stage has made.
+    Raises `UserError` for a directory that is not a stage's.
     """
     for directory in directories:
         if not (directory / IDENTITY).exists():
@@ -127,7 +127,7 @@ def view_of(directories: list[Path], settings: Settings | None) -> Run:
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
-    """With the objects among them laid open: {"model": {"hidden_size": 128}} as {"model.hidden_size": 128}."""
+    """Flatten nested objects: {"model": {"hidden_size": 128}} → {"model.hidden_size": 128}."""
     found: dict[str, Any] = {}
     for key, value in parameters.items():
         found |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}

@@ -20,7 +20,7 @@ from stages.text.corpus import TokenizeOptions
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions(StageOptions):
-    """What one phase's shards are cut from, and how."""
+    """The tokens of one phase's shards, and how to make the shards from them."""
 
     module: ClassVar = "stages.shard"
     stage: ClassVar = "shard_dataset"
@@ -30,30 +30,38 @@ class ShardOptions(StageOptions):
     seq_len: int = option(
         help="tokens in a row: 128 in phase 1, 512 in phase 2", unit="tokens", least=SPECIAL_POSITIONS + 2, most=1 << 15
     )
-    max_pred_len: int = option(help="masked positions in a row, at most: 20, 80", unit="positions", least=1)
-    dupe_factor: int = option(Form.dupe_factor, help="times each document is used", unit="times", least=1, most=1000)
-    masked_lm_prob: float = option(
-        Form.masked_lm_prob, help="share of tokens that are masked", unit="share", least=0, most=1
+    max_pred_len: int = option(
+        help="maximum masked positions in a row: 20 in phase 1, 80 in phase 2", unit="positions", least=1
     )
+    dupe_factor: int = option(
+        Form.dupe_factor, help="times each document is cut and masked", unit="times", least=1, most=1000
+    )
+    masked_lm_prob: float = option(Form.masked_lm_prob, help="share of tokens to mask", unit="share", least=0, most=1)
     short_seq_prob: float = option(
         Form.short_seq_prob, help="share of documents cut to a random shorter length", unit="share", least=0, most=1
     )
     whole_word_mask: bool = option(False, help="mask all pieces of a word together")
     pack: bool = option(
-        False, help=f"put up to {PACKED_SEQUENCES} sequences into a row; held-out ones keep rows of their own"
+        False, help=f"pack up to {PACKED_SEQUENCES} sequences into a row; held-out ones are never packed"
     )
     shards: int | None = option(
-        None, help="training shards (default: of about 64 MB, at least 8)", unit="files", least=1, most=100_000
+        None,
+        help="number of training shards (default: shards of about 64 MB, at least 8)",
+        unit="files",
+        least=1,
+        most=100_000,
     )
     test_shards: int = option(
-        1, help="shards of held-out documents", unit="files", least=1, most=100_000, omit_default=True
+        1, help="number of shards of held-out documents", unit="files", least=1, most=100_000, omit_default=True
     )
-    seed: int = option(12345, help="decides pairs and masks", least=0, most=1 << 63)
+    seed: int = option(12345, help="seed of pairs and masks", least=0, most=1 << 63)
     phase: int = option(
         1, least=1, most=2, decides=False,  # the identity has a place of its own for it
-        help="phase that trains on them, 1 or 2: each has random streams of its own",
+        help="phase that trains on them, 1 or 2; each has its own random streams",
     )  # fmt: skip
-    processes: int = option(0, least=0, help="0: one for each core; changes no output", decides=False)
+    processes: int = option(
+        0, least=0, help="worker processes; 0: one per core; does not affect the output", decides=False
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,8 +98,10 @@ def tokens_fingerprint(directory: Path) -> str:
 
 
 def shard_dataset(work: StageDirectory, options: ShardOptions) -> dict[str, Any]:
-    """Fill `work` with the shards, and finish it; returns the counts. Raises `UserError` when the corpus is too small,
-    `DiskError` when the disk is too full."""
+    """Write the shards to `work` and complete it; returns the counts.
+
+    Raises `UserError` if the corpus is too small, `DiskError` if the disk lacks space.
+    """
     from stages.examples.shards import make_shards
     from stages.tokens.files import TEST, TRAINING
 

@@ -194,11 +194,13 @@ class TokenizeOptions(StageOptions):
     vocab_size: int = option(8192, unit="pieces", least=1, help="pieces of the vocabulary to learn")
     lower_case: bool = option(True, help="lower-case and strip accents, for an uncased model")
     held_out: float = option(0.05, unit="share", least=0, below=1, help="share of documents to evaluate on")
-    seed: int = option(12345, help="decides which documents are held out")
+    seed: int = option(12345, help="seed of the draw of held-out documents")
     max_unknown_share: float = option(
         0.05, unit="share", least=0, most=1, decides=False, help="fail if the share of [UNK] exceeds this"
     )
-    processes: int = option(0, least=0, decides=False, help="0: one for each core; changes no output")
+    processes: int = option(
+        0, least=0, decides=False, help="worker processes; 0: one per core; does not affect the output"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
