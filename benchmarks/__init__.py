@@ -1,1 +1,1 @@
-"""Every speed claim, as a command that measures both sides in one run and prints their ratio."""
+"""Benchmarks: each speed claim as a command that measures both sides in one run and prints their ratio."""

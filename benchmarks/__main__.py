@@ -1,7 +1,7 @@
-"""`make bench`: every benchmark in turn; or `python -m benchmarks NAME …`: those named, to which further options go.
+"""`make bench` runs all benchmarks; `python -m benchmarks NAME … [OPTIONS]` runs the named ones with further options.
 
-Each prints its claims and what was measured; all of it becomes one table, benchmarks/results/<machine>.md, in which the
-others' rows stay.
+Each prints its claims and measurements, which replace its rows in the table benchmarks/results/<machine>.md; rows of
+other benchmarks stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What saving costs: a BERT-Large state (335 M parameters, fp32, two moments each) saved as the trainer does it.
+"""Cost of checkpoints: a BERT-Large state (335 M parameters, fp32, two moments each) saved as in training.
 
-Training is blocked while the state is copied in memory; claiming that memory (once, at the start), writing, hashing
-and renaming happen beside it. Against: the seconds of training between two checkpoints at the default interval.
+Training blocks only while the state is copied in memory; allocating that memory (once, at the start), writing, hashing
+and renaming run concurrently. The cost is relative to the training time between two checkpoints.
 """
 
 from __future__ import annotations

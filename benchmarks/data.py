@@ -1,7 +1,7 @@
-"""Text → token ids → shards of both phases, on one core and on two, beside the tokenizers library alone.
+"""Data preparation (text → token ids → shards of both phases) on one and two cores, against the tokenizers library.
 
-Whole commands are timed, from the start of Python to the manifest on disk. The text is WikiText-2 over and over, with
-BERT's vocabulary, or what ships with Python where the folder of shared data (BERT_SHARED_DIR) is not there.
+Whole commands are timed, from the start of Python to the manifest on disk. The text is WikiText-2, repeated, with
+BERT's vocabulary, or text that ships with Python if the shared data folder (BERT_SHARED_DIR) is missing.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _PHASES = {1: (128, 20), 2: (512, 80)}
 @dataclass(frozen=True)
 class Ran:
     wall_s: float
-    #: User and system seconds of the command and its processes.
+    #: User and system time of the command and its child processes, in seconds.
     cpu_s: float
-    #: Seconds a second that other programs had of the machine's cores.
+    #: Average number of cores used by other programs.
     others: float
-    #: Of the largest process.
+    #: Peak memory of the largest process.
     peak_mb: float
 
     def __add__(self, other: Ran) -> Ran:
@@ -100,7 +100,7 @@ def timed(stage: str, *words: object, processes: int, out: Path) -> Ran:
 
 
 def _peak_mb(pid: int) -> float:
-    """Most memory that a process or one of its children has had so far (wait4's counts ours, from before exec)."""
+    """Peak memory of a process and its children so far (wait4's value includes this process, from before exec)."""
     peak = 0.0
     with contextlib.suppress(OSError, ProcessLookupError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -111,7 +111,7 @@ def _peak_mb(pid: int) -> float:
 
 
 def tokenizers_alone(text: Text, tokenizer: Path) -> tuple[float, float]:
-    """MB/s of the library on one thread, by paragraphs and by sentences."""
+    """The library's rate on one thread in MB/s, on paragraphs and on sentences."""
     from tokenizers import Tokenizer
 
     from stages.text.corpus import sentences

@@ -16,7 +16,7 @@ CLAIMED_SHARE, CLAIMED_S = 0.97, 60
 
 
 def lengths_like_wikipedia(sequences: int) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
-    """A third full, the rest of any length: half of all is padding, as in NVIDIA's shards for S=512."""
+    """A third full, the rest uniform: half of all tokens are padding, as in NVIDIA's shards for S=512."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(5, 512, sequences, np.uint16)
     full = rng.random(sequences, np.float32) < 0.33

@@ -1,6 +1,6 @@
-"""What a benchmark has found: said in one line, and handed to `python -m benchmarks`, which makes the table.
+"""Benchmark results: printed as one line each, and passed to `python -m benchmarks`, which writes the table.
 
-A machine has one file of results, a row for each figure, so that some benchmarks can be run again without the others.
+Each machine has one results file with a row per figure, so that benchmarks can be rerun separately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = ("benchmark", "what", "ours", "beside", "measured", "claimed", "met", 
 
 @dataclass(frozen=True)
 class Result:
-    """One figure beside what is claimed of it."""
+    """A measured figure and its claim."""
 
     what: str
     #: Both sides, each with its figure and unit.
@@ -76,7 +76,7 @@ def ratio(
     what: str, pairs: Sequence[tuple[float, float]], *, ours: str, beside: str, unit: str = "sequences/s",
     at_least: float | None = None,
 ) -> Result:  # fmt: skip
-    """Both sides' rates, run in turn: their medians, and the median of the ratios of the pairs."""
+    """Compare two rates measured alternately: the medians, and the median of the pairwise ratios."""
     mine, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
     each = tuple(a / b for a, b in pairs)
     return Result(
@@ -86,7 +86,7 @@ def ratio(
 
 
 def read(path: Path) -> list[Result]:
-    """What `say` has appended."""
+    """Read the results that `say` has appended."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [Result(**{**json.loads(line), "each": tuple(json.loads(line)["each"])}) for line in lines]
 
@@ -120,8 +120,7 @@ def versions() -> str:
 
 
 def write_table(path: Path, said: str, benchmark: str, results: list[Result], *, when: str, others: float) -> None:
-    """Put the rows of one benchmark in the place of its former ones in a machine's file; others stay, unless they were
-    measured with other versions."""
+    """Replace the rows of one benchmark in a machine's file; other rows stay unless measured with other versions."""
     head = f"{versions()}. Made by `python -m benchmarks`, which docs/benchmarks.md explains."
     former = path.read_text().splitlines() if path.exists() else []
     rows = [line for line in former if line.startswith("| ") and head in former]

@@ -15,7 +15,7 @@ MOST = 6.0
 
 
 def first_step_s(data: Path, model: Path, out: Path, *, work: Work = A) -> float:
-    """From the start of the command until the first step begins: until its line is there, less what it took."""
+    """Seconds from the start of the command to the start of the first step: its log time minus its duration."""
     command = [sys.executable, "-m", "trainer", *trainer_options(work, data, model, out, steps=1, warmup_steps=0)]
     began = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)

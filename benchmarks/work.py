@@ -1,4 +1,4 @@
-"""The work that speeds are compared on, and how both sides are run on the same cores with the same threads."""
+"""Benchmark workloads, and helpers that run both sides on the same cores with the same number of threads."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from stages.examples.packing import pack, pack_masked, pack_tokens
 from trainer.data.shards import LENGTHS_KEY, TOKEN_KEYS, ShardSet, write_shard
 
 ROOT = Path(__file__).parent.parent
-#: Data and files of other tools, where they are.
+#: Folder with sample data and files of other tools; it may be missing.
 SHARED = Path(os.environ.get("BERT_SHARED_DIR", ROOT.parent / "shared"))
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Work:
-    """A model, a batch and the shape of its rows."""
+    """A workload: model, batch and row shape."""
 
     name: str
     layers: int
@@ -63,7 +63,7 @@ class Work:
         return dataclasses.replace(self, **changes)
 
 
-#: The work the published CPU figures in docs/decisions.md were taken on.
+#: The workload of the CPU figures in docs/decisions.md.
 A = Work("A", 4, 256, 4, 1024, 8192, 128, 20, 16, 4)
 #: The same model in phase 2.
 A2 = A.but(name="A, phase 2", seq_len=512, max_pred_len=80, micro_batch_size=8)
@@ -71,14 +71,16 @@ BASE = Work("BERT-Base", 12, 768, 12, 3072, 30522, 128, 20, 8, 2)
 
 
 def phase1_lengths(work: Work, rows: int) -> Any:
-    """90 % of the rows full, the others of any length."""
+    """Sequence lengths: 90 % full rows, the others uniform."""
     rng = np.random.default_rng(0)
     return np.where(rng.random(rows) < 0.9, work.seq_len, rng.integers(8, work.seq_len, rows))
 
 
 def half_padding_lengths(work: Work, rows: int) -> Any:
-    """A quarter of the rows full, the others from a truncated exponential, so that half of the tokens of S=512 are
-    padding, as in Wikipedia's (Krell et al. 2021, arXiv:2107.02027, section 2)."""
+    """Sequence lengths: a quarter full rows, the others from a truncated exponential distribution.
+
+    At S=512 half of the tokens are padding, as in Wikipedia (Krell et al. 2021, arXiv:2107.02027, section 2).
+    """
     rng = np.random.default_rng(0)
     shorter = rng.exponential(0.455 * work.seq_len, 4 * rows)
     shorter = shorter[(shorter >= 8) & (shorter < work.seq_len)][:rows].astype(int)
@@ -86,7 +88,7 @@ def half_padding_lengths(work: Work, rows: int) -> Any:
 
 
 def nvidia_lengths(work: Work, rows: int) -> Any:
-    """As in the shards that NVIDIA's script made of CPython's documentation (BERT_SHARED_DIR); None without them."""
+    """Lengths from shards that NVIDIA's script made of CPython's documentation (BERT_SHARED_DIR); None without them."""
     directory = SHARED / "fixtures" / "nvidia_hdf5" / f"seq{work.seq_len}"
     if not directory.is_dir():
         return None
@@ -96,7 +98,7 @@ def nvidia_lengths(work: Work, rows: int) -> Any:
 
 
 def random_rows(work: Work, lengths: Any) -> Arrays:
-    """A row of random ids for each length; 15 % masked."""
+    """Rows of random ids with the given lengths; 15 % masked."""
     rng, rows = np.random.default_rng(1), len(lengths)
     columns = np.arange(work.seq_len)
     mask = columns < lengths[:, None]
@@ -139,7 +141,7 @@ def packed(rows: Arrays, work: Work, *, sequences: int = 16) -> Arrays:
 
 
 def write_rows(directory: Path, arrays: Arrays, *, shards: int = 1) -> Path:
-    """The rows as a data set."""
+    """Write the rows as a data set."""
     directory.mkdir(parents=True, exist_ok=True)
     for shard in range(shards):
         part = {key: value[shard::shards] for key, value in arrays.items()}
@@ -149,7 +151,7 @@ def write_rows(directory: Path, arrays: Arrays, *, shards: int = 1) -> Path:
 
 @contextmanager
 def scratch(work: Work, *, rows: int = 4096, shards: int = 1) -> Iterator[tuple[Path, Path, Path]]:
-    """A temporary directory, a data set of phase 1 and the model's config.json in it."""
+    """Yield a temporary directory, and in it a phase 1 data set and the model's config file."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         directory = Path(name)
         arrays = random_rows(work, phase1_lengths(work, rows))
@@ -164,26 +166,25 @@ def model_config(work: Work, directory: Path) -> Path:
 
 @contextmanager
 def on_cores(count: int, *, threads: int | None = None) -> Iterator[None]:
-    """Keeps what is started inside on `count` of the cores that this process may use, with so many OpenMP threads
-    (None: one for each)."""
-    there = sorted(os.sched_getaffinity(0))
-    if count > len(there):
-        sys.exit(f"error: {count} cores are asked for, and there are {len(there)}; give --cores {len(there)} or fewer")
+    """Restrict processes started in the block to `count` cores, with `threads` OpenMP threads (None: one per core)."""
+    cores = sorted(os.sched_getaffinity(0))
+    if count > len(cores):
+        sys.exit(f"error: {count} cores are asked for, and there are {len(cores)}; give --cores {len(cores)} or fewer")
     former = os.environ.get("OMP_NUM_THREADS")
-    os.sched_setaffinity(0, there[-count:])
+    os.sched_setaffinity(0, cores[-count:])
     os.environ["OMP_NUM_THREADS"] = str(threads or count)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, there)
+        os.sched_setaffinity(0, cores)
         os.environ.pop("OMP_NUM_THREADS")
         if former is not None:
             os.environ["OMP_NUM_THREADS"] = former
 
 
 def python(*words: str) -> str:
-    """Run `python words…` from the repository root; returns what it printed. Its failure is this program's."""
-    # Where torch-xla is installed, Trainer would move to it unasked.
+    """Run `python words…` from the repository root and return its stdout; exits if the command fails."""
+    # If torch-xla is installed, Hugging Face's Trainer uses it by default.
     environment = {**os.environ, "USE_TORCH_XLA": "0"}
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
@@ -194,14 +195,14 @@ def python(*words: str) -> str:
 
 
 def launcher(workers: int) -> tuple[str, ...]:
-    """What goes before `-m trainer` for so many workers on this machine."""
+    """The arguments before `-m trainer` that start `workers` workers on this machine."""
     if workers == 1:
         return ()
     return ("-m", "trainer.launch.torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={workers}")
 
 
 def trainer_options(work: Work, data: Path, model: Path, out: Path, *, steps: int, **more: object) -> list[str]:
-    """The trainer's options for this work, without checkpoints on the way."""
+    """The trainer's options for this workload, without intermediate checkpoints."""
     options = {
         "data_dir": data, "output_dir": out, "model_config": model, "device": "cpu",
         "batch_size": work.micro_batch_size, "grad_accum_usteps": work.grad_accum_usteps, "max_steps": steps,
@@ -214,19 +215,19 @@ def our_step_times(
     work: Work, data: Path, model: Path, out: Path, *more: str, steps: int, precision: str, device: str = "cpu",
     workers: int = 1,
 ) -> list[float]:  # fmt: skip
-    """Seconds of each step of `python -m trainer` on this work; `more`: further options."""
+    """Step times of `python -m trainer` on this workload, in seconds; `more`: further options."""
     options = trainer_options(work, data, model, out, steps=steps, precision=precision, device=device)
     python(*launcher(workers), "-m", "trainer", *options, *more)
     return [record["step_time_s"] for record in metrics(out)]
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """What the trainer has recorded of each step."""
+    """The trainer's record of each step."""
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def their_step_times(module: str, work: Work, data: Path, model: Path, *more: str, steps: int) -> list[float]:
-    """Seconds of each step of the other side, `benchmarks.<module>`, on this work."""
+    """Step times of the reference `benchmarks.<module>` on this workload, in seconds."""
     words = ("-m", f"benchmarks.{module}", str(data), str(model), f"--steps={steps}", *more)
     batch = (f"--batch-size={work.micro_batch_size}", f"--grad-accum={work.grad_accum_usteps}")
     times: list[float] = json.loads(python(*words, *batch).splitlines()[-1])
@@ -234,14 +235,14 @@ def their_step_times(module: str, work: Work, data: Path, model: Path, *more: st
 
 
 def steady(times: list[float], *, warm_up: int = 3) -> float:
-    """The median of the steps after the first `warm_up`."""
+    """The median step time after `warm_up` steps."""
     return statistics.median(times[warm_up:])
 
 
 def pairs_parser(
     description: str | None, *, pairs: int = 3, steps: int | None = 12, cores: int = 2
 ) -> argparse.ArgumentParser:
-    """`steps` None: the benchmark has no such option."""
+    """A parser with the common options; `steps` None omits --steps."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--pairs", type=int, default=pairs, help="times both sides are run, in turn")
     if steps is not None:
@@ -251,7 +252,7 @@ def pairs_parser(
 
 
 def busy_s() -> float:
-    """Seconds that all cores together have been at work since the machine started; 0 where nothing tells."""
+    """Total busy time of all cores since boot, in seconds; 0 without /proc/stat."""
     try:
         user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
     except OSError:
@@ -261,7 +262,7 @@ def busy_s() -> float:
 
 @contextmanager
 def others_cores() -> Iterator[Callable[[], float]]:
-    """Yields a function that tells, after the block, how many cores programs other than those started in it had."""
+    """Yield a function that returns, after the block, the average number of cores used by unrelated programs."""
 
     def own_s() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
