@@ -88,5 +88,5 @@ def test_steps_of_unlike_graphs_are_refused(data: Path, model: Path, tmp_path: P
 def test_xla_and_torchrun_must_see_the_same_workers() -> None:
     """On the CPU XLA knows of one worker a process, whatever torchrun started: gloo does the talking."""
     XlaDevice.check_worlds(Mesh(world_size=4), 1)
-    with pytest.raises(UserError, match=r"one XLA device a process, but sees 2 .*torchrun"):
+    with pytest.raises(UserError, match=r"one XLA device per process, but sees 2 .*torchrun"):
         XlaDevice.check_worlds(Mesh(world_size=2), 2)
