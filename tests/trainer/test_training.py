@@ -176,7 +176,7 @@ def test_bad_input_is_one_line(data: Path, model: Path, tmp_path: Path) -> None:
 
     refused("no-such", data_dir=tmp_path / "no-such")
     refused("131 samples", "global batch of 256")
-    refused("Adam is not known", "AdamW", "LAMB", optimizer="Adam")
+    refused("--optimizer is Adam", "AdamW", "LAMB", optimizer="Adam")
     refused("phase 2 starts from phase 1's checkpoint of step 7", phase2=True, resume_ckpt=True, phase1_end_step=7,
             grad_accum_usteps=1)  # fmt: skip
     refused("no checkpoint", resume_ckpt=True, resume_ckpt_path=tmp_path / "ckpt_3", grad_accum_usteps=1)

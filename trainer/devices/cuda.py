@@ -20,8 +20,8 @@ from trainer.models.operations import AttentionMask, Operations
 from trainer.parallel.mesh import Mesh
 
 #: Dense bf16 tensor-core peaks, FLOP/s, by words of the name torch reports; None: not known. Data sheets often give
-#: twice as much, with sparsity. Sources: nvidia.com/en-us/data-center/h100 (SXM, NVL, PCIe) and /h200 (SXM), from which
-#: torchtitan has the same figures; BFLOAT16 lines of the data sheets of L40 (181.05) and L40S (362.05).
+#: twice as much, with sparsity. Sources: nvidia.com/en-us/data-center/h100 (SXM, NVL, PCIe) and /h200 (SXM), as quoted
+#: by other training programs; BFLOAT16 lines of the data sheets of L40 (181.05) and L40S (362.05).
 _BF16_PEAKS: dict[str, float | None] = {
     "H200": 989e12, "H200 NVL": None, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "A100": 312e12,
     "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12,

@@ -67,4 +67,4 @@ def test_xla_on_the_cpu_is_refused(workloads: dict[str, dict[str, object]], tmp_
 
 def test_other_names_are_refused(workloads: dict[str, dict[str, object]], tmp_path: Path) -> None:
     done = train(output_dir=tmp_path / "out", data_parallel="zero", **workloads["mnist"])
-    assert_one_line_error(done, "data_parallel: zero is not known", "allreduce, ddp")
+    assert_one_line_error(done, "--data_parallel is zero", "allreduce, ddp")
