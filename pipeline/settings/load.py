@@ -58,7 +58,10 @@ def _read(section: type[luigi.Config]) -> Any:
     """
     config, name = get_config(), section_name(section)
     for key, value in config.items(name, raw=True):
-        config.set(section.__name__, key, value)
+        try:
+            config.set(section.__name__, key, value)
+        except ValueError:  # invalid interpolation syntax
+            raise _unescaped_percent(name, key) from None
     try:
         return section()
     except ValueError as error:  # luigi wraps what parameters and interpolation raise
@@ -71,12 +74,14 @@ def _read(section: type[luigi.Config]) -> Any:
                     f"[{name}] {cause.option}: the environment variable {found and found[1]} is not set"
                 ) from None
             case configparser.InterpolationError() as cause:
-                raise UserError(
-                    f"[{name}] {cause.option}: write %% for a % in a settings file (%%20 for a space in an address)"
-                ) from None
+                raise _unescaped_percent(name, cause.option) from None
         raise
     finally:
         config.remove_section(section.__name__)
+
+
+def _unescaped_percent(section: str, key: str) -> UserError:
+    return UserError(f"[{section}] {key}: write %% for a % in a settings file (%%20 for a space in an address)")
 
 
 def add_defaults() -> None:
