@@ -76,5 +76,5 @@ def test_old_signs_of_life_are_none(tmp_path: Path, skew_s: float) -> None:
     os.utime(tmp_path / "stage.log", (there, there))
     began = time.monotonic()
     with pytest.raises(NodeMissing):
-        wait(tmp_path, None, 2)
+        wait(tmp_path, 0, 2)
     assert time.monotonic() - began < 30
