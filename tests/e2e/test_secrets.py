@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from pipeline.settings.parameters import Text
+from pipeline.settings.parameters import Choice
 from pipeline.settings.sections import SECTIONS, section_name
 from pipeline.status import live_report
 from tests.helpers.chain import Chain
@@ -266,7 +266,7 @@ def test_whatever_setting_holds_an_address_its_secrets_are_not_shown() -> None:
     address = f"https://me:{canary}@host/x?token={canary}z"
     for section in SECTIONS:
         for name, parameter in section.get_params():
-            if isinstance(parameter, Text) and parameter._choices:
+            if isinstance(parameter, Choice):
                 continue
             try:
                 value: Any = parameter.parse(address)
