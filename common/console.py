@@ -13,6 +13,13 @@ from common.secrets import redact
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
 
 
+def clock(seconds: float) -> str:
+    """`0:07`, `12:34`, `45:00:00`: minutes and seconds, with hours where there are any."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def log(line: str) -> None:
     """A line for the person at the console, without secrets."""
     write(redact(line) + "\n")

@@ -133,14 +133,23 @@ def _exchange(temporary: Path, final: Path) -> None:
 @contextlib.contextmanager
 def durable_file(path: Path) -> Iterator[HashingFile]:
     """Open `path` for writing so that it appears complete and durable, or not at all; raises `DiskError`."""
+    with replaced_durably(path) as temporary, temporary.open("wb") as raw:
+        failpoint(f"write-before:{path.name}")
+        yield HashingFile(raw)
+        raw.flush()
+        os.fsync(raw.fileno())
+
+
+@contextlib.contextmanager
+def replaced_durably(path: Path) -> Iterator[Path]:
+    """A temporary name, whose file the block makes and fsyncs; it is renamed to `path` if the block succeeds.
+
+    Raises `DiskError`.
+    """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with disk_errors(path):
-            with temporary.open("wb") as raw:
-                failpoint(f"write-before:{path.name}")
-                yield HashingFile(raw)
-                raw.flush()
-                os.fsync(raw.fileno())
+            yield temporary
             failpoint(f"write-after:{path.name}")
         rename_durably(temporary, path)
     except BaseException:

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from common.files import sha256_of, write_json
 from common.hashing import InputHashes
 from common.options import option
-from common.secrets import Secret
-from stages.checkpoints.source import checkpoint_of
+from stages.checkpoints.source import checkpoint_in
 from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints, parse, stage_parser
@@ -76,7 +75,7 @@ def main() -> None:
     options, out = parse(EvaluateMlpOptions, parser())
     from trainer.checkpoint.manager import require_valid
 
-    checkpoint = checkpoint_of(Secret.address(str(options.checkpoint)))
+    checkpoint = checkpoint_in(options.checkpoint)
     require_valid(checkpoint)
     with StageDirectory.begin(out, lambda: options.identity(InputHashes.beside(out))) as work:
         evaluate_model(work, checkpoint, options)

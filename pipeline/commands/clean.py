@@ -25,7 +25,7 @@ from pipeline.status.stage_dirs import (
     last_checkpoint_step,
     size_bytes,
 )
-from pipeline.tasks.everything import everything
+from pipeline.tasks.everything import Everything
 from pipeline.tasks.goal import Goal
 from stages.directory.attempts import ATTEMPTS
 from stages.directory.lock import LOCK
@@ -177,7 +177,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """List what is superseded, and remove it if asked to. Returns 1 if something could not be removed."""
     named = {Path(name).name for name in args.remove or ()}
-    found = plan(everything(), named)
+    found = plan(Everything(), named)
     if unknown := named - {stage_dir.path.name for stage_dir, _ in found.superseded}:
         raise UserError(
             f"{min(unknown)} is neither superseded nor interrupted; `python -m pipeline clean` lists what is"

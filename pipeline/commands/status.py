@@ -9,12 +9,13 @@ import os
 import shutil
 import textwrap
 
+from common.console import clock
 from common.files import parse_utc
 from pipeline.commands.watch import watch
 from pipeline.status.live_report import view
-from pipeline.status.states import duration, statuses
+from pipeline.status.states import statuses
 from pipeline.tasks.bert import BertPhase2
-from pipeline.tasks.everything import everything
+from pipeline.tasks.everything import Everything
 from stages.view.status import StageStatus
 
 SUMMARY = "one table: each stage, its state, when, how long, where"
@@ -36,7 +37,7 @@ def table(found: list[StageStatus], width: int) -> str:
         "stage": [row.stage for row in found],
         "state": [row.state for row in found],
         "when": [_local(row.when) for row in found],
-        "how long": ["" if row.seconds is None else duration(row.seconds) for row in found],
+        "how long": ["" if row.seconds is None else clock(row.seconds) for row in found],
         "where": [str(row.directory or "") for row in found],
     }
     widths, legend = _widths(columns), ""
@@ -85,7 +86,7 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; returns 0 for any states."""
-    goal = everything()
+    goal = Everything()
     if args.watch is not None:
         bert = BertPhase2()
         return watch(functools.partial(view, bert), lambda width: table(statuses(goal), width), args.watch)

@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -141,11 +140,6 @@ class Job:
     def submitted(self) -> str:
         """When it was submitted, UTC."""
         return str(self.record["submitted"])
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since it was submitted."""
-        return max(0.0, time.time() - datetime.fromisoformat(self.submitted).timestamp())
 
     def state(self) -> State | None:
         """Its state; None if the scheduler does not know it. Raises `Unreachable`, `UserError`."""

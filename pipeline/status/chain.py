@@ -11,10 +11,8 @@ from pipeline.settings.sections import Settings
 from stages.directory.manifest import Identity
 
 
-class StageTask(Protocol):
-    """A stage's luigi task (`pipeline.tasks.stage.Stage`), as far as status needs it."""
-
-    settings: Settings
+class PlacedStage(Protocol):
+    """A stage with a name and a directory (`pipeline.tasks.stage.Stage` documents the members)."""
 
     @property
     def label(self) -> str: ...
@@ -22,11 +20,18 @@ class StageTask(Protocol):
     def identity(self) -> Identity: ...
     @property
     def directory(self) -> Path: ...
+    def why_incomplete(self) -> str | None: ...
+
+
+class StageTask(PlacedStage, Protocol):
+    """A stage's luigi task, as far as status needs it."""
+
+    settings: Settings
+
     @property
     def max_steps(self) -> int | None: ...
     def requires(self) -> Mapping[str, StageTask]: ...
     def ends(self) -> Sequence[StageTask]: ...
-    def why_incomplete(self) -> str | None: ...
     def manifest(self) -> dict[str, Any]: ...
 
 

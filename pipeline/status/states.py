@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import Literal
 
+from common.console import clock
 from common.errors import UserError
 from common.files import parse_utc, utc
 from pipeline.status.chain import ChainTask, StageTask, chain, is_complete, would_run
@@ -83,7 +84,7 @@ def _running(task: StageTask, status: StageStatus) -> StageStatus | None:
     details = [by, *_how_far(status)]
     if per_s and left_s is not None:
         rate = f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
-        details += [f"{rate} {status.unit}/s", f"{duration(left_s)} left"]
+        details += [f"{rate} {status.unit}/s", f"{clock(left_s)} left"]
     return dataclasses.replace(
         status, state="running", detail=", ".join(details), when=who.started, seconds=_seconds_since(who.started),
         left_s=None if left_s is None else round(left_s, 1), host=who.host, pid=who.pid,
@@ -151,10 +152,3 @@ def _seconds_since(when: str | None) -> float | None:
     if when is None:
         return None
     return max(0.0, round(time.time() - parse_utc(when).timestamp(), 1))
-
-
-def duration(seconds: float) -> str:
-    """`0:07`, `12:34`, `45:00:00`: minutes and seconds, with hours where there are any."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -36,8 +36,3 @@ class Everything(Goal):
         if any(list(load().work_dir.glob(f"{label}-*")) for label in _MLP_LABELS):
             goals.append(MnistMlp())
         return {name: task for goal in goals for name, task in goal.requires().items()}
-
-
-def everything() -> Goal:
-    """The goal of all chains."""
-    return Everything()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from pathlib import Path
 from typing import Protocol
 
 from common.console import log
@@ -16,29 +14,23 @@ from pipeline.launchers.local import await_node_0
 from pipeline.launchers.process import ProcessResult
 from pipeline.launchers.restarts import RestartAfterHang, RestartPolicy, RestartWhileProgressing
 from pipeline.status import latest
+from pipeline.status.chain import PlacedStage
 from stages.directory import attempts
 from stages.directory.lock import LOCK, hold
-from stages.directory.manifest import AlreadyComplete, Identity, StartTime, claim
+from stages.directory.manifest import AlreadyComplete, StartTime, claim
 
 
-class RunnableStage(Protocol):
-    """What a runner needs of a stage (`pipeline.tasks.stage.Stage` documents the members)."""
+class RunnableStage(PlacedStage, Protocol):
+    """What a runner needs of a stage."""
 
     @property
     def resumes(self) -> bool: ...
-    @property
-    def label(self) -> str: ...
-    @property
-    def identity(self) -> Identity: ...
-    @property
-    def directory(self) -> Path: ...
     @property
     def nodes(self) -> int: ...
     @property
     def hang_timeout_s(self) -> float | None: ...
     def command(self) -> list[str]: ...
     def finish(self, start: StartTime) -> None: ...
-    def why_incomplete(self) -> str | None: ...
 
 
 class CommandFailed(UserError):
@@ -97,7 +89,7 @@ class Runner:
         stage = self._stage
         job = self._find_job()
         if job is not None:
-            start = StartTime(job.submitted, time.monotonic() - job.seconds)
+            start = StartTime.of(job.submitted)
         else:
             claim(stage.directory, stage.identity)
             log(f"{stage.label}: started in {stage.directory}")
@@ -114,7 +106,7 @@ class Runner:
         result = job.result()
         if result is not None and result.status == 0:
             with contextlib.suppress(UserError):
-                stage.finish(StartTime(job.submitted, time.monotonic() - job.seconds))
+                stage.finish(StartTime.of(job.submitted))
         job.forget()
         if stage.why_incomplete() is None:
             raise AlreadyComplete

@@ -92,19 +92,26 @@ def local_source(source: Secret) -> Path:
     """The path of a local checkpoint; raises `CheckpointError` if it is remote or missing."""
     if is_remote(source):
         raise CheckpointError(f"{source} is not on this machine; fetch it with stages.convert, or download it first")
-    path = Path(source.reveal().removeprefix("file://"))
+    return _existing(Path(source.reveal().removeprefix("file://")))
+
+
+def _existing(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint {path}; check the path")
     return path
 
 
 def checkpoint_of(source: Secret) -> Path:
-    """The path of a local checkpoint; for the directory of a complete stage, the checkpoint that it made.
+    """`checkpoint_in` for a local source. Raises `CheckpointError` if it is remote or there is none."""
+    return checkpoint_in(local_source(source))
+
+
+def checkpoint_in(path: Path) -> Path:
+    """`path`; if it is the directory of a complete stage, the checkpoint that the stage made.
 
     Raises `CheckpointError` if there is none.
     """
-    path = local_source(source)
-    if not fingerprints(stage=path):
+    if not fingerprints(stage=_existing(path)):
         return path
     counts = (read_manifest(path) or {})["counts"]
     made = [counts["checkpoint"]] if "checkpoint" in counts else ["checkpoint", "model"]

@@ -33,6 +33,7 @@ from common.files import (
     ALIVE,
     PROGRESS,
     TEMPORARY_SUFFIX,
+    parse_utc,
     sha256_of,
     sweep_temporaries,
     utc_now,
@@ -142,6 +143,11 @@ class StartTime:
     @classmethod
     def now(cls) -> StartTime:
         return cls(utc_now(), time.monotonic())
+
+    @classmethod
+    def of(cls, utc: str) -> StartTime:
+        """A time in the past, as `utc_now` wrote it."""
+        return cls(utc, time.monotonic() - max(0.0, time.time() - parse_utc(utc).timestamp()))
 
 
 class AlreadyComplete(Exception):

@@ -22,7 +22,7 @@ from pipeline.settings.load import load
 from pipeline.status.live_report import view
 from pipeline.status.states import statuses
 from pipeline.tasks.bert import BertPhase2
-from pipeline.tasks.everything import everything
+from pipeline.tasks.everything import Everything
 from tests.helpers.chain import LUIGI, Chain, finished_chain
 from tests.helpers.support import command
 
@@ -111,7 +111,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[Chain, str], int]:
         luigi.Task.clear_instance_cache()
         try:
             if words == WATCH:  # it is drawn until Ctrl-C: once, here
-                print(screen(view(BertPhase2()), lambda width: table(statuses(everything()), width), 100))
+                print(screen(view(BertPhase2()), lambda width: table(statuses(Everything()), width), 100))
                 return 0
             return main(words.split())
         except SystemExit as left:

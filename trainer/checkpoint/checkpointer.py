@@ -79,7 +79,7 @@ class Checkpointer:
     def save(self, state: TrainState) -> None:
         """Start writing a checkpoint from a copy of `state`. Raises the previous write's error."""
         self._saved_at, self._saved_step = time.monotonic(), state.step
-        self._mesh.wait_while(lambda: self._manager.is_writing)
+        self.wait()
         if self._host_copy is not None:
             self._manager.finish()
             snapshot = self._host_copy.take(state, self._device.copy_to_host)

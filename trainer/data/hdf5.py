@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
-from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durably
+from common.files import replaced_durably
 
 Array = NDArray[Any]
 #: Shape and dtype of each dataset, in the order in which they lie in the file.
@@ -58,23 +58,15 @@ def contiguous_file(
 
     Raises: `DiskError`.
     """
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    try:
-        with disk_errors(path):
-            with _system_errors():
-                offsets = _allocate(temporary, layout, attributes or {})
-            fd = os.open(temporary, os.O_WRONLY)
-            try:
-                yield ContiguousWriter(fd, layout, offsets)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            failpoint(f"write-after:{path.name}")
-        rename_durably(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    with replaced_durably(path) as temporary:
+        with _system_errors():
+            offsets = _allocate(temporary, layout, attributes or {})
+        fd = os.open(temporary, os.O_WRONLY)
+        try:
+            yield ContiguousWriter(fd, layout, offsets)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.console import clock
 from common.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, replace_json, write_json
 from trainer.metrics.event_file import EventFile
 from trainer.metrics.results import TrainTime, phase_results, recorded_steps, steps_of_phase
@@ -154,7 +155,7 @@ class Metrics:
             self._log(
                 f"LOG {time.asctime()} - ({state.epoch}, {step}) step_loss : {scalars['loss']:.4f} "
                 f"learning_rate : {scalars['learning_rate']:.2e} throughput : {scalars['throughput']:.2f} {mfu}{norm}"
-                f"[{state.step}/{self._config.max_steps}, {_duration(left)} left]"
+                f"[{state.step}/{self._config.max_steps}, {clock(left)} left]"
             )
 
     def _steps_per_s(self) -> float:
@@ -218,12 +219,6 @@ class Metrics:
             write_json(file, summary)
         for line in self._workload.last_lines(summary):
             self._log(line)
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _drop_after(path: Path, step: int) -> None:
