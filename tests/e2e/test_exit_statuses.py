@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.support import ROOT, options, synthetic_rows, write_dataset, write_model_config
+from tests.helpers.support import ROOT, TORCHRUN, options, synthetic_rows, write_dataset, write_model_config
 from trainer.data.order import SampleOrder
 from trainer.data.shards import write_shard
 
@@ -24,17 +24,8 @@ def torchrun(directory: Path, data: Path, **env: str) -> subprocess.CompletedPro
     words = options(
         **GIVEN, data_dir=data, model_config=write_model_config(directory), output_dir=directory / "out"
     )  # fmt: skip
-    start = [
-        "-m",
-        "trainer.launch.torchrun",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        "--nproc_per_node=2",
-        "-m",
-        "trainer",
-    ]
     return subprocess.run(
-        [sys.executable, *start, *words], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True,
+        [sys.executable, *TORCHRUN, *words], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
 

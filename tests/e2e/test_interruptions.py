@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.helpers.chain import LUIGI, Chain, prepared_chain
-from tests.helpers.support import ROOT, assert_same_bytes, metrics, options, write_dataset, write_model_config
+from tests.helpers.support import ROOT, TORCHRUN, assert_same_bytes, metrics, options, write_dataset, write_model_config
 
 #: Enough steps that a signal sent when the first are done arrives in the middle.
 LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "500")
@@ -201,17 +201,8 @@ def test_workers_do_not_outlive_a_launcher_killed_while_they_start(tmp_path: Pat
               "output_dir": tmp_path / "out", "max_pred_len": 5, "grad_accum_usteps": 1}  # fmt: skip
     # Workers take a second to start.
     (tmp_path / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ: time.sleep(1)\n")
-    words = (
-        "-m",
-        "trainer.launch.torchrun",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        "--nproc_per_node=2",
-        "-m",
-        "trainer",
-    )
     launcher = subprocess.Popen(
-        [sys.executable, *words, *options(**values)],
+        [sys.executable, *TORCHRUN, *options(**values)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         stdout=subprocess.DEVNULL,

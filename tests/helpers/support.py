@@ -22,6 +22,11 @@ from trainer.data.shards import write_shard
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 200
+#: Two workers on this machine under torchrun; the trainer's options follow.
+TORCHRUN = (
+    *("-m", "trainer.launch.torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"),
+    *("-m", "trainer"),
+)
 #: The smallest model with more than one layer and head.
 MODEL = {
     "vocab_size": VOCAB,
