@@ -17,13 +17,13 @@ from trainer.data.order import SampleOrder
 from trainer.devices.base import Device
 from trainer.devices.graphs import GraphList
 from trainer.models.base import Model
-from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters, SharedModel
+from trainer.optim.parameters import FlatParameters, Parameters, Replicas, SeparateParameters, SharedModel
 from trainer.optim.schedule import learning_rate
-from trainer.optim.select import Optimizer, make_optimizer
+from trainer.optim.select import Optimizer, make_optimizer, separates_matrices
 from trainer.parallel.allreduce import AllReduceModel
 from trainer.parallel.ddp import DdpModel, DdpParameters
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.plan import split_of
+from trainer.parallel.plan import split_axis
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
 from trainer.run import Run
@@ -87,22 +87,26 @@ def build_parameters(
     """The forward pass and the parameters of `model`, for `--data_parallel`; its weights are converted to the type that
     `precision` computes with. Raises `UserError`."""
     device, has_weight_decay, extras = run.device, run.workload.has_weight_decay, len(run.workload.losses)
+    group = run.mesh.data_parallel_group
+    replicas = Replicas(run.mesh.data_parallel_rank, group.size, lambda tensors: device.all_reduce(tensors, group))
+    is_matrix = run.workload.is_hidden_matrix if separates_matrices(run.config.optimizer) else lambda name: False
     if run.config.data_parallel == "ddp":
         if not device.has_ddp:
             raise UserError(
                 f"--data_parallel ddp: {device.describe()} has no collective operation that DDP can call while a "
                 f"graph is recorded; use --data_parallel allreduce, or --device cpu"
             )
-        ddp = DdpParameters(model, has_weight_decay, extras, precision)
-        return DdpModel(model, run.mesh.data_parallel_group, ddp), ddp
+        ddp = DdpParameters(model, has_weight_decay, extras, precision, None, replicas, is_matrix)
+        return DdpModel(model, group, ddp), ddp
     shared = None
     if tensor_parallel.size > 1:
         shared = SharedModel(
-            lambda name: split_of(name) is not None, tensor_parallel.reduce_in_place, tensor_parallel.region
-        )
+            tensor_parallel.rank, tensor_parallel.size, split_axis, tensor_parallel.reduce_in_place,
+            tensor_parallel.region,
+        )  # fmt: skip
     layout = SeparateParameters if device.compiles_steps else FlatParameters
     forward = model if device.inductor is None else device.inductor.compile(model)
-    return AllReduceModel(forward), layout(model, has_weight_decay, extras, precision, shared)
+    return AllReduceModel(forward), layout(model, has_weight_decay, extras, precision, shared, replicas, is_matrix)
 
 
 def build_optimizer(run: Run, parameters: Parameters, number: Callable[[float], float | Tensor]) -> Optimizer:

@@ -21,6 +21,7 @@ OPTIMIZERS = {
     "AdamW_FP32OptimParams": "trainer.optim.adamw:AdamW",
     "AdamW_FP32ParamsCopy": "trainer.optim.adamw:AdamW",
     "LAMB": "trainer.optim.lamb:Lamb",
+    "Muon": "trainer.optim.muon:Muon",
     "SGD": "trainer.optim.sgd:SGD",
 }
 

@@ -105,7 +105,8 @@ def test_after_300_steps_every_mode_is_within_2_percent_of_fp32(model: Path, tmp
 
 @pytest.mark.parametrize(("workers", "tensor_parallel_size"), [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize(
-    ("mode", "optimizer"), [*((mode, "AdamW") for mode in MODES), ("bf16-sr", "LAMB"), ("bf16-master", "SGD")]
+    ("mode", "optimizer"),
+    [*((mode, "AdamW") for mode in MODES), ("bf16-sr", "LAMB"), ("bf16-master", "SGD"), ("autocast", "Muon")],
 )
 def test_a_killed_run_ends_with_the_same_bytes(
     data: Path, model: Path, tmp_path: Path, mode: str, optimizer: str, workers: int, tensor_parallel_size: int

@@ -249,6 +249,11 @@ class BertForPreTraining(Model):
                 put_share(parameter, name, values, self._ranks)
 
 
+def is_hidden_matrix(name: str) -> bool:
+    """Whether Muon updates the parameter: the encoder's weight matrices."""
+    return name.startswith("bert.encoder.") and name.endswith(".weight") and "LayerNorm" not in name
+
+
 def has_weight_decay(name: str) -> bool:
     """Whether AdamW's and LAMB's decay applies to the parameter: to all but biases and LayerNorms."""
     return not (name.endswith("bias") or "LayerNorm" in name)

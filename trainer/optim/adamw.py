@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from trainer.optim.parameters import Group, Parameters
+from trainer.optim.parameters import Group, Parameters, named
 
 #: beta1, beta2 of Devlin et al. 2018, appendix A.2; epsilon of google-research/bert's optimizer.
 BETA1, BETA2 = 0.9, 0.999
@@ -18,21 +18,21 @@ EPSILON = 1e-6
 class Moments:
     """Running means of the gradients and their squares, and the number of updates."""
 
-    def __init__(self, parameters: Parameters) -> None:
-        self._parameters = parameters
-        self.exp_avg, self.exp_avg_sq = ([group.zeros() for group in parameters.groups] for _ in range(2))
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+        self.exp_avg, self.exp_avg_sq = ([group.zeros() for group in groups] for _ in range(2))
         self.steps_done = 0
 
     def groups(self) -> Sequence[tuple[Group, list[Tensor], list[Tensor]]]:
         """Each group with its two moments."""
-        return list(zip(self._parameters.groups, self.exp_avg, self.exp_avg_sq, strict=True))
+        return list(zip(self._groups, self.exp_avg, self.exp_avg_sq, strict=True))
 
     def state(self) -> dict[str, Tensor]:
         """The moments by parameter, `exp_avg.<name>` and `exp_avg_sq.<name>`: views, which later steps change."""
         return {
             f"{moment}.{name}": view
             for moment, values in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq))
-            for name, view in self._parameters.named(values)
+            for name, view in named(self._groups, values)
         }
 
 
@@ -40,11 +40,16 @@ class AdamW:
     """Loshchilov and Hutter, arXiv:1711.05101, as torch has it; decay on the first group only."""
 
     def __init__(
-        self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
+        self,
+        parameters: Parameters,
+        *,
+        weight_decay: float,
+        number: Callable[[float], float | Tensor] | None = None,
+        groups: Sequence[Group] | None = None,
     ) -> None:
         """`number` puts a number that changes with every step on a device that compiles whole steps; None: the device
-        runs torch's fused kernel."""
-        self._moments = Moments(parameters)
+        runs torch's fused kernel. `groups`: those to update, if not all."""
+        self._moments = Moments(parameters.groups if groups is None else groups)
         self._weight_decay = weight_decay
         self._number = number
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +32,8 @@ class Group:
     #: Their gradients' sums, in `Precision.dtype`.
     gradients: list[Tensor]
     has_weight_decay: bool
+    #: Whether they are hidden weight matrices, for an optimizer that treats those in its own way.
+    is_matrix: bool
     precision: Precision
     #: (name, view) of each parameter in tensors with this group's layout.
     named: Callable[[list[Tensor]], Iterator[tuple[str, Tensor]]]
@@ -60,11 +62,38 @@ class Group:
 class SharedModel:
     """Ranks that share one model: some tensors are split over them, the others are the same on all."""
 
-    is_split: Callable[[str], bool]
+    rank: int
+    size: int
+    #: The axis along which a parameter is split in equal pieces; None: it is the same on all ranks.
+    split_axis: Callable[[str], int | None]
     #: Adds up a tensor over the ranks, in place.
     all_reduce: Callable[[Tensor], None]
     #: A context in which each rank draws random numbers of its own.
     random_region: Callable[[], contextlib.AbstractContextManager[None]]
+
+    def is_split(self, name: str) -> bool:
+        return self.split_axis(name) is not None
+
+    def whole(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors, by parameter, from this rank's pieces, in one reduction."""
+        found = {}
+        for name, piece in pieces.items():
+            axis = self.split_axis(name)
+            others = torch.zeros_like(piece)
+            parts = [piece if rank == self.rank else others for rank in range(self.size)]
+            found[name] = piece if axis is None else torch.cat(parts, axis)
+        split = [name for name in pieces if self.is_split(name)]
+        if split:
+            flat = torch.cat([found[name].reshape(-1) for name in split])
+            self.all_reduce(flat)
+            for name, part in zip(split, flat.split([found[name].numel() for name in split]), strict=True):
+                found[name] = part.view(found[name].shape)
+        return found
+
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's piece of a whole tensor of the layout of parameter `name`."""
+        axis = self.split_axis(name)
+        return whole if axis is None else whole.chunk(self.size, axis)[self.rank]
 
     def norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """The L2 norm of all gradients of the model, each once."""
@@ -84,6 +113,40 @@ class SharedModel:
         norms = norms.clone()
         norms[..., split] = squares.sqrt()
         return norms
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The workers that hold the same parameters; by default one alone."""
+
+    rank: int = 0
+    size: int = 1
+    #: Adds up tensors over the workers, in place.
+    all_reduce: Callable[[list[Tensor]], None] = lambda tensors: None
+
+    def share(self, stacks: list[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """`work` of each stack (L, …), which treats all L alike and keeps the shape; each worker does a part of them.
+
+        The parts are put together by a sum, in which all other workers have zeros.
+        """
+        if self.size == 1:
+            return [work(stack) for stack in stacks]
+        done = []
+        for stack in stacks:
+            each = -(-len(stack) // self.size)
+            # From the host: a number in the program would be another program on every worker.
+            mine = (torch.arange(each) + self.rank * each).to(stack.device)
+            results = work(stack.index_select(0, mine.clamp(max=len(stack) - 1)))
+            padded = torch.zeros((each * self.size, *stack.shape[1:]), dtype=results.dtype, device=stack.device)
+            done.append(padded.index_copy(0, mine, results))
+        self.all_reduce(done)
+        return [padded[: len(stack)] for padded, stack in zip(done, stacks, strict=True)]
+
+
+def named(groups: Sequence[Group], values: Sequence[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Views, under the parameters' names and in their shapes, into tensors laid out like those of the groups."""
+    for group, tensors in zip(groups, values, strict=True):
+        yield from group.named(tensors)
 
 
 def zeros_like(tensor: Tensor) -> Tensor:
@@ -109,9 +172,13 @@ class Parameters(abc.ABC):
         extras: int,
         precision: Precision,
         shared: SharedModel | None = None,
+        replicas: Replicas = Replicas(),
+        is_matrix: Callable[[str], bool] = lambda name: False,
     ) -> None:
-        """`extras`: E. `shared`: the ranks that share the model; None: this worker holds all of it."""
-        self.shared = shared
+        """`extras`: E. `shared`: the ranks that share the model; None: this worker holds all of it. `is_matrix`: which
+        parameters form groups of their own, for Muon."""
+        self.shared, self.replicas = shared, replicas
+        self._is_matrix = is_matrix
         self._precision = precision
         self._parameters = dict(model.named_parameters())
         self._has_weight_decay = has_weight_decay
@@ -123,12 +190,12 @@ class Parameters(abc.ABC):
     def _lay_out(self, extras: int) -> None:
         """Allocate the gradient sums and the extras, and convert the weights to `Precision.weights`."""
 
-    def _by_group(self) -> list[tuple[bool, bool, list[str]]]:
-        """(has weight decay, is split, names) of each group, in the model's order."""
-        found: dict[tuple[bool, bool], list[str]] = {}
+    def _by_group(self) -> list[tuple[bool, bool, bool, list[str]]]:
+        """(has weight decay, is split, is a matrix, names) of each group, in the model's order."""
+        found: dict[tuple[bool, bool, bool], list[str]] = {}
         for name in self._parameters:
             is_split = self.shared is not None and self.shared.is_split(name)
-            found.setdefault((self._has_weight_decay(name), is_split), []).append(name)
+            found.setdefault((self._has_weight_decay(name), is_split, self._is_matrix(name)), []).append(name)
         return [(*kind, found[kind]) for kind in sorted(found, reverse=True)]
 
     def _region(self, *, is_split: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -187,9 +254,8 @@ class Parameters(abc.ABC):
         return norm
 
     def named(self, values: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Views, under the parameters' names and in their shapes, into tensors laid out like those of the groups."""
-        for group, tensors in zip(self.groups, values, strict=True):
-            yield from group.named(tensors)
+        """`named` of all groups."""
+        yield from named(self.groups, values)
 
     def masters(self) -> dict[str, Tensor]:
         """The weights in `Precision.dtype`, by name and in the model's order; empty where it keeps none."""
@@ -215,7 +281,7 @@ class FlatParameters(Parameters):
         reduced = torch.zeros(total + extras, dtype=precision.dtype, device=device)
         self.groups = []
         at = 0
-        for decays, is_split, names in self._by_group():
+        for decays, is_split, is_matrix, names in self._by_group():
             begin, places = at, {}
             for name in names:
                 parameter = self._parameters[name]
@@ -229,7 +295,7 @@ class FlatParameters(Parameters):
             part = slice(begin, at)
             self.groups.append(
                 Group(
-                    [weights[part]], [reduced[part]], decays, precision, _views(places),
+                    [weights[part]], [reduced[part]], decays, is_matrix, precision, _views(places),
                     [] if masters is None else [masters[part]], self._region(is_split=is_split),
                 )
             )  # fmt: skip
@@ -266,11 +332,12 @@ class SeparateParameters(Parameters):
         self._reduced = [*self._gradients, self._extras]
         self.groups = [self._group(*kind) for kind in self._by_group()]
 
-    def _group(self, decays: bool, is_split: bool, names: list[str]) -> Group:
+    def _group(self, decays: bool, is_split: bool, is_matrix: bool, names: list[str]) -> Group:
         return Group(
             [self._parameters[name] for name in names],
             [self._homes[name] for name in names],
             decays,
+            is_matrix,
             self._precision,
             lambda tensors: zip(names, tensors, strict=True),
             [self._masters[name] for name in names if name in self._masters],

@@ -27,6 +27,11 @@ class Optimizer(Protocol):
         ...
 
 
+def separates_matrices(name: str) -> bool:
+    """Whether the optimizer called `name` treats hidden weight matrices in its own way."""
+    return bool(getattr(registry.load(registry.OPTIMIZERS[name]), "separates_matrices", False))
+
+
 def make_optimizer(
     name: str, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None
 ) -> Optimizer:

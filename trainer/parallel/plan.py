@@ -52,6 +52,12 @@ def split_of(name: str) -> Split | None:
     return next((split for pattern, split in PLAN if fnmatchcase(name, pattern)), None)
 
 
+def split_axis(name: str) -> int | None:
+    """The axis along which the parameter `name` is split; None: it is whole on every rank."""
+    split = split_of(name)
+    return None if split is None else split.axis
+
+
 def padded_length(length: int, size: int) -> int:
     """The smallest multiple of `size` that is no less than `length`."""
     return -(-length // size) * size

@@ -65,6 +65,10 @@ class Workload(abc.ABC):
         """Whether weight decay applies to the parameter called `name`."""
 
     @abc.abstractmethod
+    def is_hidden_matrix(self, name: str) -> bool:
+        """Whether the parameter called `name` is a weight matrix between hidden layers, which Muon orthogonalises."""
+
+    @abc.abstractmethod
     def identity(self, cache: Path, log: Callable[[str], None]) -> str:
         """Identifies the data set by its content. File hashes are cached in the directory `cache`; `log` gets a line
         when hashing takes long. Raises `UserError`."""

@@ -15,7 +15,7 @@ from trainer.config import PRESETS, ModelConfig
 from trainer.data.identity import content_identity
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
-from trainer.models.bert import BertForPreTraining, has_weight_decay
+from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
 from trainer.models.operations import Operations
 from trainer.parallel.plan import require_divisible
 from trainer.parallel.tensor import TensorParallel
@@ -77,6 +77,9 @@ class BertWorkload(Workload):
 
     def has_weight_decay(self, name: str) -> bool:
         return has_weight_decay(name)
+
+    def is_hidden_matrix(self, name: str) -> bool:
+        return is_hidden_matrix(name)
 
     def identity(self, cache: Path, log: Callable[[str], None]) -> str:
         return content_identity(self.shards.directory, self.shards.names, cache, log)

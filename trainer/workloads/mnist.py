@@ -134,6 +134,9 @@ class MnistWorkload(Workload):
     def has_weight_decay(self, name: str) -> bool:
         return not name.endswith("bias")
 
+    def is_hidden_matrix(self, name: str) -> bool:
+        return name in ("fc1.weight", "fc2.weight")
+
     def identity(self, cache: Path, log: Callable[[str], None]) -> str:
         return self.images.identity
 

@@ -60,7 +60,9 @@ def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
         assert {compiled[step] for step in steps} == {2}, compiled
 
 
-@pytest.mark.parametrize(("precision", "optimizer"), [("bf16-sr", "LAMB"), ("bf16-master", "AdamW")])
+@pytest.mark.parametrize(
+    ("precision", "optimizer"), [("bf16-sr", "LAMB"), ("bf16-master", "AdamW"), ("bf16-sr", "Muon")]
+)
 def test_bf16_weights_cost_no_graph_and_resume_exactly(
     data: Path, model: Path, tmp_path: Path, precision: str, optimizer: str
 ) -> None:

@@ -16,7 +16,7 @@ from trainer.devices.cpu import CpuDevice, CpuOperations
 from trainer.models.bert import BertForPreTraining, has_weight_decay
 from trainer.optim.parameters import FlatParameters, SharedModel
 from trainer.parallel.mesh import Mesh
-from trainer.parallel.plan import split_of
+from trainer.parallel.plan import split_axis, split_of
 from trainer.parallel.shares import put_share
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
@@ -61,7 +61,7 @@ def _compare(rank: int, port: int) -> None:
         device.all_reduce(tensors, mesh.tensor_parallel_group, sums=sums)
 
     ranks = TensorParallel(rank, 2, all_reduce, device.random_region)
-    shared = SharedModel(lambda name: split_of(name) is not None, ranks.reduce_in_place, ranks.region)
+    shared = SharedModel(ranks.rank, ranks.size, split_axis, ranks.reduce_in_place, ranks.region)
     model, parameters, losses = computed(ranks, shared)
     whole, _, expected = computed(None)
     np.testing.assert_allclose(losses, expected, rtol=1e-12)
@@ -79,7 +79,7 @@ def _compare(rank: int, port: int) -> None:
         put_share(weights, name, wanted[name].detach(), ranks)
         assert torch.equal(parameter, weights), name
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-13, msg=name)
-        if split_of(name) and split_of(name).padded and rank:
+        if (split := split_of(name)) and split.padded and rank:
             assert not parameter[101:].any(), f"{name}: 102 rows on each rank are one more than there are"
     mesh.disconnect()
 

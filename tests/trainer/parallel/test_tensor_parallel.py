@@ -65,8 +65,11 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(
         np.testing.assert_allclose(curves[layout], curves[1, 1], rtol=tolerance, err_msg=str(layout))
 
 
-def test_lamb_takes_the_norms_of_whole_tensors(data: Path, model: Path, tmp_path: Path) -> None:
-    given = {"precision": "fp64", "disable_dropout": True, "max_steps": 12, "optimizer": "LAMB", "lr": 0.02}
+@pytest.mark.parametrize("optimizer", ["LAMB", "Muon"])
+def test_an_optimizer_of_whole_matrices_updates_them_as_one_rank_does(
+    data: Path, model: Path, tmp_path: Path, optimizer: str
+) -> None:
+    given = {"precision": "fp64", "disable_dropout": True, "max_steps": 12, "optimizer": optimizer, "lr": 0.02}
     curves = {
         layout: [record["loss"] for record in metrics(run(data, model, tmp_path / str(layout), layout, **given))]
         for layout in ((1, 1), (2, 2), (4, 2))
@@ -76,11 +79,12 @@ def test_lamb_takes_the_norms_of_whole_tensors(data: Path, model: Path, tmp_path
         np.testing.assert_allclose(curves[layout], curves[1, 1], rtol=1e-8)
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 def test_a_joined_checkpoint_is_that_of_one_rank_and_goes_on_with_any_number(
-    data: Path, model: Path, tmp_path: Path
+    data: Path, model: Path, tmp_path: Path, optimizer: str
 ) -> None:
     """Two ranks for 6 steps, converted, four ranks to the end: as one alone, in float64."""
-    given = {"precision": "fp64", "disable_dropout": True, "max_steps": 10}
+    given = {"precision": "fp64", "disable_dropout": True, "max_steps": 10, "optimizer": optimizer}
     alone = run(data, model, tmp_path / "alone", (1, 1), **given, ckpt_interval_steps=6, num_ckpts_to_keep=-1)
     two = run(data, model, tmp_path / "two", (2, 2), **given, steps_this_run=6)
     split = two / "checkpoints" / "ckpt_6"

@@ -138,8 +138,7 @@ class Checkpoint:
         ranks = self.contents.optimizer
         if not ranks:
             return {}
-        moments = dict.fromkeys(name.split(".", 1)[0] for name in ranks[0].specs)
-        names = moment_names(self._shapes, moments)
+        names = moment_names(self._shapes, ranks[0].specs)
         self._require_names(ranks, set(names))
         for name in names:
             parameter = name.split(".", 1)[1]

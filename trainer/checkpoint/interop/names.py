@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ TIED = {
 }
 #: Buffers, not parameters, in files saved by Hugging Face before 4.31.
 _BUFFERS = ("bert.embeddings.position_ids",)
-#: Moments kept for each parameter.
+#: AdamW's and LAMB's moments of each parameter, and Muon's of a matrix.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
 
 
 def our_name(name: str) -> str:
@@ -78,10 +79,16 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | dense("cls.seq_relationship", 2, hidden)
 
 
-def moment_names(parameters: Iterable[str], moments: Iterable[str] = MOMENTS) -> list[str]:
-    """`exp_avg.<name>` … in the trainer's order: parameters with weight decay first."""
+def moment_names(parameters: Iterable[str], found: Collection[str]) -> list[str]:
+    """`exp_avg.<name>` … of an optimizer with the tensors `found`, in the trainer's order: parameters with weight decay
+    first. A parameter that Muon updates has one moment, others have those of AdamW."""
     ordered = sorted(parameters, key=lambda name: not has_weight_decay(name))
-    return [f"{moment}.{name}" for moment in moments for name in ordered]
+    by_muon = [name for name in ordered if f"{MOMENTUM}.{name}" in found]
+    others = [name for name in ordered if name not in set(by_muon)]
+    return [
+        *(f"{moment}.{name}" for moment in MOMENTS for name in others),
+        *(f"{MOMENTUM}.{name}" for name in by_muon),
+    ]
 
 
 #: Substrings of the names without weight decay, which form the second parameter group, in different scripts: the

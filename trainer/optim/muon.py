@@ -1,0 +1,109 @@
+"""Muon: the momentum of each hidden weight matrix, orthogonalised; AdamW for all other parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trainer.optim.adamw import AdamW
+from trainer.optim.parameters import Parameters, named
+
+#: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon): momentum, and the quintic's coefficients and steps.
+MOMENTUM = 0.95
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+_EPSILON = 1e-7
+#: AdamW's learning rate, as a share of Muon's.
+ADAMW_RATE = 0.3
+
+
+def orthogonalised(matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Replace the singular values of each of `matrices` (L, rows, columns) by values in about 0.7 … 1.2.
+
+    Newton-Schulz iteration in `dtype`, as `torch.optim.Muon` does it; a zero matrix stays zero.
+    """
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_EPSILON)).to(dtype)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon:
+    """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` (Liu et al. 2025, arXiv:2502.16982) for the groups of
+    matrices, and AdamW at `ADAMW_RATE` times the learning rate for the others.
+
+    Data-parallel workers share the matrices of each shape: each orthogonalises some, and the updates are summed over
+    the workers, zeros for the others' matrices. Matrices that tensor-parallel ranks split are made whole first.
+    """
+
+    separates_matrices = True
+
+    def __init__(
+        self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
+    ) -> None:
+        """`number` puts a number that changes with every step on a device that compiles whole steps."""
+        self._shared, self._replicas = parameters.shared, parameters.replicas
+        self._weight_decay = weight_decay
+        self._number = number or (lambda value: value)
+        self._groups = [group for group in parameters.groups if group.is_matrix]
+        self._buffers = [group.zeros() for group in self._groups]
+        others = [group for group in parameters.groups if not group.is_matrix]
+        self._adamw = AdamW(parameters, weight_decay=weight_decay, number=number, groups=others)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """Update the parameters from their gradients."""
+        self._adamw.step(ADAMW_RATE * learning_rate)
+        directions = self._orthogonalise(self._momenta())
+        rate = self._number(learning_rate)
+        for group in self._groups:
+            with group.opened() as weights:
+                for name, weight in group.named(weights):
+                    if group.has_weight_decay:
+                        weight.mul_(1 - rate * self._weight_decay)
+                    direction, (rows, columns) = directions[name]
+                    weight.sub_(direction.to(weight.dtype) * (0.2 * math.sqrt(max(rows, columns)) * rate))
+
+    def _momenta(self) -> dict[str, Tensor]:
+        """Nesterov's momentum of each matrix, or of this rank's share of it."""
+        found: dict[str, Tensor] = {}
+        for group, buffers in zip(self._groups, self._buffers, strict=True):
+            for gradient, buffer in zip(group.gradients, buffers, strict=True):
+                buffer.lerp_(gradient, 1 - MOMENTUM)
+            ahead = [torch.lerp(g, b, MOMENTUM) for g, b in zip(group.gradients, buffers, strict=True)]
+            found |= dict(group.named(ahead))
+        return found
+
+    def _orthogonalise(self, momenta: dict[str, Tensor]) -> dict[str, tuple[Tensor, torch.Size]]:
+        """The update of each matrix, or of this rank's share of it, and the shape of the whole matrix."""
+        whole = momenta if self._shared is None else self._shared.whole(momenta)
+        by_shape: dict[torch.Size, list[str]] = {}
+        for name, matrix in whole.items():
+            by_shape.setdefault(matrix.shape, []).append(name)
+        found: dict[str, tuple[Tensor, torch.Size]] = {}
+        stacks = [torch.stack([whole[name] for name in names]) for names in by_shape.values()]
+        for (shape, names), stack in zip(by_shape.items(), self._replicas.share(stacks, _orthogonalised), strict=True):
+            for name, matrix in zip(names, stack.unbind(), strict=True):
+                mine = matrix if self._shared is None else self._shared.piece(name, matrix)
+                found[name] = (mine, shape)
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """`momentum_buffer.<name>` of the matrices, AdamW's of the others: views, which later steps change."""
+        buffers = {f"momentum_buffer.{name}": view for name, view in named(self._groups, self._buffers)}
+        return self._adamw.state() | buffers
+
+    def set_steps_done(self, steps: int) -> None:
+        """Restore the number of updates, which AdamW's bias correction depends on."""
+        self._adamw.set_steps_done(steps)
+
+
+def _orthogonalised(stack: Tensor) -> Tensor:
+    return orthogonalised(stack, torch.float64 if stack.dtype == torch.float64 else torch.bfloat16)
