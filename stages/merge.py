@@ -135,7 +135,7 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
 
 def _vocabulary_of(path: Path, size: int) -> list[str]:
     """Read the pieces in `path`. Raises `UserError` if there are more than the model's `size` entries."""
-    from stages.tokens.wordpiece import read_vocabulary
+    from trainer.data.vocabulary import read_vocabulary
 
     pieces = read_vocabulary(path)
     # A model may have more entries than pieces: sizes are padded to a multiple of 8 or 64.
@@ -162,7 +162,7 @@ def main() -> None:
     if options.tokenizer and not any(path.name == "tokenizer.json" for path in _tokenizer_files(options.tokenizer)):
         raise UserError(f"--tokenizer {options.tokenizer} holds no tokenizer.json; give a tokenizer's directory")
     if options.vocab_file:
-        from stages.tokens.wordpiece import read_vocabulary
+        from trainer.data.vocabulary import read_vocabulary
 
         read_vocabulary(options.vocab_file)
     with StageDirectory.begin(out, lambda: options.identity(InputHashes.beside(out))) as work:

@@ -17,6 +17,9 @@ from stages.directory.records import read_manifest
 from stages.examples.form import PACKED_SEQUENCES, SPECIAL_POSITIONS, Form
 from stages.text.corpus import TokenizeOptions
 
+#: Values of `--masking`.
+STATIC, DYNAMIC = "static", "dynamic"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions(StageOptions):
@@ -33,14 +36,23 @@ class ShardOptions(StageOptions):
     max_pred_len: int = option(
         help="maximum masked positions in a row: 20 in phase 1, 80 in phase 2", unit="positions", least=1
     )
-    dupe_factor: int = option(
-        Form.dupe_factor, help="times each document is cut and masked", unit="times", least=1, most=1000
+    masking: str = option(
+        STATIC,
+        choices=(STATIC, DYNAMIC),
+        help="static: masks are part of the shards, so --dupe-factor copies differ; dynamic: training masks whenever "
+        "it reads, each epoch differently; held-out shards are masked in both, 15 % of their tokens",
+        omit_default=True,
     )
-    masked_lm_prob: float = option(Form.masked_lm_prob, help="share of tokens to mask", unit="share", least=0, most=1)
+    dupe_factor: int = option(
+        Form.dupe_factor, help="times each document is cut into pairs", unit="times", least=1, most=1000
+    )
+    masked_lm_prob: float = option(
+        Form.masked_lm_prob, help="share of tokens that static masks hide", unit="share", least=0, most=1
+    )
     short_seq_prob: float = option(
         Form.short_seq_prob, help="share of documents cut to a random shorter length", unit="share", least=0, most=1
     )
-    whole_word_mask: bool = option(False, help="mask all pieces of a word together")
+    whole_word_mask: bool = option(False, help="with static masks, mask all pieces of a word together")
     pack: bool = option(
         False, help=f"pack up to {PACKED_SEQUENCES} sequences into a row; held-out ones are never packed"
     )
@@ -78,7 +90,17 @@ class ShardOptions(StageOptions):
             short_seq_prob=self.short_seq_prob,
             whole_word_mask=self.whole_word_mask,
             sequences_per_row=PACKED_SEQUENCES if self.pack else 1,
+            is_masked=self.masking == STATIC,
         )
+
+    def parameters(self) -> dict[str, Any]:
+        """Dynamic masks are the trainer's; static ones of another kind than the held-out shards' say so."""
+        found = super().parameters()
+        if self.masking == DYNAMIC:
+            return {name: value for name, value in found.items() if name not in ("masked_lm_prob", "whole_word_mask")}
+        if (self.masked_lm_prob, self.whole_word_mask) != (Form.masked_lm_prob, False):
+            found["held_out_masks"] = "15 % of the tokens"
+        return found
 
     def upstream(self) -> dict[str, str]:
         return {TokenizeOptions.stage: tokens_fingerprint(self.tokens)}

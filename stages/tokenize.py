@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     options, out = parse(TokenizeOptions, parser())
     from stages.tokens.encode import tokenize_corpus
-    from stages.tokens.wordpiece import read_vocabulary
+    from trainer.data.vocabulary import read_vocabulary
 
     processes = processes_asked_for(options.processes)
     hashes = InputHashes.beside(out)

@@ -17,9 +17,10 @@ from trainer.data.order import SampleOrder
 from trainer.devices.base import Device
 from trainer.devices.graphs import GraphList
 from trainer.models.base import Model
-from trainer.optim.parameters import FlatParameters, Parameters, Replicas, SeparateParameters, SharedModel
+from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters
 from trainer.optim.schedule import learning_rate
 from trainer.optim.select import Optimizer, make_optimizer, separates_matrices
+from trainer.optim.sharing import Replicas, SharedModel
 from trainer.parallel.allreduce import AllReduceModel
 from trainer.parallel.ddp import DdpModel, DdpParameters
 from trainer.parallel.mesh import Mesh
@@ -53,7 +54,7 @@ def build_dataloader(run: Run, skipped: Sequence[int]) -> Loader:
         skipped=skipped,
     )
     return Loader(
-        run.workload.reader(static_shapes=run.device.static_shapes),
+        run.workload.reader(static_shapes=run.device.static_shapes, seed=config.seed, steps=config.max_steps),
         order,
         micro_batch_size=config.micro_batch_size,
         rank=mesh.data_parallel_rank,
@@ -130,8 +131,9 @@ def checkpoint_tensors(
 def build_lr_schedule(config: TrainConfig) -> Callable[[int], float]:
     """The learning rate of the update after that many steps of the phase."""
     return functools.partial(
-        learning_rate, config.schedule, peak=config.lr, warmup_steps=config.warmup_steps, max_steps=config.max_steps
-    )
+        learning_rate, config.schedule, peak=config.lr, warmup_steps=config.warmup_steps, max_steps=config.max_steps,
+        decay_share=config.decay_share,
+    )  # fmt: skip
 
 
 def build_graph_list(run: Run) -> GraphList | None:

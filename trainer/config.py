@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 from common.errors import UserError
 from common.options import check, fields_of, option
 from trainer import registry
+from trainer.registry import NAMED_PRECISIONS, require_agreement
 
 #: Published sizes: layers, hidden size, attention heads, intermediate size.
 #: tiny … medium: Turc et al. 2019 (arXiv:1908.08962), table 1; base and large: Devlin et al. 2018 (arXiv:1810.04805);
@@ -92,29 +93,11 @@ class ModelConfig:
 
 #: Values of `--optimizer`, `--precision` …; the pipeline's settings and the stages allow the same.
 OPTIMIZERS = tuple(registry.OPTIMIZERS)
-SCHEDULES = ("linear", "constant")
+SCHEDULES = ("linear", "cosine", "constant", "wsd")
 NON_FINITE = ("skip", "stop")
 DATA_PARALLEL = ("allreduce", "ddp")
 PRECISIONS = ("auto", "fp32", "autocast", "bf16-sr", "bf16-master", "fp64")
 DEVICES = ("auto", *registry.DEVICES)
-
-#: The tutorials' names for AdamW that also choose a precision: what each promises, what `auto` means with it, and which
-#: others are compatible.
-NAMED_PRECISIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "AdamW_FP32OptimParams": ("fp32 moments and no fp32 copy of bf16 weights", ("bf16-sr", "fp32", "autocast")),
-    "AdamW_FP32ParamsCopy": ("bf16 weights with an fp32 copy", ("bf16-master",)),
-}
-
-
-def require_agreement(optimizer: str, precision: str) -> None:
-    """Raise `UserError` if the optimizer's name means one precision, and `precision` is another."""
-    promise, agreeing = NAMED_PRECISIONS.get(optimizer, ("", ()))
-    if agreeing and precision not in ("auto", *agreeing):
-        raise UserError(
-            f"optimizer {optimizer} means {promise}, which is not precision {precision}; allowed with it: auto, "
-            f"{', '.join(agreeing)}; or take optimizer AdamW, which goes with every precision"
-        )
-
 
 _TRAIN, _TRAIN_HOW = {"group": "training"}, {"group": "training", "decides": False}
 _CKPT = {"group": "checkpoints", "decides": False}
@@ -160,8 +143,11 @@ class TrainConfig:
         2000, **_TRAIN, least=0, unit="steps", help="optimizer steps in which the learning rate rises linearly"
     )
     schedule: str = option(
-        "linear", **_TRAIN, choices=SCHEDULES, help="learning rate after the warm-up: linear down to 0, or constant"
-    )
+        "linear", **_TRAIN, choices=SCHEDULES,
+        help="learning rate after the warm-up: linear or cosine, down to 0 at the last step; constant; or wsd, "
+        "constant and then linear down to 0 in the last --decay_share of the steps",
+    )  # fmt: skip
+    decay_share: float = option(0.2, **_TRAIN, least=0.001, most=1, help="share of all steps in which wsd decays")
     lr: float = option(
         4e-4, **_TRAIN, least=0, help="peak learning rate; of mnist: per worker, multiplied by their number as in its "
         "tutorial",
@@ -297,4 +283,5 @@ CHANGEABLE = (
     *(name for name, (_, about) in fields_of(TrainConfig).items() if about.decides and not name.startswith("phase")),
     *("global_batch_size", "data"),
     *("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    *("masked_lm_prob", "final_masked_lm_prob", "whole_word_mask"),
 )

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from common.errors import UserError
+
 #: Subclasses of `trainer.devices.base.Device`.
 DEVICES = {
     "cpu": "trainer.devices.cpu:CpuDevice",
@@ -24,6 +26,23 @@ OPTIMIZERS = {
     "Muon": "trainer.optim.muon:Muon",
     "SGD": "trainer.optim.sgd:SGD",
 }
+
+#: The tutorials' names for AdamW that also choose a precision: what each promises, what `auto` means with it, and which
+#: others are compatible.
+NAMED_PRECISIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "AdamW_FP32OptimParams": ("fp32 moments and no fp32 copy of bf16 weights", ("bf16-sr", "fp32", "autocast")),
+    "AdamW_FP32ParamsCopy": ("bf16 weights with an fp32 copy", ("bf16-master",)),
+}
+
+
+def require_agreement(optimizer: str, precision: str) -> None:
+    """Raise `UserError` if the optimizer's name means one precision, and `precision` is another."""
+    promise, agreeing = NAMED_PRECISIONS.get(optimizer, ("", ()))
+    if agreeing and precision not in ("auto", *agreeing):
+        raise UserError(
+            f"optimizer {optimizer} means {promise}, which is not precision {precision}; allowed with it: auto, "
+            f"{', '.join(agreeing)}; or take optimizer AdamW, which goes with every precision"
+        )
 
 
 def load(reference: str) -> Any:

@@ -66,7 +66,7 @@ def initial_state(run: Run, start: ResumePoint | None, precision: Precision, ski
         tensor_parallel_size=mesh.tensor_parallel_size,
         micro_batch_size=config.micro_batch_size,
         torch_version=torch.__version__,
-        settings=deciding_settings(config),
+        settings=deciding_settings(config) | workload.settings(),
         origin="" if start is None else start.origin,
         skipped=sorted(skipped),
     )

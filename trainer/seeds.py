@@ -20,6 +20,8 @@ Purpose = Literal[
     "tensor-parallel region",  # region of the micro-step or update, tensor-parallel rank
     "Neuron stochastic rounding",
     "pairs of segments",  # phase, split, part of the corpus
+    "masked positions",  # epoch
+    "masked ids",  # epoch
     "shuffling and masking",  # phase, split, shard
 ]
 

@@ -22,8 +22,8 @@ from luigi.task_register import Register
 
 from common.errors import UserError
 from pipeline.settings.sections import SECTIONS, Settings, section_name
-from trainer.config import require_agreement
 from trainer.parallel.plan import require_divisible
+from trainer.registry import require_agreement
 
 #: Luigi's own sections; all others must be ours or a task's.
 _LUIGI_SECTIONS = frozenset(

@@ -116,6 +116,17 @@ class WholeOrEmpty(Setting[int | None]):
         return _number(self, x, int, "empty or a whole number", (1, None)) if x.strip() else None
 
 
+class NumberOrEmpty(Setting[float | None]):
+    """A number from `least` to `most`, or empty."""
+
+    def __init__(self, least: float, most: float) -> None:
+        super().__init__()
+        self._range = (least, most)
+
+    def parse(self, x: str) -> float | None:
+        return _number(self, x, float, "empty or a number", self._range) if x.strip() else None
+
+
 def _number(setting: Setting[Any], text: str, kind: type, what: str, limits: tuple[Any, Any]) -> Any:
     least, most = limits
     allowed = f"{what}, {least} or more" if most is None else f"{what} from {least} to {most}"

@@ -11,11 +11,22 @@ import luigi
 from common.errors import UserError
 from common.secrets import Secret
 from pipeline.settings.cluster import Cluster, Kubernetes, Slurm
-from pipeline.settings.parameters import Address, Choice, Number, Sha256OrEmpty, Switch, Webhook, Whole, WholeOrEmpty
+from pipeline.settings.parameters import (
+    Address,
+    Choice,
+    Number,
+    NumberOrEmpty,
+    Sha256OrEmpty,
+    Switch,
+    Webhook,
+    Whole,
+    WholeOrEmpty,
+)
 from stages.mnist import CHECKSUMS
+from stages.shard import DYNAMIC, STATIC
 from stages.text.corpus import DOCUMENT_ENDS
 from stages.transfer.urls import CONNECTIONS_MAX
-from trainer.config import NON_FINITE, OPTIMIZERS, PRECISIONS, PRESETS, ModelConfig
+from trainer.config import NON_FINITE, OPTIMIZERS, PRECISIONS, PRESETS, SCHEDULES, ModelConfig
 
 
 class Run(luigi.Config):
@@ -52,8 +63,8 @@ class Dataset(luigi.Config):
     low_speed_limit_bytes_per_s = Number(0)
     low_speed_time_s = Number(1)
     keep_archive = Switch()
+    masking = Choice((STATIC, DYNAMIC))
     dupe_factor = Whole(1, 1000)
-    masked_lm_prob = Number(0.001, 1)
     short_seq_prob = Number(0, 1)
     whole_word_mask = Switch()
     shards = Whole(1, 100_000)
@@ -98,12 +109,16 @@ class Phase(luigi.Config):
 
     seq_len = Whole(8, 1 << 16)
     max_pred_len = Whole(1)
+    masked_lm_prob = Number(0.001, 1)
+    final_masked_lm_prob = NumberOrEmpty(0.001, 1)
     pack = Switch()
     global_batch_size = Whole(1)
     micro_batch_size = Whole(1)
     optimizer = Choice(OPTIMIZERS)
     lr = Number(0)
+    schedule = Choice(SCHEDULES)
     warmup_steps = Whole(0)
+    decay_share = Number(0.001, 1)
     max_steps = Whole(1)
     weight_decay = Number(0)
     max_grad_norm = Number(0)

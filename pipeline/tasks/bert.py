@@ -14,12 +14,13 @@ from common.options import fields_of
 from common.secrets import Secret
 from pipeline.status import live_report
 from pipeline.tasks import summary
-from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of
+from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of, mask_rate
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.stage import Stage
 from pipeline.tasks.training import Training
 from stages.convert import ConvertOptions
 from stages.evaluate import EvaluateOptions
+from stages.examples.form import PACKED_SEQUENCES
 from stages.merge import MergeOptions
 from stages.precompile import Graphs, PrecompileOptions
 from stages.report import PAGE, ReportOptions
@@ -52,11 +53,12 @@ class Precompile(ModelStage):
 
     def options(self) -> PrecompileOptions:
         phase, cluster = self.settings.phase(self.phase), self.settings.cluster
+        rate, pack = mask_rate(self.phase), phase.pack and isinstance(dataset_of(self.phase), ShardDataset)
         graphs = Graphs(
             model=self.model_parameters(),
             seq_len=phase.seq_len,
-            max_pred_len=phase.max_pred_len,
-            pack=phase.pack and isinstance(dataset_of(self.phase), ShardDataset),
+            max_pred_len=rate.most(phase.seq_len, PACKED_SEQUENCES if pack else 1) if rate else phase.max_pred_len,
+            pack=pack,
             micro_batch_size=phase.micro_batch_size,
             accumulates=self.settings.grad_accum_usteps(self.phase) > 1,
             batches_per_execution=cluster.batches_per_execution,
@@ -73,6 +75,10 @@ class Precompile(ModelStage):
     def command(self) -> list[str]:
         trial = Pretrain(phase=self.phase).trial_command(self.directory)
         return dataclasses.replace(self.options(), command=tuple(trial)).words(self.directory)
+
+
+#: Settings that came later, with what held before: that value is left out of the identity.
+_LATER = {"schedule": TrainConfig.schedule, "decay_share": TrainConfig.decay_share}
 
 
 class Pretrain(ModelStage, Training):
@@ -98,11 +104,25 @@ class Pretrain(ModelStage, Training):
         # continue with a smaller micro-batch.
         training = {name for name, (_, about) in fields_of(TrainConfig).items() if about.decides} - {"micro_batch_size"}
         names = sorted({*training & phase.param_kwargs.keys(), "seq_len", "max_pred_len", "global_batch_size"})
+        given = {name: getattr(phase, name) for name in names}
         return {
-            **{name: getattr(phase, name) for name in names},
+            **{name: value for name, value in given.items() if name not in _LATER or value != _LATER[name]},
+            **{name: value for name, value in self._masking.items() if value},
             "seed": self.settings.run.seed,
             "model": self.model_parameters(),
             "precision": self.settings.precision.mode,
+        }
+
+    @property
+    def _masking(self) -> dict[str, Any]:
+        """How the trainer masks what it reads; empty if the shards are masked."""
+        rate = mask_rate(self.phase)
+        if rate is None:
+            return {}
+        return {
+            "masked_lm_prob": rate.first,
+            "final_masked_lm_prob": rate.last,
+            "whole_word_mask": self.settings.dataset.whole_word_mask or None,
         }
 
     def command(self) -> list[str]:
@@ -147,6 +167,7 @@ class Pretrain(ModelStage, Training):
             max_pred_len=phase.max_pred_len,
             grad_accum_usteps=self.settings.grad_accum_usteps(self.phase),
             precision=self.settings.precision.mode,
+            **self._masking,
             **others,
         )
 

@@ -14,10 +14,11 @@ from pipeline.settings.sections import Settings
 from pipeline.tasks.stage import Stage
 from stages.directory.manifest import Identity
 from stages.download import DownloadOptions
-from stages.shard import ShardOptions
+from stages.shard import STATIC, ShardOptions
 from stages.text.corpus import TokenizeOptions
 from stages.text.patterns import split
 from trainer.config import ModelConfig
+from trainer.data.mask_rate import MaskRate
 
 
 def dataset_of(phase: int) -> Stage:
@@ -28,6 +29,15 @@ def dataset_of(phase: int) -> Stage:
     download = DownloadDataset(phase=phase)
     _require_one_vocabulary(download.settings)
     return download if download.url else ShardDataset(phase=phase)
+
+
+def mask_rate(phase: int) -> MaskRate | None:
+    """The share of tokens that a phase's training masks as it reads; None: its shards are masked."""
+    dataset = dataset_of(phase)
+    settings = dataset.settings.phase(phase)
+    if not isinstance(dataset, ShardDataset) or dataset.settings.dataset.masking == STATIC:
+        return None
+    return MaskRate.of(settings.masked_lm_prob, settings.final_masked_lm_prob)
 
 
 def _require_one_vocabulary(settings: Settings) -> None:
@@ -69,7 +79,7 @@ class TokenizeCorpus(Stage):
 
 
 class ShardDataset(Stage):
-    """Token ids → the masked, paired examples of one phase, as HDF5 shards."""
+    """Token ids → the paired examples of one phase, as HDF5 shards."""
 
     phase = luigi.IntParameter(description="1 or 2")
 
@@ -82,8 +92,9 @@ class ShardDataset(Stage):
             tokens=TokenizeCorpus().directory,
             seq_len=phase.seq_len,
             max_pred_len=phase.max_pred_len,
+            masking=dataset.masking,
             dupe_factor=dataset.dupe_factor,
-            masked_lm_prob=dataset.masked_lm_prob,
+            masked_lm_prob=phase.masked_lm_prob,
             short_seq_prob=dataset.short_seq_prob,
             whole_word_mask=dataset.whole_word_mask,
             pack=phase.pack,

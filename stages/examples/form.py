@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.data.mask_rate import MASKED_LM_PROB
+
 if TYPE_CHECKING:
     from trainer.data.hdf5 import Array
 
@@ -32,17 +34,24 @@ class Form:
     #: Times each document is cut into pairs and masked, differently each time.
     dupe_factor: int = 5
     #: Share of a sequence's tokens to predict.
-    masked_lm_prob: float = 0.15
+    masked_lm_prob: float = MASKED_LM_PROB
     #: Share of documents whose examples are cut to a random shorter length.
     short_seq_prob: float = 0.1
     whole_word_mask: bool = False
     #: Maximum examples per row; 1 disables packing.
     sequences_per_row: int = 1
+    #: Whether the examples are masked; others are whenever they are read.
+    is_masked: bool = True
 
     @property
     def row(self) -> RowCapacity:
-        return RowCapacity(self.seq_len, self.max_pred_len, self.sequences_per_row)
+        return RowCapacity(
+            self.seq_len, self.max_pred_len if self.is_masked else self.sequences_per_row, self.sequences_per_row
+        )
 
     def masked_positions(self, lengths: Array) -> Array:
-        """Number of masked positions in sequences of `lengths` tokens; int64, same shape."""
-        return (lengths * self.masked_lm_prob).round().astype("int64").clip(1, self.max_pred_len)
+        """Number of masked positions in sequences of `lengths` tokens; int64, same shape. 1 where none are masked yet,
+        which limits the sequences of a row, not their tokens."""
+        from trainer.data.masking import masked_positions
+
+        return masked_positions(lengths, self.masked_lm_prob, self.max_pred_len if self.is_masked else 1)

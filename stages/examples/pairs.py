@@ -7,13 +7,13 @@ from the generators passed in, so the same seeds give the same bytes on any mach
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.examples.form import SPECIAL_POSITIONS, Form
 from trainer.data.hdf5 import Array
+from trainer.data.masking import choose_tokens, choose_words, replaced
+from trainer.data.vocabulary import Vocabulary
 
 #: One example: its two segments as token ranges of a part, and whether the second is random.
 PAIR = np.dtype(
@@ -21,20 +21,6 @@ PAIR = np.dtype(
 )
 #: Rows masked at a time, so that their random keys and copies fit into the CPU cache.
 _MASKED_ROWS = 2048
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The properties of the ids that masking needs."""
-
-    size: int
-    cls: int
-    sep: int
-    mask: int
-    #: Ids that may replace a masked token: all but the special ones.
-    ordinary: Array
-    #: Whether each id is a word continuation, (size,) bool.
-    continues: Array
 
 
 def plan_pairs(sentence_lengths: Array, document_lengths: Array, form: Form, *, rng: np.random.Generator) -> Array:
@@ -131,16 +117,17 @@ def gather_rows(tokens: Array, pairs: Array, vocabulary: Vocabulary, seq_len: in
 def complete_rows(
     rows: Array, pairs: Array, form: Form, vocabulary: Vocabulary, *, rng: np.random.Generator
 ) -> dict[str, Array]:
-    """Mask `rows` (N, S) from `gather_rows` in place; returns the six arrays of an unpacked shard."""
+    """Mask `rows` (N, S) from `gather_rows` in place, if the form says so; returns the arrays of an unpacked shard."""
     N, P = len(rows), form.max_pred_len
     arrays = {
         "input_ids": rows,
         "input_mask": np.empty(rows.shape, np.uint8),
         "segment_ids": np.empty(rows.shape, np.uint8),
-        "masked_lm_positions": np.empty((N, P), np.uint16),
-        "masked_lm_ids": np.empty((N, P), rows.dtype),
         "next_sentence_labels": pairs["random"].astype(np.uint8),
     }
+    if form.is_masked:
+        arrays["masked_lm_positions"] = np.empty((N, P), np.uint16)
+        arrays["masked_lm_ids"] = np.empty((N, P), rows.dtype)
     column = np.arange(form.seq_len, dtype=np.uint16)
     for start in range(0, N, _MASKED_ROWS):
         here = slice(start, start + _MASKED_ROWS)
@@ -148,6 +135,8 @@ def complete_rows(
         last = first + pairs["b_length"][here, None] + np.uint16(1)
         arrays["input_mask"][here] = real = column <= last
         arrays["segment_ids"][here] = (column > first) & real
+        if not form.is_masked:
+            continue
         candidates = real & (column != first) & (column != last)
         candidates[:, 0] = False
         positions, ids = _mask(rows[here], candidates, last[:, 0] + np.int64(1), form, vocabulary, rng)
@@ -158,13 +147,15 @@ def complete_rows(
 def _mask(
     rows: Array, candidates: Array, lengths: Array, form: Form, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> tuple[Array, Array]:
-    """Mask `rows` in place; returns positions (ascending) and original ids, (N, P), zero-padded.
-
-    Of the chosen tokens, 80 % become [MASK], 10 % a random ordinary token, and 10 % stay unchanged.
-    """
-    wanted = form.masked_positions(lengths)
-    choose = _choose_words if form.whole_word_mask else _choose_tokens
-    positions = choose(rows, candidates, wanted, form.max_pred_len, vocabulary, rng)
+    """Mask `rows` in place; returns positions (ascending) and original ids, (N, P), zero-padded."""
+    wanted, limit = form.masked_positions(lengths), form.max_pred_len
+    if form.whole_word_mask:
+        draws = rng.random(candidates.shape)
+        positions = choose_words(draws, rows, candidates, wanted, limit, vocabulary.continues)
+    else:
+        low = int(candidates.shape[1] - 1).bit_length()
+        bits = rng.integers(0, 1 << (32 - low), candidates.shape, np.uint32) << np.uint32(low)
+        positions = choose_tokens(bits, candidates, wanted, limit)
     chosen = positions > 0  # position 0 is [CLS], which is never masked: it means none
     row, _ = np.nonzero(chosen)
     place = positions[chosen]
@@ -173,55 +164,5 @@ def _mask(
     ids[chosen] = before
     fate = rng.random(len(place))
     replacement = vocabulary.ordinary[rng.integers(0, len(vocabulary.ordinary), len(place))]
-    rows[row, place] = np.where(fate < 0.8, vocabulary.mask, np.where(fate < 0.9, before, replacement))
+    rows[row, place] = replaced(before, fate, replacement, vocabulary.mask)
     return positions, ids
-
-
-def _choose_tokens(
-    rows: Array, candidates: Array, wanted: Array, limit: int, vocabulary: Vocabulary, rng: np.random.Generator
-) -> Array:
-    """Draw `wanted` candidates of each row uniformly: (N, limit) positions, ascending, 0 for none."""
-    N, S = candidates.shape
-    # Random high bits, position in the low bits: a row's smallest keys are a draw without replacement.
-    bits = int(S - 1).bit_length()
-    keys = rng.integers(0, 1 << (32 - bits), (N, S), np.uint32) << np.uint32(bits)
-    keys |= np.arange(S, dtype=np.uint32)
-    keys[~candidates] = (1 << 32) - 1
-    picks = min(limit, S)
-    keys = np.sort(np.partition(keys, picks - 1, axis=1)[:, :picks], axis=1)
-    chosen = (np.arange(picks) < wanted[:, None]) & (keys != (1 << 32) - 1)
-    return _ascending(np.where(chosen, keys & np.uint32((1 << bits) - 1), S), S, limit)
-
-
-def _ascending(positions: Array, none: int, limit: int) -> Array:
-    """Sort positions, replace `none` (larger than any position) by 0, and pad to `limit` columns."""
-    result = np.zeros((len(positions), limit), np.int64)
-    positions = np.sort(positions, axis=1)
-    result[:, : positions.shape[1]] = np.where(positions == none, 0, positions)
-    return result
-
-
-def _choose_words(
-    rows: Array, candidates: Array, wanted: Array, limit: int, vocabulary: Vocabulary, rng: np.random.Generator
-) -> Array:
-    """As `_choose_tokens`, but takes whole words in random order, each if it still fits into `wanted`."""
-    N, S = rows.shape
-    column = np.arange(S)
-    begins = candidates & ~(vocabulary.continues[rows] & np.roll(candidates, 1, axis=1))
-    word = np.cumsum(begins, axis=1) - 1
-    word[~candidates] = S  # a word that is never drawn
-    sizes = np.zeros((N, S + 1), np.int64)
-    np.add.at(sizes, (np.broadcast_to(np.arange(N)[:, None], (N, S)), word), 1)
-    words = begins.sum(axis=1)
-    order = np.argsort(np.where(column < words[:, None], rng.random((N, S)), 2.0), axis=1)
-    taken = np.zeros((N, S + 1), bool)
-    left, every = wanted.copy(), np.arange(N)
-    for step in range(int(words.max(initial=0))):
-        drawn = order[:, step]
-        fits = (step < words) & (sizes[every, drawn] <= left)
-        taken[every, drawn] |= fits
-        left -= np.where(fits, sizes[every, drawn], 0)
-        if not left.any():
-            break
-    chosen = taken[every[:, None], word] & candidates
-    return _ascending(np.partition(np.where(chosen, column, S), min(limit, S - 1), axis=1)[:, :limit], S, limit)

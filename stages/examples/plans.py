@@ -22,6 +22,7 @@ from stages.examples.packing import pack
 from stages.examples.pairs import PAIR, lengths_of, plan_pairs
 from stages.tokens.files import SPLITS, TRAINING, part_paths, read_part
 from trainer.data.hdf5 import Array
+from trainer.data.mask_rate import MASKED_LM_PROB
 from trainer.seeds import derive_seed
 
 #: Folder of the plan files in the stage directory.
@@ -113,8 +114,12 @@ def pairs_path(directory: Path, split: str, part: int) -> Path:
 
 
 def form_of(split: str, form: Form) -> Form:
-    """The form of a split: held-out documents are used once and never packed."""
-    return form if split == TRAINING else replace(form, dupe_factor=1, sequences_per_row=1)
+    """The form of a split: held-out documents are used once, never packed, and always masked in the same way."""
+    if split == TRAINING:
+        return form
+    return replace(
+        form, dupe_factor=1, sequences_per_row=1, is_masked=True, masked_lm_prob=MASKED_LM_PROB, whole_word_mask=False
+    )
 
 
 def make_plans(

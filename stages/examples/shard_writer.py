@@ -11,12 +11,12 @@ import numpy as np
 from stages.directory.manifest import Output
 from stages.examples.form import Form
 from stages.examples.packing import pack_masked, pack_tokens, real_places, unpack_tokens
-from stages.examples.pairs import PAIR, Vocabulary, complete_rows, gather_rows, lengths_of
+from stages.examples.pairs import PAIR, complete_rows, gather_rows, lengths_of
 from stages.examples.plans import SplitPlan
 from stages.text.corpus import TOKENIZER
-from stages.tokens.wordpiece import CLS, CONTINUATION, MASK, SEP, SPECIAL_TOKENS, read_vocabulary
 from trainer.data.hdf5 import Array, Layout, contiguous_file, map_contiguous, open_hdf5
 from trainer.data.shards import LENGTHS_KEY, id_dtype, shard_layout
+from trainer.data.vocabulary import VOCABULARY_FILE, Vocabulary, read_vocabulary
 
 #: Rows are shuffled and masked in slabs of about this size, which bounds a process's memory.
 _SLAB_BYTES = 64 << 20
@@ -45,7 +45,7 @@ class ShardResult:
 def layout_of(rows: int, form: Form, vocab_size: int) -> Layout:
     return shard_layout(
         rows, seq_len=form.seq_len, max_pred_len=form.max_pred_len, vocab_size=vocab_size,
-        sequences_per_row=form.sequences_per_row,
+        sequences_per_row=form.sequences_per_row, is_masked=form.is_masked,
     )  # fmt: skip
 
 
@@ -143,18 +143,14 @@ def _complete_packed(
         own = complete_rows(unpack_tokens(rows[here], lengths[here]), pairs[here][there], form, vocabulary, rng=rng)
         for key in ("input_ids", "segment_ids"):
             arrays[key][here] = pack_tokens(own[key], lengths[here], form.seq_len)
-        arrays["masked_lm_positions"][here], arrays["masked_lm_ids"][here] = pack_masked(
-            own["masked_lm_positions"], own["masked_lm_ids"], lengths[here]
-        )
+        if form.is_masked:
+            arrays["masked_lm_positions"][here], arrays["masked_lm_ids"][here] = pack_masked(
+                own["masked_lm_positions"], own["masked_lm_ids"], lengths[here]
+            )
         arrays["next_sentence_labels"][here][there] = own["next_sentence_labels"]
     return arrays
 
 
 @functools.cache
 def load_vocabulary(tokens: Path) -> Vocabulary:
-    pieces = read_vocabulary(tokens / TOKENIZER / "vocab.txt")
-    ids = {piece: number for number, piece in enumerate(pieces)}
-    special = {ids[token] for token in SPECIAL_TOKENS}
-    ordinary = np.array([number for number in range(len(pieces)) if number not in special])
-    continues = np.array([piece.startswith(CONTINUATION) for piece in pieces])
-    return Vocabulary(len(pieces), ids[CLS], ids[SEP], ids[MASK], ordinary, continues)
+    return Vocabulary.of(read_vocabulary(tokens / TOKENIZER / VOCABULARY_FILE))

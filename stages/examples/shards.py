@@ -17,13 +17,16 @@ from typing import Any
 
 from common.disk_space import require_disk_space
 from common.errors import UserError
+from common.files import durable_file
 from common.workers import Workers
-from stages.directory.manifest import StageDirectory
+from stages.directory.manifest import Output, StageDirectory
 from stages.examples.form import Form
 from stages.examples.pairs import PAIR
 from stages.examples.plans import PLAN, SplitPlan, SplitTokens, form_of, make_plans, read_splits
 from stages.examples.shard_writer import ShardResult, ShardTask, load_vocabulary, make_shard, row_bytes
+from stages.text.corpus import TOKENIZER
 from stages.tokens.files import TEST, TRAINING
+from trainer.data.vocabulary import VOCABULARY_FILE
 from trainer.seeds import derive_seed
 
 #: Default shard size, and minimum number of shards, so that two machines share them evenly.
@@ -70,7 +73,13 @@ def make_shards(
                 bar.update()
     shutil.rmtree(work.path / PLAN)
     counts = _counts(made, form, vocab_size)
-    work.finish([one.output for one in made], counts)
+    outputs = [one.output for one in made]
+    if not form.is_masked:
+        vocabulary = work.path / VOCABULARY_FILE
+        with durable_file(vocabulary) as file:
+            file.write((tokens / TOKENIZER / VOCABULARY_FILE).read_bytes())
+        outputs.append(Output.of(work.path, vocabulary))
+    work.finish(outputs, counts)
     return counts
 
 

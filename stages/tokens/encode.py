@@ -36,12 +36,9 @@ from stages.tokens.files import (
 )
 from stages.tokens.parts import Parts, in_batches, share_held_out, split_documents
 from stages.tokens.vocabulary import make_tokenizer
-from stages.tokens.wordpiece import (
-    UNK,
-    Encoder,
-    read_vocabulary,
-)
+from stages.tokens.wordpiece import Encoder
 from trainer.data.shards import id_dtype
+from trainer.data.vocabulary import UNK, read_vocabulary
 
 #: Sentences per batch, and words in them, reported as examples of what the vocabulary cannot spell.
 _EXAMPLES = 5

@@ -16,7 +16,8 @@ from stages.text.base import Document, text_of
 from stages.text.corpus import TOKENIZER, Corpus
 from stages.tokens.files import TRAINING
 from stages.tokens.parts import in_batches, split_documents
-from stages.tokens.wordpiece import count_words, learn_vocabulary, read_vocabulary, save_tokenizer
+from stages.tokens.wordpiece import count_words, learn_vocabulary, save_tokenizer
+from trainer.data.vocabulary import read_vocabulary
 
 #: A vocabulary is learned from an evenly spread sample of at most about this many bytes (of compressed files:
 #: compressed bytes).

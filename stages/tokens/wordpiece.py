@@ -20,12 +20,10 @@ from numpy.typing import NDArray
 
 from common.errors import UserError
 from common.files import durable_file
+from trainer.data.vocabulary import CLS, CONTINUATION, SEP, SPECIAL_TOKENS, UNK
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-CONTINUATION = "##"
 
 #: Distinct words cached by an encoder, about 150 bytes each.
 _CACHED_WORDS = 400_000
@@ -150,41 +148,6 @@ def build_tokenizer(vocabulary: list[str], *, lower_case: bool) -> Tokenizer:
     )
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
-
-
-#: A million pieces, the maximum of [corpus] vocab_size, of 64 bytes each.
-_VOCABULARY_BYTES_MAX = 64 << 20
-
-
-def read_vocabulary(path: Path) -> list[str]:
-    """Read the pieces of a `vocab.txt`, one per line, in id order.
-
-    Raises `UserError` if the file is missing, too large or not UTF-8, lacks a special token or repeats a piece.
-    """
-    try:
-        if path.stat().st_size > _VOCABULARY_BYTES_MAX:
-            raise UserError(
-                f"the vocabulary {path} has {path.stat().st_size:,} bytes, more than {_VOCABULARY_BYTES_MAX:,}; name a "
-                f"vocab.txt, a piece a line"
-            )
-        pieces = path.read_bytes().decode("utf-8").replace("\r\n", "\n").rstrip("\n").split("\n")
-    except OSError as error:
-        raise UserError(f"cannot read the vocabulary {path}: {error.strerror}; name a vocab.txt") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"the vocabulary {path} is not UTF-8 at offset {error.start}; name a vocab.txt") from None
-    known = set(pieces)
-    missing = [token for token in SPECIAL_TOKENS if token not in known]
-    if missing:
-        raise UserError(
-            f"the vocabulary {path} lacks {', '.join(missing)}; it must hold {' '.join(SPECIAL_TOKENS)}, one a line"
-        )
-    (piece, count), *_ = Counter(pieces).most_common(1)
-    if count > 1:
-        second = pieces.index(piece, pieces.index(piece) + 1)
-        raise UserError(
-            f"the vocabulary {path} holds {piece!r} again in line {second + 1}; each piece must be there once"
-        )
-    return pieces
 
 
 def count_words(texts: Iterable[str], *, lower_case: bool) -> Counter[str]:

@@ -116,6 +116,11 @@ def _check(task: _Task) -> tuple[_Task, Shard]:
             validate_file(path, vocab_size=task.limits.vocab_size, **limits)
     except UserError as error:
         raise UserError(str(error).replace(str(path), task.origin)) from error
+    if shape.max_pred_len is None:
+        raise UserError(
+            f"{task.origin} has no masked_lm_positions: ready shards are used with their masks; give masked ones, or "
+            f"make them from the text ([corpus] source)"
+        )
     stat = path.stat()
     measured = Output.of(task.final.parent, path)
     output = Output(

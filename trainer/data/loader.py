@@ -42,11 +42,13 @@ class Reader(Protocol):
     #: Samples that are read together when steps are small: one read of many costs less than many reads.
     rows_at_once: int
 
-    def micro_batches(self, samples: Samples, size: int) -> tuple[Sequence[Batch], Sequence[tuple[int, ...]]]:
+    def micro_batches(
+        self, samples: Samples, size: int, *, step: int, epoch: int
+    ) -> tuple[Sequence[Batch], Sequence[tuple[int, ...]]]:
         """`samples` in order, `size` at a time (the last may be smaller), and for each what its losses are sums over,
         followed by what else the workload counts its work by.
 
-        Raises `UserError` on data that the model cannot take.
+        `step`, `epoch`: of the first sample, from 0. Raises `UserError` on data that the model cannot take.
         """
         ...
 
@@ -86,7 +88,9 @@ class Loader:
         rows = len(self._mine)
         offsets = self._order.global_batch_size * np.arange(last - first)[:, None]
         samples = self._order.steps(first, last)[(offsets + self._mine).reshape(-1)]
-        batches, counts = self._reader.micro_batches(samples, self._micro_batch_size)
+        batches, counts = self._reader.micro_batches(
+            samples, self._micro_batch_size, step=first, epoch=self._order.epoch_of(first)
+        )
         micro_steps = rows // self._micro_batch_size
         steps = []
         for at, step in enumerate(range(first, last)):

@@ -1,6 +1,6 @@
 """BERT's examples: rows of shards as the micro-batches that the model takes.
 
-S: tokens in a row, P: masked positions in one at most, K: sequences in a packed row at most.
+S: tokens in a row, P: masked positions in a row at most, K: sequences in a packed row at most.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from common.errors import UserError
 from trainer.data.bert_batch import IGNORED, BertBatch, PackedBertBatch, filled_up
+from trainer.data.masking import DynamicMasking
 from trainer.data.order import Samples
 from trainer.data.shards import LENGTHS_KEY, ShardSet
 from trainer.data.validation import value_limits
+from trainer.data.vocabulary import VOCABULARY_FILE
 
 Arrays = dict[str, NDArray[np.generic]]
 #: Of a micro-batch: masked positions, sequences, tokens, pairs of tokens.
@@ -25,25 +27,46 @@ class BatchReader:
 
     rows_at_once = 1
 
-    def __init__(self, shards: ShardSet, *, vocab_size: int, static_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        shards: ShardSet,
+        *,
+        vocab_size: int,
+        static_shapes: bool = False,
+        dynamic_masking: DynamicMasking | None = None,
+    ) -> None:
         """With `static_shapes` every micro-batch of B rows has B·P masked positions, and B·K sequences if it is packed;
-        else as many as there are, `filled_up`. Those that fill it up are labelled `IGNORED`."""
+        else as many as there are, `filled_up`. Those that fill it up are labelled `IGNORED`. `dynamic_masking`: of
+        shards without masks, whose vocabulary must have `vocab_size` entries at most.
+        """
+        if dynamic_masking is not None and dynamic_masking.vocabulary.size > vocab_size:
+            raise UserError(
+                f"{shards.directory / VOCABULARY_FILE} has {dynamic_masking.vocabulary.size} entries, the model "
+                f"{vocab_size}; use the model the data was made for"
+            )
+        self._masking = dynamic_masking
+        self._first_row = np.cumsum(shards.rows_per_shard) - shards.rows_per_shard
         self._shards = shards
         self._vocab_size = vocab_size
         self._static_shapes = static_shapes
 
-    def micro_batches(self, samples: Samples, size: int) -> tuple[list[BertBatch], list[Counts]]:
+    def micro_batches(
+        self, samples: Samples, size: int, *, step: int = 0, epoch: int = 0
+    ) -> tuple[list[BertBatch], list[Counts]]:
         """See `Reader`; the losses are sums over masked positions and over sequences. Also counted are tokens, and the
         pairs of tokens that attention compares: without padding in packed rows, with it in others.
 
         Raises `UserError` on an id outside the vocabulary.
         """
         arrays = self.read(samples)
-        parts = [
-            {key: value[start : start + size] for key, value in arrays.items()}
-            for start in range(0, len(samples), size)
-        ]
-        return list(map(self._micro_batch, parts)), list(map(_counts, parts))
+        numbers = self._first_row[samples.shard] + samples.row
+        batches, counts = [], []
+        for start in range(0, len(samples), size):
+            part = {key: value[start : start + size] for key, value in arrays.items()}
+            masked = self._masked(part, numbers[start : start + size], step, epoch)
+            batches.append(self._micro_batch(part, *masked))
+            counts.append((len(masked[0]), *_counts(part)))
+        return batches, counts
 
     def read(self, samples: Samples) -> Arrays:
         """The rows of `samples`, in their order, from as few reads as there are shards among them."""
@@ -83,13 +106,26 @@ class BatchReader:
                 f"fetch or make this file again"
             )
 
-    def _micro_batch(self, arrays: Arrays) -> BertBatch:
+    def _masked(
+        self, arrays: Arrays, numbers: NDArray[np.int64], step: int, epoch: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.generic]]:
+        """The masked places in the flattened rows and what was there; `arrays` without masks are masked."""
+        rows, seq_len = arrays["input_ids"].shape
+        if self._masking is not None:
+            lengths = arrays.get(LENGTHS_KEY, arrays["input_mask"].sum(axis=1, keepdims=True, dtype=np.int64))
+            return self._masking.mask(arrays["input_ids"], lengths.astype(np.int64), numbers, step=step, epoch=epoch)
+        positions = arrays["masked_lm_positions"].astype(np.int64)
+        # Position 0 is a row's first [CLS], which is never masked: it marks the unused entries (NVIDIA's format).
+        chosen = positions > 0
+        return (seq_len * np.arange(rows)[:, None] + positions)[chosen], arrays["masked_lm_ids"][chosen]
+
+    def _micro_batch(
+        self, arrays: Arrays, masked_places: NDArray[np.int64], masked_ids: NDArray[np.generic]
+    ) -> BertBatch:
         rows, seq_len = arrays["input_ids"].shape
         packed = LENGTHS_KEY in arrays
         first_of_row = seq_len * np.arange(rows)[:, None]
-        positions = arrays["masked_lm_positions"].astype(np.int64)
-        # Position 0 is a row's first [CLS], which is never masked: it marks the unused entries (NVIDIA's format).
-        masked_index, masked_labels = self._labelled(first_of_row + positions, arrays["masked_lm_ids"], positions > 0)
+        masked_index, masked_labels = self._filled_up(masked_places, masked_ids, rows * self._most_masked)
         if packed:
             lengths = arrays[LENGTHS_KEY].astype(np.int64)
             starts, is_sequence = np.cumsum(lengths, axis=1) - lengths, lengths > 0
@@ -99,7 +135,9 @@ class BatchReader:
             starts, is_sequence = np.zeros((rows, 1), np.int64), np.ones((rows, 1), bool)
             sequence_ids, position_ids = arrays["input_mask"].astype(np.int64), np.arange(seq_len)[None]
         next_sentence = arrays["next_sentence_labels"].reshape(starts.shape)
-        first_index, next_sentence_labels = self._labelled(first_of_row + starts, next_sentence, is_sequence)
+        first_index, next_sentence_labels = self._filled_up(
+            (first_of_row + starts)[is_sequence], next_sentence[is_sequence], is_sequence.size
+        )
         fields = {
             "input_ids": as_int64(arrays["input_ids"]),
             "segment_ids": as_int64(arrays["segment_ids"]),
@@ -120,24 +158,31 @@ class BatchReader:
         ends = np.cumsum(runs if self._static_shapes else runs[runs > 0])
         return np.concatenate([[0], ends])
 
-    def _labelled(
-        self, index: NDArray[np.int64], labels: NDArray[np.generic], is_there: NDArray[np.bool_]
+    @property
+    def _most_masked(self) -> int:
+        """P."""
+        if self._masking is not None:
+            return self._masking.masking.rate.most(self._shards.seq_len, self._shards.sequences_per_row or 1)
+        assert self._shards.max_pred_len is not None
+        return self._shards.max_pred_len
+
+    def _filled_up(
+        self, index: NDArray[np.int64], labels: NDArray[np.generic], most: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places and labels of those that are there, flat, and filled up."""
-        found, most = int(np.count_nonzero(is_there)), is_there.size
-        size = most if self._static_shapes else min(most, filled_up(found))
+        """Places and labels, filled up; there are `most` at most."""
+        size = most if self._static_shapes else min(most, filled_up(len(index)))
         places, known = np.zeros(size, np.int64), np.full(size, IGNORED, np.int64)
-        places[:found], known[:found] = index[is_there], labels[is_there]
+        places[: len(index)], known[: len(index)] = index, labels
         return as_int64(places), as_int64(known)
 
 
-def _counts(arrays: Arrays) -> Counts:
+def _counts(arrays: Arrays) -> tuple[int, int, int]:
+    """Sequences, tokens, pairs of tokens."""
     rows, seq_len = arrays["input_ids"].shape
-    masked = int(np.count_nonzero(arrays["masked_lm_positions"]))
     if LENGTHS_KEY not in arrays:
-        return masked, rows, rows * seq_len, rows * seq_len**2
+        return rows, rows * seq_len, rows * seq_len**2
     lengths = arrays[LENGTHS_KEY].astype(np.int64)
-    return masked, int(np.count_nonzero(lengths)), int(lengths.sum()), int((lengths**2).sum())
+    return int(np.count_nonzero(lengths)), int(lengths.sum()), int((lengths**2).sum())
 
 
 def _places(runs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

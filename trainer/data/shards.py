@@ -2,7 +2,8 @@
 
 input_ids, input_mask, segment_ids (N, S); masked_lm_positions, masked_lm_ids (N, P), zero-padded;
 next_sentence_labels (N,). Packed rows hold several sequences, one behind the other: sequence_lengths (N, K) has their
-tokens, zero-padded, and next_sentence_labels (N, K) their labels; all else is as for one long sequence.
+tokens, zero-padded, and next_sentence_labels (N, K) their labels; all else is as for one long sequence. Rows that are
+masked whenever they are read lack the two masked_lm keys.
 
 Ours are contiguous and uncompressed with small unsigned dtypes, and are read row by row through a memory map. Other
 tools' (chunked, gzip'd, int32) are decoded a shard at a time. No torch here.
@@ -53,7 +54,15 @@ def id_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-def shard_layout(rows: int, *, seq_len: int, max_pred_len: int, vocab_size: int, sequences_per_row: int = 1) -> Layout:
+def shard_layout(
+    rows: int,
+    *,
+    seq_len: int,
+    max_pred_len: int,
+    vocab_size: int,
+    sequences_per_row: int = 1,
+    is_masked: bool = True,
+) -> Layout:
     """Shapes and dtypes of the datasets of a shard of ours."""
     ids = id_dtype(vocab_size)
     tokens, masked, packed = (rows, seq_len), (rows, max_pred_len), (rows, sequences_per_row)
@@ -65,6 +74,9 @@ def shard_layout(rows: int, *, seq_len: int, max_pred_len: int, vocab_size: int,
         "masked_lm_ids": (masked, ids),
         "next_sentence_labels": ((rows,), np.uint8),
     }
+    if not is_masked:
+        for key in MASKED_KEYS:
+            del layout[key]
     if sequences_per_row > 1:
         layout["next_sentence_labels"], layout[LENGTHS_KEY] = (packed, np.uint8), (packed, np.uint16)
     return layout
@@ -75,7 +87,7 @@ def write_shard(path: Path, arrays: dict[str, Array]) -> None:
 
     Raises: `DiskError`.
     """
-    assert set(arrays) - {LENGTHS_KEY} == set(KEYS), sorted(arrays)
+    assert set(arrays) - {LENGTHS_KEY, *MASKED_KEYS} == set(KEYS) - set(MASKED_KEYS), sorted(arrays)
     layout = {key: (arrays[key].shape, arrays[key].dtype) for key in (*KEYS, LENGTHS_KEY) if key in arrays}
     with contiguous_file(path, layout) as writer:
         for key in layout:
@@ -88,14 +100,19 @@ class ShardShape:
 
     rows: int
     seq_len: int
-    #: Masked positions in a row, at most.
-    max_pred_len: int
+    #: Masked positions in a row, at most; None: the rows are not masked.
+    max_pred_len: int | None
     #: Sequences in a packed row, at most; None: rows are not packed.
     sequences_per_row: int | None
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return KEYS if self.sequences_per_row is None else (*KEYS, LENGTHS_KEY)
+        return _keys(is_masked=self.max_pred_len is not None, is_packed=self.sequences_per_row is not None)
+
+
+def _keys(*, is_masked: bool, is_packed: bool) -> tuple[str, ...]:
+    keys = KEYS if is_masked else tuple(key for key in KEYS if key not in MASKED_KEYS)
+    return (*keys, LENGTHS_KEY) if is_packed else keys
 
 
 class ShardSet:
@@ -214,7 +231,7 @@ def file_shape(path: Path, *, seq_len: int | None, max_pred_len: int | None) -> 
 
 
 def shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int | None) -> ShardShape:
-    keys = (*KEYS, LENGTHS_KEY) if LENGTHS_KEY in file else KEYS
+    keys = _keys(is_masked=any(key in file for key in MASKED_KEYS), is_packed=LENGTHS_KEY in file)
     for key in keys:
         if key not in file:
             raise UserError(f"{path} has no dataset {key}; a shard has {', '.join(KEYS)}")
@@ -222,12 +239,13 @@ def shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int | 
         if file[key].dtype.kind not in "iu":
             raise UserError(f"{path}: {key} is not a dataset of integers; this is no shard of token ids")
     shapes = {key: tuple(file[key].shape) for key in keys}
-    if len(shapes["input_ids"]) != 2 or len(shapes["masked_lm_ids"]) != 2:
+    masked_shape = shapes.get("masked_lm_ids")
+    if len(shapes["input_ids"]) != 2 or (masked_shape is not None and len(masked_shape) != 2):
         raise UserError(
-            f"{path}: input_ids has shape {shapes['input_ids']} and masked_lm_ids {shapes['masked_lm_ids']}; "
+            f"{path}: input_ids has shape {shapes['input_ids']} and masked_lm_ids {masked_shape}; "
             f"both must have 2 dimensions; this is no shard"
         )
-    (rows, S), P = shapes["input_ids"], shapes["masked_lm_ids"][1]
+    (rows, S), P = shapes["input_ids"], None if masked_shape is None else masked_shape[1]
     K = shapes[LENGTHS_KEY][1] if len(shapes.get(LENGTHS_KEY, ())) == 2 else None
     for key in keys:
         of_sequences = (rows,) if K is None else (rows, K)
@@ -236,11 +254,11 @@ def shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int | 
             raise UserError(f"{path}: {key} has shape {shapes[key]}; expected {expected} beside input_ids {(rows, S)}")
     if seq_len is not None and seq_len != S:
         raise UserError(f"{path} has sequences of {S} tokens; {seq_len} were asked for; use another data set or length")
-    if max_pred_len is not None and max_pred_len < P:
+    if max_pred_len is not None and P is not None and max_pred_len < P:
         raise UserError(
             f"{path} has {P} predictions a sequence; at most {max_pred_len} were asked for; raise the limit to {P}"
         )
-    _require_bounded(path, sum(file[key].nbytes for key in keys), rows, S, max(P, K or 0))
+    _require_bounded(path, sum(file[key].nbytes for key in keys), rows, S, max(P or 0, K or 0))
     return ShardShape(rows, S, P, K)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from trainer.optim.sharing import ALONE, Replicas, SharedModel
 from trainer.precision import Precision
 
 
@@ -58,91 +59,6 @@ class Group:
         return [zeros_like(gradient) for gradient in self.gradients]
 
 
-@dataclass(frozen=True)
-class SharedModel:
-    """Ranks that share one model: some tensors are split over them, the others are the same on all."""
-
-    rank: int
-    size: int
-    #: The axis along which a parameter is split in equal pieces; None: it is the same on all ranks.
-    split_axis: Callable[[str], int | None]
-    #: Adds up a tensor over the ranks, in place.
-    all_reduce: Callable[[Tensor], None]
-    #: A context in which each rank draws random numbers of its own.
-    random_region: Callable[[], contextlib.AbstractContextManager[None]]
-
-    def is_split(self, name: str) -> bool:
-        return self.split_axis(name) is not None
-
-    def whole(self, pieces: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors, by parameter, from this rank's pieces, in one reduction."""
-        found = {}
-        for name, piece in pieces.items():
-            axis = self.split_axis(name)
-            others = torch.zeros_like(piece)
-            parts = [piece if rank == self.rank else others for rank in range(self.size)]
-            found[name] = piece if axis is None else torch.cat(parts, axis)
-        split = [name for name in pieces if self.is_split(name)]
-        if split:
-            flat = torch.cat([found[name].reshape(-1) for name in split])
-            self.all_reduce(flat)
-            for name, part in zip(split, flat.split([found[name].numel() for name in split]), strict=True):
-                found[name] = part.view(found[name].shape)
-        return found
-
-    def piece(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's piece of a whole tensor of the layout of parameter `name`."""
-        axis = self.split_axis(name)
-        return whole if axis is None else whole.chunk(self.size, axis)[self.rank]
-
-    def norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """The L2 norm of all gradients of the model, each once."""
-        squares = {
-            split: [torch.linalg.vector_norm(g) ** 2 for name, g in gradients.items() if self.is_split(name) is split]
-            for split in (True, False)
-        }
-        split = torch.stack(squares[True]).sum()
-        self.all_reduce(split)
-        return (split + torch.stack(squares[False]).sum()).sqrt()
-
-    def whole_norms(self, names: list[str], norms: Tensor) -> Tensor:
-        """L2 norms of whole tensors from those of this rank's pieces, (…, T); `names`: the T parameters."""
-        split = [at for at, name in enumerate(names) if self.is_split(name)]
-        squares = norms[..., split] ** 2
-        self.all_reduce(squares)
-        norms = norms.clone()
-        norms[..., split] = squares.sqrt()
-        return norms
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """The workers that hold the same parameters; by default one alone."""
-
-    rank: int = 0
-    size: int = 1
-    #: Adds up tensors over the workers, in place.
-    all_reduce: Callable[[list[Tensor]], None] = lambda tensors: None
-
-    def share(self, stacks: list[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """`work` of each stack (L, …), which treats all L alike and keeps the shape; each worker does a part of them.
-
-        The parts are put together by a sum, in which all other workers have zeros.
-        """
-        if self.size == 1:
-            return [work(stack) for stack in stacks]
-        done = []
-        for stack in stacks:
-            each = -(-len(stack) // self.size)
-            # From the host: a number in the program would be another program on every worker.
-            mine = (torch.arange(each) + self.rank * each).to(stack.device)
-            results = work(stack.index_select(0, mine.clamp(max=len(stack) - 1)))
-            padded = torch.zeros((each * self.size, *stack.shape[1:]), dtype=results.dtype, device=stack.device)
-            done.append(padded.index_copy(0, mine, results))
-        self.all_reduce(done)
-        return [padded[: len(stack)] for padded, stack in zip(done, stacks, strict=True)]
-
-
 def named(groups: Sequence[Group], values: Sequence[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Views, under the parameters' names and in their shapes, into tensors laid out like those of the groups."""
     for group, tensors in zip(groups, values, strict=True):
@@ -172,7 +88,7 @@ class Parameters(abc.ABC):
         extras: int,
         precision: Precision,
         shared: SharedModel | None = None,
-        replicas: Replicas = Replicas(),
+        replicas: Replicas = ALONE,
         is_matrix: Callable[[str], bool] = lambda name: False,
     ) -> None:
         """`extras`: E. `shared`: the ranks that share the model; None: this worker holds all of it. `is_matrix`: which

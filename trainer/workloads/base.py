@@ -74,12 +74,19 @@ class Workload(abc.ABC):
         when hashing takes long. Raises `UserError`."""
 
     @abc.abstractmethod
-    def reader(self, *, static_shapes: bool) -> Reader:
-        """A reader of the data set; with `static_shapes` all micro-batches have the same shapes."""
+    def reader(self, *, static_shapes: bool, seed: int, steps: int) -> Reader:
+        """A reader of the data set; with `static_shapes` all micro-batches have the same shapes.
+
+        `seed`: of what it draws, in a run of `steps` optimizer steps.
+        """
 
     @abc.abstractmethod
     def work(self, counts: Sequence[int]) -> StepCost:
         """The work of a step, from its reader's counts summed over the workers."""
+
+    def settings(self) -> dict[str, Any]:
+        """Options of the workload that decide the result, by name; `describe` has those of the model."""
+        return {}
 
     def max_steps(self, given: int, global_batch_size: int) -> int:
         """Optimizer steps in the whole phase; `given`: the option's value."""

@@ -13,8 +13,11 @@ from common.errors import UserError
 from common.options import check, option
 from trainer.config import PRESETS, ModelConfig
 from trainer.data.identity import content_identity
+from trainer.data.mask_rate import MaskRate
+from trainer.data.masking import DynamicMasking, Masking
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
+from trainer.data.vocabulary import VOCABULARY_FILE, Vocabulary, read_vocabulary
 from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
 from trainer.models.operations import Operations
 from trainer.parallel.plan import require_divisible
@@ -36,6 +39,17 @@ class BertOptions:
         None, group="data", least=1, unit="tokens", help="tokens in a row (default: the shards')"
     )
     max_pred_len: int = option(20, group="data", least=1, help="most masked positions in a row")
+    masked_lm_prob: float | None = option(
+        None, group="training", least=0.001, most=1,
+        help="share of a sequence's tokens to predict, of shards that are masked when they are read (default: 0.15)",
+    )  # fmt: skip
+    final_masked_lm_prob: float | None = option(
+        None, group="training", least=0.001, most=1,
+        help="that share at the last step of the phase, reached linearly (default: --masked_lm_prob)",
+    )  # fmt: skip
+    whole_word_mask: bool = option(
+        False, group="training", help="mask all pieces of a word together, where shards are masked when they are read"
+    )
     model: str = option("large", group="model", choices=tuple(PRESETS), help="a published size")
     model_config: Path | None = option(None, group="model", help="a Hugging Face config.json instead of --model")
     vocab_size: int | None = option(None, group="model", least=1, help="size of the vocabulary (default: 30522)")
@@ -50,8 +64,8 @@ class BertWorkload(Workload):
     options = BertOptions
     losses = ("masked_lm_loss", "next_sentence_loss")
 
-    def __init__(self, model: ModelConfig, shards: ShardSet) -> None:
-        """Raises `UserError` if the rows are longer than the model's positions."""
+    def __init__(self, model: ModelConfig, shards: ShardSet, masking: Masking | None = None) -> None:
+        """`masking`: of shards without masks. Raises `UserError` if the rows are longer than the model's positions."""
         if shards.seq_len > model.max_position_embeddings:
             raise UserError(
                 f"seq_len {shards.seq_len} is longer than the model's max_position_embeddings "
@@ -60,13 +74,14 @@ class BertWorkload(Workload):
         self.config = model
         self.vocab_size = model.vocab_size
         self.shards = shards
+        self.masking = masking
         self.rows_per_shard = shards.rows_per_shard
 
     @classmethod
     def of(cls, options: BertOptions) -> Self:
         directory = options.data_dir.expanduser()
         shards = ShardSet.open(directory, seq_len=options.seq_len, max_pred_len=options.max_pred_len)
-        return cls(_model(options), shards)
+        return cls(_model(options), shards, _masking(options, shards))
 
     def describe(self) -> dict[str, Any]:
         return dataclasses.asdict(self.config)
@@ -82,10 +97,26 @@ class BertWorkload(Workload):
         return is_hidden_matrix(name)
 
     def identity(self, cache: Path, log: Callable[[str], None]) -> str:
-        return content_identity(self.shards.directory, self.shards.names, cache, log)
+        names = self.shards.names if self.masking is None else [*self.shards.names, VOCABULARY_FILE]
+        return content_identity(self.shards.directory, names, cache, log)
 
-    def reader(self, *, static_shapes: bool) -> BatchReader:
-        return BatchReader(self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes)
+    def settings(self) -> dict[str, Any]:
+        if self.masking is None:
+            return {}
+        return {
+            "masked_lm_prob": self.masking.rate.first,
+            "final_masked_lm_prob": self.masking.rate.last,
+            "whole_word_mask": self.masking.whole_words,
+        }
+
+    def reader(self, *, static_shapes: bool, seed: int, steps: int) -> BatchReader:
+        masks = None
+        if self.masking is not None:
+            vocabulary = Vocabulary.of(read_vocabulary(self.shards.directory / VOCABULARY_FILE))
+            masks = DynamicMasking(dataclasses.replace(self.masking, seed=seed, steps=steps), vocabulary)
+        return BatchReader(
+            self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes, dynamic_masking=masks
+        )
 
     def work(self, counts: Sequence[int]) -> StepCost:
         """A multiply-add counts as two operations and the backward pass as two forward passes (Narayanan et al. 2021,
@@ -104,6 +135,20 @@ class BertWorkload(Workload):
 
     def summary(self) -> dict[str, Any]:
         return {"max_length": self.shards.seq_len}
+
+
+def _masking(options: BertOptions, shards: ShardSet) -> Masking | None:
+    """How to mask `shards`; None: they are masked. Raises `UserError` if options cannot be followed."""
+    if shards.max_pred_len is not None:
+        for name in ("masked_lm_prob", "final_masked_lm_prob", "whole_word_mask"):
+            if getattr(options, name):
+                raise UserError(
+                    f"--{name} {getattr(options, name)}: the shards in {shards.directory} are masked already; leave it "
+                    f"out, or make the shards without masks"
+                )
+        return None
+    rate = MaskRate.of(options.masked_lm_prob, options.final_masked_lm_prob)
+    return Masking(rate, whole_words=options.whole_word_mask)
 
 
 def _model(options: BertOptions) -> ModelConfig:

@@ -68,7 +68,9 @@ class Images:
             digest.update(path.read_bytes())
         return digest.hexdigest()
 
-    def micro_batches(self, samples: Samples, size: int) -> tuple[list[ImageBatch], list[tuple[int]]]:
+    def micro_batches(
+        self, samples: Samples, size: int, *, step: int = 0, epoch: int = 0
+    ) -> tuple[list[ImageBatch], list[tuple[int]]]:
         """`samples` in order, `size` at a time, scaled to [0, 1]; the loss is a sum over images."""
         images = torch.from_numpy(self.pixels[samples.row]).to(torch.float32).div_(255).split(size)
         labels = torch.from_numpy(self.labels[samples.row]).split(size)
@@ -140,7 +142,7 @@ class MnistWorkload(Workload):
     def identity(self, cache: Path, log: Callable[[str], None]) -> str:
         return self.images.identity
 
-    def reader(self, *, static_shapes: bool) -> Images:
+    def reader(self, *, static_shapes: bool, seed: int, steps: int) -> Images:
         return self.images  # SampleOrder makes no smaller batches
 
     def work(self, counts: Sequence[int]) -> StepCost:

@@ -11,10 +11,11 @@ import pytest
 
 from stages.examples.form import Form
 from stages.examples.pairs import Vocabulary, complete_rows, gather_rows, plan_pairs
-from stages.tokens.wordpiece import CONTINUATION, SPECIAL_TOKENS, Encoder, read_vocabulary
+from stages.tokens.wordpiece import Encoder
 from tests.conftest import Stage
 from trainer.data.shards import KEYS, ShardSet
 from trainer.data.validation import validate_file
+from trainer.data.vocabulary import CONTINUATION, SPECIAL_TOKENS, read_vocabulary
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]

@@ -14,7 +14,8 @@ import pytest
 from sentencex import segment
 
 from stages.text.corpus import _WINDOW_CHARACTERS, _segments, sentences
-from stages.tokens.wordpiece import SPECIAL_TOKENS, Encoder, save_tokenizer
+from stages.tokens.wordpiece import Encoder, save_tokenizer
+from trainer.data.vocabulary import SPECIAL_TOKENS
 
 _DRAW = random.Random(0)
 _CHINESE = [chr(_DRAW.randrange(0x4E00, 0x9FA5)) for _ in range(3000)]

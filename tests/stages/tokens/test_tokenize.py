@@ -24,17 +24,10 @@ from stages.text.corpus import TokenizeOptions, documents
 from stages.tokens import parts
 from stages.tokens.encode import tokenize_corpus
 from stages.tokens.files import TEST, TRAINING, part_paths, read_part
-from stages.tokens.wordpiece import (
-    SPECIAL_TOKENS,
-    Encoder,
-    build_tokenizer,
-    count_words,
-    learn_vocabulary,
-    read_vocabulary,
-    save_tokenizer,
-)
+from stages.tokens.wordpiece import Encoder, build_tokenizer, count_words, learn_vocabulary, save_tokenizer
 from tests.conftest import ROOT, Stage
 from tests.helpers.support import assert_one_line_error
+from trainer.data.vocabulary import SPECIAL_TOKENS, read_vocabulary
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmn" for b in ("a", "ei", "o", "u") for c in ("rt", "ll", "nd", "s")]
 

@@ -24,7 +24,9 @@ class NoData:
 
     rows_at_once = 1
 
-    def micro_batches(self, samples: Samples, size: int) -> tuple[Sequence[Batch], Sequence[tuple[int, ...]]]:
+    def micro_batches(
+        self, samples: Samples, size: int, *, step: int, epoch: int
+    ) -> tuple[Sequence[Batch], Sequence[tuple[int, ...]]]:
         count = len(samples) // size
         return [Batch()] * count, [(size,)] * count
 

@@ -17,7 +17,8 @@ from trainer.config import ModelConfig
 from trainer.devices.cpu import CpuDevice
 from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
 from trainer.optim.muon import ADAMW_RATE, Muon, orthogonalised
-from trainer.optim.parameters import FlatParameters, Replicas, SharedModel
+from trainer.optim.parameters import FlatParameters
+from trainer.optim.sharing import Replicas, SharedModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.plan import split_axis
 from trainer.parallel.shares import put_share

@@ -14,7 +14,8 @@ from trainer.config import ModelConfig
 from trainer.data.bert_batch import BertBatch
 from trainer.devices.cpu import CpuDevice, CpuOperations
 from trainer.models.bert import BertForPreTraining, has_weight_decay
-from trainer.optim.parameters import FlatParameters, SharedModel
+from trainer.optim.parameters import FlatParameters
+from trainer.optim.sharing import SharedModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.plan import split_axis, split_of
 from trainer.parallel.shares import put_share

@@ -1,0 +1,206 @@
+"""Masks drawn when examples are read: their distribution, their independence, and what they depend on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import UserError
+from trainer.data.bert_batch import IGNORED
+from trainer.data.loader import Loader
+from trainer.data.mask_rate import MaskRate
+from trainer.data.masking import DynamicMasking, Masking
+from trainer.data.order import SampleOrder, Samples
+from trainer.data.reader import BatchReader
+from trainer.data.shards import LENGTHS_KEY, MASKED_KEYS, ShardSet, write_shard
+from trainer.data.vocabulary import SPECIAL_TOKENS, Vocabulary
+
+S, WORDS = 64, 995
+#: Every fourth piece continues a word.
+PIECES = [*SPECIAL_TOKENS, *(f"##p{n}" if n % 4 == 3 else f"w{n}" for n in range(WORDS))]
+VOCABULARY = Vocabulary.of(PIECES)
+CLS, SEP = VOCABULARY.cls, VOCABULARY.sep
+
+
+def write(directory: Path, rows: int, *, packed: bool = False, shards: int = 2) -> ShardSet:
+    """Rows of random words, [CLS] a [SEP] b [SEP], of varied length; packed: two of up to half a row each."""
+    directory.mkdir()
+    rng = np.random.default_rng(1)
+    for shard in range(shards):
+        ids = rng.integers(5, len(PIECES), (rows, S), np.uint16)
+        mask, segments = np.zeros((rows, S), np.uint8), np.zeros((rows, S), np.uint8)
+        lengths = rng.integers(S // 4, S // 2, (rows, 2)) if packed else rng.integers(S // 2, S + 1, (rows, 1))
+        lengths = np.concatenate([lengths, np.zeros((rows, 1), np.int64)], axis=1) if packed else lengths
+        for row in range(rows):
+            at = 0
+            for length in lengths[row][lengths[row] > 0]:
+                ids[row, [at, at + length // 2, at + length - 1]] = CLS, SEP, SEP
+                segments[row, at + length // 2 + 1 : at + length] = 1
+                at += length
+            mask[row, :at] = 1
+            ids[row, at:] = 0
+        labels = np.zeros(lengths.shape if packed else rows, np.uint8)
+        arrays = {"input_ids": ids, "input_mask": mask, "segment_ids": segments, "next_sentence_labels": labels}
+        if packed:
+            arrays[LENGTHS_KEY] = lengths.astype(np.uint16)
+        write_shard(directory / f"x_training_{shard}.hdf5", arrays)
+    return ShardSet.open(directory)
+
+
+def reader(shards: ShardSet, rate: MaskRate = MaskRate(), **options: object) -> BatchReader:  # noqa: B008 (immutable)
+    static_shapes = bool(options.pop("static_shapes", False))
+    masking = Masking(rate, **{"seed": 7, **options})  # type: ignore[arg-type]
+    return BatchReader(
+        shards, vocab_size=len(PIECES), static_shapes=static_shapes, dynamic_masking=DynamicMasking(masking, VOCABULARY)
+    )
+
+
+def all_rows(shards: ShardSet) -> Samples:
+    numbers = np.arange(shards.rows)
+    return Samples(*np.divmod(numbers, shards.rows_per_shard[0]))
+
+
+def read(reader: BatchReader, samples: Samples, **at: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids (rows, S), and the labels in their places (rows, S), `IGNORED` elsewhere, of one micro-batch; masked."""
+    (batch,), ((masked, *_),) = reader.micro_batches(samples, len(samples), **at)
+    labels = np.full(batch.input_ids.numel(), IGNORED)
+    labels[batch.masked_index[:masked]] = batch.masked_labels[:masked]
+    assert (batch.masked_labels[masked:] == IGNORED).all()
+    return batch.input_ids.numpy(), labels.reshape(batch.input_ids.shape), labels.reshape(batch.input_ids.shape) >= 0
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
+    return write(tmp_path_factory.mktemp("masking") / "data", 2000)
+
+
+def chi_square_is_ordinary(counts: np.ndarray, expected: np.ndarray) -> bool:
+    """Whether counts are drawn with these expectations: within 5 standard deviations of chi-square, k ± √2k."""
+    k = counts.size - 1
+    return abs(((counts - expected) ** 2 / expected).sum() - k) < 5 * (2 * k) ** 0.5
+
+
+@pytest.mark.parametrize("share", [0.15, 0.4])
+def test_masks_have_berts_distribution(shards: ShardSet, share: float) -> None:
+    ids, labels, masked = read(reader(shards, MaskRate(share, share)), all_rows(shards))
+    original = np.concatenate([shards.read(n, np.arange(2000))["input_ids"] for n in range(2)])
+    real = np.concatenate([shards.read(n, np.arange(2000))["input_mask"] for n in range(2)]) > 0
+    # What is not chosen is as it was; what is chosen is labelled with what it was; special tokens never are.
+    np.testing.assert_array_equal(ids[~masked], original[~masked])
+    np.testing.assert_array_equal(labels[masked], original[masked])
+    candidates = real & (original != CLS) & (original != SEP)
+    assert not (masked & ~candidates).any()
+    wanted = np.maximum(1, np.round(real.sum(1) * share))
+    np.testing.assert_array_equal(masked.sum(1), wanted)
+    # Uniform: each place as often as the candidates there would have it.
+    chance = candidates * (wanted / candidates.sum(1))[:, None]
+    assert chi_square_is_ordinary(masked.sum(0)[1:-1], chance.sum(0)[1:-1])
+    n = masked.sum()
+    is_mask, kept = ids[masked] == VOCABULARY.mask, ids[masked] == original[masked]
+    for found, expected in ((is_mask.mean(), 0.8), (kept.mean(), 0.1 + 0.1 / WORDS)):
+        assert abs(found - expected) < 5 * (expected * (1 - expected) / n) ** 0.5
+    others = ids[masked][~is_mask & ~kept]
+    assert others.min() >= len(SPECIAL_TOKENS)
+    assert chi_square_is_ordinary(
+        np.bincount(others, minlength=len(PIECES))[5:], np.full(WORDS, len(others) / WORDS)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [{"epoch": 1}, {"seed": 8}])
+def test_other_epochs_and_seeds_have_independent_masks(shards: ShardSet, change: dict[str, int]) -> None:
+    """Two draws of a share p agree on p of the places, and on what replaces a token as often as chance has it."""
+    samples = all_rows(shards)
+    ids, _, one = read(reader(shards), samples, epoch=0)
+    seed = {"seed": change["seed"]} if "seed" in change else {}
+    others, _, two = read(reader(shards, **seed), samples, epoch=change.get("epoch", 0))
+    both = one & two
+    share = one.sum() / (len(samples) * (0.75 * S - 3))
+    assert abs(both.sum() / one.sum() - share) < 0.02
+    assert abs(((ids == VOCABULARY.mask) & both).sum() / both.sum() - 0.8) < 5 * (0.16 / both.sum()) ** 0.5
+    same_fate = ((ids == VOCABULARY.mask) == (others == VOCABULARY.mask))[both].mean()
+    assert abs(same_fate - (0.8**2 + 0.2**2)) < 5 * (0.22 / both.sum()) ** 0.5
+
+
+def test_neighbours_have_independent_masks(shards: ShardSet) -> None:
+    """Adjacent rows, and adjacent places of a row: correlation at the level of chance."""
+    _, _, masked = read(reader(shards), all_rows(shards))
+    inner = masked[:, 1 : S // 4].astype(float)  # always a candidate
+    for one, two in ((inner[:-1], inner[1:]), (inner[:, :-1], inner[:, 1:])):
+        correlation = np.corrcoef(one.reshape(-1), two.reshape(-1))[0, 1]
+        # A draw without replacement of a row makes places of it repel each other by 1 / (candidates - 1).
+        assert abs(correlation) < 5 / one.size**0.5 + (1 / (S / 2 - 4) if one.shape == inner[:, 1:].shape else 0)
+
+
+def test_a_mask_depends_on_the_sample_and_not_on_its_batch(shards: ShardSet) -> None:
+    samples = all_rows(shards)
+    _, labels, _ = read(reader(shards), samples, epoch=3)
+    some = np.array([7, 3999, 2001, 12])
+    _, mine, _ = read(reader(shards), samples[some], epoch=3)
+    np.testing.assert_array_equal(mine, labels[some])
+
+
+def test_workers_and_micro_batches_see_the_same_masks(shards: ShardSet) -> None:
+    order = SampleOrder(shards.rows_per_shard, seed=1, global_batch_size=16)
+
+    def chosen(size: int, micro_batch: int) -> dict[tuple[int, int], list[int]]:
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank in range(size):
+            loader = Loader(reader(shards), order, micro_batch_size=micro_batch, rank=rank, size=size)
+            for step in loader.load(250, 252):  # over the end of an epoch
+                at = 0
+                for batch in step.micro_batches:
+                    for row, ids in enumerate(batch.input_ids.tolist()):
+                        where = int(step.samples.shard[at + row]), int(step.samples.row[at + row])
+                        found[step.index, *where] = ids
+                    at += len(batch.input_ids)
+        return found
+
+    one = chosen(1, 16)
+    assert len(one) == 32
+    assert chosen(2, 4) == chosen(4, 2) == one
+
+
+def test_the_rate_goes_linearly_over_the_phase(shards: ShardSet) -> None:
+    rate, samples = MaskRate(0.3, 0.15), all_rows(shards)
+    masks = reader(shards, rate, steps=101)
+    tokens = sum(shards.read(n, np.arange(2000))["input_mask"].sum() for n in range(2))
+    for step, share in ((0, 0.3), (50, 0.225), (100, 0.15)):
+        _, _, masked = read(masks, samples, step=step)
+        assert masked.sum() / tokens == pytest.approx(share, abs=0.002)  # each row's number is rounded
+
+
+def test_packed_sequences_are_masked_each_by_itself(tmp_path: Path) -> None:
+    packed = write(tmp_path / "packed", 500, packed=True)
+    samples = all_rows(packed)
+    for static_shapes in (False, True):
+        (batch,), (counts,) = reader(packed, MaskRate(0.2, 0.2), static_shapes=static_shapes).micro_batches(
+            samples, len(samples)
+        )
+        labels = batch.masked_labels.numpy()
+        sequences = batch.sequence_ids.numpy().reshape(-1)[batch.masked_index[labels >= 0]]
+        row = batch.masked_index.numpy()[labels >= 0] // S
+        lengths = np.concatenate([packed.read(n, np.arange(500))[LENGTHS_KEY] for n in range(2)]).astype(int)
+        for slot in range(2):
+            found = np.bincount(row[sequences == slot + 1], minlength=1000)
+            np.testing.assert_array_equal(found, np.maximum(1, np.round(lengths[:, slot] * 0.2)))
+        assert counts[0] == (labels >= 0).sum()
+        if static_shapes:
+            assert len(labels) == 1000 * (int(S * 0.2) + 3)
+
+
+def test_whole_words_are_masked_together(shards: ShardSet) -> None:
+    _, labels, masked = read(reader(shards, MaskRate(0.3, 0.3), whole_words=True), all_rows(shards))
+    original = np.concatenate([shards.read(n, np.arange(2000))["input_ids"] for n in range(2)])
+    continues = VOCABULARY.continues[original] & (np.roll(original, 1, axis=1) >= len(SPECIAL_TOKENS))
+    continues[:, 0] = False
+    assert (masked[:, 1:] == masked[:, :-1])[continues[:, 1:]].all()
+    tokens = sum(shards.read(n, np.arange(2000))["input_mask"].sum() for n in range(2))
+    assert 0.27 < masked.sum() / tokens <= 0.31
+
+
+def test_shards_without_masks_need_their_own_vocabulary(tmp_path: Path, shards: ShardSet) -> None:
+    assert not set(MASKED_KEYS) & set(shards.keys)
+    with pytest.raises(UserError, match=r"vocab.txt has 1000 entries, the model 999; use the model"):
+        BatchReader(shards, vocab_size=999, dynamic_masking=DynamicMasking(Masking(), VOCABULARY))

@@ -1,0 +1,30 @@
+"""The share of tokens that training predicts. Imports no numpy: the pipeline's settings and stages read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Of BERT's paper (Devlin et al. 2018, section 3.1), and of all held-out examples.
+MASKED_LM_PROB = 0.15
+
+
+@dataclass(frozen=True)
+class MaskRate:
+    """Share of a sequence's tokens to predict, at the first step of a phase and at its last; linear between them."""
+
+    first: float = MASKED_LM_PROB
+    last: float = MASKED_LM_PROB
+
+    @classmethod
+    def of(cls, first: float | None, last: float | None) -> MaskRate:
+        """None: `MASKED_LM_PROB` first, and last the first."""
+        first = MASKED_LM_PROB if first is None else first
+        return cls(first, first if last is None else last)
+
+    def at(self, step: int, steps: int) -> float:
+        """The share at step `step`, from 0, of `steps`."""
+        return self.first + (self.last - self.first) * min(1.0, step / max(1, steps - 1))
+
+    def most(self, seq_len: int, sequences_per_row: int) -> int:
+        """Masked positions in a row, at most, at any step: of each of its sequences the share, rounded, or one."""
+        return int(seq_len * max(self.first, self.last)) + sequences_per_row
