@@ -21,7 +21,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --collect-only -qq >/dev/null || $(BIN)/python -m pytest --collect-only
+	$(BIN)/python -m pytest --collect-only --no-summary
 	$(BIN)/python -m pytest tests/test_taste.py
 
 bench: $(INSTALLED)

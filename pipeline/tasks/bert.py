@@ -103,7 +103,9 @@ class Pretrain(ModelStage, Training):
         # The global batch size identifies the result, not its split: after an out-of-memory error a training can
         # continue with a smaller micro-batch.
         training = {name for name, (_, about) in fields_of(TrainConfig).items() if about.decides} - {"micro_batch_size"}
-        names = sorted({*training & phase.param_kwargs.keys(), "seq_len", "max_pred_len", "global_batch_size"})
+        names = sorted({*training & phase.param_kwargs.keys(), "seq_len", "global_batch_size"})
+        if not self._masking:
+            names.append("max_pred_len")
         given = {name: getattr(phase, name) for name in names}
         return {
             **{name: value for name, value in given.items() if name not in _LATER or value != _LATER[name]},

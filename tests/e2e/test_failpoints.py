@@ -218,8 +218,7 @@ def test_the_summary_of_a_phase_whose_rate_is_not_known(
     chain.ask("report")
 
 
-@pytest.mark.parametrize("phase", [1, 2])
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(("workers", "phase"), [(2, 1), (4, 2)])
 def test_training_with_workers_in_both_phases(
     trained: tuple[Path, Path], tmp_path: Path, workers: int, phase: int
 ) -> None:

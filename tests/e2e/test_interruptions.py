@@ -93,8 +93,10 @@ def ours(marker: str) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("signum", "layout"),
+    [*((signal.SIGTERM, layout) for layout in LAYOUTS), (signal.SIGINT, (2, 1)), (signal.SIGHUP, (2, 2))],
+)
 def test_a_stopped_run_has_saved_its_last_step(prepared, start, layout: tuple[int, int], signum: int) -> None:  # type: ignore[no-untyped-def]
     lr = (sum(layout) + signum / 100) / 1000
     process = start(*LONG, "--Phase1-lr", str(lr), *cluster(*layout))

@@ -59,7 +59,7 @@ def test_what_is_superseded_is_listed_and_removed_only_when_told(chain: Chain, t
     said = copy.ask("clean").stdout
     size = sum(path.stat().st_size for path in (copy.work / old).rglob("*") if path.is_file())
     readable = f"{size / 1000:.1f} kB" if size < 1e6 else f"{size / 1e6:.1f} MB"
-    assert f"superseded  {copy.work / old}: {readable}, made with other settings (dupe_factor: 2 → 5)" in said
+    assert f"superseded  {copy.work / old}: {readable}, made with other settings (dupe_factor: 2 → 1)" in said
     assert f"kept        {copy.work / latest}: latest/shard_dataset-phase1 points to it" in said
     assert f"{readable} in 1 directory; nothing was removed" in said
     assert current not in said

@@ -83,9 +83,10 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("dataset", "connections", "3", NOTHING),
     ("dataset", "keep_archive", "true", NOTHING),
     ("dataset", "dupe_factor", "4", SHARDS),
-    ("dataset", "masked_lm_prob", "0.2", SHARDS),
+    # With static masks, phase 2's packed rows have fewer masked positions.
+    ("dataset", "masking", "static", (*SHARDS, "precompile-phase2", *TRAINED)),
     ("dataset", "short_seq_prob", "0.2", SHARDS),
-    ("dataset", "whole_word_mask", "true", SHARDS),
+    ("dataset", "whole_word_mask", "true", TRAINED),
     ("dataset", "shards", "5", SHARDS),
     ("model", "preset", "mini", MODEL),
     ("model", "vocab_size", "9000", MODEL),
@@ -97,7 +98,11 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("model", "hidden_dropout_prob", "0.2", MODEL),
     ("model", "attention_probs_dropout_prob", "0.2", MODEL),
     ("phase1", "seq_len", "64", ("shard_dataset-phase1", "precompile-phase1", "pretrain-phase1")),
-    ("phase1", "max_pred_len", "10", ("shard_dataset-phase1", "precompile-phase1", "pretrain-phase1")),
+    # Of held-out examples, and of static masks.
+    ("phase1", "max_pred_len", "10", ("shard_dataset-phase1",)),
+    ("phase1", "masked_lm_prob", "0.3", ("precompile-phase1", "pretrain-phase1")),
+    ("phase1", "final_masked_lm_prob", "0.3", ("precompile-phase1", "pretrain-phase1")),
+    ("phase1", "final_masked_lm_prob", "0.1", ("pretrain-phase1",)),
     ("phase1", "pack", "true", ("shard_dataset-phase1", "precompile-phase1")),
     ("phase1", "global_batch_size", "128", ("pretrain-phase1",)),
     # Without micro-steps to add up there is another graph.
@@ -105,6 +110,8 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase1", "micro_batch_size", "16", ("precompile-phase1",)),
     ("phase1", "optimizer", "AdamW_FP32OptimParams", ("precompile-phase1", "pretrain-phase1")),
     ("phase1", "lr", "5e-4", ("pretrain-phase1",)),
+    ("phase1", "schedule", "cosine", ("pretrain-phase1",)),
+    ("phase1", "decay_share", "0.5", ("pretrain-phase1",)),
     ("phase1", "warmup_steps", "60", ("pretrain-phase1",)),
     ("phase1", "max_steps", "600", ("pretrain-phase1",)),
     ("phase1", "weight_decay", "0.1", ("pretrain-phase1",)),
@@ -117,12 +124,16 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     # Phase 1 is then left out, and the model is the settings'.
     ("phase2", "start_from", "{tmp}/ckpt_5.pt", ("convert_checkpoint",)),
     ("phase2", "seq_len", "256", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2")),
-    ("phase2", "max_pred_len", "40", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2", "evaluate")),
+    ("phase2", "max_pred_len", "40", ("shard_dataset-phase2", "evaluate")),
+    ("phase2", "masked_lm_prob", "0.3", ("precompile-phase2", "pretrain-phase2")),
+    ("phase2", "final_masked_lm_prob", "0.1", ("pretrain-phase2",)),
     ("phase2", "pack", "false", ("shard_dataset-phase2", "precompile-phase2")),
     ("phase2", "global_batch_size", "64", ("pretrain-phase2",)),
     ("phase2", "micro_batch_size", "16", ("precompile-phase2",)),
     ("phase2", "optimizer", "AdamW_FP32OptimParams", ("precompile-phase2", "pretrain-phase2")),
     ("phase2", "lr", "1e-4", ("pretrain-phase2",)),
+    ("phase2", "schedule", "cosine", ("pretrain-phase2",)),
+    ("phase2", "decay_share", "0.5", ("pretrain-phase2",)),
     ("phase2", "warmup_steps", "20", ("pretrain-phase2",)),
     ("phase2", "max_steps", "200", ("pretrain-phase2",)),
     ("phase2", "weight_decay", "0.1", ("pretrain-phase2",)),
@@ -259,6 +270,22 @@ def test_exactly_what_depends_on_a_setting_changes(
     assert difference(before, after) == changed_by(direct) & set(after)
     assert set(direct) <= set(after)
     assert fingerprints() == before
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "direct"),
+    [
+        ("phase1", "max_pred_len", "10", ("shard_dataset-phase1", "precompile-phase1")),
+        ("phase1", "masked_lm_prob", "0.2", ("shard_dataset-phase1",)),
+        ("phase1", "final_masked_lm_prob", "0.2", NOTHING),
+        ("dataset", "whole_word_mask", "true", SHARDS),
+    ],
+)
+def test_static_masks_are_made_with_the_shards(
+    fingerprints: Fingerprints, section: str, key: str, value: str, direct: tuple[str, ...]
+) -> None:
+    static = ("dataset", "masking", "static")
+    assert difference(fingerprints(static), fingerprints(static, (section, key, value))) == changed_by(direct)
 
 
 def test_how_the_model_is_shared_changes_graphs_alone(fingerprints: Fingerprints) -> None:
@@ -463,5 +490,5 @@ RECORDED = [
 def test_fingerprints_are_those_of_earlier_versions(
     fingerprints: Fingerprints, settings: tuple[tuple[str, str, str], ...], recorded: dict[str, str]
 ) -> None:
-    found = fingerprints(*settings)
+    found = fingerprints(("dataset", "masking", "static"), ("dataset", "dupe_factor", "5"), *settings)
     assert {stage: found[stage][:10] for stage in recorded} == recorded

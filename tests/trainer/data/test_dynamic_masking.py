@@ -133,6 +133,13 @@ def test_neighbours_have_independent_masks(shards: ShardSet) -> None:
         assert abs(correlation) < 5 / one.size**0.5 + (1 / (S / 2 - 4) if one.shape == inner[:, 1:].shape else 0)
 
 
+def test_rows_of_different_shards_have_independent_masks(shards: ShardSet) -> None:
+    """The same row number in two shards: they agree as often as chance has it."""
+    _, _, masked = read(reader(shards), all_rows(shards))
+    one, two = masked[:2000, 1 : S // 4].astype(float), masked[2000:, 1 : S // 4].astype(float)
+    assert abs(np.corrcoef(one.reshape(-1), two.reshape(-1))[0, 1]) < 5 / one.size**0.5
+
+
 def test_a_mask_depends_on_the_sample_and_not_on_its_batch(shards: ShardSet) -> None:
     samples = all_rows(shards)
     _, labels, _ = read(reader(shards), samples, epoch=3)

@@ -181,12 +181,12 @@ def test_validation_names_file_key_row_and_value(tmp_path: Path, key: str, value
 
 def test_a_file_that_claims_far_more_than_it_can_hold_is_refused_without_reading_it(tmp_path: Path) -> None:
     """Every chunk was written, as zeros that were deflated twice."""
-    path, rows = tmp_path / "x_training_0.hdf5", 1 << 20
+    path, rows = tmp_path / "x_training_0.hdf5", 1 << 18
     with h5py.File(path, "w") as file:
         for key, values in some_rows().items():
             shape = (rows, *values.shape[1:])
             twice = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            twice.set_chunk((1 << 17, *shape[1:]))
+            twice.set_chunk((1 << 15, *shape[1:]))
             twice.set_deflate(9)
             twice.set_deflate(9)
             space = h5py.h5s.create_simple(shape)

@@ -287,12 +287,25 @@ def test_stochastic_rounding_follows_the_devices_seed() -> None:
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_the_constant_schedule_is_hugging_faces() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.5)
-    scheduler = transformers.get_constant_schedule_with_warmup(optimizer, 3)
-    for step in range(8):
-        ours = learning_rate("constant", step, peak=0.5, warmup_steps=3, max_steps=8)
-        assert ours == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12)
+def as_hugging_face(schedule: str, scheduler: Callable[..., Any], *given: int, **options: Any) -> None:
+    """12 steps, 3 of warm-up, of our `schedule` and of Hugging Face's."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    theirs = scheduler(optimizer, *given, **options)
+    for step in range(13):
+        ours = learning_rate(schedule, step, peak=0.5, warmup_steps=3, max_steps=12, decay_share=0.25)
+        assert ours == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-15), step
         optimizer.step()
-        scheduler.step()
+        theirs.step()
+
+
+def test_the_constant_schedule_is_hugging_faces() -> None:
+    as_hugging_face("constant", transformers.get_constant_schedule_with_warmup, 3)
+
+
+def test_the_cosine_schedule_is_hugging_faces() -> None:
+    as_hugging_face("cosine", transformers.get_cosine_schedule_with_warmup, 3, 12)
+
+
+def test_the_wsd_schedule_is_hugging_faces() -> None:
+    """A quarter of 12 steps decays."""
+    as_hugging_face("wsd", transformers.get_wsd_schedule, 3, 3, num_training_steps=12, decay_type="linear")

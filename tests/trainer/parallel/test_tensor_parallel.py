@@ -112,9 +112,16 @@ def test_a_joined_checkpoint_is_that_of_one_rank_and_goes_on_with_any_number(
     np.testing.assert_allclose(ours, [record["loss"] for record in metrics(alone)][6:], rtol=1e-8)
 
 
-@pytest.mark.parametrize("layout", [(2, 2), (4, 2)])
-@pytest.mark.parametrize("failpoint", ["step:5.1", "micro-step:7.0.0", "write-before:optimizer-01-of-02.safetensors",
-                                       "write-after:rank-01.json", "rename-before:ckpt_6"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "failpoint"),
+    [
+        ((2, 2), "step:5.1"),
+        ((4, 2), "micro-step:7.0.0"),
+        ((2, 2), "write-before:optimizer-01-of-02.safetensors"),
+        ((4, 2), "write-after:rank-01.json"),
+        ((2, 2), "rename-before:ckpt_6"),
+    ],
+)
 def test_a_killed_run_ends_with_the_same_bytes(
     data: Path, model: Path, tmp_path: Path, whole: dict[tuple[int, int], Path], layout: tuple[int, int], failpoint: str
 ) -> None:
