@@ -157,7 +157,8 @@ def test_the_wikipedia_config_makes_the_tutorials_data_from_a_dump() -> None:
         "s = load()\n"
         "print([type(dataset.dataset_of(phase)).__name__ for phase in (1, 2)],\n"
         "      s.dataset.shards, s.dataset.dupe_factor,\n"
-        "      s.dataset.masking, s.phase1.masked_lm_prob, s.corpus.source, s.corpus.vocab_file, s.corpus.lower_case, s.phase2.pack)"
+        "      s.dataset.masking, s.phase1.masked_lm_prob, s.corpus.source, s.corpus.vocab_file,\n"
+        "      s.corpus.lower_case, s.phase2.pack)"
     )
     done = command("-c", program, env={"LUIGI_CONFIG_PATH": "configs/trn1-wikipedia.cfg"})
     assert done.stdout.strip() == (
