@@ -16,11 +16,11 @@ from common.options import option
 from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints, parse, stage_parser
-from stages.merge import MODEL
+from stages.merge import MODEL, TOKENIZER_FILES
 from trainer.config import DEVICES
 
-#: Held-out shards.
-PATTERN = "*_test_*.hdf5"
+#: Held-out shards, and those of training, whose word frequencies are counted.
+PATTERN, TRAINING_PATTERN = "*_test_*.hdf5", "*_training_*.hdf5"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class EvaluateOptions(StageOptions):
 
     module: ClassVar = "stages.evaluate"
     stage: ClassVar = "evaluate"
+    format_version: ClassVar = 2  # 2: the unigram baseline, bits per character, accuracy by frequency
 
     model: Path = option(
         names=("model",), metavar="MODEL", help="a Hugging Face directory, or the directory of stages.merge"
@@ -47,14 +48,25 @@ class EvaluateOptions(StageOptions):
         if "merge_shards" not in upstream:
             inputs["model"] = {name: hashes.sha256(self.model / name) for name in ("config.json", "model.safetensors")}
         if "dataset" not in upstream:
-            shards = hashes.hash(sorted(self.data.glob(PATTERN)))
-            inputs["data"] = {Path(shard.path).name: shard.sha256 for shard in shards}
+            from stages.evaluation.frequencies import counted_shards
+
+            training = counted_shards(sorted(path.name for path in self.data.glob(TRAINING_PATTERN)))
+            read = [*sorted(self.data.glob(PATTERN)), *(self.data / name for name in training)]
+            inputs["data"] = {Path(shard.path).name: shard.sha256 for shard in hashes.hash(read)}
+        if len(upstream) < 2 and self.vocabulary is not None:
+            inputs["vocabulary"] = hashes.sha256(self.vocabulary)
         return inputs
 
     @property
     def model_directory(self) -> Path:
         """The Hugging Face directory."""
         return self.model / MODEL if fingerprints(merge_shards=self.model) else self.model
+
+    @property
+    def vocabulary(self) -> Path | None:
+        """The vocab.txt beside the model or else the data; None if neither has one."""
+        beside = (directory / TOKENIZER_FILES[0] for directory in (self.model_directory, self.data))
+        return next((path for path in beside if path.exists()), None)
 
 
 def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, Any]:
@@ -63,13 +75,17 @@ def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, 
     if any(options.data.glob(PATTERN)):
         from stages.evaluation.bert import evaluate, load_model
         from trainer.data.shards import ShardSet
+        from trainer.data.vocabulary import read_vocabulary
         from trainer.devices.select import select_alone
 
         device = select_alone(options.device)
+        has_training = any(options.data.glob(TRAINING_PATTERN))
         counts = evaluate(
             work,
             load_model(options.model_directory, device),
             ShardSet.open(options.data, PATTERN, max_pred_len=options.max_pred_len),
+            training=ShardSet.open(options.data, TRAINING_PATTERN) if has_training else None,
+            pieces=read_vocabulary(options.vocabulary) if options.vocabulary else None,
             device=device,
             batch_size=options.batch_size,
             max_samples=options.max_samples,

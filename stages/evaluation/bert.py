@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from common.errors import CheckpointError, UserError
 from stages.directory.manifest import StageDirectory
+from stages.evaluation.frequencies import characters, count_pieces, frequency_scores
 from trainer.checkpoint.format import read_tensors
 from trainer.config import ModelConfig
 from trainer.data.bert_batch import IGNORED
@@ -27,41 +29,56 @@ def evaluate(
     model: BertForPreTraining,
     shards: ShardSet,
     *,
+    training: ShardSet | None = None,
+    pieces: list[str] | None = None,
     device: Device,
     batch_size: int,
     max_samples: int,
 ) -> dict[str, Any]:
-    """Evaluate `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies in 0 … 1."""
+    """Evaluate `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies in 0 … 1.
+
+    `training`: the shards whose word frequencies make the unigram baseline; None: `shards`. `pieces`: the vocabulary;
+    None: bits per character are None.
+    """
     samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit samples all shards evenly
-    reader = BatchReader(shards, vocab_size=model.config.vocab_size, static_shapes=device.compiles_steps)
-    sums = np.zeros(4)
-    masked = sequences = 0
+    vocab_size = model.config.vocab_size
+    reader = BatchReader(shards, vocab_size=vocab_size, static_shapes=device.compiles_steps)
+    sums, sequences = np.zeros(3), 0
+    masked_by_piece, right_by_piece = np.zeros((2, vocab_size), np.int64)
     model.to(device.torch_device).eval()
     with work.progress("evaluate", len(samples), "sequences") as bar, torch.no_grad():
         for start in range(0, len(samples), batch_size):
             (batch,), (counts,) = reader.micro_batches(samples[np.s_[start : start + batch_size]], batch_size)
+            masked_ids = batch.masked_labels.numpy()
             batch = device.put(batch)
             words, pairs = (at_least_fp32(logits) for logits in model.logits(batch))
             losses = (
                 torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
                 for logits, labels in ((words, batch.masked_labels), (pairs, batch.next_sentence_labels))
             )
-            right = (
-                (words.argmax(-1) == batch.masked_labels).sum(),
-                (pairs.argmax(-1) == batch.next_sentence_labels).sum(),
-            )
+            right_pairs = (pairs.argmax(-1) == batch.next_sentence_labels).sum()
+            right_words = words.argmax(-1) == batch.masked_labels
             # One transfer: on a lazy device, each separate fetch compiles a graph of its own, forward pass included.
-            sums += torch.stack([value.float() for value in (*losses, *right)]).tolist()
-            masked += counts[0]
+            scalars = torch.stack([value.float() for value in (*losses, right_pairs)])
+            found = torch.cat([scalars, right_words.float()]).cpu().numpy()
+            sums += found[:3]
+            masked_by_piece += np.bincount(masked_ids[masked_ids != IGNORED], minlength=vocab_size)
+            right_by_piece += np.bincount(masked_ids[found[3:] > 0], minlength=vocab_size)
             sequences += counts[1]
             bar.update(len(batch.input_ids))
+    masked = int(masked_by_piece.sum())
+    length = characters(pieces, masked_by_piece) if pieces else None
+    frequencies = count_pieces(work, training or shards, vocab_size)
     return {
         "samples": sequences,
         "masked_tokens": masked,
         "masked_lm_loss": sums[0] / masked,
         "next_sentence_loss": sums[1] / sequences,
-        "masked_lm_accuracy": sums[2] / masked,
-        "next_sentence_accuracy": sums[3] / sequences,
+        "masked_lm_accuracy": int(right_by_piece.sum()) / masked,
+        "next_sentence_accuracy": sums[2] / sequences,
+        "bits_per_character": sums[0] / math.log(2) / length if length else None,
+        "unigram_from_training": training is not None,
+        **frequency_scores(frequencies, masked_by_piece, right_by_piece),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from common.secrets import redact
@@ -11,6 +11,27 @@ from stages.view.text import duration, number, percent, size
 
 #: Title, header and rows.
 Table = tuple[str, tuple[str, ...], list[list[str]]]
+
+
+def _nats(value: float) -> str:
+    return f"{number(value)} nats"
+
+
+#: The rows of the evaluation: title, count, format.
+_EVALUATION: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("masked-LM accuracy", "masked_lm_accuracy", percent),
+    ("of the 100 most frequent pieces", "masked_lm_accuracy_frequent", percent),
+    ("of the next 900", "masked_lm_accuracy_common", percent),
+    ("of all others", "masked_lm_accuracy_rare", percent),
+    ("by frequency alone", "unigram_accuracy", percent),
+    ("masked-LM loss", "masked_lm_loss", _nats),
+    ("by frequency alone", "unigram_loss", _nats),
+    ("bits a character", "bits_per_character", number),
+    ("next-sentence accuracy", "next_sentence_accuracy", percent),
+    ("next-sentence loss", "next_sentence_loss", _nats),
+    ("sequences", "samples", number),
+    ("masked tokens", "masked_tokens", number),
+)
 
 
 def usage(path: str) -> str:
@@ -41,7 +62,9 @@ def at_a_glance(run: Run) -> list[tuple[str, str, str]]:
     counts = run.counts("evaluate")
     if counts.get("samples"):
         held_out = f"held out, {counts['samples']:,} sequences"
-        found.append(("masked-LM accuracy", percent(counts["masked_lm_accuracy"]), held_out))
+        baseline = counts.get("unigram_accuracy")
+        against = held_out if baseline is None else f"held out; {percent(baseline)} by frequency alone"
+        found.append(("masked-LM accuracy", percent(counts["masked_lm_accuracy"]), against))
         found.append(("next-sentence accuracy", percent(counts["next_sentence_accuracy"]), held_out))
     at_work = sum(stage.seconds_at_work for stage in run.stages)
     if at_work:
@@ -83,15 +106,9 @@ def training_table(run: Run) -> list[list[str]]:
 
 
 def evaluation_table(counts: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of (name, value) from the counts of an evaluation with at least one sample."""
-    return [
-        ["masked-LM accuracy", percent(counts["masked_lm_accuracy"])],
-        ["masked-LM loss", f"{number(counts['masked_lm_loss'])} nats"],
-        ["next-sentence accuracy", percent(counts["next_sentence_accuracy"])],
-        ["next-sentence loss", f"{number(counts['next_sentence_loss'])} nats"],
-        ["sequences", number(counts["samples"])],
-        ["masked tokens", number(counts["masked_tokens"])],
-    ]
+    """Rows of (name, value) from the counts of an evaluation with at least one sample; unknown values are left out."""
+    rows = [(title, shown, counts.get(name)) for title, name, shown in _EVALUATION]
+    return [[title, shown(value)] for title, shown, value in rows if value is not None]
 
 
 def data_table(run: Run) -> list[list[str]]:

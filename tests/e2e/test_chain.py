@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections import Counter
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -56,7 +59,6 @@ def test_hugging_face_loads_the_model_and_its_tokenizer(chain: Chain) -> None:
 def test_the_evaluation_is_hugging_faces_own(chain: Chain) -> None:
     """Losses and accuracies of the held-out shard, computed with Hugging Face's model and the full head."""
     transformers = pytest.importorskip("transformers")
-    h5py = pytest.importorskip("h5py")
     model = transformers.BertForPreTraining.from_pretrained(chain.latest("merge_shards") / "model").eval()
     (path,) = chain.latest("shard_dataset-phase2").glob("*_test_*.hdf5")
     with h5py.File(path) as file:
@@ -79,6 +81,24 @@ def test_the_evaluation_is_hugging_faces_own(chain: Chain) -> None:
     }
     for name, accuracy in accuracies.items():
         assert counts[name] == pytest.approx(accuracy), name
+    assert baseline_of(chain, labels[masked].tolist()) == pytest.approx(
+        (counts["unigram_loss"], counts["unigram_accuracy"])
+    )
+    assert f"always guessing by frequency: {counts['unigram_loss']:.2f}" in chain.run("BertPhase2").stderr
+
+
+def baseline_of(chain: Chain, labels: list[int]) -> tuple[float, float]:
+    """Loss and accuracy of guessing `labels` by their frequencies in phase 2's training text, each raised by one."""
+    pieces = (chain.latest("merge_shards") / "model" / "vocab.txt").read_text().splitlines()
+    words: Counter[int] = Counter()
+    for path in chain.latest("shard_dataset-phase2").glob("*_training_*.hdf5"):
+        with h5py.File(path) as file:
+            words.update(file["input_ids"][:][file["input_mask"][:] > 0].tolist())
+    for special in ("[CLS]", "[SEP]"):
+        del words[pieces.index(special)]
+    total = words.total() + len(pieces)
+    loss = -sum(math.log((words[label] + 1) / total) for label in labels) / len(labels)
+    return loss, labels.count(max(sorted(words), key=lambda piece: words[piece])) / len(labels)
 
 
 def test_phase_2_counts_on_from_phase_1(chain: Chain) -> None:

@@ -19,6 +19,10 @@ VALUES = ("loss", "masked_lm_loss", "next_sentence_loss", "learning_rate", "grad
 EVALUATION = {
     "samples": 2000, "masked_tokens": 30417, "masked_lm_loss": 1.93, "next_sentence_loss": 0.21,
     "masked_lm_accuracy": 0.6134, "next_sentence_accuracy": 0.935,
+    "unigram_loss": 7.24, "unigram_accuracy": 0.0587, "unigram_tokens": 2_000_000, "unigram_from_training": True,
+    "masked_tokens_frequent": 15000, "masked_tokens_common": 9000, "masked_tokens_rare": 6417,
+    "masked_lm_accuracy_frequent": 0.7312, "masked_lm_accuracy_common": 0.5821, "masked_lm_accuracy_rare": 0.3817,
+    "bits_per_character": 0.6275,
 }  # fmt: skip
 
 
