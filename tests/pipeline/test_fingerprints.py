@@ -464,7 +464,7 @@ RECORDED = [
         ),
         {
             "tokenize_corpus": "05ff280e6a", "shard_dataset-phase1": "4be4044f35", "convert_checkpoint": "2a7b76962a",
-            "merge_shards": "ad64c995d0", "evaluate": "16fd4ff0a9", "report": "48b37db737",
+            "merge_shards": "ad64c995d0", "evaluate": "6c71a9a7d6", "report": "8325830eb4",
             "download_mnist": "fbd42d1cbb", "evaluate_mlp": "717cbfec71",
         },
     ),
@@ -481,7 +481,7 @@ RECORDED = [
     ),
     (
         (("phase2", "start_from", "s3://b/ckpt_5.pt"), *DOWNLOADED),
-        {"convert_checkpoint": "11f799dd18", "pretrain-phase2": "abaef02f8b", "report": "1c95b79524"},
+        {"convert_checkpoint": "11f799dd18", "pretrain-phase2": "abaef02f8b", "report": "aebb22781c"},
     ),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A work directory recorded before is still complete: nothing is made anew. Recorded with ShardDataset's format 2."""
+"""A work directory recorded before is still complete: nothing is made anew. Recorded with Evaluate's format 2."""
 
 from __future__ import annotations
 
