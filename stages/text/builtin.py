@@ -1,9 +1,10 @@
-"""Text that ships with Python: the language reference topics and the standard library's docstrings."""
+"""Text that is installed anyway: Python's language reference topics, and docstrings of its library and of packages."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import inspect
 import re
 import sysconfig
@@ -18,6 +19,9 @@ _SKIPPED_FOLDERS = {
     "pydoc_data", "ensurepip",
 }  # fmt: skip
 
+#: Packages with much prose: dependencies of this project, and of torch.
+PACKAGES = ("numpy", "networkx", "sympy", "torch")
+
 _ROLE = re.compile(r":[a-zA-Z:]+:`~?([^`<]*?)(?:\s*<[^`>]*>)?`")
 _QUOTED = re.compile(r"``([^`]+)``|`([^`]+)`_{0,2}")
 _EMPHASIS = re.compile(r"(?<!\w)\*{1,2}(\w[^*\n]*?)\*{1,2}(?!\w)")
@@ -30,7 +34,7 @@ _LETTERS = re.compile(r"[A-Za-z]{2,}.*[A-Za-z]{2,}")
 def builtin_documents() -> tuple[list[str], Counter[str]]:
     """All documents in a fixed order (one per topic or module, one paragraph per line), and drop counts by reason.
 
-    About 2 MB, identical in every run of one Python version.
+    About 10 MB, each paragraph once; identical in every run with the same versions of Python and of `PACKAGES`.
     """
     dropped: Counter[str] = Counter()
     seen: set[str] = set()
@@ -60,13 +64,21 @@ def _topics() -> Iterator[list[str]]:
 
 
 def _modules(dropped: Counter[str]) -> Iterator[list[str]]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1]):
-            try:
-                yield list(_docstrings(path))
-            except (SyntaxError, ValueError, OSError):
-                dropped["modules: not to be parsed"] += 1
+    for root in (Path(sysconfig.get_path("stdlib")), *map(_folder, PACKAGES)):
+        for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+            if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1]):
+                try:
+                    yield list(_docstrings(path))
+                except (SyntaxError, ValueError, OSError):
+                    dropped["modules: not to be parsed"] += 1
+
+
+def _folder(package: str) -> Path:
+    """The folder of an installed package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, package
+    assert spec.origin is not None, package
+    return Path(spec.origin).parent
 
 
 def _docstrings(path: Path) -> Iterator[str]:
