@@ -9,11 +9,8 @@ from typing import Any
 
 from tests.helpers.chain import STAGES, Chain
 from tests.helpers.support import ROOT
+from tests.pipeline.test_fingerprints import THEN
 
-#: Defaults of that time that are others now.
-THEN = {
-    "dataset": "masking = static\ndupe_factor = 5\n",
-}
 RECORDED = ROOT / "tests" / "fixtures" / "work_directory"
 
 
@@ -45,8 +42,8 @@ def test_a_recorded_work_directory_is_complete(tmp_path: Path) -> None:
     recorded = lay_out(tmp_path)
     assert set(recorded) == set(STAGES)
     chain = Chain(tmp_path)
-    for section, then in THEN.items():
-        chain.config.write_text(chain.config.read_text().replace(f"[{section}]\n", f"[{section}]\n{then}"))
+    for section, key, value in THEN:
+        chain.config.write_text(chain.config.read_text().replace(f"[{section}]\n", f"[{section}]\n{key} = {value}\n"))
     for stage, row in chain.status().items():
         if stage.startswith("precompile") and not same_compilers(recorded):
             assert row["state"] == "stale"

@@ -143,6 +143,9 @@ def test_the_trainium_configs_have_the_tutorials_numbers(name: str) -> None:
     }  # fmt: skip
     for section, values in expected.items():
         assert {key: float(parser[section][key]) for key in values} == values
+    assert {key: parser["model"][key] for key in ("hidden_dropout_prob", "attention_probs_dropout_prob")} == {
+        "hidden_dropout_prob": "0.1", "attention_probs_dropout_prob": "0.1",
+    }  # fmt: skip
     assert parser["model"]["preset"] == "large"
     assert parser["cluster"]["nproc_per_node"] == "32"
     assert parser["precision"]["mode"] == "bf16-sr"
