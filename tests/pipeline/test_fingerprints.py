@@ -106,8 +106,8 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase1", "pack", "true", ("shard_dataset-phase1", "precompile-phase1")),
     ("phase1", "global_batch_size", "128", ("pretrain-phase1",)),
     # Without micro-steps to add up there is another graph.
-    ("phase1", "global_batch_size", "32", ("precompile-phase1", "pretrain-phase1")),
-    ("phase1", "micro_batch_size", "16", ("precompile-phase1",)),
+    ("phase1", "global_batch_size", "16", ("precompile-phase1", "pretrain-phase1")),
+    ("phase1", "micro_batch_size", "8", ("precompile-phase1",)),
     ("phase1", "optimizer", "AdamW_FP32OptimParams", ("precompile-phase1", "pretrain-phase1")),
     ("phase1", "lr", "5e-4", ("pretrain-phase1",)),
     ("phase1", "schedule", "cosine", ("pretrain-phase1",)),
@@ -129,7 +129,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "final_masked_lm_prob", "0.1", ("pretrain-phase2",)),
     ("phase2", "pack", "false", ("shard_dataset-phase2", "precompile-phase2")),
     ("phase2", "global_batch_size", "64", ("pretrain-phase2",)),
-    ("phase2", "micro_batch_size", "16", ("precompile-phase2",)),
+    ("phase2", "micro_batch_size", "4", ("precompile-phase2",)),
     ("phase2", "optimizer", "AdamW_FP32OptimParams", ("precompile-phase2", "pretrain-phase2")),
     ("phase2", "lr", "1e-4", ("pretrain-phase2",)),
     ("phase2", "schedule", "cosine", ("pretrain-phase2",)),
@@ -460,7 +460,9 @@ THEN = (
     *(("model", "hidden_dropout_prob", "0.1"), ("model", "attention_probs_dropout_prob", "0.1")),
     *(("phase1", "masked_lm_prob", "0.15"), ("phase1", "final_masked_lm_prob", "")),
     *(("phase1", "optimizer", "AdamW"), ("phase1", "lr", "1e-3")),
+    *(("phase1", "global_batch_size", "64"), ("phase1", "micro_batch_size", "32"), ("phase1", "max_steps", "500")),
     *(("phase2", "optimizer", "AdamW"), ("phase2", "lr", "5e-4")),
+    *(("phase2", "global_batch_size", "32"), ("phase2", "max_steps", "100")),
 )
 #: Settings → the first digits of fingerprints that an earlier version has given to stages. They must not change: a work
 #: directory that was complete stays complete. (Those of Precompile name the versions of this machine.)

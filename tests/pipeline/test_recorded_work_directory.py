@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 from importlib import metadata
 from pathlib import Path
@@ -42,8 +43,13 @@ def test_a_recorded_work_directory_is_complete(tmp_path: Path) -> None:
     recorded = lay_out(tmp_path)
     assert set(recorded) == set(STAGES)
     chain = Chain(tmp_path)
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(chain.config)
     for section, key, value in THEN:
-        chain.config.write_text(chain.config.read_text().replace(f"[{section}]\n", f"[{section}]\n{key} = {value}\n"))
+        if not config.has_option(section, key):
+            config.set(section, key, value)
+    with chain.config.open("w") as file:
+        config.write(file)
     for stage, row in chain.status().items():
         if stage.startswith("precompile") and not same_compilers(recorded):
             assert row["state"] == "stale"

@@ -47,9 +47,9 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
             "[phase2]\noptimizer = AdamW_FP32ParamsCopy\n[precision]\nmode = autocast",
             ["AdamW_FP32ParamsCopy", "which is not precision autocast", "auto, bf16-master"],
         ),
-        ("[phase1]\nglobal_batch_size = 65", ["65 = 32 × ? × 1"]),
+        ("[phase1]\nglobal_batch_size = 65", ["65 = 16 × ? × 1"]),
         ("[phase2]\nseq_len = 1024", ["seq_len = 1024", "max_position_embeddings = 512"]),
-        ("[phase1]\nwarmup_steps = 501", ["warmup_steps = 501", "max_steps = 500"]),
+        ("[phase1]\nwarmup_steps = 2001", ["warmup_steps = 2001", "max_steps = 2000"]),
         ("[phase1]\nmax_pred_len = 129", ["max_pred_len = 129", "seq_len = 128"]),
         ("[dataset]\nphase1_sha256 = 12", ["phase1_sha256 = 12", "empty or 64 hexadecimal digits"]),
         ("[dataset]\nconnections = 65", ["connections = 65", "from 1 to 64"]),
@@ -67,7 +67,7 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         # 64 sequences are no whole number of micro-batches of 32 on 3 nodes with 2 workers each.
         (
             "[cluster]\nlauncher = slurm\nnnodes = 3\nnproc_per_node = 2",
-            ["[phase1]", "64 = 32 × ? × 6 (3 nodes × 2 / 1)", "change one of the three"],
+            ["[phase1]", "32 = 16 × ? × 6 (3 nodes × 2 / 1)", "change one of the three"],
         ),
         ("[cluster]\nlauncher = slurm\n[slurm]\ntime_limit = soon", ["time_limit = soon", "is no time"]),
         (
