@@ -1,4 +1,4 @@
-"""Evaluate a model's masked-LM and next-sentence predictions on held-out examples."""
+"""Evaluate a model's masked-LM and next-sentence predictions on held-out examples, and its grammar on BLiMP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from common.errors import UserError
 from common.files import write_json
@@ -18,6 +18,11 @@ from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints, parse, stage_parser
 from stages.merge import MODEL, TOKENIZER_FILES
 from trainer.config import DEVICES
+
+if TYPE_CHECKING:
+    from stages.evaluation.blimp import Blimp
+    from trainer.devices.base import Device
+    from trainer.models.bert import BertForPreTraining
 
 #: Held-out shards, and those of training, whose word frequencies are counted.
 PATTERN, TRAINING_PATTERN = "*_test_*.hdf5", "*_training_*.hdf5"
@@ -36,12 +41,24 @@ class EvaluateOptions(StageOptions):
     )
     data: Path = option(names=("data",), metavar="DATA", help=f"a directory with {PATTERN} shards")
     max_pred_len: int = option(80, unit="positions", least=1, help="maximum masked positions in a row")
+    blimp: Path | None = option(
+        None,
+        metavar="PATH",
+        help="a copy of BLiMP, its archive or the folder of its *.jsonl, to score by pseudo-log-likelihood",
+    )
+    blimp_samples: int = option(
+        0, unit="pairs", least=0, help="only the first pairs of each set of BLiMP; 0: all", omit_default=True
+    )
     max_samples: int = option(10_000, unit="sequences", least=1, help="maximum sequences to evaluate on")
     batch_size: int = option(8, unit="sequences", least=1, decides=False, help="sequences per forward pass")
     device: str = option("auto", choices=DEVICES, decides=False, help="device to compute on")
 
     def upstream(self) -> dict[str, str]:
         return fingerprints(merge_shards=self.model, dataset=self.data)
+
+    def parameters(self) -> dict[str, Any]:
+        found = super().parameters()
+        return found if self.blimp else {name: value for name, value in found.items() if name != "blimp_samples"}
 
     def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:
         inputs: dict[str, Any] = {}
@@ -55,6 +72,11 @@ class EvaluateOptions(StageOptions):
             inputs["data"] = {Path(shard.path).name: shard.sha256 for shard in hashes.hash(read)}
         if len(upstream) < 2 and self.vocabulary is not None:
             inputs["vocabulary"] = hashes.sha256(self.vocabulary)
+        if self.blimp is not None:
+            if self.blimp.is_dir():
+                inputs["blimp"] = {path.name: hashes.sha256(path) for path in sorted(self.blimp.glob("*.jsonl"))}
+            else:
+                inputs["blimp"] = hashes.sha256(self.blimp)
         return inputs
 
     @property
@@ -72,30 +94,52 @@ class EvaluateOptions(StageOptions):
 def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, Any]:
     """Evaluate the model, write `evaluation.json` and complete `work`; returns the counts. Raises `UserError`."""
     counts: dict[str, Any] = {"samples": 0}
-    if any(options.data.glob(PATTERN)):
-        from stages.evaluation.bert import evaluate, load_model
-        from trainer.data.shards import ShardSet
-        from trainer.data.vocabulary import read_vocabulary
+    has_held_out = any(options.data.glob(PATTERN))
+    if not has_held_out:
+        print(f"{options.data} has no {PATTERN}: nothing was held out, so nothing is measured")
+    if has_held_out or options.blimp:
+        from stages.evaluation.bert import load_model
         from trainer.devices.select import select_alone
 
         device = select_alone(options.device)
-        has_training = any(options.data.glob(TRAINING_PATTERN))
-        counts = evaluate(
-            work,
-            load_model(options.model_directory, device),
-            ShardSet.open(options.data, PATTERN, max_pred_len=options.max_pred_len),
-            training=ShardSet.open(options.data, TRAINING_PATTERN) if has_training else None,
-            pieces=read_vocabulary(options.vocabulary) if options.vocabulary else None,
-            device=device,
-            batch_size=options.batch_size,
-            max_samples=options.max_samples,
-        )
-    else:
-        print(f"{options.data} has no {PATTERN}: nothing was held out, so nothing is measured")
+        model = load_model(options.model_directory, device)
+        blimp = _blimp(options, model) if options.blimp else None  # bad input is told before anything is computed
+        if has_held_out:
+            counts |= _held_out(work, options, model, device)
+        if blimp is not None:
+            counts |= blimp.scores(work, model, device)
     report = work.path / "evaluation.json"
     write_json(report, counts)
     work.finish([Output.of(work.path, report)], counts)
     return counts
+
+
+def _held_out(
+    work: StageDirectory, options: EvaluateOptions, model: BertForPreTraining, device: Device
+) -> dict[str, Any]:
+    from stages.evaluation.bert import evaluate
+    from trainer.data.shards import ShardSet
+    from trainer.data.vocabulary import read_vocabulary
+
+    has_training = any(options.data.glob(TRAINING_PATTERN))
+    return evaluate(
+        work,
+        model,
+        ShardSet.open(options.data, PATTERN, max_pred_len=options.max_pred_len),
+        training=ShardSet.open(options.data, TRAINING_PATTERN) if has_training else None,
+        pieces=read_vocabulary(options.vocabulary) if options.vocabulary else None,
+        device=device,
+        batch_size=options.batch_size,
+        max_samples=options.max_samples,
+    )
+
+
+def _blimp(options: EvaluateOptions, model: BertForPreTraining) -> Blimp:
+    from stages.evaluation.blimp import Blimp, load_tokenizer, read_pairs
+
+    assert options.blimp is not None
+    pairs = read_pairs(options.blimp, options.blimp_samples)
+    return Blimp(pairs, load_tokenizer(options.model_directory, model.config.vocab_size))
 
 
 def parser() -> argparse.ArgumentParser:

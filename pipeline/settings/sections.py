@@ -142,6 +142,8 @@ class Precision(luigi.Config):
 
 class Evaluation(luigi.Config):
     max_samples = Whole(1)
+    blimp = luigi.StrParameter()
+    blimp_samples = Whole(0)
 
 
 class Mnist(luigi.Config):

@@ -9,6 +9,7 @@ from typing import Any
 
 import luigi
 
+from common.errors import UserError
 from common.files import write_json
 from common.options import fields_of
 from common.secrets import Secret
@@ -237,11 +238,19 @@ class Evaluate(Reported):
         return {"merge_shards": MergeShards(), "dataset": dataset_of(2)}
 
     def options(self) -> EvaluateOptions:
+        evaluation, merge = self.settings.evaluation, MergeShards().options()
+        if evaluation.blimp and merge.tokenizer is None and merge.vocab_file is None:
+            raise UserError(
+                "[evaluation] blimp needs the model's tokenizer, and ready shards come without their vocabulary; set "
+                "[corpus] vocab_file to it, or leave blimp empty"
+            )
         return EvaluateOptions(
             model=MergeShards().directory,
             data=dataset_of(2).directory,
             max_pred_len=self.settings.phase2.max_pred_len,
-            max_samples=self.settings.evaluation.max_samples,
+            max_samples=evaluation.max_samples,
+            blimp=Path(evaluation.blimp) if evaluation.blimp else None,
+            blimp_samples=evaluation.blimp_samples,
             batch_size=self.settings.phase2.micro_batch_size,
             device=self.settings.cluster.device,
         )

@@ -38,6 +38,8 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
         )
     else:
         log("  held out: the data set has no *_test_* shards, so nothing was measured")
+    if "blimp_accuracy" in evaluated:
+        log(f"  BLiMP: {evaluated['blimp_accuracy']:.1%} of {evaluated['blimp_pairs']:,} pairs (by chance 50%)")
     log(f"  model: {model}")
     log("  curves: python -m pipeline tensorboard")
     log(f"  report: {report}")

@@ -29,7 +29,7 @@ def card(run: Run) -> str:
         f"```python\n{facts.usage('PATH')}\n```",
         *_section("Data", _table(("", ""), facts.data_table(run))),
         *_section("Results", _table(("training", *(f"phase {p}" for p in run.curves)), facts.training_table(run))),
-        *([_table(("on held-out examples", ""), facts.evaluation_table(counts))] if measured else []),
+        _table(("on held-out examples", ""), facts.evaluation_table(counts)),
         *_section(
             "Settings",
             *(

@@ -29,6 +29,7 @@ _EVALUATION: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("bits a character", "bits_per_character", number),
     ("next-sentence accuracy", "next_sentence_accuracy", percent),
     ("next-sentence loss", "next_sentence_loss", _nats),
+    ("BLiMP (by chance 50%)", "blimp_accuracy", percent),
     ("sequences", "samples", number),
     ("masked tokens", "masked_tokens", number),
 )
@@ -106,9 +107,17 @@ def training_table(run: Run) -> list[list[str]]:
 
 
 def evaluation_table(counts: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of (name, value) from the counts of an evaluation with at least one sample; unknown values are left out."""
+    """Rows of (name, value) from the counts of an evaluation, without unknown values; [] if nothing was measured."""
+    if not counts.get("samples") and "blimp_accuracy" not in counts:
+        return []
     rows = [(title, shown, counts.get(name)) for title, name, shown in _EVALUATION]
     return [[title, shown(value)] for title, shown, value in rows if value is not None]
+
+
+def blimp_table(counts: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of (set of BLiMP, accuracy), the worst first; [] if it was not scored."""
+    by_set = counts.get("blimp_accuracy_by_set", {})
+    return [[name, percent(by_set[name])] for name in sorted(by_set, key=lambda name: (by_set[name], name))]
 
 
 def data_table(run: Run) -> list[list[str]]:

@@ -23,6 +23,8 @@ EVALUATION = {
     "masked_tokens_frequent": 15000, "masked_tokens_common": 9000, "masked_tokens_rare": 6417,
     "masked_lm_accuracy_frequent": 0.7312, "masked_lm_accuracy_common": 0.5821, "masked_lm_accuracy_rare": 0.3817,
     "bits_per_character": 0.6275,
+    "blimp_pairs": 2000, "blimp_accuracy": 0.6915,
+    "blimp_accuracy_by_set": {"causative": 0.541, "drop_argument": 0.842},
 }  # fmt: skip
 
 

@@ -175,6 +175,9 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("cluster", "collective_timeout_s", "60", NOTHING),
     ("cluster", "hang_timeout_s", "60", NOTHING),
     ("evaluation", "max_samples", "100", ("evaluate",)),
+    ("evaluation", "blimp", "{tmp}/a.txt", ("evaluate",)),
+    # Of BLiMP, which by default is not scored.
+    ("evaluation", "blimp_samples", "100", NOTHING),
     ("mnist", "url", "s3://no-bucket/mnist", ("download_mnist",)),
     ("mnist", "checksums", "none", ("download_mnist",)),
     ("mnist", "epochs", "5", MLP),
@@ -417,6 +420,13 @@ def test_what_comes_from_the_network_is_known_by_its_address(
 def test_the_vocabulary_of_downloaded_shards_is_checked_anew(fingerprints: Fingerprints) -> None:
     changed = difference(fingerprints(*DOWNLOADED), fingerprints(*DOWNLOADED, ("model", "vocab_size", "9000")))
     assert changed == changed_by(("download_dataset-phase1", "download_dataset-phase2", *COMPILED))
+
+
+def test_blimp_needs_the_vocabulary_of_downloaded_shards(fingerprints: Fingerprints) -> None:
+    scored = (*DOWNLOADED, ("evaluation", "blimp", "{tmp}/a.txt"))
+    with pytest.raises(UserError, match=r"\[evaluation\] blimp needs the model's tokenizer.*\[corpus\] vocab_file"):
+        fingerprints(*scored)
+    fingerprints(*scored, ("corpus", "vocab_file", "{tmp}/vocab.txt"))
 
 
 def test_the_content_of_a_text_counts_and_its_name_does_not(fingerprints: Fingerprints, tmp_path: Path) -> None:
