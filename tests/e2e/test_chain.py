@@ -101,6 +101,28 @@ def baseline_of(chain: Chain, labels: list[int]) -> tuple[float, float]:
     return loss, labels.count(max(sorted(words), key=lambda piece: words[piece])) / len(labels)
 
 
+def test_blimp_is_scored_where_the_settings_name_a_copy(chain: Chain, tmp_path: Path) -> None:
+    """Nothing but Evaluate and Report runs again."""
+    folder = tmp_path / "blimp"
+    folder.mkdir()
+    pairs = [
+        {"sentence_good": f"A {word} of the people.", "sentence_bad": f"The a {word} people."}
+        for word in ("day", "man")
+    ]
+    (folder / "order.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    copy = chain.copy(tmp_path / "copy")
+    done = copy.run("BertPhase2", "--Evaluation-blimp", str(folder))
+    assert [line.split(":")[0] for line in done.stderr.splitlines() if ": started in " in line] == [
+        "evaluate",
+        "report",
+    ]
+    counts = copy.manifest("evaluate")["counts"]
+    assert isinstance(counts, dict)
+    assert counts["blimp_accuracy_by_set"] == {"order": counts["blimp_accuracy"]}
+    assert f"BLiMP: {counts['blimp_accuracy']:.1%} of 2 pairs" in done.stderr
+    assert "BLiMP" in (copy.latest("report") / "report.html").read_text()
+
+
 def test_phase_2_counts_on_from_phase_1(chain: Chain) -> None:
     assert [record["step"] for record in metrics(chain.latest("pretrain-phase1"))] == list(range(1, 9))
     assert [record["step"] for record in metrics(chain.latest("pretrain-phase2"))] == list(range(9, 13))
