@@ -9,7 +9,6 @@ from typing import Any
 
 import luigi
 
-from common.errors import UserError
 from common.files import write_json
 from common.options import fields_of
 from common.secrets import Secret
@@ -238,12 +237,9 @@ class Evaluate(Reported):
         return {"merge_shards": MergeShards(), "dataset": dataset_of(2)}
 
     def options(self) -> EvaluateOptions:
-        evaluation, merge = self.settings.evaluation, MergeShards().options()
-        if evaluation.blimp and merge.tokenizer is None and merge.vocab_file is None:
-            raise UserError(
-                "[evaluation] blimp needs the model's tokenizer, and ready shards come without their vocabulary; set "
-                "[corpus] vocab_file to it, or leave blimp empty"
-            )
+        evaluation = self.settings.evaluation
+        if evaluation.blimp:
+            MergeShards().require_tokenizer("[evaluation] blimp")
         return EvaluateOptions(
             model=MergeShards().directory,
             data=dataset_of(2).directory,

@@ -154,3 +154,11 @@ class UsesModel(Stage):
     def given_vocabulary(self) -> str:
         """Path of the vocab.txt that downloaded shards were made with, if the settings name it."""
         return "" if self.vocabulary(2) else self.settings.corpus.vocab_file
+
+    def require_tokenizer(self, setting: str) -> None:
+        """Raise `UserError` if `setting` needs the model's tokenizer and there is none."""
+        if not self.vocabulary(2) and not self.given_vocabulary:
+            raise UserError(
+                f"{setting} needs the model's tokenizer, and ready shards come without their vocabulary; set [corpus] "
+                f"vocab_file to it, or leave {setting} empty"
+            )
