@@ -100,6 +100,15 @@ def test_updates_equal_torchs_muon_and_adamw(layout: Layout) -> None:
             )
 
 
+def test_weight_decay_is_decoupled() -> None:
+    """Without gradients a matrix shrinks by the rate times the decay, and nothing else changes it."""
+    model = small_model()
+    weight = model.bert.encoder.layer[0].intermediate.dense.weight
+    before = weight.detach().clone()
+    make(model, precision="fp64").step(0.5)
+    torch.testing.assert_close(weight.detach(), before * (1 - 0.5 * 0.1), rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16-master", "bf16-sr"])
 def test_it_learns_in_every_precision(precision: str) -> None:
     """The weights of a matrix approach a target under the gradient of the squared distance."""

@@ -79,7 +79,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes | dense("cls.seq_relationship", 2, hidden)
 
 
-def moment_names(parameters: Iterable[str], found: Collection[str]) -> list[str]:
+def moment_names(parameters: Iterable[str], found: Collection[str] = ()) -> list[str]:
     """`exp_avg.<name>` … of an optimizer with the tensors `found`, in the trainer's order: parameters with weight decay
     first. A parameter that Muon updates has one moment, others have those of AdamW."""
     ordered = sorted(parameters, key=lambda name: not has_weight_decay(name))
