@@ -21,7 +21,8 @@ from luigi.configuration.cfg_parser import InterpolationMissingEnvvarError
 from luigi.task_register import Register
 
 from common.errors import UserError
-from pipeline.settings.sections import SECTIONS, Settings, section_name
+from pipeline.settings.sections import SECTIONS, Phase, Settings, section_name
+from stages.shard import STATIC
 from trainer.parallel.plan import require_divisible
 from trainer.registry import require_agreement
 
@@ -153,8 +154,24 @@ def _check_together(settings: Settings) -> None:
             raise UserError(
                 f"[phase{phase}] warmup_steps = {at.warmup_steps} is more than max_steps = {at.max_steps}; lower it"
             )
+        if settings.dataset.masking == STATIC and not settings.dataset.url(phase):
+            _check_static_masks(phase, at)
         if at.max_pred_len > at.seq_len:
             raise UserError(
                 f"[phase{phase}] max_pred_len = {at.max_pred_len} is more than seq_len = {at.seq_len}; lower it"
             )
     require_divisible(settings.model.config(settings.model.downloaded_vocab_size), cluster.tensor_parallel_size)
+
+
+def _check_static_masks(number: int, phase: Phase) -> None:
+    if phase.final_masked_lm_prob is not None:
+        raise UserError(
+            f"[phase{number}] final_masked_lm_prob = {phase.final_masked_lm_prob} does not go with [dataset] masking = "
+            f"static, whose masks are made once; leave it empty"
+        )
+    needed = round(phase.seq_len * phase.masked_lm_prob)
+    if needed > phase.max_pred_len:
+        raise UserError(
+            f"[phase{number}] masked_lm_prob = {phase.masked_lm_prob} of seq_len = {phase.seq_len} are {needed} masked "
+            f"positions, more than max_pred_len = {phase.max_pred_len}; raise that, or lower the share"
+        )

@@ -50,6 +50,14 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         ("[phase1]\nglobal_batch_size = 65", ["65 = 16 × ? × 1"]),
         ("[phase2]\nseq_len = 1024", ["seq_len = 1024", "max_position_embeddings = 512"]),
         ("[phase1]\nwarmup_steps = 2001", ["warmup_steps = 2001", "max_steps = 2000"]),
+        (
+            "[dataset]\nmasking = static",
+            ["[phase1] final_masked_lm_prob = 0.15 does not go with [dataset] masking = static", "leave it empty"],
+        ),
+        (
+            "[dataset]\nmasking = static\n[phase1]\nfinal_masked_lm_prob =",
+            ["masked_lm_prob = 0.3 of seq_len = 128 are 38 masked positions, more than max_pred_len = 20"],
+        ),
         ("[phase1]\nmax_pred_len = 129", ["max_pred_len = 129", "seq_len = 128"]),
         ("[dataset]\nphase1_sha256 = 12", ["phase1_sha256 = 12", "empty or 64 hexadecimal digits"]),
         ("[dataset]\nconnections = 65", ["connections = 65", "from 1 to 64"]),
