@@ -106,6 +106,7 @@ def graphs_of(command: Sequence[str]) -> Graphs | None:
     """Derive the graphs from a training command; None if it is another command. Raises `UserError`."""
     if "trainer" not in command:
         return None
+    from trainer.data.mask_rate import MaskRate
     from trainer.data.shards import ShardSet
     from trainer.options import parse
 
@@ -119,13 +120,17 @@ def graphs_of(command: Sequence[str]) -> Graphs | None:
     model = {name: data.get(name) for name in ("model", "vocab_size", "disable_dropout", "debug")}
     if data.get("model_config"):
         model["model_config"] = InputHashes().sha256(data["model_config"])
-    is_bert = "max_pred_len" in data
+    shards = ShardSet.open(data["data_dir"]) if "max_pred_len" in data else None
+    most_masked = data.get("max_pred_len")
+    if shards is not None and shards.max_pred_len is None:
+        rate = MaskRate.of(data["masked_lm_prob"], data["final_masked_lm_prob"])
+        most_masked = rate.most(shards.seq_len, shards.sequences_per_row or 1)
     named = "fp32" if run.enable_fp32 else "autocast" if run.enable_pt_autocast else config.precision
     return Graphs(
         model={"workload": run.workload, **model},
         seq_len=data.get("seq_len"),
-        max_pred_len=data.get("max_pred_len"),
-        pack=is_bert and ShardSet.open(data["data_dir"]).sequences_per_row is not None,
+        max_pred_len=most_masked,
+        pack=shards is not None and shards.sequences_per_row is not None,
         micro_batch_size=config.micro_batch_size,
         accumulates=config.grad_accum_usteps > 1,
         batches_per_execution=config.batches_per_execution,
