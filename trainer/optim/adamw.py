@@ -18,10 +18,16 @@ EPSILON = 1e-6
 class Moments:
     """Running means of the gradients and their squares, and the number of updates."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = groups
-        self.exp_avg, self.exp_avg_sq = ([group.zeros() for group in groups] for _ in range(2))
+    def __init__(self, parameters: Parameters, are_updated: Callable[[Group], bool] = lambda group: True) -> None:
+        """Of the groups that `are_updated`; all others have none."""
+        self._parameters, self._are_updated = parameters, are_updated
+        self.exp_avg, self.exp_avg_sq = ([group.zeros() for group in self._groups] for _ in range(2))
         self.steps_done = 0
+
+    @property
+    def _groups(self) -> list[Group]:
+        """Asked for anew each time: DDP puts the gradients elsewhere after its first step."""
+        return [group for group in self._parameters.groups if self._are_updated(group)]
 
     def groups(self) -> Sequence[tuple[Group, list[Tensor], list[Tensor]]]:
         """Each group with its two moments."""
@@ -45,11 +51,11 @@ class AdamW:
         *,
         weight_decay: float,
         number: Callable[[float], float | Tensor] | None = None,
-        groups: Sequence[Group] | None = None,
+        are_updated: Callable[[Group], bool] = lambda group: True,
     ) -> None:
         """`number` puts a number that changes with every step on a device that compiles whole steps; None: the device
-        runs torch's fused kernel. `groups`: those to update, if not all."""
-        self._moments = Moments(parameters.groups if groups is None else groups)
+        runs torch's fused kernel. Only groups that `are_updated` are."""
+        self._moments = Moments(parameters, are_updated)
         self._weight_decay = weight_decay
         self._number = number
 

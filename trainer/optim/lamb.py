@@ -25,7 +25,7 @@ class Lamb:
     ) -> None:
         """`number` puts a number that changes with every step on a device that compiles whole steps."""
         self._shared = parameters.shared
-        self._moments = Moments(parameters.groups)
+        self._moments = Moments(parameters)
         self._weight_decay = weight_decay
         self._number = number or (lambda value: value)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.optim.adamw import AdamW
-from trainer.optim.parameters import Parameters, named
+from trainer.optim.parameters import Group, Parameters, named
 
 #: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon): momentum, and the quintic's coefficients and steps.
 MOMENTUM = 0.95
@@ -52,10 +52,16 @@ class Muon:
         self._shared, self._replicas = parameters.shared, parameters.replicas
         self._weight_decay = weight_decay
         self._number = number or (lambda value: value)
-        self._groups = [group for group in parameters.groups if group.is_matrix]
+        self._parameters = parameters
         self._buffers = [group.zeros() for group in self._groups]
-        others = [group for group in parameters.groups if not group.is_matrix]
-        self._adamw = AdamW(parameters, weight_decay=weight_decay, number=number, groups=others)
+        self._adamw = AdamW(
+            parameters, weight_decay=weight_decay, number=number, are_updated=lambda group: not group.is_matrix
+        )
+
+    @property
+    def _groups(self) -> list[Group]:
+        """Asked for anew each time: DDP puts the gradients elsewhere after its first step."""
+        return [group for group in self._parameters.groups if group.is_matrix]
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

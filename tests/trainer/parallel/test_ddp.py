@@ -31,13 +31,16 @@ def run(out: Path, workers: int, **values: object) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("workload", "micro_steps"), [("bert", 1), ("bert", 3), ("mnist", 1), ("mnist", 2)])
+@pytest.mark.parametrize(
+    ("workload", "micro_steps", "optimizer"),
+    [("bert", 1, "AdamW"), ("bert", 3, "AdamW"), ("bert", 2, "Muon"), ("mnist", 1, "SGD"), ("mnist", 2, "SGD")],
+)
 def test_the_curve_is_that_of_the_all_reduce(
-    workloads: dict[str, dict[str, object]], tmp_path: Path, workload: str, micro_steps: int
+    workloads: dict[str, dict[str, object]], tmp_path: Path, workload: str, micro_steps: int, optimizer: str
 ) -> None:
     """In float64: the sums are the same, in another order. Gradients are DDP's from the first step on, and only the
     last of several micro-steps is reduced."""
-    values = {**workloads[workload], "precision": "fp64", "grad_accum_usteps": micro_steps}
+    values = {**workloads[workload], "precision": "fp64", "grad_accum_usteps": micro_steps, "optimizer": optimizer}
     curves = {how: losses(run(tmp_path / how, 2, data_parallel=how, **values)) for how in ("allreduce", "ddp")}
     assert len(curves["ddp"]) >= 12
     assert len(set(curves["ddp"])) == len(curves["ddp"])
