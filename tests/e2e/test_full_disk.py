@@ -55,7 +55,7 @@ def test_a_stage_under_luigi(disk: Disk, tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     words = ("ShardDataset", "--phase", "1", "--Run-work-dir", str(disk.path / "work"))
     chain.run("TokenizeCorpus", "--Run-work-dir", str(disk.path / "work"))
-    disk.resize(used_kib(disk.path) + 40)
+    disk.resize(used_kib(disk.path) + 20)
     done = chain.run(*words, status=30)
     output = done.stdout + done.stderr
     assert "Traceback" not in output, output

@@ -28,7 +28,8 @@ def test_phase_2_from_a_given_checkpoint_is_that_from_phase_1(
     """Phase 1's result in another format, given to a chain that has trained nothing: the same bytes."""
     straight = finished_chain(tmp_path_factory)
     phase1 = straight.latest("convert_checkpoint") / "checkpoint"
-    assert forked("stages.convert", phase1, tmp_path / "given", "--to", form).returncode == 0
+    # The other formats have no place for Muon's moments, which phase 2 does not need.
+    assert forked("stages.convert", phase1, tmp_path / "given", "--to", form, "--no-optimizer").returncode == 0
     given = tmp_path / "given" / FORMATS[form]
     shutil.copy(straight.directory / "corpus.txt", tmp_path)
     chain = Chain(tmp_path)
