@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -11,6 +12,7 @@ import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 # Tests hold little prose; the others are not part of the library, or missing from some installations.
@@ -19,7 +21,7 @@ _SKIPPED_FOLDERS = {
     "pydoc_data", "ensurepip",
 }  # fmt: skip
 
-#: Packages with much prose: dependencies of this project, and of torch.
+#: Packages with much prose, as far as they are installed: dependencies of this project, and of most builds of torch.
 PACKAGES = ("numpy", "networkx", "sympy", "torch")
 
 _ROLE = re.compile(r":[a-zA-Z:]+:`~?([^`<]*?)(?:\s*<[^`>]*>)?`")
@@ -34,7 +36,7 @@ _LETTERS = re.compile(r"[A-Za-z]{2,}.*[A-Za-z]{2,}")
 def builtin_documents() -> tuple[list[str], Counter[str]]:
     """All documents in a fixed order (one per topic or module, one paragraph per line), and drop counts by reason.
 
-    About 10 MB, each paragraph once; identical in every run with the same versions of Python and of `PACKAGES`.
+    About 10 MB, each paragraph once; identical in every run with the same versions of Python and of `packages`.
     """
     dropped: Counter[str] = Counter()
     seen: set[str] = set()
@@ -56,6 +58,15 @@ def builtin_documents() -> tuple[list[str], Counter[str]]:
     return documents, dropped
 
 
+def packages() -> dict[str, str]:
+    """The version of each of `PACKAGES` that is installed, without a build's own label, as in 2.9.1+cpu."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name).partition("+")[0]
+    return found
+
+
 def _topics() -> Iterator[list[str]]:
     from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
 
@@ -64,7 +75,7 @@ def _topics() -> Iterator[list[str]]:
 
 
 def _modules(dropped: Counter[str]) -> Iterator[list[str]]:
-    for root in (Path(sysconfig.get_path("stdlib")), *map(_folder, PACKAGES)):
+    for root in (Path(sysconfig.get_path("stdlib")), *map(_folder, packages())):
         for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
             if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1]):
                 try:

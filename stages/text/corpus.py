@@ -10,7 +10,6 @@ import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,11 +49,10 @@ class BuiltinSource:
         self.position = 0
 
     def identity(self) -> str:
-        from stages.text.builtin import PACKAGES
+        from stages.text.builtin import packages
 
-        # A build's own label, as in 2.9.1+cpu, does not change the documentation.
-        versions = [f"{name} {metadata.version(name).partition('+')[0]}" for name in PACKAGES]
-        return ", ".join([f"{platform.python_implementation()} {platform.python_version()}", *versions])
+        python = f"{platform.python_implementation()} {platform.python_version()}"
+        return ", ".join([python, *map(" ".join, packages().items())])
 
     def documents(self, dropped: Counter[str]) -> Iterator[Document]:
         from stages.text.builtin import builtin_documents

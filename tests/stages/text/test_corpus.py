@@ -9,15 +9,25 @@ import json
 import os
 import tracemalloc
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
 from common.hashing import InputHashes
+from stages.text import builtin
 from stages.text.base import Document
 from stages.text.builtin import PACKAGES
-from stages.text.corpus import BUILTIN, TokenizeOptions, documents, open_sources, raw_documents, sentences
+from stages.text.corpus import (
+    BUILTIN,
+    BuiltinSource,
+    TokenizeOptions,
+    documents,
+    open_sources,
+    raw_documents,
+    sentences,
+)
 from stages.text.patterns import expand
 
 
@@ -82,6 +92,12 @@ def test_builtin_text_is_prose_without_duplicates_and_always_the_same() -> None:
         assert text.count(markup) < len(paragraphs) / 1000, markup
     for package in PACKAGES:
         assert package in text
+
+
+def test_builtin_text_does_without_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "PACKAGES", ("networkx", "no-such-package"))
+    assert builtin.packages() == {"networkx": metadata.version("networkx")}
+    assert BuiltinSource().identity().endswith(f", networkx {metadata.version('networkx')}")
 
 
 def test_long_lines_and_documents_are_cut_so_that_memory_stays_bounded(tmp_path: Path) -> None:
