@@ -94,18 +94,17 @@ class Masking:
     """How examples are masked when they are read."""
 
     rate: MaskRate = MaskRate()
-    #: Optimizer steps in which the rate goes from its first to its last value.
-    steps: int = 1
     whole_words: bool = False
-    seed: int = 0
 
 
 class DynamicMasking:
     """Masks that are a pure function of (seed, epoch, sample, share): each epoch has others."""
 
-    def __init__(self, masking: Masking, vocabulary: Vocabulary) -> None:
+    def __init__(self, masking: Masking, vocabulary: Vocabulary, *, seed: int, steps: int) -> None:
+        """`steps`: optimizer steps in which the rate goes from its first to its last value."""
         self.masking = masking
         self.vocabulary = vocabulary
+        self._seed, self._steps = seed, steps
 
     def mask(
         self, ids: Array, lengths: Array, numbers: NDArray[np.int64], *, step: int, epoch: int
@@ -126,11 +125,11 @@ class DynamicMasking:
         tokens = ids.reshape(-1)[places]
         candidates = real & (tokens != self.vocabulary.cls) & (tokens != self.vocabulary.sep)
         random = hash64(
-            derive_seed(self.masking.seed, "masked positions", epoch),
+            derive_seed(self._seed, "masked positions", epoch),
             index=((numbers[row] * S + starts)[:, None] + column).astype(np.uint64),
         )
         limit = len(column)
-        wanted = masked_positions(length, self.masking.rate.at(step, self.masking.steps), limit)
+        wanted = masked_positions(length, self.masking.rate.at(step, self._steps), limit)
         if self.masking.whole_words:
             positions = choose_words(_unit(random), tokens, candidates, wanted, limit, self.vocabulary.continues)
         else:
@@ -140,7 +139,7 @@ class DynamicMasking:
         masked = places[sequence, chosen]
         before = tokens[sequence, chosen]
         random = hash64(
-            derive_seed(self.masking.seed, "masked ids", epoch),
+            derive_seed(self._seed, "masked ids", epoch),
             index=(numbers[row[sequence]] * S + starts[sequence] + chosen).astype(np.uint64),
         )
         ordinary = self.vocabulary.ordinary

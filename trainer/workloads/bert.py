@@ -113,7 +113,7 @@ class BertWorkload(Workload):
         masks = None
         if self.masking is not None:
             vocabulary = Vocabulary.of(read_vocabulary(self.shards.directory / VOCABULARY_FILE))
-            masks = DynamicMasking(dataclasses.replace(self.masking, seed=seed, steps=steps), vocabulary)
+            masks = DynamicMasking(self.masking, vocabulary, seed=seed, steps=steps)
         return BatchReader(
             self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes, dynamic_masking=masks
         )

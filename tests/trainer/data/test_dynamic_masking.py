@@ -51,10 +51,9 @@ def write(directory: Path, rows: int, *, packed: bool = False, shards: int = 2) 
 
 def reader(shards: ShardSet, rate: MaskRate = MaskRate(), **options: object) -> BatchReader:  # noqa: B008 (immutable)
     static_shapes = bool(options.pop("static_shapes", False))
-    masking = Masking(rate, **{"seed": 7, **options})  # type: ignore[arg-type]
-    return BatchReader(
-        shards, vocab_size=len(PIECES), static_shapes=static_shapes, dynamic_masking=DynamicMasking(masking, VOCABULARY)
-    )
+    masking = Masking(rate, whole_words=bool(options.pop("whole_words", False)))
+    masks = DynamicMasking(masking, VOCABULARY, **{"seed": 7, "steps": 1, **options})  # type: ignore[arg-type]
+    return BatchReader(shards, vocab_size=len(PIECES), static_shapes=static_shapes, dynamic_masking=masks)
 
 
 def all_rows(shards: ShardSet) -> Samples:
@@ -210,4 +209,4 @@ def test_whole_words_are_masked_together(shards: ShardSet) -> None:
 def test_shards_without_masks_need_their_own_vocabulary(tmp_path: Path, shards: ShardSet) -> None:
     assert not set(MASKED_KEYS) & set(shards.keys)
     with pytest.raises(UserError, match=r"vocab.txt has 1000 entries, the model 999; use the model"):
-        BatchReader(shards, vocab_size=999, dynamic_masking=DynamicMasking(Masking(), VOCABULARY))
+        BatchReader(shards, vocab_size=999, dynamic_masking=DynamicMasking(Masking(), VOCABULARY, seed=7, steps=1))
