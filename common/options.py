@@ -111,9 +111,15 @@ def deciding(instance: Any) -> dict[str, Any]:
     """The values that decide the result, by field name."""
     return {
         name: getattr(instance, name)
-        for name, (field, about) in fields_of(instance).items()
-        if about.decides and not (about.omit_default and getattr(instance, name) == field.default)
+        for name, (_, about) in fields_of(instance).items()
+        if about.decides and not is_left_out(instance, name, getattr(instance, name))
     }
+
+
+def is_left_out(cls: Any, name: str, value: Any) -> bool:
+    """Whether `value` is left out of an identity: the default of an option that says so (`omit_default`)."""
+    field, about = fields_of(cls)[name]
+    return about.omit_default and bool(value == field.default)
 
 
 def check(instance: Any) -> None:

@@ -143,11 +143,13 @@ class TrainConfig:
         2000, **_TRAIN, least=0, unit="steps", help="optimizer steps in which the learning rate rises linearly"
     )
     schedule: str = option(
-        "linear", **_TRAIN, choices=SCHEDULES,
+        "linear", **_TRAIN, choices=SCHEDULES, omit_default=True,
         help="learning rate after the warm-up: linear or cosine, down to 0 at the last step; constant; or wsd, "
         "constant and then linear down to 0 in the last --decay_share of the steps",
     )  # fmt: skip
-    decay_share: float = option(0.2, **_TRAIN, least=0.001, most=1, help="share of all steps in which wsd decays")
+    decay_share: float = option(
+        0.2, **_TRAIN, least=0.001, most=1, omit_default=True, help="share of all steps in which wsd decays"
+    )
     lr: float = option(
         4e-4, **_TRAIN, least=0, help="peak learning rate; of mnist: per worker, multiplied by their number as in its "
         "tutorial",

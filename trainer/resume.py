@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.options import deciding
+from common.options import fields_of
 from trainer.build import LOADING_AT_ONCE
 from trainer.checkpoint.load import load_into
 from trainer.checkpoint.resume_point import ResumePoint
@@ -22,9 +22,11 @@ from trainer.state import TrainState
 
 
 def deciding_settings(config: TrainConfig) -> dict[str, Any]:
-    """The options that decide the result, except those whose resolved value is a field of `TrainState`."""
+    """The options that decide the result, defaults included, except those whose resolved value is a field of
+    `TrainState`."""
     own = {field.name for field in dataclasses.fields(TrainState)} - {"micro_batch_size"}
-    return {name: value for name, value in deciding(config).items() if name not in own}
+    decide = [name for name, (_, about) in fields_of(config).items() if about.decides]
+    return {name: getattr(config, name) for name in decide if name not in own}
 
 
 def resolve_precision(run: Run, start: ResumePoint | None) -> Precision:

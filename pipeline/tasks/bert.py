@@ -10,7 +10,7 @@ from typing import Any
 import luigi
 
 from common.files import write_json
-from common.options import fields_of
+from common.options import fields_of, is_left_out
 from common.secrets import Secret
 from pipeline.status import live_report
 from pipeline.tasks import summary
@@ -77,10 +77,6 @@ class Precompile(ModelStage):
         return dataclasses.replace(self.options(), command=tuple(trial)).words(self.directory)
 
 
-#: Settings that came later, with what held before: that value is left out of the identity.
-_LATER = {"schedule": TrainConfig.schedule, "decay_share": TrainConfig.decay_share}
-
-
 class Pretrain(ModelStage, Training):
     """Trains one phase, in processes of its own; an interrupted phase goes on from its last checkpoint."""
 
@@ -103,13 +99,13 @@ class Pretrain(ModelStage, Training):
         # The global batch size identifies the result, not its split: after an out-of-memory error a training can
         # continue with a smaller micro-batch.
         training = {name for name, (_, about) in fields_of(TrainConfig).items() if about.decides} - {"micro_batch_size"}
-        names = sorted({*training & phase.param_kwargs.keys(), "seq_len", "global_batch_size"})
-        if not self._masking:
-            names.append("max_pred_len")
-        given = {name: getattr(phase, name) for name in names}
+        given = {name: getattr(phase, name) for name in sorted(training & phase.param_kwargs.keys())}
+        masking = self._masking or {"max_pred_len": phase.max_pred_len}
         return {
-            **{name: value for name, value in given.items() if name not in _LATER or value != _LATER[name]},
-            **{name: value for name, value in self._masking.items() if value},
+            **{name: value for name, value in given.items() if not is_left_out(TrainConfig, name, value)},
+            **{name: value for name, value in masking.items() if value},
+            "seq_len": phase.seq_len,
+            "global_batch_size": phase.global_batch_size,
             "seed": self.settings.run.seed,
             "model": self.model_parameters(),
             "precision": self.settings.precision.mode,
