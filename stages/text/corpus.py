@@ -6,6 +6,8 @@ left to the tokenizing workers. To add a file format, write a class and register
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -128,6 +130,18 @@ def raw_documents(sources: Iterable[Source], dropped: Counter[str]) -> Iterator[
         )
 
 
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collections would find nothing among the objects of 100,000 files, and take 0.3 s of every command."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _what_was_dropped(dropped: Counter[str]) -> str:
     what = [f"{reason} {count:,}" for reason, count in sorted(dropped.items()) if not reason.startswith("files: ")]
     return f"nothing was left ({', '.join(what)})" if what else "it is empty, or only white space"
@@ -217,12 +231,13 @@ class TokenizeOptions(StageOptions):
 
     def open(self, hashes: InputHashes) -> Corpus:
         """Find and hash all files. Raises `UserError`."""
-        return Corpus(
-            self,
-            open_sources(self.sources, hashes, document=self.document),
-            open_sources(self.held_out_sources, hashes, document=self.document),
-            None if self.vocab_file is None else hashes.hash([self.vocab_file])[0],
-        )
+        with no_garbage_collection():
+            return Corpus(
+                self,
+                open_sources(self.sources, hashes, document=self.document),
+                open_sources(self.held_out_sources, hashes, document=self.document),
+                None if self.vocab_file is None else hashes.hash([self.vocab_file])[0],
+            )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import glob
 import os
 import shlex
@@ -41,17 +43,13 @@ def expand(pattern: str) -> list[str]:
 
 def _regular_files(pattern: str) -> Iterator[str]:
     """Yield the regular files that a glob matches."""
-    paths = glob.iglob(pattern, recursive=True)
-    if not glob.has_magic(os.path.basename(pattern)):
-        yield from filter(os.path.isfile, paths)
+    folder, name = os.path.split(pattern)
+    if folder == "**" or name == "**" or not glob.has_magic(name):  # a lone ** names all folders but the one it is in
+        yield from filter(os.path.isfile, glob.iglob(pattern, recursive=True))
         return
-    # For 100,000 files, scanning the folder takes a fifth of the time of a `stat` per file.
-    files: dict[str, set[str]] = {}
-    for path in paths:
-        name = path.rpartition("/")[2]
-        folder = path[: len(path) - len(name)]
-        if folder not in files:
-            with os.scandir(folder or ".") as entries:
-                files[folder] = {entry.name for entry in entries if entry.is_file()}
-        if name in files[folder]:
-            yield path
+    # For 100,000 files, the types that a scan of the folder tells take a fifth of the time of a `stat` per file.
+    for found in glob.iglob(os.path.join(folder, ""), recursive=True) if glob.has_magic(folder) else [folder]:
+        with contextlib.suppress(OSError), os.scandir(found or ".") as entries:  # as glob: unreadable holds no match
+            names = fnmatch.filter([entry.name for entry in entries if entry.is_file()], name)
+            prefix = os.path.join(found, "")
+            yield from [prefix + match for match in names if name[0] == "." or match[0] != "."]
