@@ -160,6 +160,25 @@ def test_the_trainium_configs_have_the_tutorials_numbers(name: str) -> None:
     assert parser["cluster"]["device"] == "neuron"
 
 
+def test_the_fast_trainium_config_changes_the_recipe_and_keeps_the_layout() -> None:
+    """Batches, workers, precision and model of the tutorial; Muon, dynamic masks of 30 to 15 %, no dropout."""
+    fast, tutorial = (configparser.ConfigParser(interpolation=None) for _ in range(2))
+    fast.read(ROOT / "configs" / "trn1-bert-large-fast.cfg")
+    tutorial.read(ROOT / "configs" / "trn1-bert-large.cfg")
+    for phase in ("phase1", "phase2"):
+        for key in ("seq_len", "max_pred_len", "micro_batch_size"):
+            assert fast[phase][key] == tutorial[phase][key], (phase, key)
+        assert fast[phase]["optimizer"] == "Muon"
+    assert fast["phase1"]["global_batch_size"] == tutorial["phase1"]["global_batch_size"]
+    assert 2 * int(fast["phase2"]["global_batch_size"]) == int(tutorial["phase2"]["global_batch_size"])  # packed
+    for section in ("cluster", "precision"):
+        assert dict(fast[section]) == dict(tutorial[section])
+    assert (fast["dataset"]["masking"], fast["phase1"]["masked_lm_prob"], fast["phase1"]["final_masked_lm_prob"]) == (
+        "dynamic", "0.3", "0.15",
+    )  # fmt: skip
+    assert "NOT RUN ON TRAINIUM" in (ROOT / "configs" / "trn1-bert-large-fast.cfg").read_text().split("[corpus]")[0]
+
+
 def test_the_wikipedia_config_makes_the_tutorials_data_from_a_dump() -> None:
     """NVIDIA's script: 1,024 shards, 5 duplicates, 15 % masked; both phases from the corpus, with BERT's vocabulary."""
     program = (
