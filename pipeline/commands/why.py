@@ -67,7 +67,8 @@ def find(name: str, phase: int | None) -> Goal | Stage:
         return cls()
     if phase not in (1, 2):
         raise UserError(f"{cls.__name__} has a phase; allowed: --phase 1, --phase 2")
-    return cls(phase=phase)
+    parameters: dict[str, Any] = {"phase": phase}
+    return cls(**parameters)
 
 
 def _has_phase(cls: type[Goal] | type[Stage]) -> bool:

@@ -7,11 +7,13 @@ The defaults are the luigi.cfg of this project. The user's own luigi.cfg, LUIGI_
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import difflib
 import functools
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,45 @@ def load() -> Settings:
     settings = Settings(**{section_name(section): _read(section) for section in SECTIONS})
     _check_together(settings)
     return settings
+
+
+@functools.cache
+def overlaid(overlay: Mapping[str, Mapping[str, str]]) -> Settings:
+    """The settings of this process with those of `overlay`: {section: {name: text}}. Raises `UserError`."""
+    if errors := overlay_errors(overlay):
+        raise UserError(errors[0])
+    changed = {}
+    for name, values in overlay.items():
+        section = getattr(load(), name)
+        parsed = {key: _parameter(section, key).parse(text) for key, text in values.items()}
+        changed[name] = type(section)(**{**section.param_kwargs, **parsed})
+    settings = dataclasses.replace(load(), **changed)
+    _check_together(settings)
+    return settings
+
+
+def overlay_errors(overlay: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """What is wrong with single names and values of an overlay."""
+    sections, errors = {section_name(section): section for section in SECTIONS}, []
+    for name, values in overlay.items():
+        if name not in sections:
+            errors.append(f"[{name}] is not a section of luigi.cfg; {_nearest(name, sections)}")
+            continue
+        known = [key for key, _ in sections[name].get_params()]
+        for key, text in values.items():
+            if key not in known:
+                errors.append(f"[{name}] {key} is not a setting; {_nearest(key, known)}")
+                continue
+            try:
+                _parameter(sections[name], key).parse(text)
+            except UserError as error:
+                errors.append(f"[{name}] {error}")
+    return errors
+
+
+def _parameter(section: Any, key: str) -> luigi.Parameter[Any]:
+    parameter: luigi.Parameter[Any] = dict(section.get_params())[key]
+    return parameter
 
 
 def _read(section: type[luigi.Config]) -> Any:

@@ -38,6 +38,8 @@ class StageTask(PlacedStage, Protocol):
 class ChainTask(Protocol):
     """A stage, or a goal that several stages make up."""
 
+    settings: Settings
+
     def ends(self) -> Sequence[StageTask]:
         """The stages that no other stage of the chain depends on."""
 

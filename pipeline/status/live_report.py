@@ -11,7 +11,6 @@ from typing import Any
 
 from common.console import log
 from common.secrets import redact
-from pipeline.settings.load import load
 from pipeline.settings.sections import Settings
 from pipeline.status.chain import ChainTask, StageTask, chain
 from pipeline.status.states import statuses
@@ -43,15 +42,15 @@ def stage_directories(task: StageTask) -> list[Path]:
 
 def view(goal: ChainTask, metrics: dict[Path, MetricsFile] | None = None) -> Run:
     """The present state of the chain up to `goal`. `metrics`: from an earlier call, so that only new lines are read."""
-    return Run(statuses(goal), shown(load()), {} if metrics is None else metrics)
+    return Run(statuses(goal), shown(goal.settings), {} if metrics is None else metrics)
 
 
 @contextlib.contextmanager
 def refresh_periodically(goal: ChainTask) -> Iterator[None]:
     """Write the page every [run] report_interval_s during the block, and at its end. An error is logged once and does
     not affect the run."""
-    interval_s = load().run.report_interval_s
-    path, metrics, ended = load().work_dir / PAGE, dict[Path, MetricsFile](), threading.Event()
+    interval_s = goal.settings.run.report_interval_s
+    path, metrics, ended = goal.settings.work_dir / PAGE, dict[Path, MetricsFile](), threading.Event()
     noted: list[str] = []
 
     def write() -> float:

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import luigi
 
 from pipeline.luigi_adapters import exits
-from pipeline.settings.load import load
+from pipeline.settings.load import load, overlaid
+
+T = TypeVar("T", bound="ChainTask")
 
 
 class PipelineTask(luigi.Task):
     """A task that reads the settings."""
 
+    #: Settings that differ from those of the process: {section: {name: text}}.
+    overlay: Mapping[str, Mapping[str, str]] = {}
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         with exits.while_scheduling():
-            self.settings = load()
+            self.settings = overlaid(self.overlay) if self.overlay else load()
         # Stages of different work directories must not block each other on a shared luigid.
         place = hashlib.sha256(str(self.settings.work_dir.resolve()).encode()).hexdigest()
         self.task_id = f"{self.task_id}_{place[:10]}"
+
+
+class ChainTask(PipelineTask):
+    """A task of the chain, which a trial of a sweep runs with settings of its own."""
+
+    overlay: luigi.DictParameter = luigi.DictParameter(
+        default={}, description='settings of this task and those before it, as JSON: {"phase1": {"lr": "0.01"}}'
+    )
+
+    def sibling(self, task: type[T], **parameters: Any) -> T:
+        """Another task with the same settings."""
+        return task(overlay=self.overlay, **parameters)

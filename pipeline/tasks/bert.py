@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import luigi
 
@@ -31,7 +31,7 @@ class Reported(Stage):
     """A stage that refreshes WORK/report.html while it runs."""
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
-        return live_report.refresh_periodically(BertPhase2())
+        return live_report.refresh_periodically(self.sibling(BertPhase2))
 
 
 class ModelStage(Reported, UsesModel):
@@ -45,7 +45,7 @@ class Precompile(ModelStage):
     on_cluster = on_all_nodes = True
 
     def requires(self) -> dict[str, Stage]:
-        return {"dataset": dataset_of(self.phase), **self.vocabulary(self.phase)}
+        return {"dataset": dataset_of(self, self.phase), **self.vocabulary(self.phase)}
 
     def ingredients(self) -> dict[str, Stage]:
         """The graphs depend on the data only through the vocabulary size."""
@@ -53,7 +53,7 @@ class Precompile(ModelStage):
 
     def options(self) -> PrecompileOptions:
         phase, cluster = self.settings.phase(self.phase), self.settings.cluster
-        rate, pack = mask_rate(self.phase), phase.pack and isinstance(dataset_of(self.phase), ShardDataset)
+        rate, pack = mask_rate(self, self.phase), phase.pack and isinstance(dataset_of(self, self.phase), ShardDataset)
         graphs = Graphs(
             model=self.model_parameters(),
             seq_len=phase.seq_len,
@@ -73,7 +73,7 @@ class Precompile(ModelStage):
         )
 
     def command(self) -> list[str]:
-        trial = Pretrain(phase=self.phase).trial_command(self.directory)
+        trial = self.sibling(Pretrain, phase=self.phase).trial_command(self.directory)
         return dataclasses.replace(self.options(), command=tuple(trial)).words(self.directory)
 
 
@@ -88,11 +88,11 @@ class Pretrain(ModelStage, Training):
         return self.settings.phase(self.phase).max_steps
 
     def requires(self) -> dict[str, Stage]:
-        return {**self.ingredients(), "precompile": Precompile(phase=self.phase)}
+        return {**self.ingredients(), "precompile": self.sibling(Precompile, phase=self.phase)}
 
     def ingredients(self) -> dict[str, Stage]:
-        start: dict[str, Stage] = {"start": ConvertCheckpoint()} if self.phase == 2 else {}
-        return {"dataset": dataset_of(self.phase), **self.vocabulary(self.phase), **start}
+        start: dict[str, Stage] = {"start": self.sibling(ConvertCheckpoint)} if self.phase == 2 else {}
+        return {"dataset": dataset_of(self, self.phase), **self.vocabulary(self.phase), **start}
 
     def parameters(self) -> dict[str, Any]:
         phase = self.settings.phase(self.phase)
@@ -114,7 +114,7 @@ class Pretrain(ModelStage, Training):
     @property
     def _masking(self) -> dict[str, Any]:
         """How the trainer masks what it reads; empty if the shards are masked."""
-        rate = mask_rate(self.phase)
+        rate = mask_rate(self, self.phase)
         if rate is None:
             return {}
         return {
@@ -159,7 +159,7 @@ class Pretrain(ModelStage, Training):
             write_json(model, self.model(self.phase).to_hugging_face())
         return self.launched(
             phase,
-            data_dir=dataset_of(self.phase).directory,
+            data_dir=dataset_of(self, self.phase).directory,
             model_config=model,
             seq_len=phase.seq_len,
             max_pred_len=phase.max_pred_len,
@@ -180,18 +180,18 @@ class ConvertCheckpoint(ModelStage):
         return self.settings.phase2.start_from
 
     def requires(self) -> dict[str, Stage]:
-        return self.vocabulary(2) if self.given else {"pretrain": Pretrain(phase=1)}
+        return self.vocabulary(2) if self.given else {"pretrain": self.sibling(Pretrain, phase=1)}
 
     def start_line(self) -> str:
         """The line on phase 2's starting point in the final summary."""
         if not self.given:
-            return Pretrain(phase=1).result_line()
+            return self.sibling(Pretrain, phase=1).result_line()
         counts = self.counts()
         return f"phase 1: left out; step {counts['global_step']:,} of {self.given} ({counts['format']}) in its place"
 
     def options(self) -> ConvertOptions:
         if not self.given:
-            return ConvertOptions(source=Secret.address(str(Pretrain(phase=1).directory)))
+            return ConvertOptions(source=Secret.address(str(self.sibling(Pretrain, phase=1).directory)))
         transport = self.settings.dataset.transport
         return ConvertOptions(source=self.given, optimizer=False, model=self.model_parameters(), **transport)
 
@@ -207,12 +207,12 @@ class MergeShards(ModelStage):
     """Phase 2's checkpoint, its tensor-parallel shards joined, as one Hugging Face directory with its tokenizer."""
 
     def requires(self) -> dict[str, Stage]:
-        return {"pretrain": Pretrain(phase=2), **self.vocabulary(2)}
+        return {"pretrain": self.sibling(Pretrain, phase=2), **self.vocabulary(2)}
 
     def options(self) -> MergeOptions:
         tokens = self.vocabulary(2).get("tokenize_corpus")
         return MergeOptions(
-            source=Secret.address(str(Pretrain(phase=2).directory)),
+            source=Secret.address(str(self.requires()["pretrain"].directory)),
             tokenizer=tokens.directory if tokens else None,
             vocab_file=Path(self.given_vocabulary) if self.given_vocabulary else None,
             lower_case=self.settings.corpus.lower_case,
@@ -228,22 +228,24 @@ class Evaluate(Reported):
     """Masked-LM loss and accuracy and next-sentence accuracy of the merged model on held-out examples."""
 
     on_cluster = True
+    #: The phase whose model and held-out examples are used.
+    evaluated_phase: ClassVar[int] = 2
 
     def requires(self) -> dict[str, Stage]:
-        return {"merge_shards": MergeShards(), "dataset": dataset_of(2)}
+        return {"merge_shards": self.sibling(MergeShards), "dataset": dataset_of(self, 2)}
 
     def options(self) -> EvaluateOptions:
-        evaluation = self.settings.evaluation
+        evaluation, phase, inputs = self.settings.evaluation, self.settings.phase(self.evaluated_phase), self.requires()
         if evaluation.blimp:
-            MergeShards().require_tokenizer("[evaluation] blimp")
+            self.sibling(MergeShards).require_tokenizer("[evaluation] blimp")
         return EvaluateOptions(
-            model=MergeShards().directory,
-            data=dataset_of(2).directory,
-            max_pred_len=self.settings.phase2.max_pred_len,
+            model=inputs["merge_shards"].directory,
+            data=inputs["dataset"].directory,
+            max_pred_len=phase.max_pred_len,
             max_samples=evaluation.max_samples,
             blimp=Path(evaluation.blimp) if evaluation.blimp else None,
             blimp_samples=evaluation.blimp_samples,
-            batch_size=self.settings.phase2.micro_batch_size,
+            batch_size=phase.micro_batch_size,
             device=self.settings.cluster.device,
         )
 
@@ -252,7 +254,7 @@ class Report(Reported):
     """All of it on one page, and the model card beside the model."""
 
     def requires(self) -> dict[str, Stage]:
-        return {"merge_shards": MergeShards(), "evaluate": Evaluate()}
+        return {"merge_shards": self.sibling(MergeShards), "evaluate": self.sibling(Evaluate)}
 
     def options(self) -> ReportOptions:
         return ReportOptions(directories=())
@@ -272,10 +274,10 @@ class BertPhase1(Goal):
     """Phase 1, up to the checkpoint that phase 2 starts from."""
 
     def requires(self) -> dict[str, Stage]:
-        return {"convert_checkpoint": ConvertCheckpoint()}
+        return {"convert_checkpoint": self.sibling(ConvertCheckpoint)}
 
     def print_summary(self) -> None:
-        convert = ConvertCheckpoint()
+        convert = self.sibling(ConvertCheckpoint)
         summary.print_phase1(convert.start_line(), convert.directory / "checkpoint")
 
 
@@ -284,10 +286,12 @@ class BertPhase2(Goal):
 
     def requires(self) -> dict[str, Stage]:
         # MergeShards is listed too: otherwise a complete evaluation would hide that its model was deleted.
-        return {"merge_shards": MergeShards(), "evaluate": Evaluate(), "report": Report()}
+        tasks: tuple[type[Stage], ...] = (MergeShards, Evaluate, Report)
+        return {stage.label: stage for stage in map(self.sibling, tasks)}
 
     def print_summary(self) -> None:
-        convert = ConvertCheckpoint()
+        convert = self.sibling(ConvertCheckpoint)
         phases = [convert.start_line()] if convert.complete() or not convert.given else []
-        phases.append(Pretrain(phase=2).result_line())
-        summary.print_phase2(phases, Evaluate().counts(), MergeShards().model_directory, Report().page)
+        phases.append(self.sibling(Pretrain, phase=2).result_line())
+        model, page = self.sibling(MergeShards).model_directory, self.sibling(Report).page
+        summary.print_phase2(phases, self.sibling(Evaluate).counts(), model, page)

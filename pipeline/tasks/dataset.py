@@ -11,6 +11,7 @@ import luigi
 from common.errors import UserError
 from common.secrets import Secret
 from pipeline.settings.sections import Settings
+from pipeline.tasks.base import ChainTask
 from pipeline.tasks.stage import Stage
 from stages.directory.manifest import Identity
 from stages.download import DownloadOptions
@@ -21,19 +22,20 @@ from trainer.config import ModelConfig
 from trainer.data.mask_rate import MaskRate
 
 
-def dataset_of(phase: int) -> Stage:
+def dataset_of(task: ChainTask, phase: int) -> Stage:
     """The stage that provides a phase's shards: a download if [dataset] names one, else a build from text.
 
-    Raises `UserError` if one trained phase would use downloaded shards and the other built ones.
+    `task`: any of the chain. Raises `UserError` if one trained phase would use downloaded shards and the other built
+    ones.
     """
-    download = DownloadDataset(phase=phase)
+    download = task.sibling(DownloadDataset, phase=phase)
     _require_one_vocabulary(download.settings)
-    return download if download.url else ShardDataset(phase=phase)
+    return download if download.url else task.sibling(ShardDataset, phase=phase)
 
 
-def mask_rate(phase: int) -> MaskRate | None:
+def mask_rate(task: ChainTask, phase: int) -> MaskRate | None:
     """The share of tokens that a phase's training masks as it reads; None: its shards are masked."""
-    dataset = dataset_of(phase)
+    dataset = dataset_of(task, phase)
     settings = dataset.settings.phase(phase)
     if not isinstance(dataset, ShardDataset) or dataset.settings.dataset.masking == STATIC:
         return None
@@ -84,12 +86,12 @@ class ShardDataset(Stage):
     phase = luigi.IntParameter(description="1 or 2")
 
     def requires(self) -> dict[str, Stage]:
-        return {"tokenize_corpus": TokenizeCorpus()}
+        return {"tokenize_corpus": self.sibling(TokenizeCorpus)}
 
     def options(self) -> ShardOptions:
         dataset, phase = self.settings.dataset, self.settings.phase(self.phase)
         return ShardOptions(
-            tokens=TokenizeCorpus().directory,
+            tokens=self.sibling(TokenizeCorpus).directory,
             seq_len=phase.seq_len,
             max_pred_len=phase.max_pred_len,
             masking=dataset.masking,
@@ -136,7 +138,7 @@ class UsesModel(Stage):
 
     def vocabulary(self, phase: int) -> dict[str, Stage]:
         """The stage that provides the vocabulary and tokenizer; none for downloaded shards."""
-        dataset = dataset_of(phase)
+        dataset = dataset_of(self, phase)
         return {} if isinstance(dataset, DownloadDataset) else dataset.requires()
 
     def model(self, phase: int) -> ModelConfig:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import luigi
 
-from pipeline.tasks.base import PipelineTask
+from pipeline.tasks.base import ChainTask
 from pipeline.tasks.stage import Stage
 
 
-class Goal(PipelineTask):
+class Goal(ChainTask):
     """Everything up to some stages, with a summary at the end."""
 
     def complete(self) -> bool:

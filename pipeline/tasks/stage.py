@@ -15,7 +15,7 @@ from pipeline import launchers
 from pipeline.luigi_adapters import exits, luigid_release
 from pipeline.luigi_adapters.luigid_progress import reports
 from pipeline.status import latest
-from pipeline.tasks.base import PipelineTask
+from pipeline.tasks.base import ChainTask
 from pipeline.tasks.input_hashes import input_hashes
 from pipeline.tasks.runner import Runner
 from stages.directory.manifest import MANIFEST, Identity, StartTime, why_incomplete
@@ -23,7 +23,7 @@ from stages.directory.options import StageOptions
 from stages.directory.records import read_manifest
 
 
-class Stage(PipelineTask):
+class Stage(ChainTask):
     """A task that owns one directory, `WORK/<stage>[-phase<N>]-<fingerprint[:10]>/`.
 
     It is complete when its manifest names its fingerprint and all listed outputs exist. `run` starts `command()`, which
@@ -139,11 +139,15 @@ class Stage(PipelineTask):
 
     def run(self) -> None:
         """Complete the stage. Raises `UserError`, which fails the task."""
+        with exits.while_running(), contextlib.nullcontext() if self.settings.cluster.follows else reports(self):
+            self.make()
+
+    def make(self) -> None:
+        """`run` outside a luigi worker. Raises `Interrupted`, `LockHeld`, `UserError`."""
         cluster = self.settings.cluster
-        with exits.while_running():
-            runner = Runner(self, launchers.launcher(self.settings, on_cluster=self.on_cluster))
-            if cluster.follows:
-                runner.follow(cluster.node_rank, cluster.join_timeout_s)
-            else:
-                with self.beside(), reports(self):
-                    runner.run()
+        runner = Runner(self, launchers.launcher(self.settings, on_cluster=self.on_cluster))
+        if cluster.follows:
+            runner.follow(cluster.node_rank, cluster.join_timeout_s)
+        else:
+            with self.beside():
+                runner.run()

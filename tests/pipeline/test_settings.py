@@ -185,7 +185,7 @@ def test_the_wikipedia_config_makes_the_tutorials_data_from_a_dump() -> None:
         "from pipeline.tasks import dataset\n"
         "from pipeline.settings.load import load\n"
         "s = load()\n"
-        "print([type(dataset.dataset_of(phase)).__name__ for phase in (1, 2)],\n"
+        "print([type(dataset.dataset_of(dataset.TokenizeCorpus(), phase)).__name__ for phase in (1, 2)],\n"
         "      s.dataset.shards, s.dataset.dupe_factor,\n"
         "      s.dataset.masking, s.phase1.masked_lm_prob, s.corpus.source, s.corpus.vocab_file,\n"
         "      s.corpus.lower_case, s.phase2.pack)"
