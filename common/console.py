@@ -1,4 +1,4 @@
-"""The console that a run writes to, which may go away while the run goes on."""
+"""Writes to the console, which may be closed while the run goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 from common.secrets import redact
 
-#: What a write to a closed terminal, or to a pipe that nobody reads any more, fails with.
+#: Errors of a write to a closed terminal or to a pipe without a reader.
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
 
 
@@ -21,12 +21,12 @@ def clock(seconds: float) -> str:
 
 
 def log(line: str) -> None:
-    """A line for the person at the console, without secrets."""
+    """Print a line, without secrets."""
     write(redact(line) + "\n")
 
 
 def write(text: str) -> None:
-    """Show `text`. A console that cannot take it does not stop the run: the log has everything."""
+    """Print `text` to stderr. A closed console does not stop the run: the log files have everything."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -37,7 +37,7 @@ def write(text: str) -> None:
 
 
 def detach_if_closed() -> None:
-    """If the terminal was closed, discard what is written to it from now on, by this process and by its libraries."""
+    """If the terminal was closed, redirect stdout and stderr to /dev/null, for this process's libraries too."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")

@@ -1,4 +1,4 @@
-"""Free space, asked for before anything is written."""
+"""A check for free disk space before anything is written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from common.errors import DiskError, existing_parent
 
 
 def require_disk_space(directory: Path, needed: int, what: str) -> None:
-    """Raise `DiskError` unless `needed` bytes are free where `directory` is; `what` needs them ("the shards need")."""
+    """Raise `DiskError` unless `needed` bytes are free on the disk of `directory`. `what` begins the message, as "the
+    shards need"."""
     free = shutil.disk_usage(existing_parent(directory)).free
     if needed > free:
         raise DiskError(

@@ -1,18 +1,18 @@
-"""The exceptions of this project, as a tree.
+"""The project's exceptions and exit statuses.
 
 Exception
-├── Interrupted        the process was asked to stop; the same command resumes: exit 75
-└── UserError          bad input: one line, exit 1, no traceback
-    ├── DiskError      a write failed (full disk, I/O error, no permission)
-    ├── LockHeld       somebody else is making the same thing
-    ├── NodeMissing    a machine of the run did not come
-    ├── CheckpointError  a checkpoint that cannot be used
-    └── AgreedError    what all workers of a run have found together: one of them says it
-        ├── NonFiniteStep     training has diverged
-        └── ReplicasDiffer    workers that hold the same weights have come to hold others; exit 71
+├── Interrupted          asked to stop; the same command resumes: exit 75
+└── UserError            bad input: one line, exit 1, no traceback
+    ├── DiskError        a write failed (full disk, I/O error, no permission)
+    ├── LockHeld         another process is at work on the same directory
+    ├── NodeMissing      a machine did not join the run: exit 69
+    ├── CheckpointError  a checkpoint cannot be used
+    └── AgreedError      all workers raise it together; the root reports it
+        ├── NonFiniteStep    training has diverged
+        └── ReplicasDiffer   copies of the weights differ between workers: exit 71
 
-A UserError's message says what was seen, what is allowed and what to do, in one line, and holds no secret.
-Mistakes of the programmer are asserts and other exceptions, with their tracebacks.
+A UserError's message is one line that says what was seen, what is allowed and what to do; secrets are redacted.
+Programming errors are asserts and other exceptions, with tracebacks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 
 from common.secrets import redact
 
-#: Exit status of a run that was asked to stop, saved its state and can go on (EX_TEMPFAIL of sysexits.h).
+#: Exit status of a run that was asked to stop, saved its state and can be resumed (EX_TEMPFAIL of sysexits.h).
 EXIT_INTERRUPTED = 75
-#: Exit status when a machine of the run did not come (EX_UNAVAILABLE of sysexits.h).
+#: Exit status when a machine did not join the run (EX_UNAVAILABLE of sysexits.h).
 EXIT_NODE_MISSING = 69
-#: Exit status when workers' copies of the weights differ (EX_OSERR of sysexits.h): another start may go well.
+#: Exit status when workers' copies of the weights differ (EX_OSERR of sysexits.h): a restart may succeed.
 EXIT_REPLICAS = 71
 #: Exit status of an unexpected exception (EX_SOFTWARE of sysexits.h).
 EXIT_SOFTWARE = 70
-#: Exit status of a command that was refused because of what it was given.
+#: Exit status of a command that refuses its input.
 EXIT_USER_ERROR = 1
 
 
@@ -40,9 +40,9 @@ class Interrupted(Exception):
 
 
 class UserError(Exception):
-    """Something the person who started the command can put right."""
+    """An error that the user can correct."""
 
-    #: Of a command that it ends.
+    #: Exit status of a command that ends with this error.
     exit_status = EXIT_USER_ERROR
 
     def __init__(self, *args: object) -> None:
@@ -54,7 +54,7 @@ class LockHeld(UserError):
 
 
 class NodeMissing(UserError):
-    """A machine of the run did not come in time."""
+    """A machine did not join the run in time."""
 
 
 class CheckpointError(UserError):
@@ -62,24 +62,24 @@ class CheckpointError(UserError):
 
 
 class AgreedError(UserError):
-    """What all workers raise at the same time, so that the root says it for all."""
+    """An error that all workers raise at the same time, so that the root alone reports it."""
 
 
 class NonFiniteStep(AgreedError):
     """A step's loss or gradient norm, or the weights after it, are not finite."""
 
-    #: Which batch of the data the step used, from 0; -1: not known yet.
+    #: Number of the step's batch in the data order, from 0; -1: not known yet.
     batch = -1
 
 
 class ReplicasDiffer(AgreedError):
-    """Workers that should hold the same weights do not."""
+    """Data-parallel workers' copies of the weights or moments differ."""
 
     exit_status = EXIT_REPLICAS
 
 
 class DiskError(UserError):
-    """A file could not be written; what was there before is untouched."""
+    """A file could not be written; its previous content is intact."""
 
     @classmethod
     def of(cls, error: OSError, path: Path) -> DiskError:
@@ -94,7 +94,7 @@ class DiskError(UserError):
 
 
 def one_line(error: Exception) -> str:
-    """What an exception of a library says, as a part of our line, without secrets."""
+    """A library's error message on one line and without secrets, to be part of a message of ours."""
     return redact(" ".join(str(error).split())) or type(error).__name__
 
 

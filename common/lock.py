@@ -1,4 +1,4 @@
-"""One directory, one process at work on it: an advisory lock in a file of the directory. Imports no torch."""
+"""An advisory lock that lets one process at a time work on a directory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from common.errors import DiskError, LockHeld
 from common.files import disk_errors, read_json, utc_now
 
 LOCK = "lock"
-#: The identity of what is made in a stage's directory, written by whoever holds its lock.
+#: The identity of a stage directory's result; the lock's holder writes it.
 IDENTITY = "stage.json"
-#: Set by a process that holds the lock of a directory, for the commands it starts to work there: the fingerprint in
-#: the directory's identity.
+#: Environment variable: a process that holds a directory's lock passes the directory's fingerprint to the commands that
+#: it starts there.
 HELD_FINGERPRINT_VARIABLE = "STAGE_FINGERPRINT"
-#: Grace period for the children of a killed holder, in seconds.
+#: Seconds to wait for the children of a killed holder to exit.
 _DYING_S = 10.0
-#: Longest time that somebody who only looks whether the lock is held keeps it, in seconds.
+#: Seconds for which a process that only checks the lock may hold it, at most.
 _GLANCE_S = 0.2
 
 
 @contextlib.contextmanager
 def hold(directory: Path) -> Iterator[int]:
-    """Hold the lock of `directory`, a file descriptor; raises `LockHeld` with the holder, `DiskError`.
+    """Hold the lock of `directory`; yields its file descriptor.
 
-    The lock belongs to the open file: it is free again when this process, and every child that was given the
-    descriptor, is gone, however they went. The file itself stays.
+    Raises `LockHeld`, which names the holder, or `DiskError`.
+
+    The lock belongs to the open file: it is released when this process and every child that inherited the descriptor
+    have exited, for whatever reason. The file itself stays.
     """
     with disk_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -48,19 +50,19 @@ def hold(directory: Path) -> Iterator[int]:
 
 
 def is_held_for_us(directory: Path) -> bool:
-    """Whether the process that started this one holds the lock of `directory` for it."""
+    """Whether the parent process holds the lock of `directory` on behalf of this one."""
     fingerprint = os.environ.get(HELD_FINGERPRINT_VARIABLE)
     return fingerprint is not None and (read_json(directory / IDENTITY) or {}).get("fingerprint") == fingerprint
 
 
 def is_held(directory: Path) -> bool:
-    """Whether somebody holds the lock of `directory`."""
+    """Whether any process holds the lock of `directory`."""
     try:
         fd = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
-        # Shared, so that two who look do not see each other.
+        # A shared lock, so that two processes that check at the same time do not block each other.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -70,8 +72,8 @@ def is_held(directory: Path) -> bool:
 
 
 def is_alive(pid: object) -> bool:
-    """Whether process `pid` of this machine runs. One that has ended and whose parent has not noticed does not."""
-    import psutil  # only where somebody holds a lock
+    """Whether process `pid` runs on this machine; a zombie does not."""
+    import psutil  # slow to import, and only needed when a lock is held
 
     try:
         return isinstance(pid, int) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -80,8 +82,8 @@ def is_alive(pid: object) -> bool:
 
 
 def _lock(fd: int, directory: Path) -> None:
-    """Take the lock, or raise `LockHeld`. Who only looks whether it is held is waited for, and so are the children of
-    a holder that was killed, while they die."""
+    """Take the lock, or raise `LockHeld`. Waits for processes that only check it, and for the children of a killed
+    holder to exit."""
     began = time.monotonic()
     while True:
         try:

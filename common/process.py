@@ -1,4 +1,4 @@
-"""What a process of ours does about its parent and its signals."""
+"""Parent processes, stop signals and exit statuses."""
 
 from __future__ import annotations
 
@@ -11,43 +11,42 @@ import sys
 
 from common.errors import EXIT_INTERRUPTED
 
-#: Set by whoever starts one of our commands, to its process id: the command is to die with it.
+#: Environment variable: the id of the process that started this command, with which it is to die.
 PARENT_VARIABLE = "STAGE_PARENT_PID"
-#: Which of several machines this is, and the address of the first: torchrun's own names for its defaults.
+#: torchrun's environment variables for the rank of this machine and the address of the first one.
 NODE_RANK_VARIABLE, MASTER_ADDR_VARIABLE = "PET_NODE_RANK", "PET_MASTER_ADDR"
-#: Name of a thread that holds no lock a forked child needs.
+#: Name of a thread that holds no lock which a forked child would need.
 HEARTBEAT_THREAD = "heartbeat"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-#: What asks a process of ours to save and stop. SIGUSR1: a scheduler, ahead of its time limit. SIGHUP: a terminal that
-#: is closed.
+#: Signals that ask a process to save and stop. Schedulers send SIGUSR1 ahead of a time limit, a closed terminal SIGHUP.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
-#: Numbers of those that torchrun's starter ignores, as under nohup: torchrun itself would not hand that on to workers.
+#: Environment variable: the stop signals that torchrun's parent ignores, as under nohup. torchrun does not pass it on.
 IGNORED_VARIABLE = "TRAINER_IGNORED_SIGNALS"
 
 
 def available_cores() -> int:
-    """Processors that this process may use, as far as the system tells."""
+    """CPU cores that this process may use; all of the machine's where the system does not tell."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def print_in_any_locale() -> None:
-    """Have characters that the terminal's encoding lacks printed as "?", instead of failing with them."""
+    """Print "?" for characters that the terminal's encoding lacks, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def node_rank() -> int:
-    """Which of several machines this is; 0 where there is one. torchrun tells its workers as GROUP_RANK."""
+    """The rank of this machine, from 0. torchrun passes it to its workers as GROUP_RANK."""
     return int(os.environ.get("GROUP_RANK") or os.environ.get(NODE_RANK_VARIABLE, "0"))
 
 
 def stop_early_on_signals() -> None:
-    """Until there is something to save, a stop signal ends the process at once, as one that can go on.
+    """Until there is something to save, let a stop signal end the process at once with `EXIT_INTERRUPTED`.
 
-    (`trainer.launch.torchrun` blocks the signals for itself, and its children begin with them blocked.)
+    Also unblocks the signals: `trainer.launch.torchrun` blocks them for itself, which its children inherit.
     """
     heeded = heeded_signals()
     for signum in STOP_SIGNALS:
@@ -56,30 +55,30 @@ def stop_early_on_signals() -> None:
 
 
 def is_ignored(signum: int) -> bool:
-    """Whether whoever started this process has it ignore a signal, as nohup does with SIGHUP."""
+    """Whether this process ignores a signal, as one does with SIGHUP under nohup."""
     return signal.getsignal(signum) == signal.SIG_IGN
 
 
 def heeded_signals() -> frozenset[signal.Signals]:
-    """The stop signals, without those that this process was started to ignore."""
+    """The stop signals, except those that this process was started to ignore."""
     ignored = {int(number) for number in os.environ.get(IGNORED_VARIABLE, "").split()}
     return frozenset(signum for signum in STOP_SIGNALS if signum not in ignored and not is_ignored(signum))
 
 
 def shell_status(code: int) -> int:
-    """The exit status of a process as shells count it: 128 more than the signal that killed it."""
+    """A process's exit status as shells give it: 128 + N for one that signal N killed."""
     return code if code >= 0 else 128 - code
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
+    """A TCP port of the loopback interface on which nothing listens now."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
 
 
 def die_with_starter() -> None:
-    """`die_with_parent` for a command that was started by one of ours, directly or through torchrun."""
+    """`die_with_parent` for a command that another of this project's commands started, directly or through torchrun."""
     starter = os.environ.pop(PARENT_VARIABLE, None)
     if starter is not None:
         die_with_parent(int(starter))
@@ -90,7 +89,7 @@ def die_with_starter() -> None:
 def die_with_parent(expected_parent: int | None = None) -> None:
     """Ask Linux to SIGKILL this process when its parent dies, so that no orphan holds a device or a lock.
 
-    If the parent (`expected_parent`, when given) is gone already, exit at once. Elsewhere than on Linux: only that.
+    Exits at once if the parent is not `expected_parent` any more. Systems other than Linux have this check only.
     """
     prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
     if prctl is not None:

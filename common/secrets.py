@@ -1,7 +1,7 @@
-"""Keeps passwords, tokens and signatures out of everything that is written or shown.
+"""Keep passwords, tokens and signatures out of everything that is written or shown.
 
-`Secret` holds one; `redact` removes them from text; `address_identity` is an address without what only proves who asks,
-so that a renewed signature does not make it another address. Nothing here imports torch or luigi.
+`Secret` holds one; `redact` removes them from text; `address_identity` is an address without its credentials, which a
+renewed signature does not change. Imports neither torch nor luigi.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote_plus, unquote
 
 MASK = "***"
-#: A JSON object in the environment of a child process: its arguments as `ps` shows them → what they stand for.
+#: Environment variable of a child process, a JSON object: its redacted arguments → the secrets they stand for.
 SECRETS_VARIABLE = "STAGE_SECRETS"
 
 #: Names of query parameters, in lower case without - and _, that hold a secret in any address.
@@ -31,12 +31,12 @@ _SECRET_NAME = re.compile(
 )
 #: Parameters that belong to a signature: AWS V4, Google V4, Alibaba, Huawei, Tencent.
 _SIGNATURE_NAME = re.compile(r"x-(amz|goog|oss|obs|cos)-.*|q-(sign|ak|key-time|header-list|url-param-list).*")
-#: Those that do where another parameter is a secret: AWS V2, Google V2, CloudFront, Google's CDN, Alibaba.
+#: Parameters that belong to a signature only beside one: AWS V2, Google V2, CloudFront, Google's CDN, Alibaba.
 _WITH_SECRET_NAME = re.compile(
     r"expires?|exp|expiry|expiration|ttl|policy|key-pair-id|hash-algorithm|keyname|urlprefix|x-id"
     r"|(aws|oss)?accesskeyid|googleaccessid"
 )
-#: Those beside `sig` in Azure's shared access signatures.
+#: Parameters of Azure's shared access signatures, beside `sig`.
 _WITH_SIG_NAME = re.compile(r"s[vsrtpei]|srt|spr|sip|sdd|ses|sk(oid|tid|t|e|s|v)|saoid|suoid|scid")
 #: Parameters that name an object and are shown; the value of any other is masked.
 _PLAIN_NAME = re.compile(
@@ -50,34 +50,34 @@ _SECRET_VARIABLE = re.compile(
     r"(?i).*(secret|token|password|passwd|passphrase|credentials?|api_?key|access_?key|private_?key|webhook)(?!.*_id$)"
 )
 _NO_SECRET_VARIABLE = re.compile(r"(?i).*(_file|_path|_dir|_uri|_id|_name)|failpoint_.*|" + SECRETS_VARIABLE)
-#: Shorter ones are found in addresses only: masked wherever they stand, they would make holes in ordinary words.
+#: Least lengths of secrets that are masked in any text. Shorter ones would also match parts of ordinary words.
 _LITERAL_MIN, _VARIABLE_MIN = 6, 8
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>\x00-\x1f]+")
 _QUERY = re.compile(r"(?<=\?)[^\s\"'<>?]*=[^\s\"'<>]*")
-#: What follows an address in a sentence.
+#: Punctuation that may follow an address in a sentence.
 _PUNCTUATION = re.compile(r"[.,;:!)\]}]*$")
 
-#: Secrets that this process has met, and what stands in their place.
+#: Secrets that this process has seen → what is shown instead.
 _met: dict[str, str] = {}
 
 
 class Secret(str):
-    """A secret, or an address that may hold one. As a string it is what may be shown; `reveal` gives the whole.
+    """A secret, or an address that may hold one. Its string value is redacted; `reveal` returns the original.
 
-    Formatting, JSON, logs and command lines that forget about it get what may be shown.
+    So formatting, JSON, logs and command lines are redacted by default.
     """
 
     __slots__ = ("_whole",)
     _whole: str
 
     def __new__(cls, whole: str) -> Secret:
-        """A text that is a secret from its first to its last character; empty, there is none."""
+        """A text that is secret as a whole; an empty one is no secret."""
         return cls._made(whole, MASK if whole else "")
 
     @classmethod
     def address(cls, whole: str) -> Secret:
-        """An address or path: shown without login, signature and the values of unknown parameters."""
+        """An address or path, shown without its login, its signature and the values of unknown parameters."""
         made = cls._made(whole, public_address(whole))
         _met.update((word, MASK) for word in _credentials_of(whole) if len(word) >= _LITERAL_MIN)
         return made
@@ -95,7 +95,7 @@ class Secret(str):
 
     @property
     def hides(self) -> bool:
-        """Whether there is more than what is shown."""
+        """Whether the original differs from what is shown."""
         return self._whole != str(self)
 
     def __eq__(self, other: object) -> bool:
@@ -112,13 +112,13 @@ class Secret(str):
 
 
 def revealed_by_parent(argument: str) -> Secret:
-    """The address that a command-line argument stands for: the parent's, if it is one that the parent has hidden."""
+    """The address for which a command-line argument stands: the parent process's original if it was redacted."""
     hidden: Mapping[str, str] = json.loads(os.environ.get(SECRETS_VARIABLE, "{}"))
     return Secret.address(hidden.get(argument, argument))
 
 
 def hidden_words(words: Sequence[str]) -> dict[str, str]:
-    """The environment with which a child's `revealed_by_parent` understands `words`: empty if nothing is hidden."""
+    """The environment variables that a child's `revealed_by_parent` needs for the arguments `words`, if any."""
     hidden: dict[str, str] = {}
     for word in words:
         if isinstance(word, Secret) and word.hides:
@@ -133,8 +133,8 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """`text` without secrets: logins, signatures and tokens of any address in it, the secrets that this process has
-    met, and those of its environment."""
+    """`text` without secrets: those of any address in it (login, signature, tokens), those that this process has seen,
+    and those in its environment."""
     for word, shown in sorted({**_of_environment(), **_met}.items(), key=lambda item: -len(item[0])):
         if word in text:
             text = text.replace(word, shown)
@@ -146,7 +146,7 @@ def redact(text: str) -> str:
 
 
 def _bare_query(query: str) -> str:
-    """The query of an address that stands without its host, as in urllib3's errors; or any text with ? and =."""
+    """Redact the query of an address without a host, as in urllib3's errors, or any text with ? and =."""
     is_signed = any(is_secret for *_, is_secret in _parameters(query))
     return _public_query(query, masks_unknown=False) if is_signed else query
 
@@ -158,12 +158,12 @@ def _public_match(found: re.Match[str]) -> str:
 
 
 def public_address(address: str) -> str:
-    """An address as it may be shown; a path as it is."""
+    """The address without secrets; a path stays unchanged."""
     return _without_secrets(address, _shown_value)
 
 
 def address_identity(address: str) -> str:
-    """What tells an address from any other: the same for a renewed signature, another for another object.
+    """An identity for the object behind the address: a renewed signature does not change it.
 
     The values of unknown parameters are hashed.
     """
@@ -175,7 +175,7 @@ def _shown_value(value: str) -> str:
 
 
 def _hashed_value(value: str) -> str:
-    if _HASHED.fullmatch(value):  # an identity's own identity is the same
+    if _HASHED.fullmatch(value):  # the identity of an identity is itself
         return value
     return f"sha256:{hashlib.sha256(value.encode()).hexdigest()[:16]}"
 
@@ -195,7 +195,7 @@ def _without_secrets(address: str, unknown: Callable[[str], str]) -> str:
 
 
 def _without_login(rest: str) -> str:
-    """What follows `://` without user and password, in which any character may stand, @ and / included."""
+    """The part after `://` without user and password, which may contain any character, @ and / included."""
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if "@" in authority:
         return rest[authority.rindex("@") + 1 :]
@@ -206,7 +206,7 @@ def _without_login(rest: str) -> str:
 
 
 def _public_query(query: str, *, unknown: Callable[[str], str] = _shown_value, masks_unknown: bool = True) -> str:
-    """A query without what belongs to a signature, and without the values of unknown parameters."""
+    """A query without its signature and without the values of unknown parameters."""
     kept = []
     for name, value, is_secret in _parameters(query):
         if is_secret:
@@ -218,7 +218,7 @@ def _public_query(query: str, *, unknown: Callable[[str], str] = _shown_value, m
 
 
 def _parameters(query: str) -> list[tuple[str, str, bool]]:
-    """(name, value, whether it only proves who asks) for each parameter of a query."""
+    """(name, value, whether it is part of the credentials) for each parameter of a query."""
     pairs = parse_qsl(query, keep_blank_values=True)
     names = {name.lower() for name, _ in pairs}
     is_signed = any(map(is_secret_name, names)) or any(map(_SIGNATURE_NAME.fullmatch, names))
@@ -235,7 +235,7 @@ def _parameters(query: str) -> list[tuple[str, str, bool]]:
 
 
 def _credentials_of(address: str) -> Iterator[str]:
-    """The password of an address and the values of its secret parameters, as they stand there and decoded."""
+    """The password of an address and the values of its secret parameters, each as written and decoded."""
     rest = address.partition("://")[2]
     if not rest:
         return
@@ -255,7 +255,7 @@ def _of_environment() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=4)
 def _secrets_among(variables: tuple[tuple[str, str], ...]) -> dict[str, str]:
-    """Values of environment variables that are secrets, and the logins of proxies."""
+    """The secrets among environment variables, logins of proxies included."""
     found: dict[str, str] = {}
     for name, value in variables:
         if name.lower().endswith("_proxy"):
@@ -266,7 +266,7 @@ def _secrets_among(variables: tuple[tuple[str, str], ...]) -> dict[str, str]:
 
 
 class RedactingFilter(logging.Filter):
-    """Takes secrets out of log records, their tracebacks included."""
+    """Redacts log records, their tracebacks included."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = redact(record.getMessage()), ()
@@ -278,7 +278,7 @@ class RedactingFilter(logging.Filter):
 
 
 def redact_tracebacks() -> None:
-    """What Python prints of an exception that nobody catches has no secrets from now on."""
+    """From now on redact the tracebacks that Python prints for uncaught exceptions."""
 
     def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         print(redact("".join(traceback.format_exception(kind, error, where))), end="", file=sys.stderr)

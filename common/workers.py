@@ -1,4 +1,4 @@
-"""Work spread over processes, with results in the order of the tasks and nothing left behind."""
+"""A pool of worker processes that returns results in the order of the tasks and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ from common.process import HEARTBEAT_THREAD, available_cores, die_with_parent
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-#: Tasks handed out ahead per process: enough that none waits, few enough that memory stays bounded.
+#: Tasks submitted ahead per process: enough to keep it busy, few enough to bound memory.
 _AHEAD = 3
 
 
 def processes_asked_for(count: int) -> int:
-    """`count`, or for 0 the number of processors that this process may use; raises `UserError` below that."""
+    """`count`, or for 0 the number of available cores. Raises `UserError` if it is negative."""
     if count < 0:
         raise UserError(f"--processes is {count}; give 1 or more, or 0 for one on each core")
     return count or available_cores()
 
 
 class Workers:
-    """So many processes (one: this very one), from entering the context on. Make it before anything has threads."""
+    """A context with `processes` worker processes; with one, the work is done in this process.
+
+    Enter it before this process starts threads, which rule out a fast fork.
+    """
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
         self._pool: ProcessPoolExecutor | None = None
 
     def map(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Results of `function` on `tasks` (read as needed), in their order.
+        """Yield `function(task)` for each of `tasks`, in order; tasks are read as needed.
 
-        Raises what `function` raises; `UserError` when a worker process dies.
+        Raises what `function` raises, and `UserError` if a worker process dies.
         """
         if self._pool is None:
             yield from map(function, tasks)
@@ -63,7 +66,7 @@ class Workers:
     def __enter__(self) -> Workers:
         if self._processes > 1:
             self._pool = ProcessPoolExecutor(
-                self._processes, mp_context=get_context(_how_to_start()), initializer=_begin_worker,
+                self._processes, mp_context=get_context(_start_method()), initializer=_begin_worker,
                 initargs=(os.getpid(),),
             )  # fmt: skip
             with warnings.catch_warnings():
@@ -78,14 +81,14 @@ class Workers:
             self._pool = None
 
 
-def _how_to_start() -> str:
-    """A forked worker has all imports: it starts 0.25 s earlier. But a fork of a process with threads can hang."""
+def _start_method() -> str:
+    """fork, which saves 0.25 s of imports, unless this process has threads: forking those can deadlock."""
     # The heartbeat holds no lock that a worker needs.
     others = [thread for thread in threading.enumerate() if thread.name != HEARTBEAT_THREAD]
     return "fork" if sys.platform == "linux" and len(others) == 1 else "spawn"
 
 
 def _begin_worker(parent: int) -> None:
-    # Ctrl-C reaches the whole foreground group; the parent alone answers it.
+    # Ctrl-C reaches the whole foreground process group; the parent alone handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)

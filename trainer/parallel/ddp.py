@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel in the loop's terms: gradients are summed beside the backward pass."""
+"""Adapts torch's DistributedDataParallel to the loop: gradients are summed during the backward pass."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.optim.parameters import SeparateParameters
 from trainer.parallel.mesh import Group
 
-#: DDP puts its buckets, and with them the gradients, elsewhere once: before its second reduction.
+#: DDP rebuilds its buckets, which moves the gradients, once: before its second reduction.
 _STEPS_UNTIL_SETTLED = 2
 
 
 class DdpParameters(SeparateParameters):
-    """Parameters whose gradients DDP sums: in its buckets, or, where those have not the type of our sums, in ours."""
+    """Parameters whose gradients DDP sums: in its buckets, or in our own sums where the dtypes differ."""
 
     _reductions = 0
 
     def reduce(self, all_reduce: Callable[[list[Tensor]], None]) -> Tensor:
-        """The extras, summed over the workers; the gradients are already."""
+        """Return the extras summed over the workers; DDP has summed the gradients."""
         self._reductions += 1
         if not self._sums_itself:
             for parameter in self._parameters.values():
-                parameter.grad = None  # DDP's bucket, with nothing in it
+                parameter.grad = None  # DDP's bucket, which is empty
         elif self._reductions <= _STEPS_UNTIL_SETTLED:
             self._settle()
         self.check_homes()
@@ -36,20 +36,20 @@ class DdpParameters(SeparateParameters):
         return self._extras.clone()
 
     def own_sums(self) -> dict[Tensor, Tensor] | None:
-        """Parameter → our sum of its gradients; None where DDP's buckets are the sums."""
+        """Parameter → our sum of its gradients; None if DDP's buckets hold the sums."""
         if self._sums_itself:
             return None
         return {parameter: self._homes[name] for name, parameter in self._parameters.items()}
 
 
 class DdpModel:
-    """A model's forward pass under DDP; the sum over the workers is part of the last micro-step's backward pass."""
+    """The model's forward and backward pass under DDP, which sums over the workers in the last micro-step."""
 
     def __init__(self, model: nn.Module, group: Group, parameters: DdpParameters) -> None:
         self._ddp = DistributedDataParallel(
             model, process_group=group.process_group, broadcast_buffers=False, gradient_as_bucket_view=True
         )
-        # DDP takes the mean over the workers, and ours are sums.
+        # DDP takes the mean over the workers; the loop expects sums.
         self._scale = group.size
         sums = parameters.own_sums()
         if sums is not None:
@@ -65,12 +65,12 @@ class DdpModel:
         (loss * self._scale).backward()
 
     def micro_step(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """What forward and backward of a micro-step run in."""
+        """The context of a micro-step's forward and backward pass: no communication before the last one."""
         return contextlib.nullcontext() if is_last else self._ddp.no_sync()
 
 
 def _sum_ours(sums: dict[Tensor, Tensor], group: Group, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP calls when all gradients of a bucket are there: sum ours of these parameters over the workers."""
+    """DDP's communication hook for a bucket whose gradients are ready: sum our gradients of its parameters."""
     ours = [sums[parameter] for parameter in bucket.parameters()]
     flat = torch.cat([tensor.reshape(-1) for tensor in ours])
     future = dist.all_reduce(flat, group=group.process_group, async_op=True).get_future()

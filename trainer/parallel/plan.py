@@ -1,9 +1,9 @@
-"""What tensor parallelism splits, and how: one table for training, merging and splitting. Pure data; imports no torch.
+"""How tensor parallelism splits each parameter: one table for training, merging and splitting. Imports no torch.
 
-t is the tensor-parallel size, r a rank in 0 … t-1. Rank r holds the elements [r·⌈n/t⌉, (r+1)·⌈n/t⌉) of a split axis of
-length n, as far as there are any. Attention heads, hidden and intermediate sizes must divide by t. The vocabulary need
-not: in training every rank has ⌈V/t⌉ rows, and those past V, all at the very end, are padding. Files hold no padding,
-so that the last ranks' are shorter and the whole is the ranks' pieces, one after the other.
+t is the tensor-parallel size, r a rank in 0 … t-1. Rank r holds the elements [r·⌈n/t⌉, min((r+1)·⌈n/t⌉, n)) of a split
+axis of length n. t must divide the number of attention heads and the intermediate size, but not the vocabulary: in
+training every rank has ⌈V/t⌉ rows, of which those past V are padding. Files hold no padding: one after the other, the
+ranks' pieces are the whole tensor.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from trainer.config import ModelConfig
 
 @dataclass(frozen=True)
 class Split:
-    """How a parameter is split."""
+    """How a parameter is split among ranks."""
 
-    #: Axis of the parameter, as torch stores it: (out, in).
+    #: Axis of the parameter; torch stores weights as (out, in).
     axis: int
-    #: Parameters of one group are split together or not at all, in any model that works.
+    #: Parameters of one group must all be split, or none of them.
     group: str
-    #: Whether the axis may be padded up to a multiple of t.
+    #: Whether the axis is padded to a multiple of t.
     padded: bool = False
 
 
@@ -32,7 +32,7 @@ _ATTENTION_COLUMN = Split(0, "attention")
 _FEED_FORWARD_COLUMN = Split(0, "feed-forward")
 _VOCABULARY = Split(0, "vocabulary", padded=True)
 
-#: Pattern of Hugging Face's parameter names → split. The first that fits counts; what none fits is whole everywhere.
+#: Patterns of Hugging Face's parameter names → split. The first match counts; a parameter without one is not split.
 PLAN: tuple[tuple[str, Split], ...] = (
     ("bert.encoder.layer.*.attention.self.query.*", _ATTENTION_COLUMN),
     ("bert.encoder.layer.*.attention.self.key.*", _ATTENTION_COLUMN),
@@ -48,29 +48,29 @@ PLAN: tuple[tuple[str, Split], ...] = (
 
 @functools.cache
 def split_of(name: str) -> Split | None:
-    """How the parameter `name` is split; None: it is whole on every rank. Its moments are split like it."""
+    """How the parameter `name`, and its moments, are split; None: every rank holds all of it."""
     return next((split for pattern, split in PLAN if fnmatchcase(name, pattern)), None)
 
 
 def split_axis(name: str) -> int | None:
-    """The axis along which the parameter `name` is split; None: it is whole on every rank."""
+    """The axis along which the parameter `name` is split; None: every rank holds all of it."""
     split = split_of(name)
     return None if split is None else split.axis
 
 
 def padded_length(length: int, size: int) -> int:
-    """The smallest multiple of `size` that is no less than `length`."""
+    """`length` rounded up to a multiple of `size`."""
     return -(-length // size) * size
 
 
 def share(length: int, rank: int, size: int) -> slice:
-    """The elements of an axis that rank `rank` of `size` holds, without padding; may be empty."""
+    """The range of an axis that rank `rank` of `size` holds, without padding; may be empty."""
     each = padded_length(length, size) // size
     return slice(min(rank * each, length), min((rank + 1) * each, length))
 
 
 def stored_shape(name: str, shape: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
-    """The shape of rank `rank`'s piece of the parameter `name`, whose whole shape is `shape`, in its file."""
+    """The shape of rank `rank`'s piece in its file, of the parameter `name` with the whole shape `shape`."""
     split = split_of(name)
     if split is None or size == 1:
         return shape
@@ -79,7 +79,7 @@ def stored_shape(name: str, shape: tuple[int, ...], rank: int, size: int) -> tup
 
 
 def padded_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The shape of any rank's piece of the parameter `name` in training: padding included, so the same for all."""
+    """The shape of every rank's piece in training, padding included, of `name` with the whole shape `shape`."""
     split = split_of(name)
     if split is None or size == 1:
         return shape
@@ -87,7 +87,7 @@ def padded_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...
 
 
 def require_divisible(model: ModelConfig, size: int) -> None:
-    """Raise `UserError` unless a model can be split `size` ways."""
+    """Raise `UserError` unless the model can be split among `size` ranks."""
     for name in ("num_attention_heads", "intermediate_size"):
         value = getattr(model, name)
         if value % size:

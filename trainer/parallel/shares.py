@@ -1,4 +1,4 @@
-"""Whole tensors and the shares of them that tensor-parallel ranks hold, as `trainer/parallel/plan.py` cuts them."""
+"""Converts between whole tensors and the pieces that tensor-parallel ranks hold (see `trainer/parallel/plan.py`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trainer.parallel.tensor import TensorParallel
 
 
 def split_like(name: str) -> Split | None:
-    """How a parameter, or an optimizer's tensor `<kind>.<parameter>`, is split; None: it is whole on every rank."""
+    """How a parameter, or an optimizer's tensor `<kind>.<parameter>`, is split; None: every rank holds all of it."""
     return split_of(name) or split_of(name.partition(".")[2])
 
 
 def whole_shape(name: str, shape: tuple[int, ...], vocab_size: int, size: int) -> tuple[int, ...]:
-    """The shape of all of a parameter of which a rank of `size` holds `shape`, padding included."""
+    """The whole shape, without padding, of a parameter whose pieces on `size` ranks have `shape`, padding included."""
     split = split_like(name)
     if split is None or size == 1:
         return shape
@@ -43,7 +43,7 @@ def put_piece(target: Tensor, name: str, piece: Tensor) -> None:
 
 
 def without_padding(name: str, tensor: Tensor, vocab_size: int, ranks: TensorParallel) -> Tensor:
-    """A view of this rank's tensor that leaves its padding out: what files hold."""
+    """A view of this rank's tensor without its padding, as files hold it."""
     split = split_like(name)
     if split is None or ranks.size == 1:
         return tensor

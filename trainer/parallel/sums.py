@@ -1,7 +1,7 @@
-"""Layers whose weights get gradients that are sums over all tokens, in fp32 where the weights are bf16.
+"""LayerNorm and embeddings whose weight gradients are summed over tokens in fp32 when the weights are bf16.
 
-torch's kernels for the CPU add up such gradients in bf16, where small addends are lost beside a large sum: those of
-LayerNorms and of segment embeddings were off by up to 18 % (docs/decisions.md). Elsewhere it costs little.
+torch's CPU kernels sum such gradients in bf16, where small addends are lost beside a large sum: gradients of LayerNorms
+and segment embeddings were off by up to 18 % (docs/decisions.md). On other devices fp32 costs little.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's; with bf16 weights computed in fp32, from bf16 to bf16."""
+    """torch's LayerNorm; with bf16 weights it computes in fp32 and returns bf16."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.dtype != torch.bfloat16:
@@ -26,7 +26,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class Embedding(nn.Embedding):
-    """torch's; the gradient of bf16 weights is summed in fp32."""
+    """torch's Embedding; the gradient of bf16 weights is summed in fp32."""
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = F.embedding(ids, at_least_fp32(self.weight), self.padding_idx)
