@@ -1,4 +1,5 @@
-"""Evaluate a model's masked-LM and next-sentence predictions on held-out examples, and its grammar on BLiMP."""
+"""Evaluate a model's masked-LM predictions on held-out examples, its next-sentence ones if it has that head and the
+examples have labels, and its grammar on BLiMP."""
 
 from __future__ import annotations
 

@@ -118,6 +118,8 @@ def graphs_of(command: Sequence[str]) -> Graphs | None:
     given = parse(command[at + 1 :])
     run, config, data = given.run, given.config, vars(given.workload)
     model = {name: data.get(name) for name in ("model", "vocab_size", "disable_dropout", "debug")}
+    if data.get("next_sentence") is False:
+        model["next_sentence"] = False
     if data.get("model_config"):
         model["model_config"] = InputHashes().sha256(data["model_config"])
     shards = ShardSet.open(data["data_dir"]) if "max_pred_len" in data else None

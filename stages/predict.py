@@ -1,5 +1,6 @@
 """`python -m stages.predict MODEL TEXT [TEXT]`: predict the [MASK] tokens, and whether the second text follows the
-first. MODEL: a Hugging Face directory with its tokenizer, as written by stages.merge.
+first. MODEL: a Hugging Face directory with its tokenizer, as written by stages.merge. A model without a next-sentence
+head takes one text.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from stages.directory.command import run
 
 #: Predictions shown per mask.
 TOP = 5
+#: What a BertForMaskedLM lacks.
+_HEAD = {f"{name}.{kind}" for name in ("bert.pooler.dense", "cls.seq_relationship") for kind in ("weight", "bias")}
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,20 @@ class Prediction:
 
 
 def predict(model: Any, tokenizer: Any, texts: list[str], *, top: int = TOP) -> Prediction:
-    """Predict with Hugging Face's `BertForPreTraining` and its tokenizer; probabilities are softmaxes of the logits.
+    """Predict with Hugging Face's `BertForPreTraining` or `BertForMaskedLM` and its tokenizer; probabilities are
+    softmaxes of the logits.
 
-    Raises `UserError` for an empty text, a single text without a mask, and texts longer than the model's positions.
+    Raises `UserError` for an empty text, a single text without a mask, two texts and a `BertForMaskedLM`, and texts
+    longer than the model's positions.
     """
     import torch
+
+    has_head = hasattr(model.cls, "seq_relationship")
+    if len(texts) == 2 and not has_head:
+        raise UserError(
+            f"two texts were given, and the model was trained without next-sentence prediction; give one with "
+            f"{tokenizer.mask_token}"
+        )
 
     encoded = tokenizer(*texts, return_tensors="pt")
     ids = encoded["input_ids"][0]
@@ -52,9 +64,10 @@ def predict(model: Any, tokenizer: Any, texts: list[str], *, top: int = TOP) -> 
         )
     with torch.inference_mode():
         out = model(**encoded)
+    words = out.prediction_logits if has_head else out.logits
     fillings = []
     for place in places:
-        best = out.prediction_logits[0, place].float().softmax(-1).topk(top)
+        best = words[0, place].float().softmax(-1).topk(top)
         pieces = tokenizer.convert_ids_to_tokens(best.indices.tolist())
         fillings.append(list(zip(pieces, best.values.tolist(), strict=True)))
     # Class 0 means "is the next sentence", in our shards as in Hugging Face's model.
@@ -63,7 +76,8 @@ def predict(model: Any, tokenizer: Any, texts: list[str], *, top: int = TOP) -> 
 
 
 def load(directory: Path, tokenizer: Path) -> tuple[Any, Any]:
-    """Load model and tokenizer with Hugging Face, offline, from these directories only. Raises `UserError`."""
+    """Load model and tokenizer with Hugging Face, offline, from these directories only: a `BertForPreTraining`, or a
+    `BertForMaskedLM` if the weights lack the whole next-sentence head. Raises `UserError`."""
     # transformers reads these at import: no network access, and no warnings about unused features.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -81,6 +95,8 @@ def load(directory: Path, tokenizer: Path) -> tuple[Any, Any]:
     transformers.utils.logging.disable_progress_bar()
     try:
         model, info = transformers.BertForPreTraining.from_pretrained(directory, output_loading_info=True)
+        if set(info["missing_keys"]) == _HEAD:
+            model, info = transformers.BertForMaskedLM.from_pretrained(directory, output_loading_info=True)
         pieces = transformers.BertTokenizerFast.from_pretrained(tokenizer)
     except Exception as error:  # a damaged model can raise anything
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -1,4 +1,4 @@
-"""Token ids → the shards of one phase: masked pairs of sentences as HDF5."""
+"""Token ids → the shards of one phase: pairs of segments, or whole sentences, as HDF5."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from stages.directory.command import run
 from stages.directory.manifest import StageDirectory, why_incomplete
 from stages.directory.options import StageOptions, parse, stage_parser
 from stages.directory.records import read_manifest
-from stages.examples.form import PACKED_SEQUENCES, SPECIAL_POSITIONS, Form
+from stages.examples.form import (
+    DOC_SENTENCES,
+    FULL_SENTENCES,
+    PACKED_SEQUENCES,
+    SEGMENT_PAIR,
+    SPECIAL_POSITIONS,
+    Form,
+)
 from stages.text.corpus import TokenizeOptions
 
 #: Values of `--masking`.
@@ -36,6 +43,12 @@ class ShardOptions(StageOptions):
     max_pred_len: int = option(
         help="maximum masked positions in a row: 20 in phase 1, 80 in phase 2", unit="positions", least=1
     )
+    next_sentence: bool = option(
+        True,
+        help="pairs of segments with next-sentence labels; without: as many whole sentences as fit, across documents, "
+        "or with --pack within one (RoBERTa's FULL-SENTENCES and DOC-SENTENCES)",
+        omit_default=True,
+    )
     masking: str = option(
         STATIC,
         choices=(STATIC, DYNAMIC),
@@ -44,14 +57,15 @@ class ShardOptions(StageOptions):
         omit_default=True,
     )
     dupe_factor: int = option(
-        Form.dupe_factor, help="times each document is cut into pairs", unit="times", least=1, most=1000
+        Form.dupe_factor, help="times each document is cut into sequences", unit="times", least=1, most=1000
     )
     masked_lm_prob: float = option(
         Form.masked_lm_prob, help="share of tokens that static masks hide", unit="share", least=0, most=1
     )
     short_seq_prob: float = option(
-        Form.short_seq_prob, help="share of documents cut to a random shorter length", unit="share", least=0, most=1
-    )
+        Form.short_seq_prob, help="share of documents whose pairs are cut to a random shorter length", unit="share",
+        least=0, most=1,
+    )  # fmt: skip
     whole_word_mask: bool = option(False, help="with static masks, mask all pieces of a word together")
     pack: bool = option(
         False, help=f"pack up to {PACKED_SEQUENCES} sequences into a row; held-out ones are never packed"
@@ -79,12 +93,18 @@ class ShardOptions(StageOptions):
         super().__post_init__()
         if self.max_pred_len > self.seq_len:
             raise UserError(f"--max-pred-len is {self.max_pred_len}; allowed: up to --seq-len, {self.seq_len}")
+        if not self.next_sentence and self.masking == DYNAMIC and self.dupe_factor > 1:
+            raise UserError(
+                f"--dupe-factor {self.dupe_factor} with --no-next-sentence and --masking dynamic would make identical "
+                f"copies of each row; allowed: 1, or static masks"
+            )
 
     @property
     def form(self) -> Form:
         return Form(
             seq_len=self.seq_len,
             max_pred_len=self.max_pred_len,
+            sequences=SEGMENT_PAIR if self.next_sentence else DOC_SENTENCES if self.pack else FULL_SENTENCES,
             dupe_factor=self.dupe_factor,
             masked_lm_prob=self.masked_lm_prob,
             short_seq_prob=self.short_seq_prob,
@@ -94,8 +114,11 @@ class ShardOptions(StageOptions):
         )
 
     def parameters(self) -> dict[str, Any]:
-        """Dynamic masks are the trainer's; static ones of another kind than the held-out shards' say so."""
+        """Dynamic masks are the trainer's; static ones of another kind than the held-out shards' say so. Only pairs are
+        shortened."""
         found = super().parameters()
+        if not self.next_sentence:
+            del found["short_seq_prob"]
         if self.masking == DYNAMIC:
             return {name: value for name, value in found.items() if name not in ("masked_lm_prob", "whole_word_mask")}
         if (self.masked_lm_prob, self.whole_word_mask) != (Form.masked_lm_prob, False):

@@ -32,7 +32,11 @@ PRESETS: dict[str, tuple[int, int, int, int]] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The configuration of a BERT, in Hugging Face's names; the defaults are those of `bert-large-uncased`."""
+    """The configuration of a BERT, in Hugging Face's names; the defaults are those of `bert-large-uncased`.
+
+    Without `next_sentence` it is a BertForMaskedLM. (In a config.json, `architectures` does not tell: in those of
+    Google's checkpoints, which have the next-sentence head, it is BertForMaskedLM.)
+    """
 
     vocab_size: int = 30522
     num_hidden_layers: int = 24
@@ -45,6 +49,7 @@ class ModelConfig:
     attention_probs_dropout_prob: float = 0.1
     layer_norm_eps: float = 1e-12
     initializer_range: float = 0.02
+    next_sentence: bool = True
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_attention_heads:
@@ -76,16 +81,20 @@ class ModelConfig:
         return cls(**{f.name: config[f.name] for f in dataclasses.fields(cls) if f.name in config})
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The object of a `config.json` that `BertForPreTraining.from_pretrained` reads."""
+        """The object of a `config.json` that `from_pretrained` of the class in `architectures` reads."""
         return {
-            "architectures": ["BertForPreTraining"],
+            "architectures": ["BertForPreTraining" if self.next_sentence else "BertForMaskedLM"],
             "model_type": "bert",
             "hidden_act": "gelu",
             "pad_token_id": 0,
             "position_embedding_type": "absolute",
             "tie_word_embeddings": True,
-            **dataclasses.asdict(self),
+            **{name: value for name, value in self.to_dict().items() if name != "next_sentence"},
         }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, as checkpoints and identities record them: `next_sentence` only where it is off."""
+        return {name: value for name, value in vars(self).items() if name != "next_sentence" or not value}
 
     def without_dropout(self) -> Self:
         return dataclasses.replace(self, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)

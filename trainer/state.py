@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import CheckpointError
-from trainer.config import CHANGEABLE
+from trainer.config import CHANGEABLE, ModelConfig
 
 #: Name of the file in a checkpoint directory.
 STATE = "state.json"
@@ -35,7 +35,7 @@ class TrainState:
     order_version: int
     optimizer: str
     precision: str
-    #: The fields of `ModelConfig`.
+    #: `ModelConfig.to_dict`.
     model: dict[str, Any]
     #: For information only: the layout and the version it was trained with.
     data_parallel_size: int
@@ -110,8 +110,9 @@ class TrainState:
 
     def require_same_model(self, other: TrainState, checkpoint: Path) -> None:
         """Raise `CheckpointError` if `other` is the state of another model. Dropout may differ."""
-        for name, mine in self.model.items():
-            theirs = other.model.get(name)
+        for name in {**self.model, **other.model}:
+            default = getattr(ModelConfig, name, None)
+            mine, theirs = self.model.get(name, default), other.model.get(name, default)
             if mine != theirs and "dropout" not in name:
                 raise CheckpointError(
                     f"{checkpoint} holds another model: its {name} is {theirs}, this run's is {mine}; "

@@ -23,7 +23,7 @@ from luigi.configuration.cfg_parser import InterpolationMissingEnvvarError
 from luigi.task_register import Register
 
 from common.errors import UserError
-from pipeline.settings.sections import SECTIONS, Phase, Settings, section_name
+from pipeline.settings.sections import SECTIONS, Dataset, Phase, Settings, section_name
 from stages.shard import STATIC
 from trainer.parallel.plan import require_divisible
 from trainer.registry import require_agreement
@@ -197,11 +197,21 @@ def _check_together(settings: Settings) -> None:
             )
         if settings.dataset.masking == STATIC and not settings.dataset.url(phase):
             _check_static_masks(phase, at)
+        if not settings.dataset.url(phase):
+            _check_copies(settings.dataset)
         if at.max_pred_len > at.seq_len:
             raise UserError(
                 f"[phase{phase}] max_pred_len = {at.max_pred_len} is more than seq_len = {at.seq_len}; lower it"
             )
     require_divisible(settings.model.config(settings.model.downloaded_vocab_size), cluster.tensor_parallel_size)
+
+
+def _check_copies(dataset: Dataset) -> None:
+    if dataset.dupe_factor > 1 and dataset.masking != STATIC and not dataset.next_sentence:
+        raise UserError(
+            f"[dataset] dupe_factor = {dataset.dupe_factor} does not go with next_sentence = false and masking = "
+            f"{dataset.masking}: the copies would be the same rows; set it to 1, or mask statically"
+        )
 
 
 def _check_static_masks(number: int, phase: Phase) -> None:

@@ -63,6 +63,7 @@ class Dataset(luigi.Config):
     low_speed_limit_bytes_per_s = Number(0)
     low_speed_time_s = Number(1)
     keep_archive = Switch()
+    next_sentence = Switch()
     masking = Choice((STATIC, DYNAMIC))
     dupe_factor = Whole(1, 1000)
     short_seq_prob = Number(0, 1)

@@ -165,6 +165,7 @@ class Pretrain(ModelStage, Training):
             max_pred_len=phase.max_pred_len,
             grad_accum_usteps=self.settings.grad_accum_usteps(self.phase),
             precision=self.settings.precision.mode,
+            **{"no-next_sentence": not self.next_sentence},
             **self._masking,
             **others,
         )
@@ -220,12 +221,12 @@ class MergeShards(ModelStage):
 
     @property
     def model_directory(self) -> Path:
-        """The directory for `BertForPreTraining.from_pretrained`."""
+        """The Hugging Face directory."""
         return self.directory / "model"
 
 
 class Evaluate(Reported):
-    """Masked-LM loss and accuracy and next-sentence accuracy of the merged model on held-out examples."""
+    """Masked-LM loss and accuracy of the merged model on held-out examples, and next-sentence accuracy if trained."""
 
     on_cluster = True
     #: The phase whose model and held-out examples are used.

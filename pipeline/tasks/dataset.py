@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class TokenizeCorpus(Stage):
 
 
 class ShardDataset(Stage):
-    """Token ids → the paired examples of one phase, as HDF5 shards."""
+    """Token ids → the examples of one phase, as HDF5 shards."""
 
     phase = luigi.IntParameter(description="1 or 2")
 
@@ -94,6 +95,7 @@ class ShardDataset(Stage):
             tokens=self.sibling(TokenizeCorpus).directory,
             seq_len=phase.seq_len,
             max_pred_len=phase.max_pred_len,
+            next_sentence=dataset.next_sentence,
             masking=dataset.masking,
             dupe_factor=dataset.dupe_factor,
             masked_lm_prob=phase.masked_lm_prob,
@@ -146,11 +148,16 @@ class UsesModel(Stage):
         size = self.settings.model.downloaded_vocab_size
         for tokens in self.vocabulary(phase).values():
             size = tokens.counts()["vocab_size"]
-        return self.settings.model.config(size)
+        return dataclasses.replace(self.settings.model.config(size), next_sentence=self.next_sentence)
 
     def model_parameters(self) -> dict[str, Any]:
         """The model settings; a vocabulary size left open comes from the data set."""
-        return dict(self.settings.model.param_kwargs)
+        return {**self.settings.model.param_kwargs, **({} if self.next_sentence else {"next_sentence": False})}
+
+    @property
+    def next_sentence(self) -> bool:
+        """Whether the model predicts next sentences too."""
+        return self.settings.dataset.next_sentence
 
     @property
     def given_vocabulary(self) -> str:

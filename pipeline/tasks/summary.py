@@ -31,10 +31,12 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
     for line in phases:
         log(f"  {line}")
     if evaluated["samples"]:
+        pairs = ""
+        if "next_sentence_accuracy" in evaluated:
+            pairs = f"; next-sentence accuracy {evaluated['next_sentence_accuracy']:.1%}"
         log(
             f"  held out ({evaluated['samples']} sequences): masked-LM accuracy {evaluated['masked_lm_accuracy']:.1%}, "
-            f"loss {evaluated['masked_lm_loss']:.3f} ({_against_frequency(evaluated)}); "
-            f"next-sentence accuracy {evaluated['next_sentence_accuracy']:.1%}"
+            f"loss {evaluated['masked_lm_loss']:.3f} ({_against_frequency(evaluated)}){pairs}"
         )
     else:
         log("  held out: the data set has no *_test_* shards, so nothing was measured")

@@ -51,7 +51,7 @@ class SourceOptions(StageOptions):
 
     def parameters(self) -> dict[str, Any]:
         config = model_config(self.config)
-        return {**super().parameters(), **({} if config is None else {"model": dataclasses.asdict(config)})}
+        return {**super().parameters(), **({} if config is None else {"model": config.to_dict()})}
 
     def upstream(self) -> dict[str, str]:
         return {} if is_remote(self.source) else fingerprints(pretrain=local_source(self.source))

@@ -1,7 +1,8 @@
-"""BERT's masked-LM and next-sentence loss and accuracy on held-out examples."""
+"""BERT's masked-LM loss and accuracy, and its next-sentence ones if it has that head, on held-out examples."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common.errors import CheckpointError, UserError
 from stages.directory.manifest import StageDirectory
@@ -20,7 +22,7 @@ from trainer.data.order import Samples, shuffled
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
-from trainer.models.bert import BertForPreTraining
+from trainer.models.bert import BertForPreTraining, has_next_sentence_head
 from trainer.parallel.sums import at_least_fp32
 
 
@@ -35,15 +37,18 @@ def evaluate(
     batch_size: int,
     max_samples: int,
 ) -> dict[str, Any]:
-    """Evaluate `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies in 0 … 1.
+    """Evaluate `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies in 0 … 1. The
+    next-sentence ones are there if both model and shards have what they need.
 
     `training`: the shards whose word frequencies make the unigram baseline; None: `shards`. `pieces`: the vocabulary;
     None: bits per character are None.
     """
     samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit samples all shards evenly
     vocab_size = model.config.vocab_size
-    reader = BatchReader(shards, vocab_size=vocab_size, static_shapes=device.compiles_steps)
-    sums, sequences = np.zeros(3), 0
+    next_sentence = model.config.next_sentence and shards.next_sentence
+    static = device.compiles_steps
+    reader = BatchReader(shards, vocab_size=vocab_size, static_shapes=static, next_sentence=next_sentence)
+    sums, sequences = np.zeros(3 if next_sentence else 1), 0
     masked_by_piece, right_by_piece = np.zeros((2, vocab_size), np.int64)
     model.to(device.torch_device).eval()
     with work.progress("evaluate", len(samples), "sequences") as bar, torch.no_grad():
@@ -51,19 +56,18 @@ def evaluate(
             (batch,), (counts,) = reader.micro_batches(samples[np.s_[start : start + batch_size]], batch_size)
             masked_ids = batch.masked_labels.numpy()
             batch = device.put(batch)
-            words, pairs = (at_least_fp32(logits) for logits in model.logits(batch))
-            losses = (
-                torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-                for logits, labels in ((words, batch.masked_labels), (pairs, batch.next_sentence_labels))
-            )
-            right_pairs = (pairs.argmax(-1) == batch.next_sentence_labels).sum()
+            words, pairs = model.logits(batch)
+            scalars = [_summed_loss(words, batch.masked_labels)]
+            if pairs is not None and batch.next_sentence_labels is not None:
+                right_pairs = (pairs.argmax(-1) == batch.next_sentence_labels).sum()
+                scalars += [_summed_loss(pairs, batch.next_sentence_labels), right_pairs]
             right_words = words.argmax(-1) == batch.masked_labels
             # One transfer: on a lazy device, each separate fetch compiles a graph of its own, forward pass included.
-            scalars = torch.stack([value.float() for value in (*losses, right_pairs)])
-            found = torch.cat([scalars, right_words.float()]).cpu().numpy()
-            sums += found[:3]
+            values = torch.stack([value.float() for value in scalars])
+            found = torch.cat([values, right_words.float()]).cpu().numpy()
+            sums += found[: len(sums)]
             masked_by_piece += np.bincount(masked_ids[masked_ids != IGNORED], minlength=vocab_size)
-            right_by_piece += np.bincount(masked_ids[found[3:] > 0], minlength=vocab_size)
+            right_by_piece += np.bincount(masked_ids[found[len(sums) :] > 0], minlength=vocab_size)
             sequences += counts[1]
             bar.update(len(batch.input_ids))
     masked = int(masked_by_piece.sum())
@@ -73,13 +77,17 @@ def evaluate(
         "samples": sequences,
         "masked_tokens": masked,
         "masked_lm_loss": sums[0] / masked,
-        "next_sentence_loss": sums[1] / sequences,
+        **({"next_sentence_loss": sums[1] / sequences} if next_sentence else {}),
         "masked_lm_accuracy": int(right_by_piece.sum()) / masked,
-        "next_sentence_accuracy": sums[2] / sequences,
+        **({"next_sentence_accuracy": sums[2] / sequences} if next_sentence else {}),
         "bits_per_character": sums[0] / math.log(2) / length if length else None,
         "unigram_from_training": training is not None,
         **frequency_scores(frequencies, masked_by_piece, right_by_piece),
     }
+
+
+def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(at_least_fp32(logits), labels, ignore_index=IGNORED, reduction="sum")
 
 
 def all_samples(shards: ShardSet) -> Samples:
@@ -97,13 +105,14 @@ def load_model(directory: Path, device: Device) -> BertForPreTraining:
         raise UserError(
             f"{directory} is not a Hugging Face model: {error}; give a directory with config.json"
         ) from error
-    model = BertForPreTraining(config, device.operations)
     # Hugging Face may also store tied tensors under their second names.
     tensors = {
         name: tensor
         for name, tensor in read_tensors(directory / "model.safetensors")
         if not name.startswith("cls.predictions.decoder.")
     }
+    config = dataclasses.replace(config, next_sentence=has_next_sentence_head(tensors))
+    model = BertForPreTraining(config, device.operations)
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:

@@ -10,8 +10,11 @@ from trainer.data.mask_rate import MASKED_LM_PROB
 if TYPE_CHECKING:
     from trainer.data.hdf5 import Array
 
-#: [CLS] A [SEP] B [SEP]
-SPECIAL_POSITIONS = 3
+#: [CLS] A [SEP] B [SEP], and [CLS] A [SEP]
+SPECIAL_POSITIONS, SPECIAL_POSITIONS_ALONE = 3, 2
+#: What a sequence is, in the terms of Liu et al. 2019 (RoBERTa), arXiv:1907.11692, section 4.2: two segments for
+#: next-sentence prediction; or whole consecutive sentences, as many as fit, of a part of the corpus or of one document.
+SEGMENT_PAIR, FULL_SENTENCES, DOC_SENTENCES = "segment-pair", "full-sentences", "doc-sentences"
 #: Maximum sequences in a packed row.
 PACKED_SEQUENCES = 16
 
@@ -31,6 +34,7 @@ class Form:
 
     seq_len: int
     max_pred_len: int
+    sequences: str = SEGMENT_PAIR
     #: Times each document is cut into pairs and masked, differently each time.
     dupe_factor: int = 5
     #: Share of a sequence's tokens to predict.
@@ -42,6 +46,11 @@ class Form:
     sequences_per_row: int = 1
     #: Whether the examples are masked; others are whenever they are read.
     is_masked: bool = True
+
+    @property
+    def next_sentence(self) -> bool:
+        """Whether the examples have next-sentence labels."""
+        return self.sequences == SEGMENT_PAIR
 
     @property
     def row(self) -> RowCapacity:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.examples.form import SPECIAL_POSITIONS, Form
+from stages.examples.form import SPECIAL_POSITIONS, SPECIAL_POSITIONS_ALONE, Form
 from trainer.data.hdf5 import Array
 from trainer.data.masking import choose_tokens, choose_words, replaced
 from trainer.data.vocabulary import Vocabulary
 
-#: One example: its two segments as token ranges of a part, and whether the second is random.
+#: One example: its two segments as token ranges of a part, and whether the second is random. One without a second
+#: segment (`stages.examples.sentences`) is [CLS] A [SEP].
 PAIR = np.dtype(
     [("a_start", np.uint32), ("b_start", np.uint32), ("a_length", np.uint16), ("b_length", np.uint16), ("random", "?")]
 )
@@ -94,14 +95,15 @@ def _truncate(
 def lengths_of(pairs: Array) -> Array:
     """Tokens of each pair including special tokens, int64, same shape; 0 for an empty slot."""
     both = pairs["a_length"].astype(np.int64) + pairs["b_length"]
-    return np.where(both > 0, both + SPECIAL_POSITIONS, 0)
+    special = np.where(pairs["b_length"] > 0, SPECIAL_POSITIONS, SPECIAL_POSITIONS_ALONE)
+    return np.where(both > 0, both + special, 0)
 
 
 def gather_rows(tokens: Array, pairs: Array, vocabulary: Vocabulary, seq_len: int) -> Array:
-    """`[CLS] A [SEP] B [SEP]`, zero-padded, for each pair: (pairs, seq_len) of the dtype of `tokens`."""
+    """`[CLS] A [SEP] B [SEP]` or `[CLS] A [SEP]`, zero-padded, for each pair: (pairs, seq_len), dtype of `tokens`."""
     column = np.arange(seq_len, dtype=np.int32)
     a_length = pairs["a_length"].astype(np.int32)[:, None]
-    end = a_length + pairs["b_length"][:, None] + (SPECIAL_POSITIONS - 1)
+    end = lengths_of(pairs).astype(np.int32)[:, None] - 1
     # Indices of special tokens and padding may be out of range; clip them, since these positions are overwritten.
     a_shift = pairs["a_start"].astype(np.int64)[:, None] - 1
     b_shift = pairs["b_start"].astype(np.int64)[:, None] - a_length - 2
@@ -123,8 +125,9 @@ def complete_rows(
         "input_ids": rows,
         "input_mask": np.empty(rows.shape, np.uint8),
         "segment_ids": np.empty(rows.shape, np.uint8),
-        "next_sentence_labels": pairs["random"].astype(np.uint8),
     }
+    if form.next_sentence:
+        arrays["next_sentence_labels"] = pairs["random"].astype(np.uint8)
     if form.is_masked:
         arrays["masked_lm_positions"] = np.empty((N, P), np.uint16)
         arrays["masked_lm_ids"] = np.empty((N, P), rows.dtype)
@@ -132,12 +135,12 @@ def complete_rows(
     for start in range(0, N, _MASKED_ROWS):
         here = slice(start, start + _MASKED_ROWS)
         first = pairs["a_length"][here, None] + np.uint16(1)
-        last = first + pairs["b_length"][here, None] + np.uint16(1)
+        last = (lengths_of(pairs[here])[:, None] - 1).astype(np.uint16)
         arrays["input_mask"][here] = real = column <= last
         arrays["segment_ids"][here] = (column > first) & real
         if not form.is_masked:
             continue
-        candidates = real & (column != first) & (column != last)
+        candidates = real & (rows[here] != vocabulary.sep)
         candidates[:, 0] = False
         positions, ids = _mask(rows[here], candidates, last[:, 0] + np.int64(1), form, vocabulary, rng)
         arrays["masked_lm_positions"][here], arrays["masked_lm_ids"][here] = positions, ids

@@ -1,4 +1,4 @@
-"""The plan of a phase: every part of the corpus cut into segment pairs, before any shard is written.
+"""The plan of a phase: every part of the corpus cut into sequences, before any shard is written.
 
 A plan consists of temporary files, removed once the shards are complete: for each part its pairs, 13 bytes each, with
 those of one row adjacent; and for each split the concatenated ids of all parts, so that rows of many parts can be
@@ -20,6 +20,7 @@ from stages.directory.manifest import StageDirectory
 from stages.examples.form import Form
 from stages.examples.packing import pack
 from stages.examples.pairs import PAIR, lengths_of, plan_pairs
+from stages.examples.sentences import plan_sentences, separated
 from stages.tokens.files import SPLITS, TRAINING, part_paths, read_part
 from trainer.data.hdf5 import Array
 from trainer.data.mask_rate import MASKED_LM_PROB
@@ -36,7 +37,7 @@ class SplitTokens:
     """The ids of one split, before planning."""
 
     parts: list[Path]
-    #: Offset of each part's ids in the concatenation, and the total, (parts + 1,) int64.
+    #: Offset of each part's ids in the concatenation (`ids_path`), and the total, (parts + 1,) int64.
     cut: Array
     dtype: np.dtype[np.uint16] | np.dtype[np.uint32]
     documents: int
@@ -45,17 +46,17 @@ class SplitTokens:
     least_pairs: int
 
     @classmethod
-    def read(cls, tokens: Path, split: str, seq_len: int) -> SplitTokens:
+    def read(cls, tokens: Path, split: str, form: Form) -> SplitTokens:
         """Read the lengths of all parts. Raises `UserError` if a part was altered."""
         parts = part_paths(tokens, split)
         lengths, documents, capped, dtype = [0], 0, 0, np.dtype(np.uint16)
         for path in parts:
             part = read_part(path)
-            lengths.append(len(part["tokens"]))
+            lengths.append(len(part["tokens"]) + (0 if form.next_sentence else len(part["document_lengths"])))
             dtype = part["tokens"].dtype
             documents += len(part["document_lengths"])
-            capped += int(np.minimum(part["sentence_lengths"], seq_len).sum(dtype=np.int64))
-        return cls(parts, np.cumsum(lengths), dtype, documents, -(-capped // (2 * seq_len)))
+            capped += int(np.minimum(part["sentence_lengths"], form.seq_len).sum(dtype=np.int64))
+        return cls(parts, np.cumsum(lengths), dtype, documents, -(-capped // (2 * form.seq_len)))
 
 
 @dataclass(frozen=True)
@@ -123,9 +124,16 @@ def form_of(split: str, form: Form) -> Form:
 
 
 def make_plans(
-    work: StageDirectory, splits: dict[str, SplitTokens], form: Form, seed: int, phase: int, workers: Workers
+    work: StageDirectory,
+    splits: dict[str, SplitTokens],
+    form: Form,
+    *,
+    separator: int,
+    seed: int,
+    phase: int,
+    workers: Workers,
 ) -> dict[str, SplitPlan]:
-    """Plan the splits, reusing plan files that exist. Raises `DiskError`."""
+    """Plan the splits, reusing plan files that exist; `separator`: the id of [SEP]. Raises `DiskError`."""
     directory = work.path / PLAN
     directory.mkdir(exist_ok=True)
     tasks = [
@@ -143,7 +151,7 @@ def make_plans(
             bar.update()
     plans, left = {}, iter(rows)
     for split, tokens in splits.items():
-        _join(tokens.parts, ids_path(directory, split))
+        _join(tokens.parts, ids_path(directory, split), None if form.next_sentence else separator)
         of_parts = np.array([next(left) for _ in tokens.parts], np.int64)
         plans[split] = SplitPlan(directory, split, tokens.cut, tokens.dtype, form_of(split, form), of_parts)
     return plans
@@ -153,7 +161,8 @@ def _make_pairs(task: _Task) -> int:
     """Write the pairs of a part's rows, unless the file exists; returns the number of rows."""
     if not task.pairs.exists():
         part = read_part(task.part)
-        pairs = plan_pairs(
+        cut = plan_pairs if task.form.next_sentence else plan_sentences
+        pairs = cut(
             part["sentence_lengths"].astype(np.int64),
             part["document_lengths"].astype(np.int64),
             task.form,
@@ -175,25 +184,29 @@ def _packed(pairs: Array, form: Form, rng: np.random.Generator) -> Array:
     return rows
 
 
-def _join(parts: list[Path], path: Path) -> None:
+def _join(parts: list[Path], path: Path, separator: int | None) -> None:
+    """Concatenate the ids of all parts; `separator`: written behind each document, if any."""
     if not path.exists():
         with durable_file(path) as file:
             for part in parts:
-                file.write(read_part(part)["tokens"].view(np.uint8).data)
+                ids = read_part(part)["tokens"] if separator is None else separated(part, separator)
+                file.write(ids.view(np.uint8).data)
 
 
 def read_splits(tokens: Path, form: Form) -> dict[str, SplitTokens]:
-    """Read the splits; the test split may be missing. Raises `UserError` if one has fewer than two documents."""
+    """Read the splits; the test split may be missing. Raises `UserError` if one has too few documents."""
     splits = {}
     for split in SPLITS:
-        found = SplitTokens.read(tokens, split, form.seq_len)
+        found = SplitTokens.read(tokens, split, form)
         if split != TRAINING and not found.parts:
             continue
-        if found.documents < 2:
+        if found.documents < 2 and form.next_sentence:
             raise UserError(
                 f"{tokens} has {found.documents} {split} document{'' if found.documents == 1 else 's'}; 2 or more are "
                 f"needed, as half of the second segments come from another document; put a blank line between the "
-                f"documents of the text"
+                f"documents of the text, or train without next-sentence prediction"
             )
+        if not found.documents:
+            raise UserError(f"{tokens} has no {split} documents; give text")
         splits[split] = found
     return splits

@@ -45,7 +45,7 @@ class ShardResult:
 def layout_of(rows: int, form: Form, vocab_size: int) -> Layout:
     return shard_layout(
         rows, seq_len=form.seq_len, max_pred_len=form.max_pred_len, vocab_size=vocab_size,
-        sequences_per_row=form.sequences_per_row, is_masked=form.is_masked,
+        sequences_per_row=form.sequences_per_row, is_masked=form.is_masked, next_sentence=form.next_sentence,
     )  # fmt: skip
 
 
@@ -147,7 +147,8 @@ def _complete_packed(
             arrays["masked_lm_positions"][here], arrays["masked_lm_ids"][here] = pack_masked(
                 own["masked_lm_positions"], own["masked_lm_ids"], lengths[here]
             )
-        arrays["next_sentence_labels"][here][there] = own["next_sentence_labels"]
+        if form.next_sentence:
+            arrays["next_sentence_labels"][here][there] = own["next_sentence_labels"]
     return arrays
 
 

@@ -1,10 +1,10 @@
 """Token ids → the shards of one phase.
 
-Every part of the corpus is cut into pairs, which are optionally packed into rows (the plan: 13 bytes per example, rows
-shuffled). The rows of all plans are then distributed over the shards, so that shards are balanced and each samples the
-whole corpus; every shard is gathered, shuffled, masked and written independently. Memory is bounded by a part, a window
-of the ids and a slab of a shard. Plans and shards are pure functions of the seed and their index, so neither the number
-of processes nor an interruption changes a byte.
+Every part of the corpus is cut into pairs of segments, or into sequences of whole sentences, which are optionally
+packed into rows (the plan: 13 bytes per sequence, rows shuffled). The rows of all plans are then distributed over the
+shards, so that shards are balanced and each samples the whole corpus; every shard is gathered, shuffled, masked and
+written independently. Memory is bounded by a part, a window of the ids and a slab of a shard. Plans and shards are pure
+functions of the seed and their index, so neither the number of processes nor an interruption changes a byte.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def make_shards(
             for split, found in splits.items()
         }
         _require_room(work.path, splits, least, forms, vocab_size, "plan and shards need at least")
-        plans = make_plans(work, splits, form, seed, phase, workers)
+        separator = load_vocabulary(tokens).sep
+        plans = make_plans(work, splits, form, separator=separator, seed=seed, phase=phase, workers=workers)
         rows = {split: int(plan.rows.sum()) for split, plan in plans.items()}
         _require_room(work.path, splits, rows, forms, vocab_size, "the shards need")
         tasks = [

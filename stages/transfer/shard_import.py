@@ -105,7 +105,7 @@ def take_in(
 
 def _check(task: _Task) -> tuple[_Task, Shard]:
     """Validate and hash a shard; one that is already in place is only checked for its shape and hashed."""
-    from trainer.data.shards import file_shape
+    from trainer.data.shards import KEYS, file_shape
     from trainer.data.validation import validate_file
 
     path = task.final if task.is_placed else _temporary(task.final)
@@ -116,6 +116,8 @@ def _check(task: _Task) -> tuple[_Task, Shard]:
             validate_file(path, vocab_size=task.limits.vocab_size, **limits)
     except UserError as error:
         raise UserError(str(error).replace(str(path), task.origin)) from error
+    if not shape.next_sentence:
+        raise UserError(f"{task.origin} has no dataset next_sentence_labels; ready shards have {', '.join(KEYS)}")
     if shape.max_pred_len is None:
         raise UserError(
             f"{task.origin} has no masked_lm_positions: ready shards are used with their masks; give masked ones, or "

@@ -26,7 +26,7 @@ def card(run: Run) -> str:
         "# BERT, pretrained in two phases",
         _introduction(run),
         "## Use",
-        f"```python\n{facts.usage('PATH')}\n```",
+        f"```python\n{facts.usage(run, 'PATH')}\n```",
         *_section("Data", _table(("", ""), facts.data_table(run))),
         *_section("Results", _table(("training", *(f"phase {p}" for p in run.curves)), facts.training_table(run))),
         _table(("on held-out examples", ""), facts.evaluation_table(counts)),
@@ -61,7 +61,8 @@ def _metadata(counts: dict[str, float] | None) -> str:
         lines += ["model-index:", "- name: bert-pretraining", "  results:", "  - task:", "      type: fill-mask"]
         lines += ["    dataset:", "      name: held-out examples", "      type: held-out", "    metrics:"]
         for name in ("masked_lm_accuracy", "masked_lm_loss", "next_sentence_accuracy", "next_sentence_loss"):
-            lines += [f"    - type: {name}", f"      value: {counts[name]:.6g}"]
+            if name in counts:
+                lines += [f"    - type: {name}", f"      value: {counts[name]:.6g}"]
     return "\n".join([*lines, "---"])
 
 
@@ -73,8 +74,12 @@ def _introduction(run: Run) -> str:
         for phase, curves in run.curves.items()
     )
     trained = f", trained for {phases}" if phases else ""
+    architecture = facts.architecture(run)
+    does = "it fills masked words"
+    if architecture == "BertForPreTraining":
+        does += " and tells whether a sentence follows another"
     return (
-        f"A `BertForPreTraining`{size}{trained}: it fills masked words and tells whether a sentence follows another. "
+        f"A `{architecture}`{size}{trained}: {does}. "
         f"It was made by the BERT pretraining pipeline and has been fine-tuned for nothing."
     )
 

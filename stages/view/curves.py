@@ -29,9 +29,10 @@ class Curves:
         return values[-1] if values else None
 
     def recent(self, name: str, count: int = 50) -> float | None:
-        """The mean over the last `count` steps; None without steps."""
+        """The mean over the last `count` steps; None without steps, or if they do not record it."""
         values = self.values[name][-count:]
-        return sum(values) / len(values) if values else None
+        mean = sum(values) / len(values) if values else math.nan
+        return None if math.isnan(mean) else mean
 
     def step_after(self, time: float) -> int | None:
         """The first step recorded after `time`; None if there is none."""

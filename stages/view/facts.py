@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from common.files import read_json
 from common.secrets import redact
 from stages.view.run import Run
 from stages.view.text import duration, number, percent, size
@@ -35,11 +36,18 @@ _EVALUATION: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-def usage(path: str) -> str:
-    """Python code that loads the model at `path`."""
+def architecture(run: Run) -> str:
+    """Hugging Face's class of the merged model."""
+    config = None if run.model is None else read_json(run.model / "config.json")
+    return str(config["architectures"][0]) if config else "BertForPreTraining"
+
+
+def usage(run: Run, path: str) -> str:
+    """Python code that loads the merged model at `path`."""
+    model = architecture(run)
     return (
-        "from transformers import BertForPreTraining, BertTokenizerFast\n\n"
-        f'model = BertForPreTraining.from_pretrained("{path}")\n'
+        f"from transformers import {model}, BertTokenizerFast\n\n"
+        f'model = {model}.from_pretrained("{path}")\n'
         f'tokenizer = BertTokenizerFast.from_pretrained("{path}")'
     )
 
@@ -66,7 +74,8 @@ def at_a_glance(run: Run) -> list[tuple[str, str, str]]:
         baseline = counts.get("unigram_accuracy")
         against = held_out if baseline is None else f"held out; {percent(baseline)} by frequency alone"
         found.append(("masked-LM accuracy", percent(counts["masked_lm_accuracy"]), against))
-        found.append(("next-sentence accuracy", percent(counts["next_sentence_accuracy"]), held_out))
+        if "next_sentence_accuracy" in counts:
+            found.append(("next-sentence accuracy", percent(counts["next_sentence_accuracy"]), held_out))
     at_work = sum(stage.seconds_at_work for stage in run.stages)
     if at_work:
         stopped = sum(stage.stops for stage in run.stages)
@@ -96,9 +105,10 @@ def training_table(run: Run) -> list[list[str]]:
         ("masked-LM loss", "masked_lm_loss"),
         ("next-sentence loss", "next_sentence_loss"),
     ):
-        row(f"{title}, mean of the last 50", [number(one.recent(name)) for one in curves.values()])
-    means = [one.values["throughput"] for one in curves.values()]
-    row("sequences a second, mean", [number(round(sum(values) / len(values), 2)) for values in means])
+        means = [one.recent(name) for one in curves.values()]
+        row(f"{title}, mean of the last 50", [None if mean is None else number(mean) for mean in means])
+    rates = [one.values["throughput"] for one in curves.values()]
+    row("sequences a second, mean", [number(round(sum(values) / len(values), 2)) for values in rates])
     row("time at work", [duration(run.trainings[phase].seconds_at_work) for phase in curves])
     row("interruptions", [str(run.trainings[phase].stops) for phase in curves])
     row("workers", [number(one["num_workers"]) if "num_workers" in one else None for one in counts.values()])

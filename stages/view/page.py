@@ -54,7 +54,7 @@ def page(run: Run) -> str:
         moment=moment,
         css=_css(),
         curve_marks=list(_curve_marks(run)),
-        loss=_chart(run, "loss", "Loss", "nats: masked-LM and next-sentence together", from_zero=False, hero=True),
+        loss=_chart(run, "loss", "Loss", _loss_unit(run), from_zero=False, hero=True),
         charts=[_chart(run, name, title, unit, from_zero=zero, hero=False) for name, title, unit, zero in _CHARTS],
         training_head=("", *(f"phase {phase}" for phase in run.curves)),
         evaluation=run.counts("evaluate"),
@@ -67,6 +67,11 @@ def page(run: Run) -> str:
         ],
         model=None if run.model is None else str(run.model.absolute()),
     )
+
+
+def _loss_unit(run: Run) -> str:
+    has_pairs = any(curves.recent("next_sentence_loss") is not None for curves in run.curves.values())
+    return "nats: masked-LM and next-sentence together" if has_pairs else "nats a masked token"
 
 
 @functools.cache

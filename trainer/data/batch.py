@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """The base of what models take: dataclasses whose fields are all tensors, on one device."""
+    """The base of what models take: dataclasses whose fields are tensors, on one device, or None."""
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Self:
         """The batch with `f` applied to each tensor."""
-        return type(self)(**{name: f(value) for name, value in vars(self).items()})
+        return type(self)(**{name: None if value is None else f(value) for name, value in vars(self).items()})
 
 
 #: One kind of batch.

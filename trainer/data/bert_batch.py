@@ -39,10 +39,10 @@ class BertBatch(Batch):
     masked_index: Tensor
     #: (M,) ids that were there, `IGNORED` where the place is only a filler.
     masked_labels: Tensor
-    #: (Q,) places of the sequences' [CLS] in the flattened micro-batch.
-    first_index: Tensor
-    #: (Q,) 1 if the second sentence is a random one, `IGNORED` where the place is only a filler.
-    next_sentence_labels: Tensor
+    #: (Q,) places of the sequences' [CLS] in the flattened micro-batch; None: no next-sentence prediction.
+    first_index: Tensor | None
+    #: (Q,) 1 if the second sentence is a random one, `IGNORED` where the place is only a filler; None as above.
+    next_sentence_labels: Tensor | None
 
     @property
     def packed_bounds(self) -> Tensor | None:

@@ -5,6 +5,8 @@ S: tokens in a row, P: masked positions in a row at most, K: sequences in a pack
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,7 +15,7 @@ from common.errors import UserError
 from trainer.data.bert_batch import IGNORED, BertBatch, PackedBertBatch, filled_up
 from trainer.data.masking import DynamicMasking
 from trainer.data.order import Samples
-from trainer.data.shards import LENGTHS_KEY, ShardSet
+from trainer.data.shards import LENGTHS_KEY, NEXT_SENTENCE_KEY, ShardSet
 from trainer.data.validation import value_limits
 from trainer.data.vocabulary import VOCABULARY_FILE
 
@@ -34,10 +36,12 @@ class BatchReader:
         vocab_size: int,
         static_shapes: bool = False,
         dynamic_masking: DynamicMasking | None = None,
+        next_sentence: bool = True,
     ) -> None:
         """With `static_shapes` every micro-batch of B rows has B·P masked positions, and B·K sequences if it is packed;
         else as many as there are, `filled_up`. Those that fill it up are labelled `IGNORED`. `dynamic_masking`: of
-        shards without masks, whose vocabulary must have `vocab_size` entries at most.
+        shards without masks, whose vocabulary must have `vocab_size` entries at most. `next_sentence`: whether batches
+        have the shards' next-sentence labels, if there are any.
         """
         if dynamic_masking is not None and dynamic_masking.vocabulary.size > vocab_size:
             raise UserError(
@@ -49,6 +53,7 @@ class BatchReader:
         self._shards = shards
         self._vocab_size = vocab_size
         self._static_shapes = static_shapes
+        self._next_sentence = next_sentence and shards.next_sentence
 
     def micro_batches(
         self, samples: Samples, size: int, *, step: int = 0, epoch: int = 0
@@ -134,11 +139,13 @@ class BatchReader:
         else:
             starts, is_sequence = np.zeros((rows, 1), np.int64), np.ones((rows, 1), bool)
             sequence_ids, position_ids = arrays["input_mask"].astype(np.int64), np.arange(seq_len)[None]
-        next_sentence = arrays["next_sentence_labels"].reshape(starts.shape)
-        first_index, next_sentence_labels = self._filled_up(
-            (first_of_row + starts)[is_sequence], next_sentence[is_sequence], is_sequence.size
-        )
-        fields = {
+        first_index = next_sentence_labels = None
+        if self._next_sentence:
+            labels = arrays[NEXT_SENTENCE_KEY].reshape(starts.shape)
+            first_index, next_sentence_labels = self._filled_up(
+                (first_of_row + starts)[is_sequence], labels[is_sequence], is_sequence.size
+            )
+        fields: dict[str, Any] = {
             "input_ids": as_int64(arrays["input_ids"]),
             "segment_ids": as_int64(arrays["segment_ids"]),
             "sequence_ids": as_int64(sequence_ids),

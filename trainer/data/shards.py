@@ -3,7 +3,8 @@
 input_ids, input_mask, segment_ids (N, S); masked_lm_positions, masked_lm_ids (N, P), zero-padded;
 next_sentence_labels (N,). Packed rows hold several sequences, one behind the other: sequence_lengths (N, K) has their
 tokens, zero-padded, and next_sentence_labels (N, K) their labels; all else is as for one long sequence. Rows that are
-masked whenever they are read lack the two masked_lm keys.
+masked whenever they are read lack the two masked_lm keys; those made for masked-LM alone, with one segment, lack
+next_sentence_labels.
 
 Ours are contiguous and uncompressed with small unsigned dtypes, and are read row by row through a memory map. Other
 tools' (chunked, gzip'd, int32) are decoded a shard at a time. No torch here.
@@ -35,7 +36,8 @@ from trainer.data.hdf5 import (
 
 TOKEN_KEYS = ("input_ids", "input_mask", "segment_ids")
 MASKED_KEYS = ("masked_lm_positions", "masked_lm_ids")
-KEYS = (*TOKEN_KEYS, *MASKED_KEYS, "next_sentence_labels")
+NEXT_SENTENCE_KEY = "next_sentence_labels"
+KEYS = (*TOKEN_KEYS, *MASKED_KEYS, NEXT_SENTENCE_KEY)
 #: The key that packed shards have in addition.
 LENGTHS_KEY = "sequence_lengths"
 
@@ -62,6 +64,7 @@ def shard_layout(
     vocab_size: int,
     sequences_per_row: int = 1,
     is_masked: bool = True,
+    next_sentence: bool = True,
 ) -> Layout:
     """Shapes and dtypes of the datasets of a shard of ours."""
     ids = id_dtype(vocab_size)
@@ -72,14 +75,11 @@ def shard_layout(
         "segment_ids": (tokens, np.uint8),
         "masked_lm_positions": (masked, np.uint16),
         "masked_lm_ids": (masked, ids),
-        "next_sentence_labels": ((rows,), np.uint8),
+        NEXT_SENTENCE_KEY: (packed if sequences_per_row > 1 else (rows,), np.uint8),
+        LENGTHS_KEY: (packed, np.uint16),
     }
-    if not is_masked:
-        for key in MASKED_KEYS:
-            del layout[key]
-    if sequences_per_row > 1:
-        layout["next_sentence_labels"], layout[LENGTHS_KEY] = (packed, np.uint8), (packed, np.uint16)
-    return layout
+    keys = _keys(is_masked=is_masked, is_packed=sequences_per_row > 1, next_sentence=next_sentence)
+    return {key: layout[key] for key in keys}
 
 
 def write_shard(path: Path, arrays: dict[str, Array]) -> None:
@@ -87,7 +87,7 @@ def write_shard(path: Path, arrays: dict[str, Array]) -> None:
 
     Raises: `DiskError`.
     """
-    assert set(arrays) - {LENGTHS_KEY, *MASKED_KEYS} == set(KEYS) - set(MASKED_KEYS), sorted(arrays)
+    assert set(arrays) - {LENGTHS_KEY, NEXT_SENTENCE_KEY, *MASKED_KEYS} == set(TOKEN_KEYS), sorted(arrays)
     layout = {key: (arrays[key].shape, arrays[key].dtype) for key in (*KEYS, LENGTHS_KEY) if key in arrays}
     with contiguous_file(path, layout) as writer:
         for key in layout:
@@ -104,15 +104,24 @@ class ShardShape:
     max_pred_len: int | None
     #: Sequences in a packed row, at most; None: rows are not packed.
     sequences_per_row: int | None
+    #: Whether the rows have next-sentence labels.
+    next_sentence: bool
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return _keys(is_masked=self.max_pred_len is not None, is_packed=self.sequences_per_row is not None)
+        return _keys(
+            is_masked=self.max_pred_len is not None, is_packed=self.sequences_per_row is not None,
+            next_sentence=self.next_sentence,
+        )  # fmt: skip
 
 
-def _keys(*, is_masked: bool, is_packed: bool) -> tuple[str, ...]:
-    keys = KEYS if is_masked else tuple(key for key in KEYS if key not in MASKED_KEYS)
-    return (*keys, LENGTHS_KEY) if is_packed else keys
+def _keys(*, is_masked: bool, is_packed: bool, next_sentence: bool) -> tuple[str, ...]:
+    return (
+        *TOKEN_KEYS,
+        *(MASKED_KEYS if is_masked else ()),
+        *((NEXT_SENTENCE_KEY,) if next_sentence else ()),
+        *((LENGTHS_KEY,) if is_packed else ()),
+    )
 
 
 class ShardSet:
@@ -128,6 +137,7 @@ class ShardSet:
         self.seq_len = first.seq_len
         self.max_pred_len = first.max_pred_len
         self.sequences_per_row = first.sequences_per_row
+        self.next_sentence = first.next_sentence
         self.keys = first.keys
         self._mapped: OrderedDict[int, MappedDatasets] = OrderedDict()
         self._decoded: OrderedDict[int, dict[str, Array]] = OrderedDict()
@@ -182,6 +192,9 @@ class ShardSet:
                     f"{path} holds {shape.sequences_per_row or 1} sequences a row, at most, {self.names[0]} "
                     f"{self.sequences_per_row or 1}; make the data set again"
                 )
+            if shape.next_sentence != self.next_sentence:
+                have = "has" if shape.next_sentence else "lacks"
+                raise UserError(f"{path} {have} {NEXT_SENTENCE_KEY}, unlike {self.names[0]}; make the data set again")
             if shape.rows != self.rows_per_shard[shard] or self.max_pred_len != shape.max_pred_len:
                 raise UserError(
                     f"{path} holds {shape.rows} rows with {shape.max_pred_len} predictions; expected "
@@ -231,7 +244,9 @@ def file_shape(path: Path, *, seq_len: int | None, max_pred_len: int | None) -> 
 
 
 def shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int | None) -> ShardShape:
-    keys = _keys(is_masked=any(key in file for key in MASKED_KEYS), is_packed=LENGTHS_KEY in file)
+    next_sentence = NEXT_SENTENCE_KEY in file
+    is_masked, is_packed = any(key in file for key in MASKED_KEYS), LENGTHS_KEY in file
+    keys = _keys(is_masked=is_masked, is_packed=is_packed, next_sentence=next_sentence)
     for key in keys:
         if key not in file:
             raise UserError(f"{path} has no dataset {key}; a shard has {', '.join(KEYS)}")
@@ -259,7 +274,7 @@ def shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int | 
             f"{path} has {P} predictions a sequence; at most {max_pred_len} were asked for; raise the limit to {P}"
         )
     _require_bounded(path, sum(file[key].nbytes for key in keys), rows, S, max(P or 0, K or 0))
-    return ShardShape(rows, S, P, K)
+    return ShardShape(rows, S, P, K, next_sentence)
 
 
 def _require_bounded(path: Path, claimed: int, rows: int, seq_len: int, longest: int) -> None:

@@ -1,5 +1,5 @@
-"""BERT for pretraining: Hugging Face's `BertForPreTraining`, parameter for parameter, with the masked-LM head
-computed at the masked positions only.
+"""BERT for pretraining: Hugging Face's `BertForPreTraining`, or `BertForMaskedLM` without next-sentence prediction,
+parameter for parameter, with the masked-LM head computed at the masked positions only.
 
 The modules are our own because importing Hugging Face's takes longer than a whole start of the trainer may
 (docs/decisions.md); names, shapes and results are theirs (tests/trainer/models/test_bert.py).
@@ -9,6 +9,8 @@ whole micro-batch, V: vocabulary. A row is one sequence, or, packed, several tha
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,8 @@ from trainer.parallel.sums import Embedding, LayerNorm, at_least_fp32
 from trainer.parallel.tensor import RowLinear, TensorParallel, VocabularyEmbedding, vocabulary_cross_entropy
 
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
+#: Prefixes of the parameters that only next-sentence prediction has.
+NEXT_SENTENCE_HEAD = ("bert.pooler.", "cls.seq_relationship.")
 
 
 class Dropout(nn.Module):
@@ -152,7 +156,7 @@ class Bert(nn.Module):
         super().__init__()
         self.embeddings = Embeddings(config, ops, ranks)
         self.encoder = Encoder(config, ops, ranks)
-        self.pooler = Pooler(config)
+        self.pooler = Pooler(config) if config.next_sentence else None
 
 
 class Transform(nn.Module):
@@ -184,11 +188,14 @@ class Heads(nn.Module):
     def __init__(self, config: ModelConfig, ranks: TensorParallel) -> None:
         super().__init__()
         self.predictions = Predictions(config, ranks)
-        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+        self.seq_relationship = nn.Linear(config.hidden_size, 2) if config.next_sentence else None
 
 
 class BertForPreTraining(Model):
-    """Hugging Face's model of that name. `parameters()` has each tied tensor once."""
+    """Hugging Face's model of that name, or its BertForMaskedLM if the config has no next-sentence prediction.
+
+    `parameters()` has each tied tensor once.
+    """
 
     def __init__(self, config: ModelConfig, ops: Operations | None = None, ranks: TensorParallel | None = None) -> None:
         """`ops`: how the device does what devices do differently; None: torch's own ways. `ranks`: those that share
@@ -200,28 +207,31 @@ class BertForPreTraining(Model):
         self.bert = Bert(config, self._ops, self._ranks)
         self.cls = Heads(config, self._ranks)
 
-    def logits(self, batch: BertBatch) -> tuple[Tensor, Tensor]:
-        """Masked-LM logits (M, V / t) at the masked positions, and next-sentence logits (Q, 2)."""
+    def logits(self, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
+        """Masked-LM logits (M, V / t) at the masked positions, and next-sentence logits (Q, 2), or None if the model
+        or the batch is without next-sentence prediction."""
         mask = self._ops.attention_mask(batch.sequence_ids, batch.packed_bounds)
         x = self.bert.encoder(self.bert.embeddings(batch), mask).flatten(0, 1)
-        masked, first = x.index_select(0, batch.masked_index), x.index_select(0, batch.first_index)
-        word_embeddings = self.bert.embeddings.word_embeddings.weight
-        return (
-            self.cls.predictions(masked, word_embeddings),
-            self.cls.seq_relationship(self.bert.pooler(first)),
-        )
+        masked = x.index_select(0, batch.masked_index)
+        first = None if batch.first_index is None else x.index_select(0, batch.first_index)
+        words = self.cls.predictions(masked, self.bert.embeddings.word_embeddings.weight)
+        if first is None or self.bert.pooler is None or self.cls.seq_relationship is None:
+            return words, None
+        return words, self.cls.seq_relationship(self.bert.pooler(first))
 
-    def forward(self, batch: BertBatch) -> tuple[Tensor, Tensor]:
-        """Summed cross-entropies in nats: over the masked positions, and over the sequences; two scalars.
+    def forward(self, batch: BertBatch) -> tuple[Tensor, ...]:
+        """Summed cross-entropies in nats: over the masked positions, and with next-sentence prediction over the
+        sequences; scalars.
 
         Computed in fp32 at least, whatever the logits' type.
         """
         masked_lm, next_sentence = self.logits(batch)
-        return (
-            self._masked_lm_loss(at_least_fp32(masked_lm), batch.masked_labels),
-            F.cross_entropy(
-                at_least_fp32(next_sentence), batch.next_sentence_labels, ignore_index=IGNORED, reduction="sum"
-            ),
+        masked_lm_loss = self._masked_lm_loss(at_least_fp32(masked_lm), batch.masked_labels)
+        if next_sentence is None:
+            return (masked_lm_loss,)
+        assert batch.next_sentence_labels is not None
+        return masked_lm_loss, F.cross_entropy(
+            at_least_fp32(next_sentence), batch.next_sentence_labels, ignore_index=IGNORED, reduction="sum"
         )
 
     def _masked_lm_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -247,6 +257,11 @@ class BertForPreTraining(Model):
                 if name == WORD_EMBEDDINGS:
                     values[0].zero_()  # [PAD]
                 put_share(parameter, name, values, self._ranks)
+
+
+def has_next_sentence_head(names: Iterable[str]) -> bool:
+    """Whether any of a model's parameters is of next-sentence prediction: all of them or none, in a whole model."""
+    return any(name.startswith(NEXT_SENTENCE_HEAD) for name in names)
 
 
 def is_hidden_matrix(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Pretraining BERT on shards of masked, paired examples."""
+"""Pretraining BERT on shards of examples: masked-LM, and next-sentence prediction unless it is off."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.data.identity import content_identity
 from trainer.data.mask_rate import MaskRate
 from trainer.data.masking import DynamicMasking, Masking
 from trainer.data.reader import BatchReader
-from trainer.data.shards import ShardSet
+from trainer.data.shards import NEXT_SENTENCE_KEY, ShardSet
 from trainer.data.vocabulary import VOCABULARY_FILE, Vocabulary, read_vocabulary
 from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
 from trainer.models.operations import Operations
@@ -53,6 +53,10 @@ class BertOptions:
     model: str = option("large", group="model", choices=tuple(PRESETS), help="a published size")
     model_config: Path | None = option(None, group="model", help="a Hugging Face config.json instead of --model")
     vocab_size: int | None = option(None, group="model", least=1, help="size of the vocabulary (default: 30522)")
+    next_sentence: bool = option(
+        True, group="model",
+        help="predict next sentences too; else the model is a BertForMaskedLM, and labels in the shards are ignored",
+    )  # fmt: skip
     disable_dropout: bool = option(False, group="model", help="train without dropout")
     debug: bool = option(False, group="model", help="the tutorials' toy model: 1 layer, 2 heads, hidden size 16")
 
@@ -62,15 +66,21 @@ class BertOptions:
 
 class BertWorkload(Workload):
     options = BertOptions
-    losses = ("masked_lm_loss", "next_sentence_loss")
 
     def __init__(self, model: ModelConfig, shards: ShardSet, masking: Masking | None = None) -> None:
-        """`masking`: of shards without masks. Raises `UserError` if the rows are longer than the model's positions."""
+        """`masking`: of shards without masks. Raises `UserError` if the rows are longer than the model's positions, or
+        lack the labels that the model is trained on."""
         if shards.seq_len > model.max_position_embeddings:
             raise UserError(
                 f"seq_len {shards.seq_len} is longer than the model's max_position_embeddings "
                 f"{model.max_position_embeddings}; shorten the one or raise the other"
             )
+        if model.next_sentence and not shards.next_sentence:
+            raise UserError(
+                f"the shards in {shards.directory} have no {NEXT_SENTENCE_KEY}, which the model's next-sentence head "
+                f"needs; give --no-next_sentence, or shards with labels"
+            )
+        self.losses = ("masked_lm_loss", "next_sentence_loss") if model.next_sentence else ("masked_lm_loss",)
         self.config = model
         self.vocab_size = model.vocab_size
         self.shards = shards
@@ -84,7 +94,7 @@ class BertWorkload(Workload):
         return cls(_model(options), shards, _masking(options, shards))
 
     def describe(self) -> dict[str, Any]:
-        return dataclasses.asdict(self.config)
+        return self.config.to_dict()
 
     def make_model(self, operations: Operations, ranks: TensorParallel) -> BertForPreTraining:
         require_divisible(self.config, ranks.size)
@@ -115,8 +125,9 @@ class BertWorkload(Workload):
             vocabulary = Vocabulary.of(read_vocabulary(self.shards.directory / VOCABULARY_FILE))
             masks = DynamicMasking(self.masking, vocabulary, seed=seed, steps=steps)
         return BatchReader(
-            self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes, dynamic_masking=masks
-        )
+            self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes, dynamic_masking=masks,
+            next_sentence=self.config.next_sentence,
+        )  # fmt: skip
 
     def work(self, counts: Sequence[int]) -> StepCost:
         """A multiply-add counts as two operations and the backward pass as two forward passes (Narayanan et al. 2021,
@@ -128,7 +139,7 @@ class BertWorkload(Workload):
         a_token = c.num_hidden_layers * (8 * h**2 + 4 * h * c.intermediate_size)
         a_pair = c.num_hidden_layers * 4 * h
         a_prediction = 2 * h**2 + 2 * h * c.vocab_size
-        a_sequence = 2 * h**2 + 4 * h
+        a_sequence = 2 * h**2 + 4 * h if c.next_sentence else 0
         needed = tokens * a_token + pairs * a_pair + masked * a_prediction + sequences * a_sequence
         usual = sequences * (S * (a_token + a_prediction) + S**2 * a_pair + a_sequence)
         return StepCost(sequences, 3.0 * needed, 3.0 * usual)
@@ -165,4 +176,5 @@ def _model(options: BertOptions) -> ModelConfig:
         model = ModelConfig.of_hugging_face({**config, **changes})
     else:
         model = ModelConfig.preset("debug" if options.debug else options.model, **changes)
+    model = dataclasses.replace(model, next_sentence=options.next_sentence)
     return model.without_dropout() if options.disable_dropout else model

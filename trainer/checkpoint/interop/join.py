@@ -7,6 +7,7 @@ of a group must agree.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -23,6 +24,7 @@ from trainer.checkpoint.interop.names import TIED, moment_names, parameter_shape
 from trainer.checkpoint.interop.sources import Source
 from trainer.checkpoint.tensor_file import DTYPES, Spec
 from trainer.config import ModelConfig
+from trainer.models.bert import has_next_sentence_head
 from trainer.parallel.plan import padded_shape, split_of, stored_shape
 
 #: Groups that may be partly split: other tools leave the decoder's bias whole.
@@ -38,6 +40,10 @@ class Checkpoint:
         for difference in conflicts(config, contents.config) if config and contents.config else ():
             raise CheckpointError(f"{contents.path} holds another model: its {difference}; give another checkpoint")
         self.config = config or contents.config or infer_model(contents)
+        has_head = has_next_sentence_head(contents.model[0].specs)
+        # Other tools' configs do not tell (`ModelConfig`); ours do, and a damaged checkpoint may lack the head.
+        next_sentence = contents.config.next_sentence if contents.config and contents.format == "native" else has_head
+        self.config = dataclasses.replace(self.config, next_sentence=next_sentence)
         self._shapes = parameter_shapes(self.config)
         self._require_names(contents.model, set(self._shapes))
         self._axes = {name: self._axis(contents.model, name, name) for name in self._shapes}

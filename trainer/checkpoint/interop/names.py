@@ -73,10 +73,11 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= dense(f"{layer}.attention.output.dense", hidden, hidden) | norm(f"{layer}.attention.output")
         shapes |= dense(f"{layer}.intermediate.dense", intermediate, hidden)
         shapes |= dense(f"{layer}.output.dense", hidden, intermediate) | norm(f"{layer}.output")
-    shapes |= dense("bert.pooler.dense", hidden, hidden)
+    if model.next_sentence:
+        shapes |= dense("bert.pooler.dense", hidden, hidden)
     shapes |= {"cls.predictions.bias": (model.vocab_size,)}
     shapes |= dense("cls.predictions.transform.dense", hidden, hidden) | norm("cls.predictions.transform")
-    return shapes | dense("cls.seq_relationship", 2, hidden)
+    return shapes | (dense("cls.seq_relationship", 2, hidden) if model.next_sentence else {})
 
 
 def moment_names(parameters: Iterable[str], found: Collection[str] = ()) -> list[str]:

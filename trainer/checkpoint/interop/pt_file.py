@@ -91,6 +91,11 @@ def write(
     path: Path, source: Checkpoint, kinds: Sequence[str], stream: Stream, step: int, settings: ScriptSettings
 ) -> dict[str, Any]:
     """Write `path` durably; returns {"path", "bytes", "sha256"}. Raises `CheckpointError`, `DiskError`."""
+    if not source.config.next_sentence:
+        raise CheckpointError(
+            f"{source.contents.path} holds a BertForMaskedLM; the script trains a BertForPreTraining only: use another "
+            f"format, --to hf or --to native"
+        )
     model = {name: _Placeholder(str(at), spec) for at, (name, spec) in enumerate(source.specs(MODEL).items())}
     moments = {
         name: _Placeholder(f"{len(model) + at}", spec)

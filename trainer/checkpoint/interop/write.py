@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
-from common.files import sha256_of, write_json
+from common.files import read_json, sha256_of, write_json
 from trainer.checkpoint.format import tensor_file, write_manifest
 from trainer.checkpoint.interop import pt_file
 from trainer.checkpoint.interop.chunks import Chunk
@@ -80,7 +80,7 @@ def state_of(source: Checkpoint, options: WriteOptions) -> TrainState:
         order_version=ORDER_VERSION,
         optimizer="AdamW",
         precision="not known",
-        model=dataclasses.asdict(source.config),
+        model=source.config.to_dict(),
         data_parallel_size=1,
         tensor_parallel_size=size,
         micro_batch_size=0,
@@ -214,11 +214,13 @@ def bytes_needed(source: Checkpoint, options: WriteOptions) -> int:
 
 
 def meets_hugging_face(directory: Path) -> None:
-    """Load a finished directory with Hugging Face on the meta device; raises `CheckpointError` if keys mismatch."""
+    """Load a finished directory with the class that its config names, on the meta device; raises `CheckpointError` if
+    keys mismatch."""
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.BertForPreTraining
+    (architecture,) = (read_json(directory / CONFIG) or {})["architectures"]
+    model = getattr(transformers, architecture)
     _, report = model.from_pretrained(directory, device_map="meta", output_loading_info=True)
     for what, names in report.items():
         if names:
