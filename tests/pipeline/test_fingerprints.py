@@ -82,6 +82,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("dataset", "low_speed_time_s", "5", NOTHING),
     ("dataset", "connections", "3", NOTHING),
     ("dataset", "keep_archive", "true", NOTHING),
+    ("dataset", "next_sentence", "false", (*SHARDS, *MODEL)),
     ("dataset", "dupe_factor", "4", SHARDS),
     ("dataset", "short_seq_prob", "0.2", SHARDS),
     ("dataset", "whole_word_mask", "true", TRAINED),

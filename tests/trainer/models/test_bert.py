@@ -1,6 +1,8 @@
-"""The model is Hugging Face's BertForPreTraining: same names, shapes, loss and gradients."""
+"""The model is Hugging Face's BertForPreTraining or BertForMaskedLM: same names, shapes, loss and gradients."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -37,7 +39,8 @@ def batch_of(arrays: dict[str, np.ndarray], *, static: bool = False) -> BertBatc
 
 def hugging_face_like(ours: BertForPreTraining) -> torch.nn.Module:
     """Hugging Face's model with our parameters; fails on a missing or unexpected one."""
-    theirs = transformers.BertForPreTraining(transformers.BertConfig(**ours.config.to_hugging_face()))
+    config = ours.config.to_hugging_face()
+    theirs = getattr(transformers, config["architectures"][0])(transformers.BertConfig(**config))
     expected = {name for name, _ in theirs.named_parameters()}
     assert {name for name, _ in ours.named_parameters()} == expected
     for name, parameter in theirs.named_parameters():
@@ -64,25 +67,55 @@ def test_loss_and_gradients_at_masked_positions_equal_the_full_heads(ours: BertF
     masked = int((batch.masked_labels != IGNORED).sum())
     (masked_lm / masked + next_sentence / 6).backward()
 
+    assert_like_hugging_face(
+        ours, masked_lm / masked + next_sentence / 6, batch, arrays, next_sentence_label=batch.next_sentence_labels
+    )
+
+
+def assert_like_hugging_face(
+    ours: BertForPreTraining, loss: torch.Tensor, batch: BertBatch, arrays: dict[str, np.ndarray], **labels: object
+) -> None:
+    """`loss` of `batch`, made of `arrays`, and the gradients of `ours` are those of Hugging Face's model."""
     theirs = hugging_face_like(ours)
-    labels = torch.full((6, SEQ_LEN), -100)
+    words = torch.full((6, SEQ_LEN), -100)
     for row in range(6):
         for position, token in zip(arrays["masked_lm_positions"][row], arrays["masked_lm_ids"][row], strict=True):
             if position:
-                labels[row, int(position)] = int(token)
-    loss = theirs(
+                words[row, int(position)] = int(token)
+    expected = theirs(
         input_ids=batch.input_ids,
         attention_mask=batch.sequence_ids,
         token_type_ids=batch.segment_ids,
-        labels=labels,
-        next_sentence_label=batch.next_sentence_labels,
+        labels=words,
+        **labels,
     ).loss
-    loss.backward()
-    assert (masked_lm / masked + next_sentence / 6).item() == pytest.approx(loss.item(), rel=1e-10)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
     for name, parameter in ours.named_parameters():
         # float64 sums in another order: 1e-10 relative, and 1e-12 where a gradient is zero but for rounding.
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_without_next_sentence_prediction_it_is_bert_for_masked_lm(
+    ours: BertForPreTraining, static: bool, has_labels: bool
+) -> None:
+    """A batch may have next-sentence labels: the model has no use for them."""
+    model = BertForPreTraining(dataclasses.replace(CONFIG, next_sentence=False)).double()
+    model.load_state_dict({name: value for name, value in ours.state_dict().items() if name in model.state_dict()})
+    assert set(ours.state_dict()) - set(model.state_dict()) == {
+        f"{name}.{kind}" for name in ("bert.pooler.dense", "cls.seq_relationship") for kind in ("weight", "bias")
+    }
+    arrays = synthetic_rows(6, seq_len=SEQ_LEN, max_pred_len=MAX_PRED_LEN, seed=3)
+    batch = batch_of(arrays, static=static)
+    if not has_labels:
+        batch = dataclasses.replace(batch, first_index=None, next_sentence_labels=None)
+    (masked_lm,) = model(batch)
+    loss = masked_lm / int((batch.masked_labels != IGNORED).sum())
+    loss.backward()
+    assert_like_hugging_face(model, loss, batch, arrays)
 
 
 def test_initial_weights_depend_on_seed_and_name_alone() -> None:
