@@ -16,6 +16,7 @@ from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device
 from trainer.devices.graphs import GraphList
+from trainer.metrics.doctor import Doctor
 from trainer.models.base import Model
 from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters
 from trainer.optim.schedule import learning_rate
@@ -29,6 +30,7 @@ from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
 from trainer.run import Run
 from trainer.state import TrainState
+from trainer.workloads.base import MASKED_LM_LOSS
 
 #: Workers on one machine that hold a copy of the model in host memory at the same time while loading.
 LOADING_AT_ONCE = 8
@@ -44,8 +46,8 @@ def build_tensor_parallel(device: Device, mesh: Mesh) -> TensorParallel:
     )
 
 
-def build_dataloader(run: Run, skipped: Sequence[int]) -> Loader:
-    """This worker's share of all batches but the `skipped` ones."""
+def build_dataloader(run: Run, skipped: Sequence[int], doctor: Doctor | None) -> Loader:
+    """This worker's share of all batches but the `skipped` ones; `doctor` looks at them."""
     config, mesh = run.config, run.mesh
     order = SampleOrder(
         run.workload.rows_per_shard,
@@ -59,6 +61,7 @@ def build_dataloader(run: Run, skipped: Sequence[int]) -> Loader:
         micro_batch_size=config.micro_batch_size,
         rank=mesh.data_parallel_rank,
         size=mesh.data_parallel_size,
+        observe=None if doctor is None else doctor.observe,
     )
 
 
@@ -134,6 +137,16 @@ def build_lr_schedule(config: TrainConfig) -> Callable[[int], float]:
         learning_rate, config.schedule, peak=config.lr, warmup_steps=config.warmup_steps, max_steps=config.max_steps,
         decay_share=config.decay_share,
     )  # fmt: skip
+
+
+def build_doctor(run: Run, model: Model, parameters: Parameters) -> Doctor | None:
+    """What watches the masked-LM loss, in the root worker; None where there is none."""
+    if not run.is_root or MASKED_LM_LOSS not in run.workload.losses:
+        return None
+    weights = parameters.masters() or dict(model.named_parameters())
+    matrices = {name: tensor for name, tensor in weights.items() if run.workload.is_hidden_matrix(name)}
+    # On a device that compiles, every look at the weights would be another graph.
+    return Doctor(run.config, run.workload.vocab_size, None if run.device.compiles_steps else matrices)
 
 
 def build_graph_list(run: Run) -> GraphList | None:

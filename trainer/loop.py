@@ -44,10 +44,11 @@ class Trainer:
         self.optimizer = build.build_optimizer(run, self.parameters, self._number)
         self.lr_schedule = build.build_lr_schedule(run.config)
         self.state = resume(run, self.state, start, self.optimizer, self.tensor_parallel)
-        self.dataloader = build.build_dataloader(run, self.state.skipped)
+        doctor = build.build_doctor(run, self.model, self.parameters)
+        self.dataloader = build.build_dataloader(run, self.state.skipped, doctor)
         self.tensors = build.checkpoint_tensors(self.model, self.parameters, self.optimizer)
         self.checkpointer.begin(start, self.state, self.tensors, run.workload.vocab_size, self.tensor_parallel)
-        self.metrics = Metrics(run, self.state)
+        self.metrics = Metrics(run, self.state, doctor)
         self.graphs = build.build_graph_list(run)
         self.agreement = Agreement(run.mesh, interruptions, run.config.grad_accum_usteps)
 

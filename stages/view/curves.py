@@ -24,6 +24,9 @@ class Curves:
     times: list[float] = field(default_factory=list)
     values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in NAMES})
 
+    #: (step, cause) of each of the plateau doctor's warnings.
+    diagnoses: list[tuple[int, str]] = field(default_factory=list)
+
     def last(self, name: str) -> float | None:
         values = self.values[name]
         return values[-1] if values else None
@@ -84,10 +87,12 @@ class MetricsFile:
             record = json.loads(line)
             step, time = int(record["step"]), float(record["time"])
             values = {name: float(record.get(name, math.nan)) for name in NAMES}
+            diagnoses = [(step, str(one["cause"])) for one in record.get("diagnoses", ())]
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return
         self._curves.steps.append(step)
         self._curves.times.append(time)
+        self._curves.diagnoses += diagnoses
         for name, value in values.items():
             self._curves.values[name].append(value)
 

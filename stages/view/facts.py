@@ -107,6 +107,8 @@ def training_table(run: Run) -> list[list[str]]:
     ):
         means = [one.recent(name) for one in curves.values()]
         row(f"{title}, mean of the last 50", [None if mean is None else number(mean) for mean in means])
+    warned = ["; ".join(f"{cause} (step {step:,})" for step, cause in one.diagnoses) for one in curves.values()]
+    row("warnings while training", warned)
     rates = [one.values["throughput"] for one in curves.values()]
     row("sequences a second, mean", [number(round(sum(values) / len(values), 2)) for values in rates])
     row("time at work", [duration(run.trainings[phase].seconds_at_work) for phase in curves])

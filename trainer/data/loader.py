@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -69,12 +69,15 @@ class Loader:
         rank: int = 0,
         size: int = 1,
         prefetch: int = 2,
+        observe: Callable[[Step], None] | None = None,
     ) -> None:
-        """`prefetch`: reads to be ahead by, each of one step, or of as many small ones as the reader likes."""
+        """`prefetch`: reads to be ahead by, each of one step, or of as many small ones as the reader likes. `observe`
+        is called with each step that is read, by the thread that reads ahead."""
         self._reader = reader
         self._order = order
         self._micro_batch_size = micro_batch_size
         self._prefetch = prefetch
+        self._observe = observe
         index = np.arange(order.global_batch_size).reshape(-1, size, micro_batch_size)
         self._mine = index[:, rank].reshape(-1)
         self._steps_at_once = max(1, reader.rows_at_once // len(self._mine))
@@ -100,6 +103,8 @@ class Loader:
             steps.append(
                 Step(step, self._order.epoch_of(step), batches[mine], totals, self._order.batch_of(step), where)
             )
+            if self._observe is not None:
+                self._observe(steps[-1])
         return steps
 
     def steps(self, first: int, last: int) -> Iterator[Step]:

@@ -14,11 +14,12 @@ from typing import Any
 
 from common.console import clock
 from common.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, replace_json, write_json
+from trainer.metrics.doctor import Diagnosis, Doctor
 from trainer.metrics.event_file import EventFile
 from trainer.metrics.results import TrainTime, phase_results, recorded_steps, steps_of_phase
 from trainer.run import Run
 from trainer.state import TrainState
-from trainer.workloads.base import StepCost
+from trainer.workloads.base import MASKED_LM_LOSS, StepCost
 
 #: Steps that the throughput is averaged over, as in the tutorials' script.
 THROUGHPUT_WINDOW = 10
@@ -46,11 +47,12 @@ class StepRecord:
 class Metrics:
     """The records of a run, which the root worker writes; the others only check that their losses are finite."""
 
-    def __init__(self, run: Run, start: TrainState) -> None:
+    def __init__(self, run: Run, start: TrainState, doctor: Doctor | None = None) -> None:
         """Appends to the records in the output directory and drops those of steps after `start`, which are repeated.
-        If no steps are left to train, later records belong to the next phase and stay. Raises `DiskError`."""
+        If no steps are left to train, later records belong to the next phase and stay. `doctor`: what comments on the
+        masked-LM loss. Raises `DiskError`."""
         self._config, self._workload, self._log = run.config, run.workload, run.log
-        self._is_root = run.is_root
+        self._is_root, self._doctor = run.is_root, doctor
         self._workers = run.mesh.world_size
         peak = run.device.peak_flops_per_s(start.precision) if self._is_root else None
         #: Of all workers' devices together; None where it is not known.
@@ -114,7 +116,16 @@ class Metrics:
         }
         if record.compiled_graphs is not None:
             scalars["compiled_graphs"] = record.compiled_graphs
-        self._write(state, scalars)
+        self._write(state, scalars, self._diagnoses(state, scalars))
+
+    def _diagnoses(self, state: TrainState, scalars: dict[str, float]) -> list[Diagnosis]:
+        """What the doctor says after this step; it is logged."""
+        if self._doctor is None:
+            return []
+        found = self._doctor.record(state.step, scalars[MASKED_LM_LOSS], scalars["learning_rate"])
+        for diagnosis in found:
+            self._log(str(diagnosis))
+        return found
 
     def _rates(self) -> dict[str, float]:
         """Over the latest steps: samples and the model's FLOP per second, and its share of the hardware's peak (MFU,
@@ -129,12 +140,16 @@ class Metrics:
             rates |= {"mfu": flops / self._peak_flops_per_s, "mfu_usual": usual_flops / self._peak_flops_per_s}
         return rates
 
-    def _write(self, state: TrainState, scalars: dict[str, float]) -> None:
+    def _write(self, state: TrainState, scalars: dict[str, float], diagnoses: list[Diagnosis]) -> None:
         step = state.global_step
-        line = {"step": step, "epoch": state.epoch, "samples": state.samples_consumed, **scalars, "time": time.time()}
+        place = {"step": step, "epoch": state.epoch, "samples": state.samples_consumed}
+        line: dict[str, Any] = {**place, **scalars, "time": time.time()}
+        if diagnoses:
+            line["diagnoses"] = [vars(one) for one in diagnoses]
+        condition = f", {self._doctor.condition}" if self._doctor is not None and self._doctor.condition else ""
         self._lines.append(_encode(line) + "\n")
         self._progress = {
-            "label": f"phase {state.phase}, loss {scalars['loss']:.3f}",
+            "label": f"phase {state.phase}, loss {scalars['loss']:.3f}{condition}",
             "done": state.step,
             "total": self._config.max_steps,
             "unit": "steps",

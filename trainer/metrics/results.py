@@ -76,6 +76,7 @@ def phase_results(steps: list[dict[str, Any]], state: TrainState, *, train_time_
     tutorials' script; iterations_per_s is that of the last epoch.
     """
     throughputs = [step["throughput"] for step in steps]
+    diagnoses = [{"step": step["step"], **one} for step in steps for one in step.get("diagnoses", ())]
     return {
         "epoch": state.epoch,
         "steps": state.step,
@@ -88,6 +89,7 @@ def phase_results(steps: list[dict[str, Any]], state: TrainState, *, train_time_
         "throughput_peak": max(throughputs, default=None),
         "iterations_per_s": _rate_of_last_epoch(steps),
         "precision": state.precision,
+        **({"diagnoses": diagnoses} if diagnoses else {}),
         **({"changes": state.changes} if state.changes else {}),
         **({"skipped_batches": state.skipped} if state.skipped else {}),
     }

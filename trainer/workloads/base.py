@@ -17,6 +17,9 @@ from trainer.models.base import Model
 from trainer.models.operations import Operations
 from trainer.parallel.tensor import TensorParallel
 
+#: The name of the loss that has a unigram baseline.
+MASKED_LM_LOSS = "masked_lm_loss"
+
 
 @dataclass(frozen=True)
 class StepCost:

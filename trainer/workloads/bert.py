@@ -22,7 +22,7 @@ from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_
 from trainer.models.operations import Operations
 from trainer.parallel.plan import require_divisible
 from trainer.parallel.tensor import TensorParallel
-from trainer.workloads.base import StepCost, Workload
+from trainer.workloads.base import MASKED_LM_LOSS, StepCost, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class BertWorkload(Workload):
                 f"the shards in {shards.directory} have no {NEXT_SENTENCE_KEY}, which the model's next-sentence head "
                 f"needs; give --no-next_sentence, or shards with labels"
             )
-        self.losses = ("masked_lm_loss", "next_sentence_loss") if model.next_sentence else ("masked_lm_loss",)
+        self.losses = (MASKED_LM_LOSS, "next_sentence_loss") if model.next_sentence else (MASKED_LM_LOSS,)
         self.config = model
         self.vocab_size = model.vocab_size
         self.shards = shards

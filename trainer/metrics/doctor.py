@@ -1,0 +1,144 @@
+"""The plateau doctor: says when a masked-LM training learns nothing but word frequencies, and the likely cause.
+
+It only speaks. Its evidence: facts about the examples (`DataFacts`), the loss against the unigram baseline of the same
+labels, and how far the weights have moved (`Movement`). Healthy runs, too, stay at the baseline for hundreds of steps
+before they learn context, so the loss alone is reason to speak only after `_PATIENCE_STEPS`. The thresholds lie between
+what faulty and healthy runs measure (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from trainer.config import TrainConfig
+from trainer.data.loader import Step
+from trainer.metrics.data_facts import BatchFacts, DataFacts, Ids, examine
+from trainer.metrics.movement import Movement
+
+#: Steps whose mean loss is compared with the baseline.
+_WINDOW = 40
+#: Steps between two comparisons, and the first steps, counted from the start of this process, after which examples and
+#: weights are looked at; later every `_LATER_STEPS`.
+_COMPARE_STEPS, _LOOK_STEPS, _LATER_STEPS = 20, (20, 60, 100, 150, 190), 1000
+#: Nats under the baseline at which a loss is at the baseline no more.
+_MARGIN = 0.05
+#: Nats over it at which not even the frequencies are learned.
+_FAR = 0.5
+#: A weight matrix's mean change in one step at the peak learning rate, as a share of its size, that is too large or too
+#: small. Healthy: 0.002 … 0.13; 30 times the best rate: 0.33 … 1.4; a 300th: 7e-5 … 2e-4.
+_CHANGE_MAX, _CHANGE_MIN = 0.25, 4e-4
+#: Steps at the full rate after which a loss that is not under the baseline proves one too large, and one far above it
+#: proves one too small.
+_AT_FULL_RATE = 40, 100
+#: Steps after the warm-up, and share of the phase, after which a loss still at the baseline is told without a cause.
+_PATIENCE_STEPS, _PATIENCE_SHARE = 500, 0.2
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is wrong, in a few words, and what was seen and is to be done."""
+
+    cause: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"warning: {self.cause}: {self.text}"
+
+
+class Doctor:
+    """Watches one phase in the root worker. `observe` may be called by another thread than `record`."""
+
+    def __init__(self, config: TrainConfig, vocab_size: int, weights: Mapping[str, Tensor] | None) -> None:
+        """`weights`: the encoder's matrices; None on a device where reading them would compile graphs."""
+        self._config = config
+        self._facts = DataFacts(vocab_size)
+        self._movement = Movement(weights) if weights else None
+        self._observed: dict[int, BatchFacts] = {}
+        self._lock = threading.Lock()
+        self._recent: collections.deque[tuple[float, Ids]] = collections.deque(maxlen=_WINDOW)
+        self._steps = 0
+        #: Sum of the steps' learning rates, in peak learning rates.
+        self._full_steps = 0.0
+        #: The matrices' change a step, as a share of their size; None: not measured yet.
+        self._change: float | None = None
+        self._told: set[str] = set()
+        #: The latest cause, until the loss is under the baseline.
+        self.condition = ""
+
+    def observe(self, step: Step) -> None:
+        """Look at a step's micro-batches while they are on the host."""
+        facts = examine(step.micro_batches, step.epoch)  # type: ignore[arg-type]
+        with self._lock:
+            self._observed[step.index] = facts
+
+    def record(self, step: int, loss: float, learning_rate: float) -> list[Diagnosis]:
+        """What to say after `step` steps of the phase (once each); `loss`: the step's mean masked-LM loss in nats."""
+        with self._lock:
+            facts = self._observed.pop(step - 1, None)
+        if facts is None or not len(facts.labels):
+            return []
+        self._facts.add(facts)
+        self._recent.append((loss, facts.labels))
+        self._steps += 1
+        self._full_steps += learning_rate / (self._config.lr or 1)
+        found = []
+        if self._steps in _LOOK_STEPS or self._steps % _LATER_STEPS == 0:
+            found += self._look()
+        if self._steps % _COMPARE_STEPS == 0 and len(self._recent) == _WINDOW:
+            found += self._compare(step)
+        fresh = [one for one in found if one.cause not in self._told]
+        self._told |= {one.cause for one in fresh}
+        if fresh:
+            self.condition = fresh[-1].cause
+        return fresh
+
+    def _look(self) -> list[Diagnosis]:
+        found = [Diagnosis(*fault) for fault in self._facts.faults()]
+        if self._movement is not None:
+            moved, frozen = self._movement.measure()
+            if self._change is None and self._full_steps:
+                self._change = moved / self._full_steps
+            if frozen and self._steps > _LOOK_STEPS[0]:
+                some = ", ".join(frozen[:2]) + (f" and {len(frozen) - 2} more" if len(frozen) > 2 else "")
+                text = f"{some} did not change in {self._steps} steps, as others did: check that they get gradients"
+                found.append(Diagnosis("frozen layer", text))
+        return found
+
+    def _compare(self, step: int) -> list[Diagnosis]:
+        """Compare the loss with the baseline."""
+        losses, labels = zip(*self._recent, strict=True)
+        loss = float(np.mean(losses))
+        baseline = self._facts.unigram.of(np.concatenate(labels))
+        if loss < baseline - _MARGIN:
+            if self.condition and "plateau" in self._told:
+                self._told.discard("plateau")
+                self.condition = ""
+            return []
+        since = step - self._config.warmup_steps
+        at = f"after {step} steps the masked-LM loss is {loss:.2f}; always guessing by frequency gives {baseline:.2f}"
+        change, lr = self._change, self._config.lr
+        per_step = "" if change is None else f"; at that rate weights change by {change:.2g} of their size a step"
+        high, low = _AT_FULL_RATE
+        if change is not None and change > _CHANGE_MAX and since >= high:
+            text = f"{at}{per_step} (usual: 0.002 to 0.1): try lr = {lr / 30:.1g} instead of {lr:.1g}"
+            return [Diagnosis("learning rate too high", text)]
+        if change is not None and change < _CHANGE_MIN and since >= low and loss > baseline + _FAR:
+            text = f"{at}{per_step} (usual: 0.002 to 0.1): try lr = {lr * 100:.1g} instead of {lr:.1g}"
+            return [Diagnosis("learning rate too low", text)]
+        patience = max(_PATIENCE_STEPS, _PATIENCE_SHARE * (self._config.max_steps - self._config.warmup_steps))
+        if since < patience or self._told:
+            return []
+        unseen = "" if self._movement is not None else "; weights are not examined on this device"
+        return [
+            Diagnosis(
+                "plateau",
+                f"{at}{per_step or unseen}: nothing but frequencies is learned yet, and the examples look sound; try "
+                f"another learning rate (now {lr:.1g}), or look at some examples",
+            )
+        ]
