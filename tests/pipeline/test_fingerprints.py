@@ -293,6 +293,17 @@ def test_static_masks_are_made_with_the_shards(
     assert difference(fingerprints(*shares), fingerprints(*static)) == changed_by((*SHARDS, "precompile-phase2"))
 
 
+def test_whole_sentences_are_not_shortened(fingerprints: Fingerprints) -> None:
+    off = ("dataset", "next_sentence", "false")
+    assert fingerprints(off, ("dataset", "short_seq_prob", "0.2")) == fingerprints(off)
+
+
+def test_labels_of_downloaded_shards_can_be_ignored(fingerprints: Fingerprints) -> None:
+    """The same shards are not fetched again."""
+    changed = difference(fingerprints(*DOWNLOADED), fingerprints(*DOWNLOADED, ("dataset", "next_sentence", "false")))
+    assert changed == changed_by(MODEL)
+
+
 def test_how_the_model_is_shared_changes_graphs_alone(fingerprints: Fingerprints) -> None:
     workers = ("cluster", "nproc_per_node", "2")
     changed = difference(fingerprints(workers), fingerprints(workers, ("cluster", "tensor_parallel_size", "2")))

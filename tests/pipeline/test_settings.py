@@ -58,6 +58,11 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
             "[dataset]\nmasking = static\n[phase1]\nfinal_masked_lm_prob =",
             ["masked_lm_prob = 0.3 of seq_len = 128 are 38 masked positions, more than max_pred_len = 20"],
         ),
+        (
+            "[dataset]\nnext_sentence = false\ndupe_factor = 2",
+            ["dupe_factor = 2 does not go with next_sentence = false and masking = dynamic", "set it to 1"],
+        ),
+        ("[dataset]\nnext_sentence = no thanks", ["next_sentence = no thanks", "true, false"]),
         ("[phase1]\nmax_pred_len = 129", ["max_pred_len = 129", "seq_len = 128"]),
         ("[dataset]\nphase1_sha256 = 12", ["phase1_sha256 = 12", "empty or 64 hexadecimal digits"]),
         ("[dataset]\nconnections = 65", ["connections = 65", "from 1 to 64"]),

@@ -116,9 +116,12 @@ def our_decisions(
         return {name: found.tolist() for name, found in scorer.correct(work, model, device).items()}
 
 
-@pytest.mark.parametrize("device", [CpuDevice(), PaddingDevice()])
-def test_decisions_are_those_of_a_plain_loop(model: Path, tmp_path: Path, device: Device) -> None:
+@pytest.mark.parametrize(
+    ("device", "next_sentence"), [(CpuDevice(), True), (PaddingDevice(), True), (CpuDevice(), False)]
+)
+def test_decisions_are_those_of_a_plain_loop(tmp_path: Path, device: Device, next_sentence: bool) -> None:
     """Of random sentences of many lengths, about half of which are right."""
+    model = write_model(tmp_path / "model", [*SPECIAL_TOKENS, *WORDS], next_sentence=next_sentence)
     rng = np.random.default_rng(0)
     words = [word.removeprefix("##") for word in WORDS]
     sentences = [" ".join(rng.choice(words, size=rng.integers(1, 24))) for _ in range(80)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,24 @@ def test_it_measures_what_hugging_face_computes(ours: BertForPreTraining, tmp_pa
         "next_sentence_accuracy": pytest.approx(right_pairs / ROWS),
     }
     assert {name: found[name] for name in expected} == expected
+
+
+def test_next_sentences_are_measured_where_model_and_shards_have_them(ours: BertForPreTraining, tmp_path: Path) -> None:
+    """A model of the other kind, or shards of the other kind, give the same masked-LM scores."""
+    masked_lm = BertForPreTraining(dataclasses.replace(ours.config, next_sentence=False))
+    masked_lm.load_state_dict({name: ours.state_dict()[name] for name in masked_lm.state_dict()})
+    arrays = synthetic_rows(ROWS, seq_len=32, max_pred_len=5, seed=0)
+    scores = {}
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+        write_shard(tmp_path / name / "x_test_0.hdf5", arrays)
+        for kind, model in (("both", ours), ("masked", masked_lm)):
+            scores[name, kind] = measured(model, tmp_path / name, tmp_path / f"{name} {kind}")
+        arrays.pop("next_sentence_labels", None)
+    whole = scores["with", "both"]
+    assert {"next_sentence_loss", "next_sentence_accuracy"} < whole.keys()
+    expected = {name: value for name, value in whole.items() if "next_sentence" not in name}
+    assert [scores[one] for one in scores if one != ("with", "both")] == [expected] * 3
 
 
 @torch.no_grad()
