@@ -50,8 +50,8 @@ ORDER = {
     ],
     "trainer": [
         *("__main__", "doctor", "options", "rollback", "loop", "resume", "build", "metrics", "replicas", "run"),
-        *("launch", "workloads", "checkpoint", "devices", "models", "data", "parallel", "optim"),
-        *("precision", "state", "config", "registry", "seeds", "__init__"),
+        *("launch", "workloads", "checkpoint", "state", "devices", "models", "data", "parallel", "optim"),
+        *("precision", "config", "registry", "seeds", "__init__"),
     ],
 }
 MAX_ENTRIES = 24

@@ -19,7 +19,7 @@ from trainer.devices.graphs import GraphList
 from trainer.metrics.doctor import Doctor
 from trainer.models.base import Model
 from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters
-from trainer.optim.schedule import learning_rate
+from trainer.optim.schedule import learning_rate, stable_steps
 from trainer.optim.select import Optimizer, make_optimizer, separates_matrices
 from trainer.optim.sharing import Replicas, SharedModel
 from trainer.parallel.allreduce import AllReduceModel
@@ -56,13 +56,19 @@ def build_dataloader(run: Run, skipped: Sequence[int], doctor: Doctor | None) ->
         skipped=skipped,
     )
     return Loader(
-        run.workload.reader(static_shapes=run.device.static_shapes, seed=config.seed, steps=config.max_steps),
+        run.workload.reader(static_shapes=run.device.static_shapes, seed=config.seed, falling=mask_rate_steps(config)),
         order,
         micro_batch_size=config.micro_batch_size,
         rank=mesh.data_parallel_rank,
         size=mesh.data_parallel_size,
         observe=None if doctor is None else doctor.observe,
     )
+
+
+def mask_rate_steps(config: TrainConfig) -> range:
+    """The steps in which the masking rate falls: those of the decay, or all if no part of the schedule is stable."""
+    stable = stable_steps(config.schedule, max_steps=config.max_steps, decay_share=config.decay_share)
+    return range(stable, config.max_steps)
 
 
 def build_model(

@@ -14,6 +14,7 @@ from trainer.checkpoint.load import load_into
 from trainer.checkpoint.resume_point import ResumePoint
 from trainer.config import TrainConfig
 from trainer.data.order import ORDER_VERSION
+from trainer.optim.schedule import DECAY_OPTIONS
 from trainer.optim.select import Optimizer
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
@@ -91,6 +92,10 @@ def resume(
     state = state.resumed(start.state, start.checkpoint, allowed=run.config.allow_changes)
     for change in state.changes[len(start.state.changes) :]:
         run.log(f"from step {change['step']} on: {change['name']} {change['old']} → {change['new']}, as allowed")
+    for name in DECAY_OPTIONS:
+        old, new = start.state.settings.get(name), state.settings[name]
+        if old not in (None, new) and name not in run.config.allow_changes:
+            run.log(f"{name} {old} → {new}: the same up to step {state.global_step}")
 
     def load_optimizer() -> None:
         load_into(optimizer.state(), start, "optimizer", run.workload.vocab_size, tensor_parallel)

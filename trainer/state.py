@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from common.errors import CheckpointError
 from trainer.config import CHANGEABLE, ModelConfig
+from trainer.optim.schedule import DECAY_OPTIONS, stable_steps
 
 #: Name of the file in a checkpoint directory.
 STATE = "state.json"
@@ -90,22 +91,32 @@ class TrainState:
         mine = {name: getattr(self, name) for name in names}
         return {**self.model, **self.settings, **mine}
 
+    @property
+    def stable_steps(self) -> int:
+        """Steps of the phase that do not depend on `DECAY_OPTIONS`; 0 in old checkpoints."""
+        known = {name: self.settings[name] for name in DECAY_OPTIONS if name in self.settings}
+        return stable_steps(**known) if len(known) == len(DECAY_OPTIONS) else 0
+
     def resumed(self, other: TrainState, checkpoint: Path, *, allowed: Sequence[str]) -> Self:
         """This run at the position of `other`, the state in `checkpoint`; `allowed` differences are recorded.
 
+        A checkpoint of the stable part of both runs may differ in `DECAY_OPTIONS`, which have decided nothing yet.
         Raises `CheckpointError` if this run cannot continue from there.
         """
         self.require_same_model(other, checkpoint)
         theirs = other.deciding
+        shared = min(self.stable_steps, other.stable_steps)
+        undecided = DECAY_OPTIONS if other.step <= shared else ()
         differ = [
             {"step": other.global_step, "name": name, "old": theirs[name], "new": mine}
             for name, mine in self.deciding.items()
-            if name in theirs and theirs[name] != mine
+            if name in theirs and theirs[name] != mine and name not in undecided
         ]
         refused = [change for change in differ if change["name"] not in allowed]
         if refused:
             what = "; ".join(f"{change['name']} = {change['old']}, this run has {change['new']}" for change in refused)
-            raise CheckpointError(f"{checkpoint} was trained with {what}: {_advice([c['name'] for c in refused])}")
+            advice = _advice([change["name"] for change in refused], other.global_step - other.step, shared)
+            raise CheckpointError(f"{checkpoint} was trained with {what}: {advice}")
         return dataclasses.replace(self.at(other), changes=[*other.changes, *differ])
 
     def require_same_model(self, other: TrainState, checkpoint: Path) -> None:
@@ -120,13 +131,16 @@ class TrainState:
                 )
 
 
-def _advice(names: list[str]) -> str:
+def _advice(names: list[str], before: int, shared: int) -> str:
+    """`before`: global step at which the phase began; `shared`: its steps that both runs have in common."""
     if "order_version" in names:
         return (
             "that version of the program drew its samples and random numbers in another order; finish the run with it, "
             "or start anew in another output directory"
         )
     advice = "the result would not be the same; go on with that, or start anew in another output directory"
+    if shared and set(names) <= set(DECAY_OPTIONS):
+        advice = f"{advice}, or go on from a checkpoint up to step {before + shared}, which both share (--resume_step)"
     if set(names) <= set(CHANGEABLE):
         return f"{advice}, or allow the change from here on with --allow_changes {' '.join(names)}"
     return advice

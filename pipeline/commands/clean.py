@@ -8,15 +8,16 @@ import fcntl
 import functools
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import LockHeld, UserError
 from common.files import ALIVE, PROGRESS, TEMPORARY_SUFFIX
 from pipeline.launchers import find_job
-from pipeline.status.chain import StageTask, chain
+from pipeline.status.chain import StageTask, chain, is_complete
 from pipeline.status.differences import first_difference
+from pipeline.status.extension import stable_checkpoints
 from pipeline.status.stage_dirs import (
     StageDir,
     StageDirs,
@@ -75,6 +76,7 @@ def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
             reasons[stage_dir.fingerprint] = f"in use by {who}"
         elif stage_dir.path.name not in named and (progress := _unfinished_work(stage_dir)) is not None:
             reasons[stage_dir.fingerprint] = interrupted[stage_dir.fingerprint] = progress
+    reasons |= _extended(tasks, stage_dirs)
     needed = [(up, p.path.name) for p in stage_dirs.all if p.fingerprint in reasons for up in _upstream(p)]
     while needed:
         fingerprint, by = needed.pop()
@@ -91,6 +93,16 @@ def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
         (p, path) for p in stage_dirs.all if p.fingerprint in reasons for path in abandoned_checkpoints(p.path)
     ]
     return Plan(superseded, kept, unfinished, abandoned)
+
+
+def _extended(tasks: Iterable[StageTask], stage_dirs: StageDirs) -> dict[str, str]:
+    """Directories that trainings of the present settings would go on from, by fingerprint, and why they are kept."""
+    return {
+        stable.stage_dir.fingerprint: f"{task.label} would go on from its step {stable.step:,}"
+        for task in tasks
+        if not is_complete(task)
+        for stable in stable_checkpoints(task, stage_dirs)
+    }
 
 
 def _unfinished_work(stage_dir: StageDir) -> str | None:

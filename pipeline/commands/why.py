@@ -9,6 +9,7 @@ from common.errors import UserError
 from common.files import utc
 from pipeline.status.chain import StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
+from pipeline.status.extension import stable_checkpoints
 from pipeline.status.stage_dirs import StageDirs, holder, last_checkpoint_step
 from pipeline.tasks.everything import TASKS
 from pipeline.tasks.goal import Goal
@@ -44,7 +45,8 @@ def explain(task: StageTask, stage_dirs: StageDirs, *, verify: bool) -> str | No
         return f"{task.label} would run: it was interrupted{at}"
     changed = cause(task, stage_dirs)
     if changed is not None:
-        return f"{task.label} would run: {changed}"
+        stable = next(stable_checkpoints(task, stage_dirs), None)
+        return f"{task.label} would run: {changed}" + (f"; it would go on from {stable}" if stable else "")
     missing = [upstream.label for upstream in task.requires().values() if not is_complete(upstream)]
     after = f"; {', '.join(missing)} would run first" if missing else ""
     return f"{task.label} would run: it was never started{after}"

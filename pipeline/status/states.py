@@ -11,6 +11,7 @@ from common.errors import UserError
 from common.files import parse_utc, utc
 from pipeline.status.chain import ChainTask, StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
+from pipeline.status.extension import extended_from, stable_checkpoints
 from pipeline.status.stage_dirs import StageDirs, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
 from stages.directory.attempts import last_failure, last_sign_of_life
 from stages.directory.manifest import IDENTITY, MANIFEST
@@ -43,13 +44,15 @@ def _status(task: StageTask, stage_dirs: StageDirs, *, needed: bool) -> StageSta
     for ask in (_complete, _running, _failed, _damaged, _interrupted):
         found = ask(task, there)
         if found is not None:
-            return _with_abandoned(task, found)
+            return _with_history(task, found)
     stale = any(stage_dir.is_complete for stage_dir in stage_dirs.others(task.label, fingerprint))
     if stale:
         details = [f"made with other settings: {cause(task, stage_dirs)}"]
     else:
         missing = [up.label for up in task.requires().values() if not is_complete(up)]
         details = [f"for {', '.join(missing)}"] if missing else ["its turn is next"]
+    if needed and (stable := next(stable_checkpoints(task, stage_dirs), None)) is not None:
+        details.append(f"would go on from {stable}")
     if not needed:
         details = [*(details if stale else []), "not needed: all that is made from it is complete"]
     return dataclasses.replace(
@@ -120,14 +123,16 @@ def _interrupted(task: StageTask, status: StageStatus) -> StageStatus | None:
     )
 
 
-def _with_abandoned(task: StageTask, status: StageStatus) -> StageStatus:
-    """`status` with the checkpoints that a training has set aside, which take space until they are removed."""
-    places = abandoned_checkpoints(task.directory)
-    if not places:
-        return status
-    names = [path.name for place in places for path in sorted(place.glob("ckpt_*"))]
-    said = f"set aside: {', '.join(names) or places[0].name}, {size(sum(map(size_bytes, places)))} (clean --remove)"
-    return dataclasses.replace(status, detail="; ".join(filter(None, [status.detail, said])))
+def _with_history(task: StageTask, status: StageStatus) -> StageStatus:
+    """`status` with the training that this one went on from, and the checkpoints it has set aside, which take space."""
+    details, places = [status.detail], abandoned_checkpoints(task.directory)
+    if (origin := extended_from(task.directory)) is not None:
+        details.append(f"went on from {origin}")
+    if places:
+        names = [path.name for place in places for path in sorted(place.glob("ckpt_*"))]
+        freed = size(sum(map(size_bytes, places)))
+        details.append(f"set aside: {', '.join(names) or places[0].name}, {freed} (clean --remove)")
+    return dataclasses.replace(status, detail="; ".join(filter(None, details)))
 
 
 def _with_progress(task: StageTask, status: StageStatus) -> StageStatus:

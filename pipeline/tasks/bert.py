@@ -15,6 +15,7 @@ from common.secrets import Secret
 from pipeline.status import live_report
 from pipeline.tasks import summary
 from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of, mask_rate
+from pipeline.tasks.extension import extend
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.stage import Stage
 from pipeline.tasks.training import Training
@@ -124,6 +125,8 @@ class Pretrain(ModelStage, Training):
         }
 
     def command(self) -> list[str]:
+        if not self.settings.cluster.follows:  # node 0 does
+            extend(self)
         compiled = self.requires()["precompile"].directory
         start: dict[str, Any] = {}
         if self.phase == 2:

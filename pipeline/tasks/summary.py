@@ -12,8 +12,10 @@ from common.console import log
 def phase_line(counts: dict[str, Any], phase: int) -> str:
     """One line on a phase, from its training's counts."""
     warnings = ", ".join(f"{one['cause']} (step {one['step']})" for one in counts.get("diagnoses", ()))
+    extended = counts.get("extended_from")
+    origin = f" (from step {extended['step']} of {extended['directory']})" if extended else ""
     return (
-        f"phase {phase}: {counts['steps']} steps, loss {_number(counts, 'first_loss')} → "
+        f"phase {phase}: {counts['steps']} steps{origin}, loss {_number(counts, 'first_loss')} → "
         f"{_number(counts, 'loss')} (mean of the last 50: {_number(counts, 'mean_loss_last_50')}), "
         f"{_number(counts, 'throughput_average', '.0f')} sequences/s"
         f"{warnings and f'; warnings: {warnings}'}"

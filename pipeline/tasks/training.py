@@ -12,6 +12,7 @@ from common.files import read_json
 from common.options import fields_of, name_of
 from pipeline.launchers.torchrun import trainer_command
 from pipeline.luigi_adapters.luigid_progress import has_audience
+from pipeline.status.extension import EXTENDED_FROM
 from pipeline.tasks.stage import Stage
 from stages.directory import manifest
 from stages.directory.manifest import StartTime
@@ -72,7 +73,8 @@ class Training(Stage):
         if entries is None:
             raise UserError(f"{self.directory / name} is missing although training ended; run the same again")
         outputs = [manifest.Output(f"{name}/{e['path']}", e["bytes"], e["sha256"]) for e in entries["files"]]
-        counts = {**results, "checkpoint": name}
+        extended = read_json(self.directory / EXTENDED_FROM)
+        counts = {**results, "checkpoint": name, **({"extended_from": extended} if extended else {})}
         manifest.finish(self.directory, self.identity, outputs, counts, start=start)
 
 

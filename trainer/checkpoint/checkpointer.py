@@ -14,6 +14,7 @@ from trainer.checkpoint.resume_point import ResumePoint, agree_on_start, checkpo
 from trainer.checkpoint.snapshot import HostCopy
 from trainer.config import TrainConfig
 from trainer.devices.base import Device
+from trainer.optim.schedule import stable_steps
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.shares import without_padding
 from trainer.parallel.tensor import TensorParallel
@@ -26,8 +27,11 @@ class Checkpointer:
     def __init__(self, config: TrainConfig, device: Device, mesh: Mesh, log: Callable[[str], None]) -> None:
         """Remove unfinished checkpoints of dead runs. Raises `DiskError`."""
         self._config, self._device, self._mesh, self._log = config, device, mesh, log
+        #: The step of the phase that a longer run can go on from; 0: none.
+        self._stable = stable_steps(config.schedule, max_steps=config.max_steps, decay_share=config.decay_share)
         self._manager = CheckpointManager(
             checkpoint_directory(config), keep=config.num_ckpts_to_keep, log=log,
+            never_pruned=config.phase1_end_step + self._stable if 0 < self._stable < config.max_steps else None,
             rank=mesh.tensor_parallel_rank, size=mesh.tensor_parallel_size, timeout_s=config.collective_timeout_s,
         )  # fmt: skip
         self._host_copy: HostCopy | None = None
@@ -70,7 +74,7 @@ class Checkpointer:
         if not self._mesh.is_root:
             return False
         steps, minutes = self._config.ckpt_interval_steps, self._config.ckpt_interval_minutes
-        due = steps > 0 and state.step > 0 and state.step % steps == 0
+        due = state.step > 0 and (state.step == self._stable or (steps > 0 and state.step % steps == 0))
         return due or (minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes)
 
     def has_saved(self, state: TrainState) -> bool:

@@ -39,16 +39,17 @@ class CheckpointManager:
     """The checkpoints below `directory`."""
 
     def __init__(
-        self, directory: Path, *, keep: int, log: Callable[[str], None] = print, rank: int = 0, size: int = 1,
-        timeout_s: float = 600,
+        self, directory: Path, *, keep: int, never_pruned: int | None = None, log: Callable[[str], None] = print,
+        rank: int = 0, size: int = 1, timeout_s: float = 600,
     ) -> None:  # fmt: skip
-        """`keep`: checkpoints to keep, -1 for all; `log`: receives messages, such as why a checkpoint is skipped.
+        """`keep`: checkpoints to keep, -1 for all; `never_pruned`: global step of one that is kept beside them; `log`:
+        receives messages, such as why a checkpoint is skipped.
 
         `rank` of `size`: tensor-parallel rank; `timeout_s`: how long rank 0 waits for the others to begin writing.
         """
         self.directory = directory
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
-        self._keep = keep
+        self._keep, self._never_pruned = keep, never_pruned
         self._log = log
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -173,8 +174,8 @@ class CheckpointManager:
         return files
 
     def _prune(self) -> None:
-        """Remove checkpoints older than the newest `keep` valid ones."""
-        found = [path for _, path in self.paths()]
+        """Remove checkpoints older than the newest `keep` valid ones, but the one that is never pruned."""
+        found = [path for step, path in self.paths() if step != self._never_pruned]
         if self._keep < 0 or len(found) <= self._keep:
             return
         whole = 0

@@ -10,7 +10,7 @@ MASKED_LM_PROB = 0.15
 
 @dataclass(frozen=True)
 class MaskRate:
-    """Share of a sequence's tokens to predict, at the first step of a phase and at its last; linear between them."""
+    """Share of a sequence's tokens to predict: at the first of the steps in which it falls, and at the last."""
 
     first: float = MASKED_LM_PROB
     last: float = MASKED_LM_PROB
@@ -21,9 +21,10 @@ class MaskRate:
         first = MASKED_LM_PROB if first is None else first
         return cls(first, first if last is None else last)
 
-    def at(self, step: int, steps: int) -> float:
-        """The share at step `step`, from 0, of `steps`."""
-        return self.first + (self.last - self.first) * min(1.0, step / max(1, steps - 1))
+    def at(self, step: int, falling: range) -> float:
+        """The share at step `step`, from 0: linear over the steps `falling`, constant before and after them."""
+        done = (step - falling.start) / max(1, len(falling) - 1)
+        return self.first + (self.last - self.first) * min(1.0, max(0.0, done))
 
     def most(self, seq_len: int, sequences_per_row: int) -> int:
         """Masked positions in a row, at most, at any step: of each of its sequences the share, rounded, or one."""

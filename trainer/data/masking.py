@@ -100,11 +100,11 @@ class Masking:
 class DynamicMasking:
     """Masks that are a pure function of (seed, epoch, sample, share): each epoch has others."""
 
-    def __init__(self, masking: Masking, vocabulary: Vocabulary, *, seed: int, steps: int) -> None:
-        """`steps`: optimizer steps in which the rate goes from its first to its last value."""
+    def __init__(self, masking: Masking, vocabulary: Vocabulary, *, seed: int, falling: range) -> None:
+        """`falling`: optimizer steps, from 0, in which the rate goes from its first to its last value."""
         self.masking = masking
         self.vocabulary = vocabulary
-        self._seed, self._steps = seed, steps
+        self._seed, self._falling = seed, falling
 
     def mask(
         self, ids: Array, lengths: Array, numbers: NDArray[np.int64], *, step: int, epoch: int
@@ -129,7 +129,7 @@ class DynamicMasking:
             index=((numbers[row] * S + starts)[:, None] + column).astype(np.uint64),
         )
         limit = len(column)
-        wanted = masked_positions(length, self.masking.rate.at(step, self._steps), limit)
+        wanted = masked_positions(length, self.masking.rate.at(step, self._falling), limit)
         if self.masking.whole_words:
             positions = choose_words(_unit(random), tokens, candidates, wanted, limit, self.vocabulary.continues)
         else:

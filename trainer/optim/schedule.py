@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import math
 
+#: Schedules with a stable part: up to its end nothing depends on the number of steps or on how the run ends.
+STABLE_SCHEDULES = ("constant", "wsd")
+#: Options that decide nothing before the end of the stable part.
+DECAY_OPTIONS = ("schedule", "max_steps", "decay_share")
+
 
 def linear_warmup_decay(step: int, *, peak: float, warmup_steps: int, max_steps: int) -> float:
     """The learning rate after `step` completed updates: linear from 0 to `peak` over `warmup_steps`, then linear to 0
@@ -30,5 +35,13 @@ def learning_rate(
     if schedule == "cosine":
         done = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
         return peak * 0.5 * (1 + math.cos(math.pi * done))
-    decay_steps = round(decay_share * max_steps) if schedule == "wsd" else 0
+    decay_steps = max_steps - stable_steps(schedule, max_steps=max_steps, decay_share=decay_share)
     return peak * min(1.0, max(0.0, (max_steps - step) / decay_steps)) if decay_steps else peak
+
+
+def stable_steps(schedule: str, *, max_steps: int, decay_share: float) -> int:
+    """Steps up to the end of the stable part, warm-up included: the same in every run that differs in `DECAY_OPTIONS`
+    alone and is stable as long. 0 for a schedule that depends on its end from the start."""
+    if schedule not in STABLE_SCHEDULES:
+        return 0
+    return max_steps - (round(decay_share * max_steps) if schedule == "wsd" else 0)

@@ -77,10 +77,10 @@ class Workload(abc.ABC):
         when hashing takes long. Raises `UserError`."""
 
     @abc.abstractmethod
-    def reader(self, *, static_shapes: bool, seed: int, steps: int) -> Reader:
+    def reader(self, *, static_shapes: bool, seed: int, falling: range) -> Reader:
         """A reader of the data set; with `static_shapes` all micro-batches have the same shapes.
 
-        `seed`: of what it draws, in a run of `steps` optimizer steps.
+        `seed`: of what it draws; `falling`: the steps, from 0, in which a masking rate falls.
         """
 
     @abc.abstractmethod

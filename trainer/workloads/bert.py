@@ -45,7 +45,8 @@ class BertOptions:
     )  # fmt: skip
     final_masked_lm_prob: float | None = option(
         None, group="training", least=0.001, most=1,
-        help="that share at the last step of the phase, reached linearly (default: --masked_lm_prob)",
+        help="that share at the last step of the phase (default: --masked_lm_prob), approached linearly from the first "
+        "step on; with --schedule wsd only in the decay, with constant never",
     )  # fmt: skip
     whole_word_mask: bool = option(
         False, group="training", help="mask all pieces of a word together, where shards are masked when they are read"
@@ -119,11 +120,11 @@ class BertWorkload(Workload):
             "whole_word_mask": self.masking.whole_words,
         }
 
-    def reader(self, *, static_shapes: bool, seed: int, steps: int) -> BatchReader:
+    def reader(self, *, static_shapes: bool, seed: int, falling: range) -> BatchReader:
         masks = None
         if self.masking is not None:
             vocabulary = Vocabulary.of(read_vocabulary(self.shards.directory / VOCABULARY_FILE))
-            masks = DynamicMasking(self.masking, vocabulary, seed=seed, steps=steps)
+            masks = DynamicMasking(self.masking, vocabulary, seed=seed, falling=falling)
         return BatchReader(
             self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes, dynamic_masking=masks,
             next_sentence=self.config.next_sentence,

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
+from trainer.build import mask_rate_steps
+from trainer.config import TrainConfig
 from trainer.data.bert_batch import IGNORED
 from trainer.data.loader import Loader
 from trainer.data.mask_rate import MaskRate
@@ -52,7 +54,7 @@ def write(directory: Path, rows: int, *, packed: bool = False, shards: int = 2) 
 def reader(shards: ShardSet, rate: MaskRate = MaskRate(), **options: object) -> BatchReader:  # noqa: B008 (immutable)
     static_shapes = bool(options.pop("static_shapes", False))
     masking = Masking(rate, whole_words=bool(options.pop("whole_words", False)))
-    masks = DynamicMasking(masking, VOCABULARY, **{"seed": 7, "steps": 1, **options})  # type: ignore[arg-type]
+    masks = DynamicMasking(masking, VOCABULARY, **{"seed": 7, "falling": range(1), **options})  # type: ignore[arg-type]
     return BatchReader(shards, vocab_size=len(PIECES), static_shapes=static_shapes, dynamic_masking=masks)
 
 
@@ -170,11 +172,23 @@ def test_workers_and_micro_batches_see_the_same_masks(shards: ShardSet) -> None:
 
 def test_the_rate_goes_linearly_over_the_phase(shards: ShardSet) -> None:
     rate, samples = MaskRate(0.3, 0.15), all_rows(shards)
-    masks = reader(shards, rate, steps=101)
+    masks = reader(shards, rate, falling=range(101))
     tokens = sum(shards.read(n, np.arange(2000))["input_mask"].sum() for n in range(2))
     for step, share in ((0, 0.3), (50, 0.225), (100, 0.15)):
         _, _, masked = read(masks, samples, step=step)
         assert masked.sum() / tokens == pytest.approx(share, abs=0.002)  # each row's number is rounded
+
+
+def test_the_rate_of_a_stable_schedule_falls_in_the_decay_alone() -> None:
+    """So that a longer training has the same masks up to there."""
+
+    def rates(**given: object) -> list[float]:
+        falling = mask_rate_steps(TrainConfig(max_steps=10, warmup_steps=2, decay_share=0.4, **given))  # type: ignore[arg-type]
+        return [MaskRate(0.3, 0.15).at(step, falling) for step in range(10)]
+
+    assert rates(schedule="wsd") == pytest.approx([*[0.3] * 7, 0.25, 0.2, 0.15])
+    assert rates(schedule="constant") == [0.3] * 10
+    assert rates(schedule="linear") == pytest.approx(list(np.linspace(0.3, 0.15, 10)))
 
 
 def test_packed_sequences_are_masked_each_by_itself(tmp_path: Path) -> None:
@@ -209,4 +223,6 @@ def test_whole_words_are_masked_together(shards: ShardSet) -> None:
 def test_shards_without_masks_need_their_own_vocabulary(tmp_path: Path, shards: ShardSet) -> None:
     assert not set(MASKED_KEYS) & set(shards.keys)
     with pytest.raises(UserError, match=r"vocab.txt has 1000 entries, the model 999; use the model"):
-        BatchReader(shards, vocab_size=999, dynamic_masking=DynamicMasking(Masking(), VOCABULARY, seed=7, steps=1))
+        BatchReader(
+            shards, vocab_size=999, dynamic_masking=DynamicMasking(Masking(), VOCABULARY, seed=7, falling=range(1))
+        )

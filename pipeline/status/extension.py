@@ -1,0 +1,79 @@
+"""Which earlier training a new one can go on from: the two share everything up to the end of a stable schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.files import read_json
+from common.options import fields_of
+from pipeline.status.chain import StageTask
+from pipeline.status.stage_dirs import StageDir, StageDirs
+from stages.directory.manifest import Identity
+from trainer.checkpoint.directory import CHECKPOINTS, checkpoints, whole_checkpoints
+from trainer.config import TrainConfig
+from trainer.optim.schedule import DECAY_OPTIONS, stable_steps
+from trainer.state import TrainState
+
+#: In a training's directory: which one it went on from.
+EXTENDED_FROM = "extended_from.json"
+
+
+@dataclass(frozen=True)
+class StableCheckpoint:
+    """A checkpoint of another training's stable part that is valid by manifest and file sizes."""
+
+    stage_dir: StageDir
+    path: Path
+    #: Within its phase.
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step:,} of {self.stage_dir.path.name}"
+
+
+def shared_identity(record: dict[str, Any]) -> Identity | None:
+    """The identity of the stable part of a training with the identity `record`; None: it has no stable part."""
+    if not _stable_steps(record):
+        return None
+    parameters = {name: value for name, value in record["parameters"].items() if name not in DECAY_OPTIONS}
+    return Identity.of_record({**record, "parameters": parameters})
+
+
+def _stable_steps(record: dict[str, Any]) -> int:
+    given = {name: record["parameters"].get(name, fields_of(TrainConfig)[name][0].default) for name in DECAY_OPTIONS}
+    return stable_steps(**given) if "max_steps" in record["parameters"] else 0
+
+
+def stable_checkpoints(task: StageTask, stage_dirs: StageDirs) -> Iterator[StableCheckpoint]:
+    """The checkpoints that `task`, which has none of its own, can go on from, the last step first."""
+    mine = task.identity.record()
+    shared = shared_identity(mine)
+    if shared is None or checkpoints(task.directory / CHECKPOINTS):
+        return iter(())
+    found = [
+        StableCheckpoint(other, path, step)
+        for other in stage_dirs.others(task.label, task.identity.fingerprint)
+        if shared_identity(other.record) == shared
+        for _, path in whole_checkpoints(other.path / CHECKPOINTS)
+        if (step := _stable_step(path)) is not None and step <= _stable_steps(mine)
+    ]
+    return iter(sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True))
+
+
+def _stable_step(checkpoint: Path) -> int | None:
+    """The step, within its phase, of a checkpoint of a stable part; None: it is of none, or cannot be continued."""
+    try:
+        state = TrainState.read(checkpoint)
+    except (OSError, ValueError, TypeError):  # damaged
+        return None
+    is_minimal = not any(checkpoint.glob("optimizer-*"))
+    return None if is_minimal or state.step > state.stable_steps else state.step
+
+
+def extended_from(directory: Path) -> str | None:
+    """What the training in `directory` went on from: "step 80 of pretrain-phase1-0123456789"."""
+    record = read_json(directory / EXTENDED_FROM)
+    return None if record is None else f"step {record['step']:,} of {record['directory']}"

@@ -1,0 +1,92 @@
+"""Begin a training with the last stable checkpoint of an earlier one, linked into its own directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from itertools import groupby
+from pathlib import Path
+
+from common.console import log
+from common.errors import LockHeld
+from common.files import (
+    METRICS,
+    TEMPORARY_SUFFIX,
+    disk_errors,
+    durable_file,
+    fsync_directory,
+    rename_durably,
+    write_json,
+)
+from pipeline.status.chain import StageTask
+from pipeline.status.extension import EXTENDED_FROM, StableCheckpoint, shared_identity, stable_checkpoints
+from pipeline.status.stage_dirs import StageDirs
+from stages.directory.lock import hold
+from trainer.checkpoint.directory import CHECKPOINTS, checkpoints, why_invalid
+
+
+def extend(task: StageTask) -> None:
+    """Give the training `task`, whose lock is held, the last stable checkpoint of one that is the same up to there.
+
+    The trainer then continues from it as after an interruption. Without one, or with checkpoints of its own, nothing
+    changes. A training that runs is not read, and every byte is verified; what is left out is logged. Raises
+    `DiskError`.
+    """
+    if checkpoints(task.directory / CHECKPOINTS):
+        return
+    (task.directory / EXTENDED_FROM).unlink(missing_ok=True)
+    refused = False
+    by_directory = groupby(stable_checkpoints(task, StageDirs(task.settings.work_dir)), lambda found: found.stage_dir)
+    for stage_dir, found in by_directory:
+        try:
+            with hold(stage_dir.path):
+                for stable in found:
+                    reason = why_invalid(stable.path)
+                    if reason is None:
+                        _link(stable, task)
+                        log(f"{task.label}: goes on from {stable}, up to which the two are the same")
+                        return
+                    log(f"{task.label}: cannot go on from {stable}: {reason}")
+        except LockHeld as error:
+            log(f"{task.label}: does not go on from a checkpoint of {stage_dir.path.name}: {error}")
+        refused = True
+    if refused:
+        log(f"{task.label}: trains from step 0 instead")
+
+
+def _link(stable: StableCheckpoint, task: StageTask) -> None:
+    """Link the checkpoint into the directory of `task`, after what belongs to it: interrupted, it is done again."""
+    source, directory = stable.stage_dir, task.directory
+    final = directory / CHECKPOINTS / stable.path.name
+    temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
+    shared = shared_identity(source.record)
+    assert shared is not None
+    with disk_errors(directory):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        if (source.path / METRICS).exists():  # the trainer drops the records of later steps
+            _copy(source.path / METRICS, directory / METRICS)
+        for file in stable.path.iterdir():
+            _link_file(file, temporary / file.name)
+        fsync_directory(temporary)
+    write_json(
+        directory / EXTENDED_FROM,
+        {
+            "directory": source.path.name, "fingerprint": source.fingerprint, "step": stable.step,
+            "checkpoint": stable.path.name, "shared_fingerprint": shared.fingerprint,
+        },
+    )  # fmt: skip
+    rename_durably(temporary, final)
+
+
+def _link_file(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        _copy(source, target)
+
+
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as file, durable_file(target) as copy:
+        while chunk := file.read(1 << 20):
+            copy.write(chunk)

@@ -1,0 +1,87 @@
+"""A stable checkpoint belongs to every run that is the same up to there: a longer one ends with the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.support import assert_one_line_error, assert_same_bytes, metrics, train
+from trainer.optim.schedule import learning_rate, stable_steps
+
+GIVEN: dict[str, Any] = {
+    "batch_size": 4, "grad_accum_usteps": 4, "warmup_steps": 2, "max_pred_len": 5, "device": "cpu", "lr": 3e-3,
+    "ckpt_interval_steps": 0, "precision": "fp32", "decay_share": 0.5, "num_ckpts_to_keep": 1,
+}  # fmt: skip
+
+
+def run(data: Path, model: Path, out: Path, **values: Any) -> str:
+    done = train(data_dir=data, model_config=model, output_dir=out, **{**GIVEN, **values})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("schedule", ["constant", "wsd"])
+@pytest.mark.parametrize(("short", "long"), [(10, 14), (7, 100), (5, 9)])
+def test_the_stable_part_is_the_same_function_in_longer_runs(schedule: str, short: int, long: int) -> None:
+    def rates(steps: int) -> list[float]:
+        known = {"peak": 0.5, "warmup_steps": 3, "decay_share": 0.3}
+        return [learning_rate(schedule, step, max_steps=steps, **known) for step in range(steps)]
+
+    stable = stable_steps(schedule, max_steps=short, decay_share=0.3)
+    assert rates(short)[:stable] == rates(long)[:stable]
+    if schedule == "wsd":  # and the update after the next differs: it is no shorter than it can be
+        assert rates(short)[stable + 1] != rates(long)[stable + 1]
+    assert stable_steps("linear", max_steps=short, decay_share=0.3) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "step"),
+    [
+        # Extended: from the end of the stable part, which num_ckpts_to_keep = 1 has spared.
+        ({"schedule": "wsd", "max_steps": 8}, {"schedule": "wsd", "max_steps": 12}, 4),
+        # Finished with a short decay.
+        ({"schedule": "constant", "max_steps": 6}, {"schedule": "wsd", "max_steps": 9, "decay_share": 0.3}, 6),
+        ({"schedule": "constant", "max_steps": 6}, {"schedule": "constant", "max_steps": 9}, 6),
+    ],
+)
+def test_a_run_that_goes_on_from_a_stable_checkpoint_ends_with_the_bytes_of_one_from_scratch(
+    data: Path, model: Path, tmp_path: Path, before: dict[str, Any], after: dict[str, Any], step: int
+) -> None:
+    """In the same directory and in another one, dropout on, state.json included."""
+    scratch, first, second = tmp_path / "scratch", tmp_path / "first", tmp_path / "second"
+    run(data, model, scratch, **after)
+    run(data, model, first, **before)
+    stable = first / "checkpoints" / f"ckpt_{step}"
+    assert stable.is_dir()
+    last = f"checkpoints/ckpt_{after['max_steps']}"
+    for out, given in (
+        (second, {"resume_ckpt_path": stable}),
+        (first, {"resume_step": step} if before["schedule"] == "wsd" else {"resume_ckpt": True}),
+    ):
+        said = run(data, model, out, **after, **given)
+        assert f"max_steps {before['max_steps']} → {after['max_steps']}: the same up to step {step}" in said
+        assert_same_bytes(out / last, scratch / last)
+    assert [record["step"] for record in metrics(first)] == list(range(1, after["max_steps"] + 1))
+    assert (first / last / "state.json").read_bytes() == (scratch / last / "state.json").read_bytes()
+
+
+def test_a_checkpoint_of_the_decay_is_refused_with_the_step_to_go_on_from(
+    data: Path, model: Path, tmp_path: Path
+) -> None:
+    run(data, model, tmp_path, schedule="wsd", max_steps=8)
+    assert names(tmp_path) == ["ckpt_4", "ckpt_8"]
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path, "resume_ckpt": True}
+    refused = train(**given, schedule="wsd", max_steps=12)
+    assert_one_line_error(refused, "ckpt_8", "max_steps = 8, this run has 12", "up to step 4", "--resume_step")
+    # A decay that would have begun earlier than the checkpoint is another training, too.
+    refused = train(**given, schedule="wsd", max_steps=6, resume_step=4)
+    assert_one_line_error(refused, "ckpt_4", "max_steps = 8, this run has 6", "up to step 3")
+    refused = train(**given, schedule="linear", max_steps=8, resume_step=4)
+    assert_one_line_error(refused, "schedule = wsd, this run has linear")
+    assert names(tmp_path) == ["ckpt_4", "ckpt_8"]
