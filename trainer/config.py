@@ -215,9 +215,8 @@ class TrainConfig:
         0.0, **_CKPT, least=0, unit="minutes", help="minutes between checkpoints; 0: none"
     )
     num_ckpts_to_keep: int = option(
-        2, **_CKPT, least=-1,
-        help="checkpoints to keep, beside that before the decay of wsd; -1: all; the tutorial keeps 1",
-    )  # fmt: skip
+        2, **_CKPT, least=-1, help="checkpoints to keep, beside wsd's last stable one; -1: all; the tutorial keeps 1"
+    )
     minimal_ckpt: bool = option(
         False, **_CKPT,
         help="leave the optimizer out of the checkpoint that ends the phase: a third of the size, and all that phase 2 "
