@@ -125,8 +125,7 @@ class Pretrain(ModelStage, Training):
         }
 
     def command(self) -> list[str]:
-        if not self.settings.cluster.follows:  # node 0 does
-            extend(self)
+        extend(self)
         compiled = self.requires()["precompile"].directory
         start: dict[str, Any] = {}
         if self.phase == 2:

@@ -32,7 +32,7 @@ def extend(task: StageTask) -> None:
     changes. A training that runs is not read, and every byte is verified; what is left out is logged. Raises
     `DiskError`.
     """
-    if checkpoints(task.directory / CHECKPOINTS):
+    if task.settings.cluster.follows or checkpoints(task.directory / CHECKPOINTS):  # node 0 does it for all
         return
     (task.directory / EXTENDED_FROM).unlink(missing_ok=True)
     refused = False
