@@ -12,4 +12,4 @@ print_in_any_locale()
 luigi_adapters.install()
 
 # Registers all tasks with luigi. They read settings when they are made.
-from pipeline.tasks import everything, nightly  # noqa: E402, F401
+from pipeline.tasks import everything, nightly, sweep  # noqa: E402, F401

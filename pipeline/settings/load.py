@@ -20,6 +20,7 @@ from typing import Any
 import luigi
 from luigi.configuration import get_config
 from luigi.configuration.cfg_parser import InterpolationMissingEnvvarError
+from luigi.freezing import recursively_freeze
 from luigi.task_register import Register
 
 from common.errors import UserError
@@ -53,9 +54,13 @@ def load() -> Settings:
     return settings
 
 
-@functools.cache
 def overlaid(overlay: Mapping[str, Mapping[str, str]]) -> Settings:
     """The settings of this process with those of `overlay`: {section: {name: text}}. Raises `UserError`."""
+    return _overlaid(recursively_freeze(overlay)) if overlay else load()
+
+
+@functools.cache
+def _overlaid(overlay: Mapping[str, Mapping[str, str]]) -> Settings:
     if errors := overlay_errors(overlay):
         raise UserError(errors[0])
     changed = {}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import luigi
+from luigi.parameter import ParameterVisibility
 
 from pipeline.luigi_adapters import exits
-from pipeline.settings.load import load, overlaid
+from pipeline.settings.load import overlaid
 
 T = TypeVar("T", bound="ChainTask")
 
@@ -23,9 +25,10 @@ class PipelineTask(luigi.Task):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         with exits.while_scheduling():
-            self.settings = overlaid(self.overlay) if self.overlay else load()
+            self.settings = overlaid(self.overlay)
         # Stages of different work directories must not block each other on a shared luigid.
-        place = hashlib.sha256(str(self.settings.work_dir.resolve()).encode()).hexdigest()
+        others = json.dumps(self.overlay, default=dict) if self.overlay else ""
+        place = hashlib.sha256(f"{self.settings.work_dir.resolve()}{others}".encode()).hexdigest()
         self.task_id = f"{self.task_id}_{place[:10]}"
 
 
@@ -33,7 +36,9 @@ class ChainTask(PipelineTask):
     """A task of the chain, which a trial of a sweep runs with settings of its own."""
 
     overlay: luigi.DictParameter = luigi.DictParameter(
-        default={}, description='settings of this task and those before it, as JSON: {"phase1": {"lr": "0.01"}}'
+        default={},
+        visibility=ParameterVisibility.HIDDEN,  # may hold credentials; PRIVATE ones are lost in dynamic dependencies
+        description='settings of this task and those before it, as JSON: {"phase1": {"lr": "0.01"}}',
     )
 
     def sibling(self, task: type[T], **parameters: Any) -> T:

@@ -17,7 +17,7 @@ from pipeline.status import latest
 from pipeline.status.chain import PlacedStage
 from stages.directory import attempts
 from stages.directory.lock import LOCK, hold
-from stages.directory.manifest import AlreadyComplete, StartTime, claim
+from stages.directory.manifest import MANIFEST, AlreadyComplete, StartTime, claim
 
 
 class RunnableStage(PlacedStage, Protocol):
@@ -61,13 +61,15 @@ class Runner:
             with hold(stage.directory, knows_jobs=True) as lock:
                 with contextlib.suppress(AlreadyComplete):
                     self._fill(lock)
-                latest.link(stage.label, stage.directory)
+                is_complete = (stage.directory / MANIFEST).exists()
+                if is_complete:
+                    latest.link(stage.label, stage.directory)
         except (LockHeld, Interrupted):
             raise
         except Exception as error:
             attempts.record_failure(stage.directory, error.error if isinstance(error, CommandFailed) else str(error))
             raise
-        log(f"{stage.label}: complete")
+        log(f"{stage.label}: {'complete' if is_complete else 'stopped as asked'}")
 
     def follow(self, node: int, timeout_s: float) -> None:
         """Run this node's share of the command, if any, and wait until node 0 has completed the stage.

@@ -1,0 +1,191 @@
+"""Sweeps: trials with overlays of the settings, which share all stages that do not depend on what differs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import luigi
+
+from common.console import log
+from common.errors import LockHeld, UserError
+from common.files import METRICS, disk_errors, read_json, write_json
+from pipeline.luigi_adapters import exits
+from pipeline.settings import sweep_file
+from pipeline.settings.sweep_file import SweepFile
+from pipeline.status.chain import is_complete, would_run
+from pipeline.tasks.base import ChainTask, PipelineTask
+from pipeline.tasks.bert import Evaluate, MergeShards, Pretrain
+from pipeline.tasks.rungs import EvaluatePhase1, PretrainToRung
+from pipeline.tasks.stage import Stage
+from stages.view.curves import MetricsFile
+
+#: When this run of luigi began; its worker processes inherit it. A trial that has failed since is not tried again.
+_BEGAN = time.time()
+#: Seconds between attempts to start a stage that another trial is making.
+_WAIT_S = 1.0
+#: In the work directory: what sweeps record.
+SWEEPS = "sweeps"
+_read = functools.cache(sweep_file.read)
+
+
+class Trial(ChainTask):
+    """A trial of a sweep, up to a rung or to its end. Luigi sees one task: its stages run in order, and a failure is
+    recorded, so that the other trials and the next rung go on."""
+
+    sweep: luigi.Parameter[str] = luigi.Parameter(description="the sweep's name")
+    trial: luigi.Parameter[str] = luigi.Parameter(description="the trial's name")
+    goal: luigi.Parameter[str] = luigi.Parameter(description="BertPhase1 or BertPhase2")
+    rung: luigi.OptionalIntParameter = luigi.OptionalIntParameter(default=None, description="the step to stop at")
+
+    def ends(self) -> list[Stage]:
+        """The stages that no other stage of the trial depends on."""
+        if self.rung is not None or self.goal == "BertPhase1":
+            return [self.sibling(EvaluatePhase1, stop_step=self.rung)]
+        return [self.sibling(MergeShards), self.sibling(Evaluate)]
+
+    def reached(self) -> bool:
+        """Whether all stages are complete; training may have passed the rung in another sweep, without evaluation."""
+        if all(map(is_complete, self.ends())):
+            return True
+        if self.rung is None:
+            return False
+        pretrain = self.sibling(PretrainToRung, stop_step=self.rung)
+        return pretrain.why_incomplete() is None and not pretrain.checkpoint.exists()
+
+    def error(self) -> str | None:
+        """What the trial has failed with in this run."""
+        record = read_json(self._failure) or {}
+        return str(record["error"]) if record.get("at", 0) >= _BEGAN else None
+
+    @property
+    def _failure(self) -> Path:
+        name = hashlib.sha256(self.trial.encode()).hexdigest()[:10]
+        return self.settings.work_dir / SWEEPS / str(self.sweep) / f"failure-{name}.json"
+
+    def complete(self) -> bool:
+        with exits.while_scheduling():
+            return self.error() is not None or self.reached()
+
+    def run(self) -> None:
+        with exits.while_running():
+            log(f"trial {self.trial}: started" + (f", up to step {self.rung}" if self.rung else ""))
+            try:
+                for stage in would_run(self):
+                    assert isinstance(stage, Stage)
+                    self._make(stage)
+            except UserError as error:
+                log(f"trial {self.trial} failed: {error}")
+                write_json(self._failure, {"trial": self.trial, "at": time.time(), "error": str(error)})
+
+    def _make(self, stage: Stage) -> None:
+        """Make a stage, or wait for the process that is making it."""
+        waits = False
+        while not is_complete(stage):
+            try:
+                return stage.make()
+            except LockHeld as error:
+                if not waits:
+                    log(f"trial {self.trial} waits: {error}")
+                waits = True
+                time.sleep(_WAIT_S)
+
+    def held_out_loss(self) -> float | None:
+        """The masked-LM loss on held-out examples; None if it was not measured."""
+        evaluate = self.ends()[-1]
+        return evaluate.counts().get("masked_lm_loss") if is_complete(evaluate) else None
+
+    def training_loss(self) -> float | None:
+        """The mean masked-LM loss of the last 50 steps of phase 1, up to the rung."""
+        curves = MetricsFile(self.sibling(Pretrain, phase=1).directory / METRICS).read()
+        return curves.recent("masked_lm_loss", until=self.rung)
+
+
+class Sweep(PipelineTask):
+    """Trials of one pipeline with different settings, from a TOML file (docs/sweeps.md). What they have in common is
+    made once; the same command resumes; a failed trial does not stop the others. `python -m pipeline compare` shows
+    them."""
+
+    grid: luigi.Parameter[str] = luigi.Parameter(description="the trials, a TOML file")
+
+    def complete(self) -> bool:
+        """Check the file. A finished sweep runs again, which only prints its results."""
+        with exits.while_scheduling():
+            _require_different(self._trials(list(self.file.trials)))
+        return False
+
+    @property
+    def file(self) -> SweepFile:
+        return _read(Path(self.grid))
+
+    @property
+    def directory(self) -> Path:
+        return self.settings.work_dir / SWEEPS / self.file.name
+
+    def _trials(self, names: Sequence[str], rung: int | None = None) -> dict[str, Trial]:
+        given: dict[str, Any] = {"sweep": self.file.name, "goal": self.file.goal, "rung": rung}
+        return {name: Trial(overlay=dict(self.file.trials[name]), trial=name, **given) for name in names}
+
+    def run(self) -> Iterator[list[Trial]]:
+        """Luigi calls it again from the start when the trials of a rung are done. Raises `UserError`."""
+        with exits.while_running():
+            with disk_errors(self.directory):
+                self.directory.mkdir(parents=True, exist_ok=True)
+            write_json(
+                self.directory / "sweep.json", {"trainings": _fingerprints(self._trials(list(self.file.trials)))}
+            )
+            names, failed = list(self.file.trials), list[str]()
+            for rung in (*self.file.halving.rungs, None):
+                trials = self._trials(names, rung)
+                yield list(trials.values())
+                failed += [name for name in names if trials[name].error() is not None]
+                names = [name for name in names if name not in failed]
+                if rung is not None:
+                    names = self._continued({name: trials[name] for name in names})
+            if failed:
+                raise UserError(
+                    f"{len(failed)} of {len(self.file.trials)} trials failed: {', '.join(failed)}; the others are "
+                    f"complete or stopped; the same command tries the failed ones again"
+                )
+
+    def _continued(self, trials: Mapping[str, Trial]) -> list[str]:
+        """The trials that go on after a rung, in the file's order."""
+        halving = self.file.halving
+        by, scores = scores_of(trials)
+        best = sorted(scores, key=lambda name: scores[name])[: max(1, math.ceil(len(scores) * halving.keep))]
+        names = [name for name in trials if name in {*best, *halving.bring_back}]
+        for name, trial in trials.items():
+            how = "stops" if name not in names else "goes on" if name in best else "is brought back"
+            log(f"step {trial.rung}: trial {name} {how}: {scores[name]:.4f} {by}")
+        return names
+
+
+def scores_of(trials: Mapping[str, Trial]) -> tuple[str, dict[str, float]]:
+    """What trials are ranked by, and their values, less is better: the held-out masked-LM loss, which can be compared
+    when masking, batches or dropout differ; if one of them lacks it, the training loss."""
+    held_out = {name: trial.held_out_loss() for name, trial in trials.items()}
+    by, found = "held-out masked-LM loss", held_out
+    if None in held_out.values():
+        by = "mean masked-LM loss of the last 50 steps, as the held-out loss is not known for all"
+        found = {name: trial.training_loss() for name, trial in trials.items()}
+    return by, {name: math.inf if value is None or math.isnan(value) else value for name, value in found.items()}
+
+
+def _fingerprints(trials: Mapping[str, Trial]) -> dict[str, Any]:
+    return {name: [stage.identity.fingerprint for stage in trial.ends()] for name, trial in trials.items()}
+
+
+def _require_different(trials: Mapping[str, Trial]) -> None:
+    """Raise `UserError` for trials with the same result."""
+    names: dict[str, list[str]] = {}
+    for name, fingerprint in _fingerprints(trials).items():
+        names.setdefault(str(fingerprint), []).append(name)
+    same = [f"trials {' and '.join(group)} have the same result: no setting that it depends on differs; remove one"
+            for group in names.values() if len(group) > 1]  # fmt: skip
+    if same:
+        raise UserError("\nerror: ".join(same))
