@@ -21,6 +21,7 @@ from common.errors import UserError
 from pipeline.commands import (
     cancel,
     clean,
+    compare,
     kubernetes_manifest,
     luigid,
     nights,
@@ -48,6 +49,7 @@ COMMANDS: dict[str, Command] = {
     "status": status,
     "why": why,
     "report": report,
+    "compare": compare,
     "try": try_model,
     "clean": clean,
     "cancel": cancel,

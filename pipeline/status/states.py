@@ -68,7 +68,8 @@ def _has_identity(task: StageTask) -> bool:
 
 
 def _complete(task: StageTask, status: StageStatus) -> StageStatus | None:
-    if task.why_incomplete() is not None:
+    # A training that has reached a rung is complete as far as it goes, and has no manifest.
+    if task.why_incomplete() is not None or not (task.directory / MANIFEST).exists():
         return None
     manifest = task.manifest()
     return dataclasses.replace(status, state="complete", when=manifest["started"], seconds=manifest["seconds"])

@@ -7,6 +7,7 @@ import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from pipeline.luigi_adapters import exits
 from pipeline.settings import sweep_file
 from pipeline.settings.sweep_file import SweepFile
 from pipeline.status.chain import is_complete, would_run
+from pipeline.status.comparison import of_goals
 from pipeline.tasks.base import ChainTask, PipelineTask
 from pipeline.tasks.bert import Evaluate, MergeShards, Pretrain
 from pipeline.tasks.rungs import EvaluatePhase1, PretrainToRung
 from pipeline.tasks.stage import Stage
+from stages.view import comparison
 from stages.view.curves import MetricsFile
+from stages.view.text import number
 
 #: When this run of luigi began; its worker processes inherit it. A trial that has failed since is not tried again.
 _BEGAN = time.time()
@@ -60,8 +64,12 @@ class Trial(ChainTask):
 
     def error(self) -> str | None:
         """What the trial has failed with in this run."""
-        record = read_json(self._failure) or {}
+        record = self.failure()
         return str(record["error"]) if record.get("at", 0) >= _BEGAN else None
+
+    def failure(self) -> dict[str, Any]:
+        """What it failed with the last time, and when; {} if it never failed."""
+        return read_json(self._failure) or {}
 
     @property
     def _failure(self) -> Path:
@@ -98,12 +106,30 @@ class Trial(ChainTask):
     def held_out_loss(self) -> float | None:
         """The masked-LM loss on held-out examples; None if it was not measured."""
         evaluate = self.ends()[-1]
-        return evaluate.counts().get("masked_lm_loss") if is_complete(evaluate) else None
+        return evaluate.counts().get(comparison.LOSS) if is_complete(evaluate) else None
 
     def training_loss(self) -> float | None:
         """The mean masked-LM loss of the last 50 steps of phase 1, up to the rung."""
         curves = MetricsFile(self.sibling(Pretrain, phase=1).directory / METRICS).read()
-        return curves.recent("masked_lm_loss", until=self.rung)
+        return curves.recent(comparison.LOSS, until=self.rung)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of the trials at a rung."""
+
+    #: What they are ranked by.
+    by: str
+    losses: Mapping[str, float]
+    #: The share that `keep` names.
+    best: Sequence[str]
+    #: These and those brought back, in the order of the file.
+    going: Sequence[str]
+
+    def lines(self) -> Iterator[str]:
+        for name, loss in self.losses.items():
+            how = "stops" if name not in self.going else "goes on" if name in self.best else "is brought back"
+            yield f"trial {name} {how}: {number(loss)} {self.by}"
 
 
 class Sweep(PipelineTask):
@@ -131,49 +157,59 @@ class Sweep(PipelineTask):
         given: dict[str, Any] = {"sweep": self.file.name, "goal": self.file.goal, "rung": rung}
         return {name: Trial(overlay=dict(self.file.trials[name]), trial=name, **given) for name in names}
 
+    @property
+    def page(self) -> Path:
+        """The comparison of the trials."""
+        return self.settings.work_dir / f"compare-{self.file.name}.html"
+
     def run(self) -> Iterator[list[Trial]]:
         """Luigi calls it again from the start when the trials of a rung are done. Raises `UserError`."""
         with exits.while_running():
             with disk_errors(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
-            write_json(
-                self.directory / "sweep.json", {"trainings": _fingerprints(self._trials(list(self.file.trials)))}
-            )
-            names, failed = list(self.file.trials), list[str]()
+            write_json(self.directory / "sweep.json", {"trials": _fingerprints(self._trials(list(self.file.trials)))})
+            names: Sequence[str] = list(self.file.trials)
+            failed = list[str]()
             for rung in (*self.file.halving.rungs, None):
                 trials = self._trials(names, rung)
                 yield list(trials.values())
                 failed += [name for name in names if trials[name].error() is not None]
                 names = [name for name in names if name not in failed]
                 if rung is not None:
-                    names = self._continued({name: trials[name] for name in names})
+                    decision = self._decide({name: trials[name] for name in names})
+                    for line in decision.lines():
+                        log(f"step {rung}: {line}")
+                    names = decision.going
+            found = self.comparison()
+            comparison.write(self.page, found, time.time())
+            log(f"sweep {self.file.name}: {found.headline}")
+            log(f"  page: {self.page}\n  table: python -m pipeline compare {self.grid}")
             if failed:
                 raise UserError(
                     f"{len(failed)} of {len(self.file.trials)} trials failed: {', '.join(failed)}; the others are "
                     f"complete or stopped; the same command tries the failed ones again"
                 )
 
-    def _continued(self, trials: Mapping[str, Trial]) -> list[str]:
-        """The trials that go on after a rung, in the file's order."""
+    def comparison(self) -> comparison.Comparison:
+        """The trials as they are now."""
+        goals, notes = self._trials(list(self.file.trials)), dict[str, str]()
+        for rung in self.file.halving.rungs:
+            going = [name for name in goals if name not in notes]
+            trials = self._trials(going, rung)
+            reached = {name: trial for name, trial in trials.items() if trial.reached()}
+            if any(name not in reached and not trial.failure() for name, trial in trials.items()):
+                break  # not decided yet
+            for name in reached.keys() - self._decide(reached).going:
+                goals[name], notes[name] = trials[name], f"stopped at step {rung}"
+        return of_goals(f"Sweep {self.file.name}", goals, notes)
+
+    def _decide(self, trials: Mapping[str, Trial]) -> Decision:
+        """What becomes of trials that have reached a rung. It follows from their losses, so it is not recorded."""
         halving = self.file.halving
-        by, scores = scores_of(trials)
-        best = sorted(scores, key=lambda name: scores[name])[: max(1, math.ceil(len(scores) * halving.keep))]
-        names = [name for name in trials if name in {*best, *halving.bring_back}]
-        for name, trial in trials.items():
-            how = "stops" if name not in names else "goes on" if name in best else "is brought back"
-            log(f"step {trial.rung}: trial {name} {how}: {scores[name]:.4f} {by}")
-        return names
-
-
-def scores_of(trials: Mapping[str, Trial]) -> tuple[str, dict[str, float]]:
-    """What trials are ranked by, and their values, less is better: the held-out masked-LM loss, which can be compared
-    when masking, batches or dropout differ; if one of them lacks it, the training loss."""
-    held_out = {name: trial.held_out_loss() for name, trial in trials.items()}
-    by, found = "held-out masked-LM loss", held_out
-    if None in held_out.values():
-        by = "mean masked-LM loss of the last 50 steps, as the held-out loss is not known for all"
-        found = {name: trial.training_loss() for name, trial in trials.items()}
-    return by, {name: math.inf if value is None or math.isnan(value) else value for name, value in found.items()}
+        held_out = {name: trial.held_out_loss() for name, trial in trials.items()}
+        by, losses = comparison.scores(held_out, {name: trial.training_loss() for name, trial in trials.items()})
+        best = sorted(losses, key=lambda name: losses[name])[: math.ceil(len(losses) * halving.keep)]
+        return Decision(by, losses, best, [name for name in trials if name in {*best, *halving.bring_back}])
 
 
 def _fingerprints(trials: Mapping[str, Trial]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from stages.view.curves import Point
@@ -26,11 +26,13 @@ class Series:
 
     phase: int
     #: First and last step of the phase, planned steps included.
-    first: int
-    last: int
+    first: float
+    last: float
     points: Sequence[Point]
     #: First step after each interruption.
     restarts: Sequence[int] = ()
+    #: In the text alternative; default: the phase.
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,22 @@ class Span:
 
 
 def line_chart(
-    series: Sequence[Series], *, title: str, unit: str, width: int, height: int, from_zero: bool = False
+    series: Sequence[Series],
+    *,
+    title: str,
+    unit: str,
+    width: int,
+    height: int,
+    from_zero: bool = False,
+    overlaid: bool = False,
+    axis: str = "optimizer step",
 ) -> str:
-    """Draw an `<svg>` of `width` × `height` units; `from_zero`: the vertical axis begins at 0."""
-    spans = _spans(series, width)
+    """Draw an `<svg>` of `width` × `height` units.
+
+    `from_zero`: the vertical axis begins at 0. `overlaid`: the series share one horizontal axis, called `axis`, and
+    their numbers only choose their colours.
+    """
+    spans = _overlaid(series, width) if overlaid else _spans(series, width)
     low, high = _limits(series, from_zero)
     ticks = _ticks(low, high, max(4, height // 50))
     low, high = min(low, ticks[0]), max(high, ticks[-1])
@@ -60,16 +74,16 @@ def line_chart(
         return bottom - (min(max(value, low), high) - low) / (high - low) * (bottom - _TOP)
 
     parts = [
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(_described(series, title, unit))}">',
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(_described(series, title, unit, axis))}">',
         f'<text class="unit" x="{_LEFT}" y="11">{escape(unit)}</text>',
     ]
     for value in ticks:
         parts.append(f'<path class="grid" d="M{_LEFT} {y(value):.1f}H{width - _RIGHT}"/>')
         parts.append(f'<text class="tick end" x="{_LEFT - 6}" y="{y(value) + 4:.1f}">{number(value)}</text>')
-    parts += _steps_axis(spans, bottom, width)
+    parts += _steps_axis(spans, bottom, width, axis)
     for span in spans:
         parts += _curve(span, y, bottom)
-    if len(spans) == 2:
+    if len(spans) == 2 and not overlaid:
         x = (spans[0].right + spans[1].left) / 2
         parts.append(f'<path class="join" d="M{x:.1f} {_TOP - 4}V{bottom}"/>')
         parts.append(f'<text class="tick end p1" x="{x - 5:.1f}" y="{_TOP + 6}">phase 1</text>')
@@ -87,6 +101,11 @@ def _spans(series: Sequence[Series], width: int) -> list[Span]:
     share = min(max(first / (first + second), _LEAST_SHARE), 1 - _LEAST_SHARE)
     middle = left + share * (right - left)
     return [Span(series[0], left, middle), Span(series[1], middle, right)]
+
+
+def _overlaid(series: Sequence[Series], width: int) -> list[Span]:
+    first, last = min(one.first for one in series), max(one.last for one in series)
+    return [Span(replace(one, first=first, last=last), _LEFT, width - _RIGHT) for one in series]
 
 
 def _limits(series: Sequence[Series], from_zero: bool) -> tuple[float, float]:
@@ -108,7 +127,7 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def _steps_axis(spans: Sequence[Span], bottom: float, width: int) -> list[str]:
+def _steps_axis(spans: Sequence[Span], bottom: float, width: int, axis: str) -> list[str]:
     """The horizontal axis: round steps, and always the last step of each phase."""
     right = width - _RIGHT
     parts = [f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>']
@@ -130,7 +149,7 @@ def _steps_axis(spans: Sequence[Span], bottom: float, width: int) -> list[str]:
         for value in _ticks(first, max(last, first + 1), max(1, int((span.right - span.left) / 75))):
             if value == int(value) and first - 1 <= value <= last:
                 label(value, span.x(value))
-    parts.append(f'<text class="tick end" x="{right}" y="{bottom + 31}">optimizer step</text>')
+    parts.append(f'<text class="tick end" x="{right}" y="{bottom + 31}">{escape(axis)}</text>')
     return parts
 
 
@@ -158,11 +177,12 @@ def _curve(span: Span, y: Callable[[float], float], bottom: float) -> list[str]:
     return parts
 
 
-def _described(series: Sequence[Series], title: str, unit: str) -> str:
+def _described(series: Sequence[Series], title: str, unit: str, axis: str) -> str:
     """Text alternative of the chart, for screen readers."""
+    where = axis.split()[-1]
     words = [
-        f"phase {one.phase} from {number(one.points[0].mean)} at step {one.points[0].first} "
-        f"to {number(one.points[-1].mean)} at step {one.points[-1].last}"
+        f"{one.name or f'phase {one.phase}'} from {number(one.points[0].mean)} at {where} {one.points[0].first:.10g} "
+        f"to {number(one.points[-1].mean)} at {where} {one.points[-1].last:.10g}"
         for one in series
         if one.points
     ]

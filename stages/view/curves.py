@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 #: Fields kept from each step's record.
-NAMES = ("loss", "masked_lm_loss", "next_sentence_loss", "learning_rate", "throughput", "grad_norm")
+NAMES = ("loss", "masked_lm_loss", "next_sentence_loss", "learning_rate", "throughput", "grad_norm", "step_time_s")
 
 
 @dataclass
@@ -102,14 +102,14 @@ class MetricsFile:
 class Point:
     """The mean, smallest and largest value over the steps `first` … `last`."""
 
-    first: int
-    last: int
+    first: float
+    last: float
     mean: float
     low: float
     high: float
 
 
-def points(steps: Sequence[int], values: Sequence[float], most: int) -> list[Point]:
+def points(steps: Sequence[float], values: Sequence[float], most: int) -> list[Point]:
     """Downsample a curve to at most `most` points, each over the same number of steps (the last over the rest)."""
     size = max(1, math.ceil(len(steps) / most))
     found = []

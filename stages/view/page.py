@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 #: Chart widths in CSS pixels: desktop and phone.
-_WIDE, _NARROW = 1168, 358
+WIDE, NARROW = 1168, 358
 #: Maximum points per curve and phase.
-_MOST_POINTS = 200
+MOST_POINTS = 200
 #: Metric, title, unit, whether the vertical axis begins at 0.
 _CHARTS = (
     ("masked_lm_loss", "Masked-LM loss", "nats a masked token", False),
@@ -36,29 +36,30 @@ _CHARTS = (
 
 
 @dataclass(frozen=True)
-class _Chart:
+class Chart:
     title: str
     #: `<svg>` elements; only the full-width chart has a wide one.
     wide: Markup | None
     narrow: Markup
     #: The plotted values.
+    head: tuple[str, ...]
     rows: list[list[str]]
 
 
 def page(run: Run) -> str:
     """Render the page as HTML. It loads no external resource and runs no script."""
     attempts = [(stage, attempt) for stage in run.stages for attempt in stage.attempts]
-    return _template().render(
+    return template("page.html.jinja").render(
         run=run,
         facts=facts,
         moment=moment,
-        css=_css(),
+        css=css(),
         curve_marks=list(_curve_marks(run)),
         loss=_chart(run, "loss", "Loss", _loss_unit(run), from_zero=False, hero=True),
         charts=[_chart(run, name, title, unit, from_zero=zero, hero=False) for name, title, unit, zero in _CHARTS],
         training_head=("", *(f"phase {phase}" for phase in run.curves)),
         evaluation=run.counts("evaluate"),
-        timeline=[Markup(timeline(run.stages, width=width)) for width in (_WIDE, _NARROW)] if attempts else None,
+        timeline=[Markup(timeline(run.stages, width=width)) for width in (WIDE, NARROW)] if attempts else None,
         attempt_marks=list(_attempt_marks({attempt.how for _, attempt in attempts}, cuts=has_cuts(run.stages))),
         stage_rows=[_stage_row(stage) for stage in run.stages],
         attempt_rows=[
@@ -75,18 +76,19 @@ def _loss_unit(run: Run) -> str:
 
 
 @functools.cache
-def _template() -> Template:
+def template(name: str) -> Template:
+    """A template of this folder."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # takes 0.1 s; needed only here
 
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.get_template("page.html.jinja")
+    return environment.get_template(name)
 
 
 @functools.cache
-def _css() -> Markup:
+def css() -> Markup:
     return Markup(Path(__file__).with_name("page.css").read_text(encoding="utf-8"))
 
 
@@ -96,7 +98,7 @@ def _curve_marks(run: Run) -> Iterator[tuple[Markup, str]]:
         length = run.setting(phase, "seq_len")
         tokens = f": {length} tokens a sequence" if length else ""
         yield Markup('<path class="line p{}" d="M0 6H22"/>').format(phase), f"phase {phase}{tokens}"
-    if any(len(curves.steps) > _MOST_POINTS for curves in run.curves.values()):
+    if any(len(curves.steps) > MOST_POINTS for curves in run.curves.values()):
         yield Markup('<path class="band p1" d="M0 1H22V11H0Z"/>'), "smallest to largest of the steps of a point"
     if any(run.restarts(phase) for phase in run.curves):
         yield Markup('<path class="restart" d="M11 11l-4 -7h8Z"/>'), "went on after an interruption"
@@ -104,11 +106,11 @@ def _curve_marks(run: Run) -> Iterator[tuple[Markup, str]]:
         yield Markup('<path class="join" d="M11 0V12"/>'), "the join; each phase has its own scale of steps"
 
 
-def _chart(run: Run, name: str, title: str, unit: str, *, from_zero: bool, hero: bool) -> _Chart | None:
+def _chart(run: Run, name: str, title: str, unit: str, *, from_zero: bool, hero: bool) -> Chart | None:
     """The chart of a metric over both phases; None without points. `hero`: full width."""
     series = [
         Series(
-            phase, *facts.span(run, phase), points(curves.steps, curves.values[name], _MOST_POINTS), run.restarts(phase)
+            phase, *facts.span(run, phase), points(curves.steps, curves.values[name], MOST_POINTS), run.restarts(phase)
         )
         for phase, curves in run.curves.items()
     ]
@@ -124,8 +126,9 @@ def _chart(run: Run, name: str, title: str, unit: str, *, from_zero: bool, hero:
         for one in series
         for point in one.points
     ]
-    wide = Markup(draw(width=_WIDE, height=340)) if hero else None
-    return _Chart(title, wide, Markup(draw(width=_NARROW, height=250 if hero else 210)), rows)
+    wide = Markup(draw(width=WIDE, height=340)) if hero else None
+    head = ("phase", "step", "mean", "smallest", "largest")
+    return Chart(title, wide, Markup(draw(width=NARROW, height=250 if hero else 210)), head, rows)
 
 
 def _stage_row(stage: StageStatus) -> list[str]:

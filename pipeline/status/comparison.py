@@ -1,0 +1,62 @@
+"""Trials of a sweep, or all trainings of a work directory, for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.status.chain import ChainTask
+from pipeline.status.live_report import view
+from pipeline.status.stage_dirs import StageDir, StageDirs, holder
+from stages.report import view_of
+from stages.view.comparison import Comparison, Trial
+from stages.view.run import Run
+
+_PRETRAIN = "pretrain-phase"
+
+
+def of_goals(title: str, goals: Mapping[str, ChainTask], notes: Mapping[str, str]) -> Comparison:
+    """The trials up to `goals`, by name. `notes`: why a trial does not go on, by its name."""
+    return Comparison(title, [Trial(name, view(goal), notes.get(name, "")) for name, goal in goals.items()])
+
+
+def of_work_directory(stage_dirs: StageDirs) -> Comparison:
+    """All trainings, oldest first, each named by its directory. Phase 1 of a phase 2 belongs to that."""
+    trainings = [one for one in reversed(stage_dirs.all) if one.label.startswith(_PRETRAIN)]
+    chains = {one.path.name: _upstream(one, stage_dirs) for one in trainings}
+    starts = {up.path for chain in chains.values() for up in chain[:-1] if up.label.startswith(_PRETRAIN)}
+    found = [_trial(one, chains[one.path.name], stage_dirs) for one in trainings if one.path not in starts]
+    return Comparison(f"Trainings in {stage_dirs.work_dir}", found)
+
+
+def _upstream(stage_dir: StageDir, stage_dirs: StageDirs) -> list[StageDir]:
+    """The stages that it was made from, as far as they are there, and itself, in running order."""
+    found: list[StageDir] = []
+    for fingerprint in stage_dir.record.get("upstream", {}).values():
+        up = stage_dirs.of_fingerprint(str(fingerprint))
+        if up is not None:
+            found += [one for one in _upstream(up, stage_dirs) if one not in found]
+    return [*found, stage_dir]
+
+
+def _trial(training: StageDir, chain: list[StageDir], stage_dirs: StageDirs) -> Trial:
+    merged = _made_from(training, "merge_shards", stage_dirs)
+    evaluated = [one for merge in merged for one in _made_from(merge, "evaluate", stage_dirs) if one.is_complete]
+    stages = [*chain, *evaluated[:1]]
+    parameters = {one.label: _flat(one.record["parameters"]) for one in stages if one.label != "evaluate"}
+    run = view_of([one.path for one in stages], parameters)
+    note = "running" if holder(training.path) else "" if training.is_complete else "not finished"
+    return Trial(training.path.name, Run(run.stages, parameters, written=run.written), note)
+
+
+def _made_from(source: StageDir, label: str, stage_dirs: StageDirs) -> list[StageDir]:
+    """Stages made from `source`; those made from its last checkpoint before those of a rung, newest first."""
+    found = [one for one in stage_dirs.by_label[label] if source.fingerprint in one.record["upstream"].values()]
+    return sorted(found, key=lambda one: -float(one.record["parameters"].get("step", "inf")))
+
+
+def _flat(parameters: dict[str, Any]) -> dict[str, str]:
+    flat = dict[str, Any]()
+    for key, value in parameters.items():
+        flat |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
+    return {key: "" if value is None else str(value) for key, value in flat.items()}

@@ -1,0 +1,193 @@
+"""A comparison of trainings: what differs, how good they are, and which is the best; as text and as a page."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from common.files import TEMPORARY_SUFFIX, disk_errors
+from stages.view.chart import Series, line_chart
+from stages.view.curves import Curves, points
+from stages.view.page import MOST_POINTS, NARROW, WIDE, Chart, css, template
+from stages.view.run import Run
+from stages.view.text import duration, moment, number, percent
+
+#: The loss that trials are compared by: unlike the sum of both, it is the same thing without next-sentence prediction.
+LOSS = "masked_lm_loss"
+_COLOURS = 8
+#: Horizontal axes are in minutes from this many seconds on.
+_LONG_S = 600
+
+
+def scores(held_out: Mapping[str, float | None], training: Mapping[str, float | None]) -> tuple[str, dict[str, float]]:
+    """What trials are ranked by, and their values, lower is better: the held-out masked-LM loss, which can be compared
+    when masking, batches or dropout differ; if one of them lacks it, the mean of the last 50 steps in training."""
+    by, found = "held-out masked-LM loss", held_out
+    if None in held_out.values():
+        by, found = "masked-LM loss of the last 50 steps in training, as not all have a held-out loss", training
+    return by, {name: math.inf if value is None or math.isnan(value) else value for name, value in found.items()}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training, or the two phases of one, and their evaluation."""
+
+    name: str
+    run: Run
+    #: Why it is not complete, if that was decided: "stopped at step 200".
+    note: str = ""
+
+    @property
+    def state(self) -> str:
+        if self.note or not self.is_complete:
+            return self.note or self.run.headline[1]
+        return "complete"
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.note and all(training.is_complete for training in self.run.trainings.values())
+
+    @property
+    def curves(self) -> Curves:
+        """Of the last phase that has recorded steps."""
+        return next(reversed(self.run.curves.values()), Curves())
+
+    @property
+    def training_loss(self) -> float | None:
+        return self.curves.recent(LOSS)
+
+    @property
+    def held_out(self) -> dict[str, float]:
+        """The counts of the evaluation; {} if nothing was measured."""
+        counts = self.run.counts("evaluate")
+        return counts if counts.get("samples") else {}
+
+    @property
+    def seconds(self) -> float:
+        """Time at work of its trainings."""
+        return sum(training.seconds_at_work for training in self.run.trainings.values())
+
+    @property
+    def steps(self) -> int:
+        return sum(len(curves.steps) for curves in self.run.curves.values())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Trials side by side."""
+
+    title: str
+    trials: Sequence[Trial]
+
+    @functools.cached_property
+    def differing(self) -> list[tuple[str, str]]:
+        """(section, name) of the settings that are not the same for all."""
+        keys = dict.fromkeys(
+            (s, k) for trial in self.trials for s, values in trial.run.settings.items() for k in values
+        )
+        return [(s, k) for s, k in keys if len({trial.run.settings.get(s, {}).get(k) for trial in self.trials}) > 1]
+
+    @functools.cached_property
+    def _ranking(self) -> tuple[str, dict[str, float]]:
+        done = [trial for trial in self.trials if trial.is_complete]
+        held_out = {trial.name: trial.held_out.get(LOSS) for trial in done}
+        return scores(held_out, {trial.name: trial.training_loss for trial in done})
+
+    @property
+    def winner(self) -> str | None:
+        """The best complete trial's name; None: no trial is complete."""
+        found = self._ranking[1]
+        return min(found, key=lambda name: found[name]) if found else None
+
+    @property
+    def headline(self) -> str:
+        by, found = self._ranking
+        if self.winner is None:
+            return "no trial is complete yet"
+        return f"winner: {self.winner}, {number(found[self.winner])} {by}"
+
+    @property
+    def remark(self) -> str:
+        """A warning if the held-out losses are of different examples; else ''."""
+        evaluated = [trial.run.stage("evaluate") for trial in self.trials if trial.held_out]
+        sets = {stage.record.get("upstream", {}).get("dataset") for stage in evaluated if stage is not None}
+        return "The trials were evaluated on different held-out examples." if len(sets) > 1 else ""
+
+    @property
+    def head(self) -> list[str]:
+        names = [key for _, key in self.differing]
+        settings = [key if names.count(key) == 1 else f"{section}.{key}" for section, key in self.differing]
+        return ["trial", *settings, "steps", "training loss", "held-out loss", "accuracy", "time", "state"]
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """The table, in the order of the trials."""
+        return [
+            [
+                trial.name,
+                *(trial.run.settings.get(section, {}).get(key, "") for section, key in self.differing),
+                f"{trial.steps:,}",
+                number(trial.training_loss),
+                number(trial.held_out.get(LOSS)),
+                percent(trial.held_out["masked_lm_accuracy"]) if trial.held_out else "–",
+                duration(trial.seconds),
+                trial.state,
+            ]
+            for trial in self.trials
+        ]
+
+
+def page(comparison: Comparison, written: float) -> str:
+    """Render the page as HTML. It loads no external resource and runs no script."""
+    steps = [(trial, [float(step) for step in trial.curves.steps]) for trial in comparison.trials]
+    times = [(trial, list(itertools.accumulate(trial.curves.values["step_time_s"]))) for trial in comparison.trials]
+    scale, unit = (60, "minutes") if max((x[-1] for _, x in times if x), default=0) >= _LONG_S else (1, "seconds")
+    in_unit = [(trial, [second / scale for second in x]) for trial, x in times]
+    marks = [
+        (Markup('<path class="line p{}" d="M0 6H22"/>').format(at % _COLOURS + 1), trial.name)
+        for at, trial in enumerate(comparison.trials)
+    ]
+    return template("comparison.html.jinja").render(
+        comparison=comparison,
+        css=css(),
+        written=moment(written, seconds=True),
+        marks=marks,
+        charts=[
+            _chart("Training loss over steps", "optimizer step", steps),
+            _chart("Training loss over time", "training time in " + unit, in_unit),
+        ],
+    )
+
+
+def _chart(title: str, axis: str, curves: Sequence[tuple[Trial, Sequence[float]]]) -> Chart | None:
+    """The losses of all trials over `axis`, whose positions are given for each step; None without points."""
+    series = [
+        Series(at % _COLOURS + 1, x[0], x[-1], points(x, trial.curves.values[LOSS], MOST_POINTS), name=trial.name)
+        for at, (trial, x) in enumerate(curves)
+        if x and not math.isnan(x[-1])
+    ]
+    if not any(one.points for one in series):
+        return None
+    unit = "nats a masked token"
+    draw = functools.partial(line_chart, series, title=title, unit=unit, overlaid=True, axis=axis)
+    rows = [
+        [one.name, f"{number(point.first)} – {number(point.last)}", *map(number, (point.mean, point.low, point.high))]
+        for one in series
+        for point in one.points
+    ]
+    head = ("trial", axis, "mean", "smallest", "largest")
+    return Chart(title, Markup(draw(width=WIDE, height=340)), Markup(draw(width=NARROW, height=250)), head, rows)
+
+
+def write(path: Path, comparison: Comparison, written: float) -> None:
+    """Write the page atomically. Raises `DiskError`."""
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with disk_errors(path):
+        temporary.write_text(page(comparison, written), encoding="utf-8")
+        temporary.replace(path)
