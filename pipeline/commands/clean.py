@@ -28,6 +28,7 @@ from pipeline.status.stage_dirs import (
 )
 from pipeline.tasks.everything import Everything
 from pipeline.tasks.goal import Goal
+from pipeline.tasks.sweep import stages_of_sweeps
 from stages.directory.attempts import ATTEMPTS
 from stages.directory.lock import LOCK
 from stages.directory.manifest import IDENTITY, MANIFEST
@@ -66,6 +67,7 @@ def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
     current = {task.identity.fingerprint: task for task in tasks}
     linked = stage_dirs.linked()
     reasons, interrupted = dict[str, str](), dict[str, str]()
+    swept = stages_of_sweeps(stage_dirs.work_dir)
     for stage_dir in stage_dirs.all:
         who = holder(stage_dir.path)
         if stage_dir.fingerprint in current:
@@ -74,6 +76,8 @@ def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
             reasons[stage_dir.fingerprint] = f"latest/{stage_dir.label} points to it"
         elif who is not None:
             reasons[stage_dir.fingerprint] = f"in use by {who}"
+        elif stage_dir.fingerprint in swept and stage_dir.path.name not in named:
+            reasons[stage_dir.fingerprint] = f"sweep {swept[stage_dir.fingerprint]}"
         elif stage_dir.path.name not in named and (progress := _unfinished_work(stage_dir)) is not None:
             reasons[stage_dir.fingerprint] = interrupted[stage_dir.fingerprint] = progress
     reasons |= _extended(tasks, stage_dirs)

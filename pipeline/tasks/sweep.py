@@ -19,7 +19,7 @@ from common.files import METRICS, disk_errors, read_json, write_json
 from pipeline.luigi_adapters import exits
 from pipeline.settings import sweep_file
 from pipeline.settings.sweep_file import SweepFile
-from pipeline.status.chain import is_complete, would_run
+from pipeline.status.chain import chain, is_complete, would_run
 from pipeline.status.comparison import of_goals
 from pipeline.tasks.base import ChainTask, PipelineTask
 from pipeline.tasks.bert import Evaluate, MergeShards, Pretrain
@@ -33,8 +33,9 @@ from stages.view.text import number
 _BEGAN = time.time()
 #: Seconds between attempts to start a stage that another trial is making.
 _WAIT_S = 1.0
-#: In the work directory: what sweeps record.
+#: In the work directory: a folder for each sweep, with the fingerprints of its stages and its trials' failures.
 SWEEPS = "sweeps"
+RECORD = "sweep.json"
 _read = functools.cache(sweep_file.read)
 
 
@@ -157,6 +158,14 @@ class Sweep(PipelineTask):
         given: dict[str, Any] = {"sweep": self.file.name, "goal": self.file.goal, "rung": rung}
         return {name: Trial(overlay=dict(self.file.trials[name]), trial=name, **given) for name in names}
 
+    def _stages(self) -> list[str]:
+        """The fingerprints of all stages, those of the rungs too."""
+        trials = [
+            trial for rung in (*self.file.halving.rungs, None)
+            for trial in self._trials(list(self.file.trials), rung).values()
+        ]  # fmt: skip
+        return sorted({stage.identity.fingerprint for trial in trials for stage in chain(trial)})
+
     @property
     def page(self) -> Path:
         """The comparison of the trials."""
@@ -167,7 +176,7 @@ class Sweep(PipelineTask):
         with exits.while_running():
             with disk_errors(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
-            write_json(self.directory / "sweep.json", {"trials": _fingerprints(self._trials(list(self.file.trials)))})
+            write_json(self.directory / RECORD, {"stages": self._stages()})
             names: Sequence[str] = list(self.file.trials)
             failed = list[str]()
             for rung in (*self.file.halving.rungs, None):
@@ -210,6 +219,12 @@ class Sweep(PipelineTask):
         by, losses = comparison.scores(held_out, {name: trial.training_loss() for name, trial in trials.items()})
         best = sorted(losses, key=lambda name: losses[name])[: math.ceil(len(losses) * halving.keep)]
         return Decision(by, losses, best, [name for name in trials if name in {*best, *halving.bring_back}])
+
+
+def stages_of_sweeps(work_dir: Path) -> dict[str, str]:
+    """The names of sweeps by the fingerprints of their stages."""
+    records = {path.parent.name: read_json(path) or {} for path in sorted((work_dir / SWEEPS).glob(f"*/{RECORD}"))}
+    return {fingerprint: name for name, record in records.items() for fingerprint in record.get("stages", ())}
 
 
 def _fingerprints(trials: Mapping[str, Trial]) -> dict[str, Any]:

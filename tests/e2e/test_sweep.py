@@ -1,0 +1,182 @@
+"""Sweeps through the real commands: what trials share, interruptions, failures, halving, and the comparison."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.chain import Chain, prepared_chain, wait_until
+from tests.helpers.support import assert_same_bytes, metrics
+
+RATES = ("0.001", "0.01")
+GRID = f"[grid.phase1]\nlr = [{', '.join(RATES)}]\n"
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """A sweep with a rung at step 3 that was killed in its first training and started again. It stopped one trial."""
+    chain = prepared_chain(tmp_path_factory).copy(tmp_path_factory.mktemp("sweep"))
+    grid = write(chain, GRID + "[halving]\nrungs = [3]\nkeep = 0.5\n")
+    passed = chain.directory / "failpoints"
+    process = chain.start(
+        "Sweep", "--grid", str(grid), FAILPOINT="step:2.0", FAILPOINT_ACTION="wait 600", FAILPOINT_LOG=str(passed)
+    )
+    wait_until(lambda: passed.exists() and "step:2.0" in passed.read_text())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    chain.run("Sweep", "--grid", str(grid))
+    return chain
+
+
+def write(chain: Chain, text: str, name: str = "rates") -> Path:
+    path = chain.directory / f"{name}.toml"
+    path.write_text(text)
+    return path
+
+
+def trainings(chain: Chain) -> dict[str, Path]:
+    """The directories of phase 1 by learning rate, as their records say."""
+    found = {}
+    for path in chain.work.glob("pretrain-phase1-*"):
+        found[str(json.loads((path / "stage.json").read_text())["parameters"]["lr"])] = path
+    return found
+
+
+def evaluation(chain: Chain, training: Path) -> dict[str, Any]:
+    """evaluation.json of the model that was merged from the last checkpoint of `training`."""
+    fingerprint = json.loads((training / "stage.json").read_text())["fingerprint"]
+    for merged in chain.work.glob("merge_shards-*/stage.json"):
+        record = json.loads(merged.read_text())
+        if record["upstream"]["pretrain"] != fingerprint or "step" in record["parameters"]:
+            continue
+        for evaluated in chain.work.glob("evaluate-*/stage.json"):
+            if json.loads(evaluated.read_text())["upstream"]["merge_shards"] == record["fingerprint"]:
+                return json.loads((evaluated.parent / "evaluation.json").read_text())  # type: ignore[no-any-return]
+    raise AssertionError(f"{training} was not evaluated")
+
+
+def test_trials_share_what_they_have_in_common(swept: Chain) -> None:
+    count = {label: len(list(swept.work.glob(f"{label}-*"))) for label in ("tokenize_corpus", "shard_dataset-phase1")}
+    assert count == {"tokenize_corpus": 1, "shard_dataset-phase1": 1}
+    assert len(list(swept.work.glob("precompile-phase1-*"))) == 1
+    assert trainings(swept).keys() == set(RATES)
+
+
+def test_half_of_the_trials_stop_at_an_exact_checkpoint(swept: Chain) -> None:
+    done = {lr for lr, path in trainings(swept).items() if (path / "manifest.json").exists()}
+    (kept,), (stopped,) = done, set(RATES) - done
+    assert len(metrics(trainings(swept)[kept])) == 8
+    assert [record["step"] for record in metrics(trainings(swept)[stopped])] == [1, 2, 3]
+    assert (trainings(swept)[stopped] / "checkpoints" / "ckpt_3" / "manifest.json").exists()
+    at_rung = {}
+    for merged in swept.work.glob("merge_shards-*/stage.json"):
+        record = json.loads(merged.read_text())
+        if record["parameters"].get("step") == 3:
+            lr = next(
+                lr for lr, path in trainings(swept).items() if path.name.endswith(record["upstream"]["pretrain"][:10])
+            )
+            for evaluated in swept.work.glob("evaluate-*"):
+                upstream = json.loads((evaluated / "stage.json").read_text())["upstream"]
+                if upstream["merge_shards"] == record["fingerprint"]:
+                    at_rung[lr] = json.loads((evaluated / "evaluation.json").read_text())["masked_lm_loss"]
+    assert min(at_rung, key=lambda lr: at_rung[lr]) == kept
+    assert at_rung.keys() == set(RATES)
+
+
+def test_the_comparison_shows_what_is_on_the_disk(swept: Chain) -> None:
+    said = swept.ask("compare", str(swept.directory / "rates.toml")).stdout
+    (kept,) = (lr for lr, path in trainings(swept).items() if (path / "manifest.json").exists())
+    (stopped,) = set(RATES) - {kept}
+    lines = [re.split(r"\s{2,}", line) for line in said.splitlines() if line.startswith("lr=")]
+    head = re.split(r"\s{2,}", said.splitlines()[0])
+    assert head == ["trial", "lr", "steps", "training loss", "held-out loss", "accuracy", "time", "state"]
+    found = evaluation(swept, trainings(swept)[kept])
+    rows = {line[0]: dict(zip(head, line, strict=True)) for line in lines if len(line) == len(head)}
+    row = rows[f"lr={kept}"]
+    losses = [record["masked_lm_loss"] for record in metrics(trainings(swept)[kept])]
+    assert (row["lr"], row["steps"], row["state"]) == (kept, "8", "complete")
+    assert float(row["training loss"]) == pytest.approx(sum(losses) / len(losses), rel=1e-3)
+    assert float(row["held-out loss"]) == pytest.approx(found["masked_lm_loss"], rel=1e-3)
+    assert row["accuracy"] == f"{found['masked_lm_accuracy']:.1%}"
+    assert rows[f"lr={stopped}"]["state"] == "stopped at step 3"
+    assert f"winner: lr={kept}, {row['held-out loss']} held-out masked-LM loss" in said
+    page = (swept.work / "compare-rates.html").read_text()
+    parser = HTMLParser()
+    parser.feed(page)
+    assert page.count('<svg viewBox="0 0 1168 340"') == 2
+    assert not re.search(r"(?:src|href)=\"(?!data:)", page)
+    assert row["held-out loss"] in page
+
+
+def test_all_trainings_of_a_work_directory_can_be_compared(swept: Chain) -> None:
+    said = swept.ask("compare").stdout
+    for path in trainings(swept).values():
+        assert path.name in said
+    assert "not finished" in said
+    assert (swept.work / "compare.html").exists()
+
+
+def test_clean_keeps_what_a_sweep_has_made(swept: Chain) -> None:
+    said = swept.ask("clean").stdout
+    for line in said.splitlines():
+        assert not line.startswith("superseded") or "sweep" in line, said
+
+
+def test_a_trial_that_is_brought_back_ends_as_if_it_had_never_stopped(swept: Chain, tmp_path: Path) -> None:
+    """And so does the one that went on: both are compared with direct runs."""
+    copy = swept.copy(tmp_path / "copy")
+    (stopped,) = (lr for lr, path in trainings(copy).items() if not (path / "manifest.json").exists())
+    grid = write(copy, GRID + f'[halving]\nrungs = [3]\nkeep = 0.5\nbring_back = ["lr={stopped}"]\n')
+    done = copy.run("Sweep", "--grid", str(grid))
+    assert f"trial lr={stopped} is brought back" in done.stdout + done.stderr
+    for lr, path in trainings(copy).items():
+        fresh = swept.copy(tmp_path / lr)
+        for old in trainings(fresh).values():
+            (old / "checkpoints").rename(fresh.directory / f"old-{old.name}")
+            old.rename(fresh.directory / old.name)
+        fresh.run("Pretrain", "--phase", "1", "--Phase1-lr", lr)
+        direct = trainings(fresh)[lr]
+        assert direct.name == path.name
+        assert_same_bytes(path / "checkpoints" / "ckpt_8", direct / "checkpoints" / "ckpt_8")
+
+
+def test_a_failed_trial_does_not_stop_the_others(swept: Chain, tmp_path: Path) -> None:
+    copy = swept.copy(tmp_path / "copy")
+    (kept,) = (lr for lr, path in trainings(copy).items() if (path / "manifest.json").exists())
+    text = f"[trials.diverges.phase1]\nlr = 1e30\nmax_grad_norm = 0\n[trials.good.phase1]\nlr = {kept}\n"
+    done = copy.run("Sweep", "--grid", str(write(copy, text, "failing")), "--Run-non-finite", "stop", status=30)
+    said = done.stdout + done.stderr
+    assert "trial diverges failed: pretrain-phase1 failed" in said
+    assert "1 of 2 trials failed: diverges" in said
+    assert "winner: good" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        (
+            '[grid.phase1]\nlr = [0.1, "fast"]\nspeed = [1]\n[grid.fase1]\nlr = [1]\n[trials.a.run]\nwork_dir = "x"\n',
+            ["lr = 'fast' is not allowed", "[phase1] speed is not a setting", "[fase1] is not a section", "work_dir"],
+        ),
+        ("[grid.phase1]\nlr = 0.1\n", ["grid.phase1.lr is not a list of values"]),
+        ("goal = 3\n[halving]\nrungs = [4, 2]\nkeep = 0\n", ["goal = 3", "rungs = [4, 2]", "keep = 0"]),
+        (GRID + "[halving]\nrungs = [8]\n", ["halving.rungs has 8, and [phase1] max_steps is 8"]),
+        ("[trials.a.phase1]\nlr = 0.1\n[trials.b.phase1]\nlr = 0.10\n", ["trials a and b have the same result"]),
+        ("grid = [", ["is not TOML"]),
+        ("", ["there is no trial"]),
+    ],
+)
+def test_every_error_of_the_file_is_told_before_anything_starts(tmp_path: Path, text: str, lines: list[str]) -> None:
+    chain = Chain(tmp_path)
+    done = chain.run("Sweep", "--grid", str(write(chain, text)), status=35)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in done.stderr
+    for line in lines:
+        assert sum(line in error for error in errors) >= 1, done.stderr
+    assert not list(chain.work.glob("*-*"))
