@@ -159,16 +159,17 @@ def page(comparison: Comparison, written: float) -> str:
         written=moment(written, seconds=True),
         marks=marks,
         charts=[
-            _chart("Training loss over steps", "optimizer step", steps),
-            _chart("Training loss over time", "training time in " + unit, in_unit),
+            _chart("Training loss over steps", "optimizer step", 1, steps),
+            _chart("Training loss over time", "training time in " + unit, 0, in_unit),
         ],
     )
 
 
-def _chart(title: str, axis: str, curves: Sequence[tuple[Trial, Sequence[float]]]) -> Chart | None:
-    """The losses of all trials over `axis`, whose positions are given for each step; None without points."""
+def _chart(title: str, axis: str, first: float, curves: Sequence[tuple[Trial, Sequence[float]]]) -> Chart | None:
+    """The losses of all trials over `axis`, which begins at `first`; `curves`: the position of each step. None without
+    points."""
     series = [
-        Series(at % _COLOURS + 1, x[0], x[-1], points(x, trial.curves.values[LOSS], MOST_POINTS), name=trial.name)
+        Series(at % _COLOURS + 1, first, x[-1], points(x, trial.curves.values[LOSS], MOST_POINTS), name=trial.name)
         for at, (trial, x) in enumerate(curves)
         if x and not math.isnan(x[-1])
     ]
