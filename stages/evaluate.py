@@ -128,11 +128,23 @@ def _held_out(
         model,
         ShardSet.open(options.data, PATTERN, max_pred_len=options.max_pred_len),
         training=ShardSet.open(options.data, TRAINING_PATTERN) if has_training else None,
+        tokenizer=_tokenizer(options, model),
         pieces=read_vocabulary(options.vocabulary) if options.vocabulary else None,
         device=device,
         batch_size=options.batch_size,
         max_samples=options.max_samples,
     )
+
+
+def _tokenizer(options: EvaluateOptions, model: BertForPreTraining) -> Any:
+    """The tokenizer beside the model; None if there is none or it cannot be used."""
+    from stages.evaluation.blimp import load_tokenizer
+
+    try:
+        return load_tokenizer(options.model_directory, model.config.vocab_size)
+    except UserError as error:
+        print(f"no prompts are suggested: {error}")
+        return None
 
 
 def _blimp(options: EvaluateOptions, model: BertForPreTraining) -> Blimp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,18 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
     log(f"  model: {model}")
     log("  curves: python -m pipeline tensorboard")
     log(f"  report: {report}")
-    log('  next: python -m pipeline try "The answer is [MASK]."')
+    if evaluated.get("prompts") == []:
+        log("  prompts: none of the held-out ones is answered right: the model has learned word frequencies only")
+    log(f"  next: {_next(evaluated)}")
+
+
+def _next(evaluated: dict[str, Any]) -> str:
+    """A held-out prompt that the model answers right, to try; in general, if there is none."""
+    prompts = evaluated.get("prompts", ())
+    if not prompts:
+        return 'python -m pipeline try "The answer is [MASK]."'
+    best = prompts[0]
+    return f"python -m pipeline try {shlex.quote(best['prompt'])} ({best['answer']}: {best['probability']:.0%})"
 
 
 def print_mlp(trained: dict[str, Any], evaluated: dict[str, Any], checkpoint: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from common.errors import CheckpointError, UserError
 from stages.directory.manifest import StageDirectory
 from stages.evaluation.frequencies import characters, count_pieces, frequency_scores
+from stages.evaluation.prompts import suggest
 from trainer.checkpoint.format import read_tensors
 from trainer.config import ModelConfig
 from trainer.data.bert_batch import IGNORED
@@ -33,6 +34,7 @@ def evaluate(
     *,
     training: ShardSet | None = None,
     pieces: list[str] | None = None,
+    tokenizer: Any = None,
     device: Device,
     batch_size: int,
     max_samples: int,
@@ -41,7 +43,7 @@ def evaluate(
     next-sentence ones are there if both model and shards have what they need.
 
     `training`: the shards whose word frequencies make the unigram baseline; None: `shards`. `pieces`: the vocabulary;
-    None: bits per character are None.
+    None: bits per character are None. `tokenizer`: the model's `tokenizers.Tokenizer`; None: no prompts are suggested.
     """
     samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit samples all shards evenly
     vocab_size = model.config.vocab_size
@@ -83,6 +85,7 @@ def evaluate(
         "bits_per_character": sums[0] / math.log(2) / length if length else None,
         "unigram_from_training": training is not None,
         **frequency_scores(frequencies, masked_by_piece, right_by_piece),
+        **({} if tokenizer is None else {"prompts": suggest(model, tokenizer, reader, samples, frequencies, device)}),
     }
 
 

@@ -92,7 +92,7 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Any:
     path = directory / "tokenizer.json"
     if not path.exists():
         raise UserError(
-            f"{directory} has no tokenizer.json, without which BLiMP's sentences cannot be read; merge the model with "
+            f"{directory} has no tokenizer.json, without which sentences cannot be read; merge the model with "
             f"--tokenizer or --vocab-file ([corpus] vocab_file), or leave --blimp out"
         )
     try:
@@ -182,7 +182,7 @@ def pseudo_log_likelihoods(
             for start in range(0, len(rows), at_once):
                 row, place = rows[start : start + at_once], places[start : start + at_once]
                 size = at_once if device.compiles_steps else len(row)
-                batch = device.put(_batch(ids[row], scored[row] + 2, place, mask, size))
+                batch = device.put(masked_batch(ids[row], scored[row] + 2, place, mask, size))
                 logits = at_least_fp32(model.logits(batch)[0])
                 losses = torch.nn.functional.cross_entropy(
                     logits, batch.masked_labels, ignore_index=IGNORED, reduction="none"
@@ -193,7 +193,7 @@ def pseudo_log_likelihoods(
     return scores
 
 
-def _batch(
+def masked_batch(
     ids: NDArray[np.int64], lengths: NDArray[np.int64], places: NDArray[np.int64], mask: int, size: int
 ) -> BertBatch:
     """The rows `ids` (B, S), tokens up to `lengths` (B,) and padding behind, each masked at its place of `places` (B,).

@@ -27,6 +27,7 @@ def card(run: Run) -> str:
         _introduction(run),
         "## Use",
         f"```python\n{facts.usage(run, 'PATH')}\n```",
+        _table(("held-out text", "answer", "probability"), facts.prompts_table(counts)),
         *_section("Data", _table(("", ""), facts.data_table(run))),
         *_section("Results", _table(("training", *(f"phase {p}" for p in run.curves)), facts.training_table(run))),
         _table(("on held-out examples", ""), facts.evaluation_table(counts)),

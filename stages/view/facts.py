@@ -132,6 +132,11 @@ def blimp_table(counts: Mapping[str, Any]) -> list[list[str]]:
     return [[name, percent(by_set[name])] for name in sorted(by_set, key=lambda name: (by_set[name], name))]
 
 
+def prompts_table(counts: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of (prompt, answer, probability) from the counts of an evaluation."""
+    return [[one["prompt"], one["answer"], percent(one["probability"])] for one in counts.get("prompts", ())]
+
+
 def data_table(run: Run) -> list[list[str]]:
     """Rows of (name, value) on the text and the examples made from it."""
     rows = []

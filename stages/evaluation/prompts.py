@@ -1,0 +1,142 @@
+"""Prompts from held-out text that the model answers right with other than the most frequent pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stages.evaluation.blimp import masked_batch
+from trainer.data.order import Samples
+from trainer.data.reader import BatchReader
+from trainer.data.shards import MASKED_KEYS
+from trainer.data.vocabulary import CLS, CONTINUATION, MASK, SEP, UNK
+from trainer.devices.base import Device
+from trainer.models.bert import BertForPreTraining
+from trainer.parallel.sums import at_least_fp32
+
+#: The most frequent pieces, which do not count as answers; the fewest and most tokens of a prompt; prompts that are
+#: tried, and how many are kept.
+FREQUENT, _SHORTEST, _LONGEST, _TRIED, _KEPT = 20, 6, 40, 1000, 5
+_ROWS, _AT_ONCE = 1000, 50
+_ENDS = (".", "!", "?")
+#: How much more probable than the second the answer must be, so that another device's rounding cannot exchange them.
+_AHEAD = 1.01
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A sentence, in ids, with one word masked."""
+
+    text: str
+    ids: list[int]
+    place: int
+    answer: int
+
+
+def suggest(
+    model: BertForPreTraining,
+    tokenizer: Any,
+    reader: BatchReader,
+    samples: Samples,
+    frequencies: NDArray[np.int64],
+    device: Device,
+) -> list[dict[str, Any]]:
+    """{"prompt", "answer", "probability"} of the sentences in `samples` whose masked word the model predicts, the most
+    probable first; [] if it predicts none but the `FREQUENT` most frequent pieces.
+
+    `tokenizer`: the model's `tokenizers.Tokenizer`, which reads each prompt back as the tokens that were tried.
+    `frequencies` (V,): how often each piece occurs.
+    """
+    frequent = set(np.argsort(-frequencies, kind="stable")[:FREQUENT].tolist())
+    candidates = list(_candidates(tokenizer, _texts(reader, samples), frequent))
+    width = min(_LONGEST + 2, model.config.max_position_embeddings)
+    mask, found = tokenizer.token_to_id(MASK), []
+    model.to(device.torch_device).eval()
+    for start in range(0, len(candidates), _AT_ONCE):
+        part = candidates[start : start + _AT_ONCE]
+        ids = np.zeros((len(part), width), np.int64)
+        for row, candidate in enumerate(part):
+            ids[row, : len(candidate.ids)] = candidate.ids
+        lengths, places = (np.array(values) for values in zip(*((len(c.ids), c.place) for c in part), strict=True))
+        batch = device.put(masked_batch(ids, lengths, places, mask, _AT_ONCE))
+        with torch.no_grad():
+            best = at_least_fp32(model.logits(batch)[0]).softmax(-1).topk(2)
+            # One transfer: on a lazy device, each separate fetch compiles a graph of its own.
+            rows = torch.cat([best.values.double(), best.indices.double()], dim=1).tolist()
+        for candidate, (probability, second, answer, _) in zip(part, rows, strict=False):
+            if answer == candidate.answer and probability > _AHEAD * second:
+                found.append((probability, candidate))
+    return _best(found, tokenizer)
+
+
+def _best(found: list[tuple[float, _Candidate]], tokenizer: Any) -> list[dict[str, Any]]:
+    """The most probable ones, each of another sentence and with another answer."""
+    kept: list[dict[str, Any]] = []
+    sentences, answers = set[tuple[int, ...]](), set[int]()
+    for probability, one in sorted(found, key=lambda pair: -pair[0]):
+        if tuple(one.ids) not in sentences and one.answer not in answers and len(kept) < _KEPT:
+            sentences.add(tuple(one.ids))
+            answers.add(one.answer)
+            piece = tokenizer.id_to_token(one.answer)
+            kept.append({"prompt": one.text, "answer": piece, "probability": round(probability, 6)})
+    return kept
+
+
+def _texts(reader: BatchReader, samples: Samples) -> Iterator[list[int]]:
+    """The tokens of each of the first rows, as they were before masking."""
+    arrays = reader.read(samples[np.s_[:_ROWS]])
+    ids, positions, labels = (arrays[key].astype(np.int64) for key in ("input_ids", *MASKED_KEYS))
+    row, entry = np.nonzero(positions)
+    ids[row, positions[row, entry]] = labels[row, entry]
+    for tokens, is_text in zip(ids, arrays["input_mask"].astype(bool), strict=True):
+        yield tokens[is_text].tolist()
+
+
+def _candidates(tokenizer: Any, texts: Iterator[list[int]], frequent: set[int]) -> Iterator[_Candidate]:
+    """Prompts of whole sentences, two a sentence at most, evenly placed: `_TRIED` at most."""
+    cls, sep, tried = tokenizer.token_to_id(CLS), tokenizer.token_to_id(SEP), 0
+    for text in texts:
+        for sentence in _sentences(tokenizer, text):
+            pieces = [tokenizer.id_to_token(one) for one in sentence]
+            words = [
+                at
+                for at, (piece, after) in enumerate(zip(pieces, [*pieces[1:], ""], strict=True))
+                if piece.isalpha() and not after.startswith(CONTINUATION) and sentence[at] not in frequent
+            ]
+            for at in words[len(words) // 3 :: max(1, len(words) // 2)][:2]:
+                prompt = _prompt(tokenizer, pieces, at)
+                whole = [cls, *sentence[:at], tokenizer.token_to_id(MASK), *sentence[at + 1 :], sep]
+                if tokenizer.encode(prompt).ids == whole:  # typed, it is what is tried here
+                    yield _Candidate(prompt, [cls, *sentence, sep], at + 1, sentence[at])
+                    tried += 1
+            if tried >= _TRIED:
+                return
+
+
+def _sentences(tokenizer: Any, text: list[int]) -> Iterator[list[int]]:
+    """The sentences of a row of one or two segments that are whole, as far as punctuation tells."""
+    special = {tokenizer.token_to_id(piece) for piece in (CLS, SEP, UNK)}
+    ends = {tokenizer.token_to_id(piece) for piece in _ENDS}
+    sentence: list[int] = []
+    for token in text:
+        sentence.append(token)
+        if token in ends or token in special:
+            first = tokenizer.id_to_token(sentence[0])
+            if token in ends and _SHORTEST <= len(sentence) <= _LONGEST and not first.startswith(CONTINUATION):
+                yield sentence
+            sentence = []
+
+
+def _prompt(tokenizer: Any, pieces: list[str], masked: int) -> str:
+    """The text of `pieces`, the one at `masked` replaced by [MASK]."""
+    text = ""
+    for at, piece in enumerate(pieces):
+        shown = MASK if at == masked else piece
+        joins = shown.startswith(CONTINUATION) or shown in (*_ENDS, ",", ";", ":", ")")
+        text += ("" if joins or text.endswith("(") or not text else " ") + shown.removeprefix(CONTINUATION)
+    return text
