@@ -16,6 +16,7 @@ from common.errors import UserError
 from pipeline.commands.try_model import newest_model, suggestions
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.summary import print_phase2
+from stages.evaluation.prompts import _candidates as prompts_of
 from stages.predict import load, predict
 from stages.tokens.wordpiece import build_tokenizer, save_tokenizer
 from stages.view import facts
@@ -108,6 +109,21 @@ def test_a_suggested_prompt_gets_the_answer_that_is_shown(trained: Path, prompts
         assert pipeline(one["prompt"])[0]["token_str"] == one["answer"]
         known = [tokenizer(topic)["input_ids"] for topic in TOPICS]
         assert tokenizer(one["prompt"].replace("[MASK]", one["answer"]))["input_ids"] in known
+
+
+def test_a_prompt_is_spelled_so_that_it_is_read_as_the_same_tokens() -> None:
+    """Pieces are joined, words of the vocabulary that typed text would split otherwise are left out."""
+    vocabulary = [*SPECIAL, "the", "run", "##ning", "cat", "sees", "it", "running", "x", "."]
+    tokenizer = build_tokenizer(vocabulary, lower_case=True)
+    ids = {piece: number for number, piece in enumerate(vocabulary)}
+
+    def prompts(text: str) -> list[str]:
+        row = [ids[piece] for piece in text.split()]
+        return [one.text for one in prompts_of(tokenizer, iter([row]), {ids["the"]})]
+
+    assert prompts("[CLS] the cat sees it x x . [SEP]") == ["the cat [MASK] it x x.", "the cat sees it [MASK] x."]
+    assert prompts("[CLS] the cat sees the run ##ning x . [SEP]") == []  # "running" is a piece of its own
+    assert prompts("[CLS] the [UNK] sees it x x . [SEP]") == []
 
 
 def test_the_most_frequent_words_are_no_answers(trained: Path, prompts: list[dict[str, Any]], tmp_path: Path) -> None:

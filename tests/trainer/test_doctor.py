@@ -19,6 +19,7 @@ from tests.helpers.small_language import VOCAB, Change, Fault, replaced, train_h
 from tests.helpers.support import metrics
 from trainer.data.bert_batch import BertBatch
 from trainer.metrics import doctor
+from trainer.metrics.data_facts import BatchFacts, DataFacts
 from trainer.metrics.unigram import UnigramBaseline
 from trainer.models.base import Model
 
@@ -189,6 +190,20 @@ def test_a_loss_that_stays_at_the_baseline_is_told_once_without_a_cause(
         r"plateau: after \d+ steps the masked-LM loss is (4.\d\d); always guessing .* gives (4.\d\d)", said
     )
     assert [what for _, what in diagnoses(tmp_path / "out")] == ["plateau"]
+
+
+def test_rows_that_come_again_in_the_next_epoch_are_no_duplicates() -> None:
+    facts_of_data = DataFacts(VOCAB)
+    rows, labels = np.arange(100, dtype=np.uint64), np.arange(10, 110)
+    for epoch in range(4):
+        facts_of_data.add(BatchFacts(labels, np.full(100, 4), 0, 31, rows, epoch))
+    assert facts_of_data.faults() == []
+    for _ in range(4):
+        facts_of_data.add(BatchFacts(labels, np.full(100, 4), 0, 31, rows, 4))
+    assert facts_of_data.faults() == []  # 300 of 800 rows
+    for _ in range(4):
+        facts_of_data.add(BatchFacts(labels, np.full(100, 4), 0, 31, rows, 4))
+    assert [cause for cause, _ in facts_of_data.faults()] == ["duplicates"]
 
 
 def test_the_baseline_is_the_entropy_of_the_labels_from_few_of_them() -> None:
