@@ -127,7 +127,7 @@ def test_a_prompt_is_spelled_so_that_it_is_read_as_the_same_tokens() -> None:
 
 
 def test_the_most_frequent_words_are_no_answers(trained: Path, prompts: list[dict[str, Any]], tmp_path: Path) -> None:
-    """When all words but 20 are rare, nothing that the model knows is left."""
+    """Answers that become the most frequent words of the training shards are suggested no more."""
     import h5py
 
     shutil.copytree(trained / "data", tmp_path / "data")
@@ -136,7 +136,7 @@ def test_the_most_frequent_words_are_no_answers(trained: Path, prompts: list[dic
     ids = tokenizer.convert_tokens_to_ids(answers)
     with h5py.File(tmp_path / "data" / "x_training_0.hdf5", "r+") as file:
         rows = file["input_ids"][:]
-        rows[:1000, 1:-1] = np.array(ids)[np.arange(1000 * (S - 2)) % len(ids)].reshape(1000, S - 2)
+        rows[1:1001, 1:-1] = np.array(ids)[np.arange(1000 * (S - 2)) % len(ids)].reshape(1000, S - 2)
         file["input_ids"][:] = rows
     found = evaluated(trained / "model", tmp_path / "data", tmp_path / "evaluation")["prompts"]
     assert found
