@@ -12,6 +12,7 @@ from trainer.checkpoint.format import MASTER
 from trainer.checkpoint.load import load_into
 from trainer.checkpoint.resume_point import ResumePoint
 from trainer.config import TrainConfig
+from trainer.data.batch_ramp import BatchRamp
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device
@@ -54,6 +55,7 @@ def build_dataloader(run: Run, skipped: Sequence[int], doctor: Doctor | None) ->
         seed=config.seed,
         global_batch_size=config.global_batch_size(mesh.data_parallel_size),
         skipped=skipped,
+        ramp=BatchRamp(config.batch_ramp_steps, config.batch_ramp_parts),
     )
     return Loader(
         run.workload.reader(static_shapes=run.device.static_shapes, seed=config.seed, falling=mask_rate_steps(config)),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from common.errors import UserError
 from common.options import check, fields_of, option
 from trainer import registry
-from trainer.registry import NAMED_PRECISIONS, require_agreement
+from trainer.registry import DATA_PARALLEL, NAMED_PRECISIONS, NON_FINITE, PRECISIONS, SCHEDULES, require_agreement
 
 #: Published sizes: layers, hidden size, attention heads, intermediate size.
 #: tiny … medium: Turc et al. 2019 (arXiv:1908.08962), table 1; base and large: Devlin et al. 2018 (arXiv:1810.04805);
@@ -102,10 +102,6 @@ class ModelConfig:
 
 #: Values of `--optimizer`, `--precision` …; the pipeline's settings and the stages allow the same.
 OPTIMIZERS = tuple(registry.OPTIMIZERS)
-SCHEDULES = ("linear", "cosine", "constant", "wsd")
-NON_FINITE = ("skip", "stop")
-DATA_PARALLEL = ("allreduce", "ddp")
-PRECISIONS = ("auto", "fp32", "autocast", "bf16-sr", "bf16-master", "fp64")
 DEVICES = ("auto", *registry.DEVICES)
 
 _TRAIN, _TRAIN_HOW = {"group": "training"}, {"group": "training", "decides": False}
@@ -141,6 +137,12 @@ class TrainConfig:
     grad_accum_usteps: int = option(
         64, **_TRAIN_HOW, least=1, unit="micro-steps", help="micro-steps in an optimizer step"
     )
+    batch_ramp_steps: int = option(
+        0, **_TRAIN, least=0, unit="steps", omit_default=True, help="steps in which the global batch grows; 0: none"
+    )
+    batch_ramp_parts: int = option(
+        2, **_TRAIN, least=2, omit_default=True, help="equal parts of the global batch, of whole micro-batches"
+    )
     max_steps: int = option(
         28125, **_TRAIN, least=1, unit="steps", help="optimizer steps in the phase, at which the learning rate is 0"
     )
@@ -160,9 +162,8 @@ class TrainConfig:
         0.2, **_TRAIN, least=0.001, most=1, omit_default=True, help="share of all steps in which wsd decays"
     )
     lr: float = option(
-        4e-4, **_TRAIN, least=0, help="peak learning rate; of mnist: per worker, multiplied by their number as in its "
-        "tutorial",
-    )  # fmt: skip
+        4e-4, **_TRAIN, least=0, help="peak learning rate; of mnist: per worker, multiplied by their number"
+    )
     optimizer: str = option(
         "AdamW", **_TRAIN, choices=OPTIMIZERS,
         help="with --precision auto, AdamW_FP32OptimParams means bf16-sr and AdamW_FP32ParamsCopy bf16-master; the "
@@ -247,9 +248,8 @@ class TrainConfig:
         help="list of compiled graphs, JSON: written with --trial; else a graph that is not in it causes a warning",
     )  # fmt: skip
     collective_timeout_s: float = option(
-        600.0, **_MACHINE, names=("--collective_timeout",), least=1, unit="seconds", help="limit of a collective "
-        "operation, in seconds",
-    )  # fmt: skip
+        600.0, **_MACHINE, names=("--collective_timeout",), least=1, unit="seconds", help="limit of a collective, in s"
+    )
     spot_watch: bool = option(
         False, **_MACHINE,
         help="on EC2: save and stop (exit status 75) on a spot interruption notice, save on a rebalance recommendation",
@@ -286,7 +286,7 @@ class TrainConfig:
         return self.precision
 
     def global_batch_size(self, data_parallel_size: int) -> int:
-        """Samples in one optimizer step of all workers."""
+        """Samples in one optimizer step of all workers, after the ramp."""
         return self.micro_batch_size * self.grad_accum_usteps * data_parallel_size
 
 

@@ -50,7 +50,7 @@ class Trainer:
         self.checkpointer.begin(start, self.state, self.tensors, run.workload.vocab_size, self.tensor_parallel)
         self.metrics = Metrics(run, self.state, doctor)
         self.graphs = build.build_graph_list(run)
-        self.agreement = Agreement(run.mesh, interruptions, run.config.grad_accum_usteps)
+        self.agreement = Agreement(run.mesh, interruptions)
 
     def train(self) -> bool:
         """Train; True when `stop_step` is reached, False when a signal ended it earlier. The state is saved in both
@@ -77,11 +77,11 @@ class Trainer:
                 self.save()
             elif self._replica_check_is_due():
                 self._require_sound()
-            began = time.monotonic()
+            began, micro_steps = time.monotonic(), step.micro_steps
             if not self.train_step(step, decision.counts):
                 break
             step = next(steps, None)
-            decision = self._agree(step, step_s=time.monotonic() - began)
+            decision = self._agree(step, micro_step_s=(time.monotonic() - began) / micro_steps)
             self.checkpointer.check()
             if self.graphs is not None:
                 self.graphs.check()
@@ -108,7 +108,7 @@ class Trainer:
         for ustep, batch in enumerate(step.micro_batches):
             if self.agreement.stops_before(ustep):
                 return False
-            self.micro_step(ustep, batch, weights)
+            self.micro_step(ustep, batch, weights, is_last=ustep + 1 == step.micro_steps)
         self.device.end_micro_steps()
         losses = self.parameters.reduce(lambda tensors: self.device.all_reduce(tensors, self.mesh.data_parallel_group))
         norm = self.parameters.clip(self._number(config.max_grad_norm) if config.max_grad_norm else None)
@@ -116,18 +116,18 @@ class Trainer:
         self._seed(derive_seed(config.seed, "stochastic rounding", self.state.global_step))
         self.optimizer.step(lr)
         self.parameters.zero_gradients()
-        self.state = self.state.advanced(step.epoch)
+        self.state = self.state.advanced(step.epoch, len(step.samples) * self.mesh.data_parallel_size)
         failpoint(f"step:{self.state.global_step}.{self.mesh.rank}", lambda: flip_a_bit(next(self.model.parameters())))
         record = StepRecord(self.state, lr, counts, self.device.compiled_graphs())
         self.device.step_closure(functools.partial(self.metrics.record, record), torch.cat([losses, norm[None]]))
         return True
 
-    def micro_step(self, ustep: int, batch: Batch, weights: Sequence[float | Tensor]) -> None:
+    def micro_step(self, ustep: int, batch: Batch, weights: Sequence[float | Tensor], *, is_last: bool) -> None:
         """Forward and backward of one micro-batch; `weights`: the factor of each loss."""
         failpoint(f"micro-step:{self.state.global_step}.{ustep}.{self.mesh.rank}")
         micro_batch = ustep * self.mesh.data_parallel_size + self.mesh.data_parallel_rank
         self._seed(derive_seed(self.config.seed, "dropout", self.state.global_step, micro_batch))
-        with self.forward.micro_step(is_last=ustep + 1 == self.config.grad_accum_usteps):
+        with self.forward.micro_step(is_last=is_last):
             with self.precision.forward_context(self.device.torch_device.type):
                 sums = self.forward(batch)
             losses = [loss * weight for loss, weight in zip(sums, weights, strict=True)]
@@ -143,13 +143,14 @@ class Trainer:
         failpoint(f"recorded:{self.state.global_step}")
         self.checkpointer.save(self.state)
 
-    def _agree(self, upcoming: Step | None, step_s: float | None = None) -> Decision:
-        """What all workers do after a step that took `step_s`. Raises `NonFiniteStep` if it was not finite on any."""
+    def _agree(self, upcoming: Step | None, micro_step_s: float | None = None) -> Decision:
+        """What all workers do after a step, whose micro-steps took `micro_step_s` each. Raises `NonFiniteStep` if it
+        was not finite on any."""
         decision = self.agreement.after_step(
             upcoming.counts if upcoming else (),
             not_finite=self.metrics.not_finite is not None,
             save=self.checkpointer.is_due(self.state),
-            step_s=step_s,
+            micro_step_s=micro_step_s,
         )
         if decision.not_finite:
             self._require_finite_steps()

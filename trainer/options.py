@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from common.errors import UserError
 from common.options import add_options, check, fields_of, from_namespace, name_of, option
 from trainer.config import CHANGEABLE, TrainConfig
+from trainer.data.batch_ramp import BatchRamp
 from trainer.data.order import SampleOrder
 from trainer.devices.base import DeviceOptions
 from trainer.parallel.mesh import Mesh
@@ -126,6 +127,9 @@ def to_config(given: CommandLine, mesh: Mesh) -> tuple[TrainConfig, Workload]:
         trial=config.trial or os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") == "1",
     )
     SampleOrder(workload.rows_per_shard, seed=0, global_batch_size=config.global_batch_size(workers))
+    BatchRamp(config.batch_ramp_steps, config.batch_ramp_parts).require_whole_parts(
+        config.global_batch_size(workers), config.micro_batch_size * config.batches_per_execution * workers
+    )
     return config, workload
 
 

@@ -1,4 +1,6 @@
-"""The devices and optimizers that a name can stand for. Imports no torch: the pipeline's settings read the names.
+"""The devices and optimizers that a name can stand for, and other values of options.
+
+Imports no torch: the pipeline's settings read the names.
 
 To add one, write its file and add its line here (CONTRIBUTING.md).
 """
@@ -26,6 +28,11 @@ OPTIMIZERS = {
     "Muon": "trainer.optim.muon:Muon",
     "SGD": "trainer.optim.sgd:SGD",
 }
+#: Values of `--schedule`, `--non_finite`, `--data_parallel` and `--precision`.
+SCHEDULES = ("linear", "cosine", "constant", "wsd")
+NON_FINITE = ("skip", "stop")
+DATA_PARALLEL = ("allreduce", "ddp")
+PRECISIONS = ("auto", "fp32", "autocast", "bf16-sr", "bf16-master", "fp64")
 
 #: The tutorials' names for AdamW that also choose a precision: what each promises, what `auto` means with it, and which
 #: others are compatible.

@@ -62,13 +62,13 @@ class TrainState:
         record = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
         return cls(**record)
 
-    def advanced(self, epoch: int) -> Self:
-        """The state after one more step, which was in `epoch`."""
+    def advanced(self, epoch: int, samples: int) -> Self:
+        """The state after one more step, of that many samples in `epoch`."""
         return dataclasses.replace(
             self,
             step=self.step + 1,
             global_step=self.global_step + 1,
-            samples_consumed=self.samples_consumed + self.global_batch_size,
+            samples_consumed=self.samples_consumed + samples,
             epoch=epoch,
         )
 

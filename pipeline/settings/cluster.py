@@ -10,7 +10,8 @@ import luigi
 
 from common.errors import UserError
 from pipeline.settings.parameters import Choice, Number, Switch, Whole
-from trainer.config import DATA_PARALLEL, DEVICES
+from trainer.config import DEVICES
+from trainer.registry import DATA_PARALLEL
 
 LAUNCHERS = ("local", "slurm", "kubernetes")
 #: Options of sbatch that the job script sets, and [slurm] sbatch_lines may not.

@@ -26,6 +26,7 @@ from luigi.task_register import Register
 from common.errors import UserError
 from pipeline.settings.sections import SECTIONS, Dataset, Phase, Settings, section_name
 from stages.shard import STATIC
+from trainer.data.batch_ramp import BatchRamp
 from trainer.parallel.plan import require_divisible
 from trainer.registry import require_agreement
 
@@ -191,6 +192,7 @@ def _check_together(settings: Settings) -> None:
                 f"[phase{phase}] has {usteps} micro-steps in a step, which [cluster] batches_per_execution = "
                 f"{per_execution} does not divide; change one of them"
             )
+        _check_ramp(phase, at, at.global_batch_size // usteps * per_execution)
         if at.seq_len > settings.model.max_position_embeddings:
             raise UserError(
                 f"[phase{phase}] seq_len = {at.seq_len} is longer than [model] max_position_embeddings = "
@@ -217,6 +219,15 @@ def _check_copies(dataset: Dataset) -> None:
             f"[dataset] dupe_factor = {dataset.dupe_factor} does not go with next_sentence = false and masking = "
             f"{dataset.masking}: the copies would be the same rows; set it to 1, or mask statically"
         )
+
+
+def _check_ramp(number: int, phase: Phase, unit: int) -> None:
+    """`unit`: samples that all workers execute at once."""
+    ramp = BatchRamp(phase.batch_ramp_steps, phase.batch_ramp_parts)
+    try:
+        ramp.require_whole_parts(phase.global_batch_size, unit)
+    except UserError as error:
+        raise UserError(f"[phase{number}] {error}") from None
 
 
 def _check_static_masks(number: int, phase: Phase) -> None:

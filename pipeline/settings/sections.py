@@ -26,7 +26,8 @@ from stages.mnist import CHECKSUMS
 from stages.shard import DYNAMIC, STATIC
 from stages.text.corpus import DOCUMENT_ENDS
 from stages.transfer.urls import CONNECTIONS_MAX
-from trainer.config import NON_FINITE, OPTIMIZERS, PRECISIONS, PRESETS, SCHEDULES, ModelConfig
+from trainer.config import OPTIMIZERS, PRESETS, ModelConfig
+from trainer.registry import NON_FINITE, PRECISIONS, SCHEDULES
 
 
 class Run(luigi.Config):
@@ -115,6 +116,8 @@ class Phase(luigi.Config):
     pack = Switch()
     global_batch_size = Whole(1)
     micro_batch_size = Whole(1)
+    batch_ramp_steps = Whole(0)
+    batch_ramp_parts = Whole(2)
     optimizer = Choice(OPTIMIZERS)
     lr = Number(0)
     schedule = Choice(SCHEDULES)

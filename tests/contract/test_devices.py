@@ -11,10 +11,10 @@ from torch import Tensor
 
 from common.errors import UserError
 from trainer import registry
-from trainer.config import PRECISIONS
 from trainer.data.batch import Batch
 from trainer.devices.base import Device
 from trainer.devices.select import select_alone
+from trainer.registry import PRECISIONS
 
 NAMES = [name for name, reference in registry.DEVICES.items() if not registry.load(reference).compiles_steps]
 

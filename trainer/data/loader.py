@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.files import disk_errors
 from trainer.data.batch import Batch
@@ -34,6 +35,8 @@ class Step:
     batch: int
     #: Where the samples came from, in the order of use, (A·B,).
     samples: Samples
+    #: A.
+    micro_steps: int
 
 
 class Reader(Protocol):
@@ -78,9 +81,8 @@ class Loader:
         self._micro_batch_size = micro_batch_size
         self._prefetch = prefetch
         self._observe = observe
-        index = np.arange(order.global_batch_size).reshape(-1, size, micro_batch_size)
-        self._mine = index[:, rank].reshape(-1)
-        self._steps_at_once = max(1, reader.rows_at_once // len(self._mine))
+        self._rank, self._size = rank, size
+        self._steps_at_once = max(1, reader.rows_at_once // (order.global_batch_size // size))
 
     def batch_of(self, step: int) -> int:
         """Which batch of the data step `step` uses."""
@@ -88,24 +90,29 @@ class Loader:
 
     def load(self, first: int, last: int) -> list[Step]:
         """This worker's share of steps `first` … `last` - 1."""
-        rows = len(self._mine)
-        offsets = self._order.global_batch_size * np.arange(last - first)[:, None]
-        samples = self._order.steps(first, last)[(offsets + self._mine).reshape(-1)]
+        sizes = [self._order.batch_size(step) for step in range(first, last)]
+        starts = np.cumsum([0, *sizes])
+        mine = [start + self._mine(size) for start, size in zip(starts[:-1], sizes, strict=True)]
+        samples = self._order.steps(first, last)[np.concatenate(mine)]
         batches, counts = self._reader.micro_batches(
             samples, self._micro_batch_size, step=first, epoch=self._order.epoch_of(first)
         )
-        micro_steps = rows // self._micro_batch_size
-        steps = []
-        for at, step in enumerate(range(first, last)):
-            mine = slice(at * micro_steps, (at + 1) * micro_steps)
-            totals = tuple(map(sum, zip(*counts[mine], strict=True)))
-            where = samples[slice(at * rows, (at + 1) * rows)]
-            steps.append(
-                Step(step, self._order.epoch_of(step), batches[mine], totals, self._order.batch_of(step), where)
-            )
+        steps, at = [], 0
+        for step, rows in zip(range(first, last), map(len, mine), strict=True):
+            micro_steps = rows // self._micro_batch_size
+            share = slice(at // self._micro_batch_size, at // self._micro_batch_size + micro_steps)
+            totals = tuple(map(sum, zip(*counts[share], strict=True)))
+            where, batch = samples[slice(at, at + rows)], self._order.batch_of(step)
+            steps.append(Step(step, self._order.epoch_of(step), batches[share], totals, batch, where, micro_steps))
             if self._observe is not None:
                 self._observe(steps[-1])
+            at += rows
         return steps
+
+    def _mine(self, batch_size: int) -> NDArray[np.int64]:
+        """The places of this worker's samples in a global batch."""
+        index = np.arange(batch_size).reshape(-1, self._size, self._micro_batch_size)
+        return index[:, self._rank].reshape(-1)
 
     def steps(self, first: int, last: int) -> Iterator[Step]:
         """Steps `first` … `last` - 1, read ahead by a thread; its errors are raised here."""

@@ -1,4 +1,4 @@
-"""Which samples make up which step: a pure function of (seed, epoch, data set, global batch size).
+"""Which samples make up which step: a pure function of (seed, epoch, data set, global batch size and its ramp).
 
 An epoch goes through the shards in a shuffled order, `BLOCK_ROWS` rows or more at a time; the rows of such a block
 are shuffled together. So a reader needs only a few shards at hand, a data set smaller than a block is shuffled as
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
+from trainer.data.batch_ramp import BatchRamp
 from trainer.seeds import derive_seed
 
 #: Rows shuffled together, at least: about 120 MB of phase-1 rows.
@@ -29,6 +30,7 @@ ORDER_VERSION = 2
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 Int64s = NDArray[np.int64]
+NO_RAMP = BatchRamp()
 
 
 def hash64(*words: int, index: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -74,14 +76,20 @@ class _Epoch:
 
 
 class SampleOrder:
-    """Where the samples of each step are. An epoch has `rows // global_batch_size` steps; the rows left over at its
-    end, fewer than one batch and different ones each epoch, are its documented tail: they sit that epoch out.
+    """Where the samples of each step are. An epoch ends when less than the next batch is left of it: those rows,
+    different ones each epoch, are its documented tail and sit that epoch out.
     """
 
     def __init__(
-        self, rows_per_shard: Int64s, *, seed: int, global_batch_size: int, skipped: Sequence[int] = ()
+        self,
+        rows_per_shard: Int64s,
+        *,
+        seed: int,
+        global_batch_size: int,
+        skipped: Sequence[int] = (),
+        ramp: BatchRamp = NO_RAMP,
     ) -> None:
-        """`skipped`: batches, counted from 0, that no step uses.
+        """`skipped`: batches, counted from 0, that no step uses. `ramp`: of the batches, skipped or not.
 
         Raises `UserError` if the data set has fewer rows than one global batch."""
         total = int(rows_per_shard.sum())
@@ -94,13 +102,20 @@ class SampleOrder:
         self.seed = seed
         self.global_batch_size = global_batch_size
         self._skipped = sorted(set(skipped))
+        #: Of an epoch after the ramp.
         self.steps_per_epoch = total // global_batch_size
+        self._rows, self._ramp = total, ramp
+        self._ramp_places, self._after_ramp = self._plan_ramp()
         self._epoch = functools.lru_cache(maxsize=2)(self._plan_epoch)
         self._block = functools.lru_cache(maxsize=2)(self._shuffle_block)
 
     def epoch_of(self, step: int) -> int:
         """The epoch, from 0, that step `step` (from 0) of the phase belongs to."""
-        return self.batch_of(step) // self.steps_per_epoch
+        return self._place(self.batch_of(step))[0]
+
+    def batch_size(self, step: int) -> int:
+        """Samples of step `step` (from 0)."""
+        return self._ramp.size(self.batch_of(step), self.global_batch_size)
 
     def batch_of(self, step: int) -> int:
         """Which batch, from 0, step `step` (from 0) uses: those that are skipped leave no gap in the steps."""
@@ -109,11 +124,11 @@ class SampleOrder:
         return step
 
     def step(self, step: int) -> Samples:
-        """The `global_batch_size` samples of step `step` (from 0), in order."""
+        """The `batch_size` samples of step `step` (from 0), in order."""
         return self.steps(step, step + 1)
 
     def steps(self, first: int, last: int) -> Samples:
-        """The samples of steps `first` … `last` - 1, in order: `global_batch_size` of them each."""
+        """The samples of steps `first` … `last` - 1, in order."""
         pieces: list[Samples] = []
         at = first
         for end in range(first + 1, last + 1):
@@ -124,13 +139,40 @@ class SampleOrder:
         return Samples(np.concatenate([p.shard for p in pieces]), np.concatenate([p.row for p in pieces]))
 
     def _batches(self, first: int, last: int) -> Iterator[Samples]:
-        """The samples of batches `first` … `last` - 1."""
-        while first < last:
-            epoch, step_in_epoch = divmod(first, self.steps_per_epoch)
-            steps = min(last - first, self.steps_per_epoch - step_in_epoch)
-            position = step_in_epoch * self.global_batch_size
-            yield from self._pieces(epoch, position, position + steps * self.global_batch_size)
-            first += steps
+        """The samples of batches `first` … `last` - 1, those of neighbours in an epoch read as one."""
+        epoch, start = self._place(first)
+        end = start
+        for batch in range(first, last):
+            place = self._place(batch)
+            if place != (epoch, end):
+                yield from self._pieces(epoch, start, end)
+                epoch, start = place
+                end = start
+            end += self._ramp.size(batch, self.global_batch_size)
+        yield from self._pieces(epoch, start, end)
+
+    def _place(self, batch: int) -> tuple[int, int]:
+        """The epoch of batch `batch`, and its first sample's position in the epoch."""
+        if batch < len(self._ramp_places):
+            return self._ramp_places[batch]
+        epoch, position = self._after_ramp
+        batch -= len(self._ramp_places)
+        left = (self._rows - position) // self.global_batch_size
+        if batch < left:
+            return epoch, position + batch * self.global_batch_size
+        later, step_in_epoch = divmod(batch - left, self.steps_per_epoch)
+        return epoch + 1 + later, step_in_epoch * self.global_batch_size
+
+    def _plan_ramp(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """The place of each batch of the ramp, and where the ramp ends."""
+        places, epoch, position = list[tuple[int, int]](), 0, 0
+        for batch in range(self._ramp.steps):
+            size = self._ramp.size(batch, self.global_batch_size)
+            if position + size > self._rows:
+                epoch, position = epoch + 1, 0
+            places.append((epoch, position))
+            position += size
+        return places, (epoch, position)
 
     def _pieces(self, epoch: int, position: int, end: int) -> Iterator[Samples]:
         """The samples from `position` to `end` in the order of an epoch, block by block."""

@@ -26,9 +26,8 @@ class Decision(NamedTuple):
 class Agreement:
     """All workers call its methods at the same time."""
 
-    def __init__(self, mesh: Mesh, interruptions: Interruptions, grad_accum_usteps: int) -> None:
+    def __init__(self, mesh: Mesh, interruptions: Interruptions) -> None:
         self._mesh, self._interruptions = mesh, interruptions
-        self._grad_accum_usteps = grad_accum_usteps
         #: Micro-steps between checks for a stop request; 1 until the first step has been timed.
         self._check_usteps = 1
 
@@ -42,13 +41,15 @@ class Agreement:
             return False
         return self._mesh.sum_on_host([self._interruptions.must_stop])[0] > 0
 
-    def after_step(self, counts: Sequence[int], *, not_finite: bool, save: bool, step_s: float | None) -> Decision:
+    def after_step(
+        self, counts: Sequence[int], *, not_finite: bool, save: bool, micro_step_s: float | None
+    ) -> Decision:
         """`counts`: this worker's of the next batch; `not_finite`, `save`: what this worker has seen and asks for;
-        `step_s`: seconds the step took, None before the first. The root's decides how often the next one checks."""
+        `micro_step_s`: seconds of a micro-step, None before the first step; the root's decides how often to check."""
         save = self._interruptions.take_save() or save
         check_usteps = self._check_usteps
-        if step_s is not None:
-            check_usteps = max(1, round(self._grad_accum_usteps * _CHECK_INTERVAL_S / max(step_s, 1e-9)))
+        if micro_step_s is not None:
+            check_usteps = max(1, round(_CHECK_INTERVAL_S / max(micro_step_s, 1e-9)))
         if self._mesh.tensor_parallel_rank:
             counts = tuple(0 for _ in counts)  # ranks that share a model have the same samples
         mine = [not_finite, self._interruptions.must_stop, save, check_usteps if self._mesh.is_root else 0]

@@ -53,7 +53,7 @@ class Metrics:
         masked-LM loss. Raises `DiskError`."""
         self._config, self._workload, self._log = run.config, run.workload, run.log
         self._is_root, self._doctor = run.is_root, doctor
-        self._workers = run.mesh.world_size
+        self._workers, self._data_parallel_size = run.mesh.world_size, run.mesh.data_parallel_size
         peak = run.device.peak_flops_per_s(start.precision) if self._is_root else None
         #: Of all workers' devices together; None where it is not known.
         self._peak_flops_per_s = peak and peak * self._workers
@@ -222,7 +222,7 @@ class Metrics:
         summary = {
             "num_workers": self._workers,
             **phase_results(steps, state, train_time_s=self._train_time.seconds),
-            "microsteps": state.step * self._config.grad_accum_usteps,
+            "microsteps": state.samples_consumed // (self._config.micro_batch_size * self._data_parallel_size),
             "batch_size": self._config.micro_batch_size,
             **self._workload.summary(),
         }
