@@ -39,7 +39,7 @@ class BertBatch(Batch):
     masked_index: Tensor
     #: (M,) ids that were there, `IGNORED` where the place is only a filler.
     masked_labels: Tensor
-    #: (Q,) places of the sequences' [CLS] in the flattened micro-batch; None: no next-sentence prediction.
+    #: (Q,) places of the sequences' [CLS] in the flattened micro-batch; None: they have no next-sentence labels.
     first_index: Tensor | None
     #: (Q,) 1 if the second sentence is a random one, `IGNORED` where the place is only a filler; None as above.
     next_sentence_labels: Tensor | None

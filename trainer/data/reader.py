@@ -36,12 +36,10 @@ class BatchReader:
         vocab_size: int,
         static_shapes: bool = False,
         dynamic_masking: DynamicMasking | None = None,
-        next_sentence: bool = True,
     ) -> None:
         """With `static_shapes` every micro-batch of B rows has B·P masked positions, and B·K sequences if it is packed;
         else as many as there are, `filled_up`. Those that fill it up are labelled `IGNORED`. `dynamic_masking`: of
-        shards without masks, whose vocabulary must have `vocab_size` entries at most. `next_sentence`: whether batches
-        have the shards' next-sentence labels, if there are any.
+        shards without masks, whose vocabulary must have `vocab_size` entries at most.
         """
         if dynamic_masking is not None and dynamic_masking.vocabulary.size > vocab_size:
             raise UserError(
@@ -53,7 +51,6 @@ class BatchReader:
         self._shards = shards
         self._vocab_size = vocab_size
         self._static_shapes = static_shapes
-        self._next_sentence = next_sentence and shards.next_sentence
 
     def micro_batches(
         self, samples: Samples, size: int, *, step: int = 0, epoch: int = 0
@@ -140,7 +137,7 @@ class BatchReader:
             starts, is_sequence = np.zeros((rows, 1), np.int64), np.ones((rows, 1), bool)
             sequence_ids, position_ids = arrays["input_mask"].astype(np.int64), np.arange(seq_len)[None]
         first_index = next_sentence_labels = None
-        if self._next_sentence:
+        if self._shards.next_sentence:
             labels = arrays[NEXT_SENTENCE_KEY].reshape(starts.shape)
             first_index, next_sentence_labels = self._filled_up(
                 (first_of_row + starts)[is_sequence], labels[is_sequence], is_sequence.size

@@ -126,9 +126,8 @@ class BertWorkload(Workload):
             vocabulary = Vocabulary.of(read_vocabulary(self.shards.directory / VOCABULARY_FILE))
             masks = DynamicMasking(self.masking, vocabulary, seed=seed, falling=falling)
         return BatchReader(
-            self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes, dynamic_masking=masks,
-            next_sentence=self.config.next_sentence,
-        )  # fmt: skip
+            self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes, dynamic_masking=masks
+        )
 
     def work(self, counts: Sequence[int]) -> StepCost:
         """A multiply-add counts as two operations and the backward pass as two forward passes (Narayanan et al. 2021,

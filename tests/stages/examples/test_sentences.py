@@ -183,18 +183,15 @@ def test_copies_that_would_be_the_same_are_refused(tmp_path: Path, stage: Stage,
 
 
 def test_the_rows_of_a_shard_come_from_all_of_the_text(tmp_path: Path, stage: Stage, tokens: Path) -> None:
-    """Each shard has its share of each part, drawn at random: the places of its rows are spread evenly."""
+    """Each shard has a random share of every part of the corpus: in each, its rows are spread evenly."""
     made(stage, tokens, tmp_path, "--masking", "dynamic", "--dupe-factor", 1)
-    text = [token for part in documents(tokens, TRAINING) for document in part for one in document for token in one]
-    joined = " ".join(map(str, text))
+    parts = [" ".join(map(str, read_part(path)["tokens"].tolist())) for path in part_paths(tokens, TRAINING)]
+    assert len(parts) > 3
     shards = ShardSet.open(tmp_path)
     for shard, rows in enumerate(shards.rows_per_shard):
         ids = shards.read(shard, np.arange(rows))["input_ids"]
-        found = np.array([joined.find(" ".join(map(str, row[1:8]))) for row in ids.tolist()])
-        places = found[found >= 0] / len(joined)
-        assert len(places) > rows / 2
-        # Uniform in 0 … 1: the mean and the standard deviation to 5 of their standard errors.
+        begins = [" ".join(map(str, row[1:8])) for row in ids.tolist()]
+        places = np.array([part.find(one) / len(part) for part in parts for one in begins if one in part])
+        # Uniform in 0 … 1: the mean to 5 of its standard errors. The first third of each part would be off by 1/3.
+        assert len(places) > 100
         assert abs(places.mean() - 1 / 2) < 5 / (12 * len(places)) ** 0.5
-        assert abs(places.std() - 12**-0.5) < 5 * (180 * len(places)) ** -0.5 / (2 * 12**-0.5)
-        within = np.diff(places)
-        assert (within > 0).mean() < 0.7  # not in their order
