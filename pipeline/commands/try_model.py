@@ -52,7 +52,7 @@ def suggestions(stage_dirs: StageDirs, model: StageDir) -> list[str]:
             f"tokenizer); give a text with [MASK]"
         )
     if not prompts:
-        return ["the model has learned word frequencies only: it answers none of the held-out prompts that were tried"]
+        return ["none of the held-out prompts is answered right: little more than word frequencies is learned"]
     lines = ["held-out text, and the model's answers, which are right and not the most frequent words:"]
     for one in prompts:
         lines += [

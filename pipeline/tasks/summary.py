@@ -51,7 +51,7 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
     log("  curves: python -m pipeline tensorboard")
     log(f"  report: {report}")
     if evaluated.get("prompts") == []:
-        log("  prompts: none of the held-out ones is answered right: the model has learned word frequencies only")
+        log("  prompts: no held-out one is answered right: little more than word frequencies is learned")
     log(f"  next: {_next(evaluated)}")
 
 

@@ -21,8 +21,8 @@ from trainer.parallel.sums import at_least_fp32
 
 #: The most frequent pieces, which do not count as answers; the fewest and most tokens of a prompt; prompts that are
 #: tried, and how many are kept.
-FREQUENT, _SHORTEST, _LONGEST, _TRIED, _KEPT = 20, 6, 40, 1000, 5
-_ROWS, _AT_ONCE = 1000, 50
+FREQUENT, _SHORTEST, _LONGEST, _TRIED, _KEPT = 20, 6, 40, 4000, 5
+_ROWS, _AT_ONCE = 2000, 50
 _ENDS = (".", "!", "?")
 #: How much more probable than the second the answer must be, so that another device's rounding cannot exchange them.
 _AHEAD = 1.01

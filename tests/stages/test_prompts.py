@@ -179,7 +179,7 @@ def test_try_without_a_text_shows_them_ready_to_be_pasted(tmp_path: Path) -> Non
 def test_try_says_that_only_frequencies_are_learned(tmp_path: Path) -> None:
     stage_dirs = work_directory(tmp_path / "none", {"prompts": []})
     (line,) = suggestions(stage_dirs, newest_model(stage_dirs))
-    assert "word frequencies only" in line
+    assert "little more than word frequencies" in line
     stage_dirs = work_directory(tmp_path / "before", {})
     with pytest.raises(UserError, match="has no prompts .* give a text"):
         suggestions(stage_dirs, newest_model(stage_dirs))
@@ -192,7 +192,7 @@ def test_summary_and_card_show_them(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     for prompts, expected in (
         ([PROMPT], """try 'it'"'"'s a [MASK] day.' (sunny: 41%)"""),
-        ([], "the model has learned word frequencies only"),
+        ([], "little more than word frequencies is learned"),
         (None, 'try "The answer is [MASK]."'),
     ):
         found = {} if prompts is None else {"prompts": prompts}
