@@ -15,7 +15,7 @@ run: $(INSTALLED)
 	$(BIN)/luigi --module pipeline BertPhase2
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist loadscope $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -66,9 +66,9 @@ class EvaluateOptions(StageOptions):
         if "merge_shards" not in upstream:
             inputs["model"] = {name: hashes.sha256(self.model / name) for name in ("config.json", "model.safetensors")}
         if "dataset" not in upstream:
-            from stages.evaluation.frequencies import counted_shards
+            from stages.statistics.rows import sampled_shards
 
-            training = counted_shards(sorted(path.name for path in self.data.glob(TRAINING_PATTERN)))
+            training = sampled_shards(sorted(path.name for path in self.data.glob(TRAINING_PATTERN)))
             read = [*sorted(self.data.glob(PATTERN)), *(self.data / name for name in training)]
             inputs["data"] = {Path(shard.path).name: shard.sha256 for shard in hashes.hash(read)}
         if len(upstream) < 2 and self.vocabulary is not None:

@@ -46,7 +46,8 @@ ORDER = {
     "stages": [
         # One file a command.
         *sorted(path.stem for path in (ROOT / "stages").glob("[a-z]*.py")),
-        *("view", "evaluation", "checkpoints", "examples", "tokens", "text", "transfer", "directory", "__init__"),
+        *("view", "evaluation", "statistics", "checkpoints", "examples", "tokens", "text", "transfer", "directory"),
+        "__init__",
     ],
     "trainer": [
         *("__main__", "doctor", "options", "rollback", "loop", "resume", "build", "metrics", "replicas", "run"),

@@ -82,7 +82,7 @@ def build_model(
     def build() -> None:
         model = run.workload.make_model(run.device.operations, tensor_parallel)
         if start is None:
-            model.initialise(run.config.seed)
+            run.workload.initialise(model, run.config.seed)
         else:
             state.require_same_model(start.state, start.checkpoint)
             load_into(dict(model.named_parameters()), start, "model", run.workload.vocab_size, tensor_parallel)

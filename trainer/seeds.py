@@ -14,6 +14,7 @@ from typing import Literal
 #: The purpose of a stream, and what else its seed depends on.
 Purpose = Literal[
     "initial weights",  # parameter name
+    "word embeddings",
     "sample order",  # epoch, block of shards
     "dropout",  # global step, micro-batch of the global batch
     "stochastic rounding",  # global step

@@ -22,6 +22,7 @@ from pipeline.settings.parameters import (
     Whole,
     WholeOrEmpty,
 )
+from stages.embed import WORD_EMBEDDINGS
 from stages.mnist import CHECKSUMS
 from stages.shard import DYNAMIC, STATIC
 from stages.text.corpus import DOCUMENT_ENDS
@@ -133,7 +134,7 @@ class Phase(luigi.Config):
 
 
 class Phase1(Phase):
-    pass
+    word_embeddings = Choice(WORD_EMBEDDINGS)
 
 
 class Phase2(Phase):

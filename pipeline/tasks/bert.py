@@ -14,7 +14,7 @@ from common.options import fields_of, is_left_out
 from common.secrets import Secret
 from pipeline.status import live_report
 from pipeline.tasks import summary
-from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of, mask_rate
+from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of, embedded, mask_rate
 from pipeline.tasks.extension import extend
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.stage import Stage
@@ -49,8 +49,7 @@ class Precompile(ModelStage):
         return {"dataset": dataset_of(self, self.phase), **self.vocabulary(self.phase)}
 
     def ingredients(self) -> dict[str, Stage]:
-        """The graphs depend on the data only through the vocabulary size."""
-        return self.vocabulary(self.phase)
+        return self.vocabulary(self.phase)  # the graphs depend on the data only through the vocabulary size
 
     def options(self) -> PrecompileOptions:
         phase, cluster = self.settings.phase(self.phase), self.settings.cluster
@@ -93,6 +92,7 @@ class Pretrain(ModelStage, Training):
 
     def ingredients(self) -> dict[str, Stage]:
         start: dict[str, Stage] = {"start": self.sibling(ConvertCheckpoint)} if self.phase == 2 else {}
+        start.update(embedded(self, self.phase))
         return {"dataset": dataset_of(self, self.phase), **self.vocabulary(self.phase), **start}
 
     def parameters(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Pretrain(ModelStage, Training):
         # The global batch size identifies the result, not its split: after an out-of-memory error a training can
         # continue with a smaller micro-batch.
         training = {name for name, (_, about) in fields_of(TrainConfig).items() if about.decides} - {"micro_batch_size"}
-        given = {name: getattr(phase, name) for name in sorted(training & phase.param_kwargs.keys())}
+        given = {name: value for name, value in phase.param_kwargs.items() if name in training}
         masking = self._masking or {"max_pred_len": phase.max_pred_len}
         return {
             **{name: value for name, value in given.items() if not is_left_out(TrainConfig, name, value)},
@@ -127,7 +127,7 @@ class Pretrain(ModelStage, Training):
     def command(self) -> list[str]:
         extend(self)
         compiled = self.requires()["precompile"].directory
-        start: dict[str, Any] = {}
+        start: dict[str, Any] = {role: task.file for role, task in embedded(self, self.phase).items()}
         if self.phase == 2:
             convert = self.requires()["start"]
             start["phase1_end_step"] = convert.counts()["global_step"]

@@ -13,7 +13,7 @@ from pipeline.tasks.bert import (
     Pretrain,
     Report,
 )
-from pipeline.tasks.dataset import DownloadDataset, ShardDataset, TokenizeCorpus
+from pipeline.tasks.dataset import DownloadDataset, EmbedWords, ShardDataset, TokenizeCorpus
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.mnist import DownloadMnist, EvaluateMlp, MnistMlp, TrainMlp
 from pipeline.tasks.stage import Stage
@@ -21,7 +21,7 @@ from pipeline.tasks.stage import Stage
 #: In the order for help and documentation.
 TASKS: tuple[type[Goal] | type[Stage], ...] = (
     *(BertPhase1, BertPhase2, MnistMlp),
-    *(DownloadDataset, TokenizeCorpus, ShardDataset, Precompile, Pretrain, ConvertCheckpoint),
+    *(DownloadDataset, TokenizeCorpus, ShardDataset, EmbedWords, Precompile, Pretrain, ConvertCheckpoint),
     *(MergeShards, Evaluate, Report),
     *(DownloadMnist, TrainMlp, EvaluateMlp),
 )

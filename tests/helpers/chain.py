@@ -47,6 +47,7 @@ micro_batch_size = 8
 warmup_steps = 2
 max_steps = 8
 ckpt_interval_steps = 3
+word_embeddings = random
 [phase2]
 seq_len = 64
 max_pred_len = 10

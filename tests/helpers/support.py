@@ -121,7 +121,7 @@ class Workers:
             process.start()
             self.processes.append(process)
 
-    def wait(self, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def wait(self, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         """Join all; a worker that fails takes the others with it, as under torchrun. The status is the first's."""
         deadline = time.monotonic() + timeout
         alive, status = list(self.processes), 0

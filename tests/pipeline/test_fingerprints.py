@@ -33,7 +33,8 @@ MADE_FROM = {
     "shard_dataset-phase2": ("tokenize_corpus",),
     "precompile-phase1": ("tokenize_corpus",),
     "precompile-phase2": ("tokenize_corpus",),
-    "pretrain-phase1": ("shard_dataset-phase1", "download_dataset-phase1"),
+    "embed_words": ("shard_dataset-phase1", "download_dataset-phase1"),
+    "pretrain-phase1": ("shard_dataset-phase1", "download_dataset-phase1", "embed_words"),
     "convert_checkpoint": ("pretrain-phase1",),
     "pretrain-phase2": ("shard_dataset-phase2", "download_dataset-phase2", "convert_checkpoint"),
     "merge_shards": ("pretrain-phase2",),
@@ -56,7 +57,7 @@ MODEL = (*COMPILED, *TRAINED)
 #: what is made from those changes too. `{tmp}` is a directory with two texts, a vocabulary and a folder of shards.
 CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("run", "work_dir", "{tmp}/elsewhere", NOTHING),
-    ("run", "seed", "7", (*TOKENS, *SHARDS, *TRAINED, *MLP)),
+    ("run", "seed", "7", (*TOKENS, *SHARDS, *TRAINED, *MLP, "embed_words")),
     ("run", "log_interval", "3", NOTHING),
     ("run", "non_finite", "stop", NOTHING),
     ("run", "non_finite_limit", "5", NOTHING),
@@ -87,10 +88,10 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("dataset", "short_seq_prob", "0.2", SHARDS),
     ("dataset", "whole_word_mask", "true", TRAINED),
     ("dataset", "shards", "5", SHARDS),
-    ("model", "preset", "mini", MODEL),
+    ("model", "preset", "mini", (*MODEL, "embed_words")),
     ("model", "vocab_size", "9000", MODEL),
     ("model", "num_hidden_layers", "3", MODEL),
-    ("model", "hidden_size", "256", MODEL),
+    ("model", "hidden_size", "256", (*MODEL, "embed_words")),
     ("model", "num_attention_heads", "4", MODEL),
     ("model", "intermediate_size", "256", MODEL),
     ("model", "max_position_embeddings", "1024", MODEL),
@@ -122,6 +123,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase1", "ckpt_interval_minutes", "7", NOTHING),
     ("phase1", "num_ckpts_to_keep", "7", NOTHING),
     ("phase1", "minimal_ckpt", "true", NOTHING),
+    ("phase1", "word_embeddings", "random", ("pretrain-phase1",)),
     # Phase 1 is then left out, and the model is the settings'.
     ("phase2", "start_from", "{tmp}/ckpt_5.pt", ("convert_checkpoint",)),
     ("phase2", "seq_len", "256", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2")),
@@ -404,7 +406,7 @@ def test_the_vocabulary_of_downloaded_shards_goes_to_the_merged_model_alone(fing
 def test_the_seed_decides_training_on_downloaded_shards_too(fingerprints: Fingerprints) -> None:
     """Where there is no corpus whose change would show."""
     changed = difference(fingerprints(*DOWNLOADED), fingerprints(*DOWNLOADED, ("run", "seed", "7")))
-    assert changed == changed_by((*TRAINED, *MLP))
+    assert changed == changed_by(("embed_words", *TRAINED, *MLP))
 
 
 FROM_THE_NETWORK = (
@@ -486,7 +488,7 @@ THEN = (
     *(("dataset", "masking", "static"), ("dataset", "dupe_factor", "5")),
     *(("model", "hidden_dropout_prob", "0.1"), ("model", "attention_probs_dropout_prob", "0.1")),
     *(("phase1", "masked_lm_prob", "0.15"), ("phase1", "final_masked_lm_prob", "")),
-    *(("phase1", "optimizer", "AdamW"), ("phase1", "lr", "1e-3")),
+    *(("phase1", "optimizer", "AdamW"), ("phase1", "lr", "1e-3"), ("phase1", "word_embeddings", "random")),
     *(("phase1", "global_batch_size", "64"), ("phase1", "micro_batch_size", "32"), ("phase1", "max_steps", "500")),
     *(("phase2", "optimizer", "AdamW"), ("phase2", "lr", "5e-4")),
     *(("phase2", "global_batch_size", "32"), ("phase2", "max_steps", "100")),

@@ -10,7 +10,7 @@ whole micro-batch, V: vocabulary. A row is one sequence, or, packed, several tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from trainer.parallel.sums import Embedding, LayerNorm, at_least_fp32
 from trainer.parallel.tensor import RowLinear, TensorParallel, VocabularyEmbedding, vocabulary_cross_entropy
 
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
+OUTPUT_BIAS = "cls.predictions.bias"
 #: Prefixes of the parameters that only next-sentence prediction has.
 NEXT_SENTENCE_HEAD = ("bert.pooler.", "cls.seq_relationship.")
 
@@ -240,23 +241,27 @@ class BertForPreTraining(Model):
         return vocabulary_cross_entropy(logits, labels, IGNORED, self.config.vocab_size, self._ranks)
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
+    def initialise(self, seed: int, given: Mapping[str, Tensor] | None = None) -> None:
         """BERT's initial weights: normal(0, initializer_range), zero biases, unit LayerNorms, a zero [PAD] row.
 
-        Each tensor depends on (seed, its name) alone, so neither order nor parallel layout changes it.
+        Each tensor depends on (seed, its name) alone, so neither order nor parallel layout changes it. `given`: first
+        rows of whole tensors, by name, to use instead; their rows of zeros count as not given.
         """
-        draw = InitialValues(seed)
+        draw, given = InitialValues(seed), given or {}
         for name, parameter in self.named_parameters():
+            shape = whole_shape(name, tuple(parameter.shape), self.config.vocab_size, self._ranks.size)
             if name.endswith("LayerNorm.weight"):
-                parameter.fill_(1.0)
+                values = torch.ones(shape)
             elif name.endswith("bias"):
-                parameter.zero_()
+                values = torch.zeros(shape)
             else:
-                shape = whole_shape(name, tuple(parameter.shape), self.config.vocab_size, self._ranks.size)
                 values = draw.normal(name, shape, self.config.initializer_range)
                 if name == WORD_EMBEDDINGS:
                     values[0].zero_()  # [PAD]
-                put_share(parameter, name, values, self._ranks)
+            if name in given:
+                rows = given[name].reshape(len(given[name]), -1).any(dim=1).nonzero().squeeze(1)
+                values[rows] = given[name][rows]
+            put_share(parameter, name, values, self._ranks)
 
 
 def has_next_sentence_head(names: Iterable[str]) -> bool:

@@ -63,6 +63,10 @@ class Workload(abc.ABC):
     def make_model(self, operations: Operations, ranks: TensorParallel) -> Model:
         """This rank's share of the model, for a device with these operations; on the CPU, uninitialised."""
 
+    def initialise(self, model: Any, seed: int) -> None:
+        """Set all parameters of a model that `make_model` returned to initial values. Raises `UserError`."""
+        model.initialise(seed)
+
     @abc.abstractmethod
     def has_weight_decay(self, name: str) -> bool:
         """Whether weight decay applies to the parameter called `name`."""

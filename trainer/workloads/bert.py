@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
 from common.errors import UserError
 from common.options import check, option
 from trainer.config import PRESETS, ModelConfig
@@ -18,7 +22,13 @@ from trainer.data.masking import DynamicMasking, Masking
 from trainer.data.reader import BatchReader
 from trainer.data.shards import NEXT_SENTENCE_KEY, ShardSet
 from trainer.data.vocabulary import VOCABULARY_FILE, Vocabulary, read_vocabulary
-from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
+from trainer.models.bert import (
+    OUTPUT_BIAS,
+    WORD_EMBEDDINGS,
+    BertForPreTraining,
+    has_weight_decay,
+    is_hidden_matrix,
+)
 from trainer.models.operations import Operations
 from trainer.parallel.plan import require_divisible
 from trainer.parallel.tensor import TensorParallel
@@ -58,6 +68,11 @@ class BertOptions:
         True, group="model",
         help="predict next sentences too; else the model is a BertForMaskedLM, and labels in the shards are ignored",
     )  # fmt: skip
+    word_embeddings: Path | None = option(
+        None, group="model", metavar="FILE", decides=False,
+        help="start from word embeddings and an output bias made of the data by stages.embed, instead of random and "
+        "zero ones",
+    )  # fmt: skip
     disable_dropout: bool = option(False, group="model", help="train without dropout")
     debug: bool = option(False, group="model", help="the tutorials' toy model: 1 layer, 2 heads, hidden size 16")
 
@@ -68,9 +83,13 @@ class BertOptions:
 class BertWorkload(Workload):
     options = BertOptions
 
-    def __init__(self, model: ModelConfig, shards: ShardSet, masking: Masking | None = None) -> None:
-        """`masking`: of shards without masks. Raises `UserError` if the rows are longer than the model's positions, or
-        lack the labels that the model is trained on."""
+    def __init__(
+        self, model: ModelConfig, shards: ShardSet, masking: Masking | None = None, word_embeddings: Path | None = None
+    ) -> None:
+        """`masking`: of shards without masks; `word_embeddings`: a file with initial ones.
+
+        Raises `UserError` if the rows are longer than the model's positions, or lack the labels that the model needs.
+        """
         if shards.seq_len > model.max_position_embeddings:
             raise UserError(
                 f"seq_len {shards.seq_len} is longer than the model's max_position_embeddings "
@@ -86,13 +105,14 @@ class BertWorkload(Workload):
         self.vocab_size = model.vocab_size
         self.shards = shards
         self.masking = masking
+        self.word_embeddings = word_embeddings
         self.rows_per_shard = shards.rows_per_shard
 
     @classmethod
     def of(cls, options: BertOptions) -> Self:
         directory = options.data_dir.expanduser()
         shards = ShardSet.open(directory, seq_len=options.seq_len, max_pred_len=options.max_pred_len)
-        return cls(_model(options), shards, _masking(options, shards))
+        return cls(_model(options), shards, _masking(options, shards), options.word_embeddings)
 
     def describe(self) -> dict[str, Any]:
         return self.config.to_dict()
@@ -100,6 +120,11 @@ class BertWorkload(Workload):
     def make_model(self, operations: Operations, ranks: TensorParallel) -> BertForPreTraining:
         require_divisible(self.config, ranks.size)
         return BertForPreTraining(self.config, operations, ranks)
+
+    def initialise(self, model: BertForPreTraining, seed: int) -> None:
+        """With `word_embeddings` and the output bias of the file, if there is one. Raises `UserError`."""
+        given = {} if self.word_embeddings is None else _word_embeddings(self.word_embeddings, self.config)
+        model.initialise(seed, given)
 
     def has_weight_decay(self, name: str) -> bool:
         return has_weight_decay(name)
@@ -160,6 +185,24 @@ def _masking(options: BertOptions, shards: ShardSet) -> Masking | None:
         return None
     rate = MaskRate.of(options.masked_lm_prob, options.final_masked_lm_prob)
     return Masking(rate, whole_words=options.whole_word_mask)
+
+
+def _word_embeddings(path: Path, model: ModelConfig) -> dict[str, Tensor]:
+    """The tensors of a file of stages.embed. Raises `UserError` unless they fit the model."""
+    limits = {WORD_EMBEDDINGS: (model.vocab_size, model.hidden_size), OUTPUT_BIAS: (model.vocab_size,)}
+    try:
+        found = {name: tensor.float() for name, tensor in safetensors.torch.load(path.read_bytes()).items()}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"--word_embeddings {path}: {error}; give the file that stages.embed makes") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+    for name, (most, *rest) in limits.items():
+        shape = shapes.get(name, ())
+        if len(shape) != len(rest) + 1 or shape[0] > most or list(shape[1:]) != rest:
+            raise UserError(
+                f"--word_embeddings {path}: {name} is {list(shape) if name in found else 'missing'}; allowed: up to "
+                f"{[most, *rest]}, as stages.embed makes them for this model and vocabulary"
+            )
+    return {name: found[name] for name in limits}
 
 
 def _model(options: BertOptions) -> ModelConfig:

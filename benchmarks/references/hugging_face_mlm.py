@@ -1,0 +1,106 @@
+"""The other side of `benchmarks.quality`: Hugging Face's Trainer with BertForMaskedLM and
+`DataCollatorForLanguageModeling`, on the unmasked rows of our shards. Prints its seconds, and its held-out loss and
+accuracy on the masks of our held-out shards."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from trainer.data.shards import MASKED_KEYS, ShardSet
+
+#: transformers' names for ours.
+NAMES = {"input_ids": "input_ids", "input_mask": "attention_mask", "segment_ids": "token_type_ids"}
+IGNORED = -100
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+    """All rows of a data set in memory, as the model's keyword arguments; with labels if the shards are masked."""
+
+    def __init__(self, shards: ShardSet) -> None:
+        rows = [shards.read(shard, np.arange(count)) for shard, count in enumerate(shards.rows_per_shard)]
+        data = {key: np.concatenate([part[key] for part in rows]).astype(np.int64) for key in rows[0]}
+        self._data = {theirs: torch.from_numpy(data[ours]) for ours, theirs in NAMES.items()}
+        if MASKED_KEYS[0] in data:
+            positions, ids = (data[key] for key in MASKED_KEYS)
+            labels = np.full_like(data["input_ids"], IGNORED)
+            row, entry = np.nonzero(positions)
+            labels[row, positions[row, entry]] = ids[row, entry]
+            self._data["labels"] = torch.from_numpy(labels)
+
+    def __len__(self) -> int:
+        return len(self._data["input_ids"])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: tensor[index] for name, tensor in self._data.items()}
+
+
+@torch.no_grad()
+def held_out(model: Any, rows: torch.utils.data.Dataset[dict[str, Any]], batch_size: int = 16) -> tuple[float, float]:
+    """Mean loss in nats and accuracy over the masked tokens."""
+    model.eval()
+    loss, right, masked = 0.0, 0, 0
+    for batch in torch.utils.data.DataLoader(rows, batch_size):
+        labels = batch.pop("labels")
+        logits, labels = model(**batch).logits[labels != IGNORED].float(), labels[labels != IGNORED]
+        loss += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        right += int((logits.argmax(-1) == labels).sum())
+        masked += len(labels)
+    return loss / masked, right / masked
+
+
+class TimeLimit(transformers.TrainerCallback):
+    """Ends the training after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = time.monotonic() > self._end
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("data", type=Path)
+    p.add_argument("model", type=Path, help="config.json")
+    p.add_argument("--steps", type=int, required=True, help="steps of the learning rate's schedule")
+    p.add_argument("--seconds", type=float, default=float("inf"), help="training ends after this time, at the latest")
+    p.add_argument("--batch-size", type=int, default=8)
+    p.add_argument("--lr", type=float, default=5e-5)
+    p.add_argument("--warmup-steps", type=int, default=0)
+    p.add_argument("--bf16", action="store_true")
+    p.add_argument("--seed", type=int, default=42)
+    p.add_argument("--samples", type=int, required=True, help="held-out rows")
+    args = p.parse_args()
+    transformers.set_seed(args.seed)
+    tokenizer = transformers.BertTokenizer.from_pretrained(args.data)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**json.loads(args.model.read_text())))
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as out:
+        settings = transformers.TrainingArguments(
+            output_dir=out, use_cpu=True, bf16=args.bf16, per_device_train_batch_size=args.batch_size,
+            max_steps=args.steps, warmup_steps=args.warmup_steps, learning_rate=args.lr, seed=args.seed,
+            save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=args.steps,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model, settings, train_dataset=Rows(ShardSet.open(args.data)), callbacks=[TimeLimit(args.seconds)],
+            data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15),
+        )  # fmt: skip
+        began = time.monotonic()
+        trainer.train()
+        seconds = time.monotonic() - began
+    rows = Rows(ShardSet.open(args.data, "*_test_*.hdf5"))
+    chosen = np.random.default_rng(0).permutation(len(rows))[: args.samples]
+    loss, accuracy = held_out(model, torch.utils.data.Subset(rows, chosen.tolist()))
+    print(json.dumps({"seconds": seconds, "loss": loss, "accuracy": accuracy, "steps": trainer.state.global_step}))
+
+
+if __name__ == "__main__":
+    main()

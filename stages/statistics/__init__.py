@@ -1,0 +1,1 @@
+"""Counts over the text of a data set."""
