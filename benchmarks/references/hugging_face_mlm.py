@@ -20,6 +20,8 @@ from trainer.data.shards import MASKED_KEYS, ShardSet
 #: transformers' names for ours.
 NAMES = {"input_ids": "input_ids", "input_mask": "attention_mask", "segment_ids": "token_type_ids"}
 IGNORED = -100
+#: Steps that tell how long one takes.
+TRIAL_STEPS = 12
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -57,22 +59,42 @@ def held_out(model: Any, rows: torch.utils.data.Dataset[dict[str, Any]], batch_s
     return loss / masked, right / masked
 
 
-class TimeLimit(transformers.TrainerCallback):
-    """Ends the training after so many seconds."""
+class Clock(transformers.TrainerCallback):
+    """Notes when each step ends, and ends the training at a time."""
 
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+    def __init__(self, end: float = float("inf")) -> None:
+        self._end = end
+        self.times: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = time.monotonic() > self._end
+        self.times.append(time.monotonic())
+        control.should_training_stop = self.times[-1] > self._end
+
+
+def train(args: argparse.Namespace, shards: ShardSet, *, steps: int, clock: Clock) -> transformers.Trainer:
+    """Train a new model."""
+    transformers.set_seed(args.seed)
+    tokenizer = transformers.BertTokenizer.from_pretrained(args.data)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**json.loads(args.model.read_text())))
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as out:
+        settings = transformers.TrainingArguments(
+            output_dir=out, use_cpu=True, bf16=args.bf16, per_device_train_batch_size=args.batch_size,
+            max_steps=steps, warmup_steps=min(args.warmup_steps, steps), learning_rate=args.lr, seed=args.seed,
+            save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=steps,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model, settings, train_dataset=Rows(shards), callbacks=[clock],
+            data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15),
+        )  # fmt: skip
+        trainer.train()
+    return trainer
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("data", type=Path)
     p.add_argument("model", type=Path, help="config.json")
-    p.add_argument("--steps", type=int, required=True, help="steps of the learning rate's schedule")
-    p.add_argument("--seconds", type=float, default=float("inf"), help="training ends after this time, at the latest")
+    p.add_argument("--seconds", type=float, required=True, help="time to train; the schedule has the steps that fit")
     p.add_argument("--batch-size", type=int, default=8)
     p.add_argument("--lr", type=float, default=5e-5)
     p.add_argument("--warmup-steps", type=int, default=0)
@@ -80,26 +102,18 @@ def main() -> None:
     p.add_argument("--seed", type=int, default=42)
     p.add_argument("--samples", type=int, required=True, help="held-out rows")
     args = p.parse_args()
-    transformers.set_seed(args.seed)
-    tokenizer = transformers.BertTokenizer.from_pretrained(args.data)
-    model = transformers.BertForMaskedLM(transformers.BertConfig(**json.loads(args.model.read_text())))
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as out:
-        settings = transformers.TrainingArguments(
-            output_dir=out, use_cpu=True, bf16=args.bf16, per_device_train_batch_size=args.batch_size,
-            max_steps=args.steps, warmup_steps=args.warmup_steps, learning_rate=args.lr, seed=args.seed,
-            save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=args.steps,
-        )  # fmt: skip
-        trainer = transformers.Trainer(
-            model, settings, train_dataset=Rows(ShardSet.open(args.data)), callbacks=[TimeLimit(args.seconds)],
-            data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15),
-        )  # fmt: skip
-        began = time.monotonic()
-        trainer.train()
-        seconds = time.monotonic() - began
+    shards = ShardSet.open(args.data)
+    trial = Clock()
+    train(args, shards, steps=TRIAL_STEPS, clock=trial)
+    steps = max(1, int(args.seconds / float(np.median(np.diff(trial.times)))))
+    began = time.monotonic()
+    trainer = train(args, shards, steps=steps, clock=Clock(began + args.seconds))
+    seconds = time.monotonic() - began
     rows = Rows(ShardSet.open(args.data, "*_test_*.hdf5"))
     chosen = np.random.default_rng(0).permutation(len(rows))[: args.samples]
-    loss, accuracy = held_out(model, torch.utils.data.Subset(rows, chosen.tolist()))
-    print(json.dumps({"seconds": seconds, "loss": loss, "accuracy": accuracy, "steps": trainer.state.global_step}))
+    loss, accuracy = held_out(trainer.model, torch.utils.data.Subset(rows, chosen.tolist()))
+    done = trainer.state.global_step
+    print(json.dumps({"seconds": seconds, "loss": loss, "accuracy": accuracy, "steps": done, "planned": steps}))
 
 
 if __name__ == "__main__":

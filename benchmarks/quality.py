@@ -1,0 +1,178 @@
+"""Time to quality: mini BERT on WikiText-2 with BERT's vocabulary. This project's recipe against BERT's (AdamW, static
+masks, dropout 0.1) and against Hugging Face's Trainer; and the disk that the examples of both recipes take.
+
+Losses are those of the masked tokens of held-out rows, of which 15 % are masked. Seconds are those of whole processes,
+start-up and initial word embeddings included; the examples are made before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.results import Result, say
+from benchmarks.work import SHARED, on_cores, python
+from trainer.config import ModelConfig
+
+TEXT, VOCABULARY = SHARED / "data" / "wikitext-2", SHARED / "data" / "vocab" / "bert-uncased.txt"
+#: Claimed: how much sooner our recipe has the loss of BERT's, and of Trainer's; its accuracy in the time of BERT's; how
+#: much less disk its examples take.
+SOONER, SOONER_THAN_TRAINER, ACCURACY, LESS_DISK = 15, 15, 0.50, 5
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Options of the trainer, and what else a training begins with."""
+
+    name: str
+    options: Mapping[str, object]
+    masking: str
+    dropout: float = 0.0
+    embeds: bool = False
+
+
+@dataclass(frozen=True)
+class Trained:
+    seconds: float
+    loss: float
+    accuracy: float
+
+
+BERT = Recipe(
+    "AdamW, static masks",
+    {"optimizer": "AdamW", "lr": 1e-3, "batch_size": 32, "grad_accum_usteps": 2, "warmup_steps": 100, "max_steps": 800},
+    masking="static",
+    dropout=0.1,
+)
+_OURS = {"optimizer": "Muon", "lr": 1e-2, "batch_size": 16, "masked_lm_prob": 0.3, "final_masked_lm_prob": 0.15}
+#: As short as it can be and still have BERT's loss; and as long as BERT's takes.
+SHORT = Recipe(
+    "ours, short", {**_OURS, "grad_accum_usteps": 1, "warmup_steps": 20, "max_steps": 240}, "dynamic", embeds=True
+)
+LONG = Recipe(
+    "ours, long", {**_OURS, "grad_accum_usteps": 2, "warmup_steps": 50, "max_steps": 1500}, "dynamic", embeds=True
+)
+#: Trainer's own defaults, and the best that we found for it.
+TRAINER = {
+    "Trainer, its defaults": ("--batch-size=8", "--lr=5e-5"),
+    "Trainer, tuned": ("--batch-size=16", "--lr=5e-4", "--warmup-steps=100", "--bf16"),
+}
+
+
+@dataclass
+class WikiText:
+    """The examples, in a temporary directory."""
+
+    directory: Path
+    samples: int
+    shards: dict[str, Path] = field(default_factory=dict)
+
+    def make(self) -> None:
+        tokens = str(self.directory / "tokens")
+        text = [f"--source={TEXT / 'train.txt'}", f"--held-out-source={TEXT / 'valid.txt'}"]
+        python("-m", "stages.tokenize", *text, f"--vocab-file={VOCABULARY}", f"--out={tokens}")
+        for masking, copies in (("static", 5), ("dynamic", 1)):
+            self.shards[masking] = self.directory / masking
+            shape = ("--seq-len=128", "--max-pred-len=20", f"--masking={masking}", f"--dupe-factor={copies}")
+            python("-m", "stages.shard", f"--tokens={tokens}", *shape, f"--out={self.shards[masking]}")
+
+    def model(self, dropout: float) -> Path:
+        path = self.directory / f"dropout-{dropout}.json"
+        rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        path.write_text(json.dumps(ModelConfig.preset("mini", **rates).to_hugging_face()))
+        return path
+
+    def train(self, recipe: Recipe, seed: int) -> Trained:
+        """Train and evaluate on the same held-out rows, whatever the recipe."""
+        out, shards = self.directory / "trained", self.shards[recipe.masking]
+        with tempfile.TemporaryDirectory(dir=self.directory) as name:
+            out = Path(name)
+            began = time.monotonic()
+            options = {
+                **recipe.options, "data_dir": shards, "output_dir": out / "output", "seed": seed, "device": "cpu",
+                "model_config": self.model(recipe.dropout), "ckpt_interval_steps": 0,
+            }  # fmt: skip
+            if recipe.embeds:
+                python("-m", "stages.embed", str(shards), "--hidden-size=256", f"--out={out / 'embedded'}")
+                options["word_embeddings"] = out / "embedded" / "embeddings.safetensors"
+            python("-m", "trainer", *(f"--{key}={value}" for key, value in options.items()))
+            seconds = time.monotonic() - began
+            (checkpoint,) = (out / "output" / "checkpoints").glob("ckpt_*")
+            python("-m", "stages.merge", str(checkpoint), str(out / "merged"))
+            sampled = (f"--max-samples={self.samples}", f"--out={out / 'evaluated'}")
+            python("-m", "stages.evaluate", str(out / "merged"), str(self.shards["dynamic"]), *sampled)
+            found = json.loads((out / "evaluated" / "evaluation.json").read_text())
+        trained = Trained(seconds, found["masked_lm_loss"], found["masked_lm_accuracy"])
+        print(f"{recipe.name}, seed {seed}: {describe(trained)}", flush=True)
+        return trained
+
+    def train_theirs(self, name: str, seed: int, seconds: float) -> Trained:
+        """Hugging Face's Trainer for `seconds`, with a schedule of as many steps as fit."""
+        words = (*TRAINER[name], f"--seed={seed}", f"--samples={self.samples}", f"--seconds={seconds}")
+        where = (str(self.shards["dynamic"]), str(self.model(0.1)))
+        found = json.loads(python("-m", "benchmarks.references.hugging_face_mlm", *where, *words).splitlines()[-1])
+        trained = Trained(found["seconds"], found["loss"], found["accuracy"])
+        print(f"{name}, seed {seed}: {describe(trained)}", flush=True)
+        return trained
+
+    def bytes(self, masking: str) -> int:
+        return sum(path.stat().st_size for path in self.shards[masking].glob("*_training_*.hdf5"))
+
+
+def describe(trained: Trained) -> str:
+    return f"loss {trained.loss:.3f}, accuracy {100 * trained.accuracy:.1f} %, {trained.seconds:.0f} s"
+
+
+def median(runs: list[Trained]) -> Trained:
+    """Of each figure."""
+    return Trained(*(statistics.median(getattr(run, name) for run in runs) for name in ("seconds", "loss", "accuracy")))
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("--seeds", type=int, default=3, help="trainings of each recipe")
+    p.add_argument("--samples", type=int, default=2000, help="held-out rows")
+    p.add_argument("--cores", type=int, default=2, help="cores of both sides, with a thread on each")
+    p.add_argument("--no-trainer", action="store_true", help="leave out Hugging Face's Trainer, which takes longest")
+    args = p.parse_args()
+    if not TEXT.is_dir():
+        print(f"left out: {TEXT} is not there; BERT_SHARED_DIR names the folder of sample data")
+        return
+    seeds = range(1, args.seeds + 1)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name, on_cores(args.cores):
+        data = WikiText(Path(name), args.samples)
+        data.make()
+        runs = [(data.train(BERT, seed), data.train(SHORT, seed), data.train(LONG, seed)) for seed in seeds]
+        theirs = {}
+        if not args.no_trainer:
+            limit = SOONER_THAN_TRAINER * statistics.median(short.seconds for _, short, _ in runs)
+            theirs = {name: [data.train_theirs(name, seed, limit) for seed in seeds] for name in TRAINER}
+    base, short, long = (median(list(side)) for side in zip(*runs, strict=True))
+    beside = f"{BERT.name} {describe(base)}"
+    what = f"WikiText-2, mini, {args.cores} cores, {args.seeds} seeds"
+    sooner = tuple(a.seconds / b.seconds for a, b, _ in runs)
+    reached = statistics.median(b.loss - a.loss for a, b, _ in runs)
+    said = f"{SHORT.name} {describe(short)}"
+    say(Result(f"{what}: time to BERT's loss", said, beside, statistics.median(sooner), " ×", SOONER, each=sooner))
+    say(Result(f"{what}: loss in that time", said, beside, reached, " nats more", at_most=0))
+    same = statistics.median(long.seconds / base.seconds for base, _, long in runs)
+    said = f"{LONG.name} {describe(long)}, {same:.2f} × the time"
+    say(Result(f"{what}: accuracy in BERT's time", said, beside, 100 * long.accuracy, " %", 100 * ACCURACY))
+    for name, others in theirs.items():
+        ahead = tuple(other.loss - run[1].loss for run, other in zip(runs, others, strict=True))
+        titled = f"{what}: loss of Trainer after {SOONER_THAN_TRAINER} × our time"
+        said, other = f"{SHORT.name} {describe(short)}", f"{name} {describe(median(others))}"
+        say(Result(titled, said, other, statistics.median(ahead), " nats more", at_least=0, each=ahead))
+    disk = data.bytes("static") / data.bytes("dynamic")
+    said, other = (f"{name} {data.bytes(name) / 1e6:.1f} MB" for name in ("dynamic", "static"))
+    say(Result("WikiText-2, phase 1: disk of the examples", said, other, disk, " × less", LESS_DISK))
+
+
+if __name__ == "__main__":
+    main()
