@@ -152,8 +152,8 @@ def test_training_is_running_and_once_killed_interrupted(chain: Chain, tmp_path:
     directory = Path(killed["directory"])
     assert (killed["state"], killed["total"]) == ("interrupted", 200000)
     last = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    # Of the step at which it was killed one of the two may not have been written any more.
-    assert abs(killed["done"] - last) <= 1
+    # Both are written at each checkpoint at the latest, metrics.jsonl first; the kill may fall between them.
+    assert last - 5 <= killed["done"] <= last
     saved = max(int(path.name.removeprefix("ckpt_")) for path in (directory / "checkpoints").glob("ckpt_*[0-9]"))
     assert killed["detail"] == f"at {killed['done']:,} of 200,000 steps, goes on from step {saved}"
     # Without progress.json the newest finished checkpoint is all that is known.
