@@ -1,4 +1,4 @@
-"""A micro-batch: tensors under names."""
+"""The base class of micro-batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """The base of what models take: dataclasses whose fields are tensors, on one device, or None."""
+    """A dataclass whose fields are tensors on one device, or None: the input of a model."""
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Self:
         """The batch with `f` applied to each tensor."""

@@ -1,7 +1,7 @@
-"""Contiguous, uncompressed HDF5 files: written with the same bytes every time, read without HDF5.
+"""Contiguous, uncompressed HDF5 files, written reproducibly and read without HDF5.
 
-The datasets of such a file lie at fixed offsets, so rows are written with `pwrite` and read through one memory map:
-no HDF5 call per row, any row without its neighbours, and a full disk is an ordinary OSError.
+The datasets of such a file lie at fixed offsets, so rows are written with `pwrite` and read through one memory map: no
+HDF5 call per row, random access, and a full disk raises an ordinary OSError.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from common.errors import UserError
 from common.files import replaced_durably
 
 Array = NDArray[Any]
-#: Shape and dtype of each dataset, in the order in which they lie in the file.
+#: Shape and dtype of each dataset, in the order of the file.
 Layout = Mapping[str, tuple[tuple[int, ...], Any]]
 
-# Datasets begin on a page of their own: mapped views are aligned, and reading one key touches no other.
+# Datasets begin on a page of their own, so mapped views are aligned and reading one does not touch another.
 _ALIGNMENT_BYTES = 4096
 
 
 class ContiguousWriter:
-    """Fills the datasets of one file, any rows in any order. Made by `contiguous_file`."""
+    """Writes rows of one file's datasets, in any order. Made by `contiguous_file`."""
 
     def __init__(self, fd: int, layout: Layout, offsets: Mapping[str, int]) -> None:
         self._fd, self._layout, self._offsets = fd, layout, offsets
@@ -54,7 +54,7 @@ class ContiguousWriter:
 def contiguous_file(
     path: Path, layout: Layout, *, attributes: Mapping[str, str] | None = None
 ) -> Iterator[ContiguousWriter]:
-    """Make the HDF5 file `path`, to be filled by the block; it appears whole and durable, or not at all.
+    """Create the HDF5 file `path`, which the block fills; it appears whole and durable, or not at all.
 
     Raises: `DiskError`.
     """
@@ -71,7 +71,7 @@ def contiguous_file(
 
 @contextlib.contextmanager
 def _system_errors() -> Iterator[None]:
-    """HDF5 puts the system's error number into the middle of its own message; give it back its place."""
+    """Raise OSError with the system's error number, which HDF5 hides in the text of its own exception."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -82,7 +82,7 @@ def _system_errors() -> Iterator[None]:
 
 
 def _allocate(path: Path, layout: Layout, attributes: Mapping[str, str]) -> dict[str, int]:
-    """Create `path` with room for all datasets and nothing in them yet; returns their byte offsets."""
+    """Create `path` with unfilled space for all datasets; returns their byte offsets."""
     offsets = {}
     # libver and alignment fix the file's structure; without times the same data is the same bytes.
     with h5py.File(
@@ -98,13 +98,13 @@ def _allocate(path: Path, layout: Layout, attributes: Mapping[str, str]) -> dict
             properties.set_obj_track_times(False)
             kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(shape)
             dataset = h5py.h5d.create(file.id, key.encode(), kind, space, properties)
-            offsets[key] = dataset.get_offset() or 0  # an empty dataset has no place
+            offsets[key] = dataset.get_offset() or 0  # an empty dataset has no offset
     return offsets
 
 
 @contextlib.contextmanager
 def open_hdf5(path: Path) -> Iterator[Any]:
-    """Open an HDF5 file for reading (`h5py.File`); whatever HDF5 finds wrong in the block is a one-line `UserError`."""
+    """Open an HDF5 file for reading (`h5py.File`). Raises `UserError` for any error of HDF5 in the block."""
     if not path.is_file():
         raise UserError(f"{path} is not there; make or fetch it again")
     try:
@@ -126,9 +126,9 @@ class MappedDatasets:
     _end: int
 
     def checked(self) -> dict[str, Array]:
-        """The arrays. Raises `UserError` if the file has been cut short: to read on would kill the process (SIGBUS).
+        """The arrays. Raises `UserError` if the file has been truncated: reading on would kill the process (SIGBUS).
 
-        It asks the system for the file's size: cheap enough for each read of several rows.
+        One `fstat`, cheap enough for each read of several rows.
         """
         size = self._map.size()
         if size < self._end:

@@ -1,4 +1,4 @@
-"""Turns the order of samples into micro-batches of one worker, whole steps at a time, ahead of the loop.
+"""Reads one worker's micro-batches in the order of the samples, a few steps ahead of the loop.
 
 A: micro-steps in a step, B: samples in a micro-batch.
 """
@@ -25,33 +25,33 @@ from trainer.data.order import SampleOrder, Samples
 class Step:
     """One worker's share of one optimizer step, on the host."""
 
-    #: Steps done before this one in the phase.
+    #: Number of the step in the phase, from 0.
     index: int
     epoch: int
     micro_batches: Iterable[Batch]
-    #: What each of the model's losses is a sum over, in all micro-batches, and what else the workload counts.
+    #: For each of the model's losses how many terms it sums, in all micro-batches; then the workload's other counts.
     counts: tuple[int, ...]
-    #: Which batch of the data it is, from 0.
+    #: Number of the batch in the data order, from 0.
     batch: int
-    #: Where the samples came from, in the order of use, (A·B,).
+    #: The addresses of the samples, in the order of use, (A·B,).
     samples: Samples
     #: A.
     micro_steps: int
 
 
 class Reader(Protocol):
-    """Reads samples, wherever they are, as micro-batches."""
+    """Reads samples as micro-batches."""
 
-    #: Samples that are read together when steps are small: one read of many costs less than many reads.
+    #: Samples to read at once when steps are small, since one large read is cheaper than many small ones.
     rows_at_once: int
 
     def micro_batches(
         self, samples: Samples, size: int, *, step: int, epoch: int
     ) -> tuple[Sequence[Batch], Sequence[tuple[int, ...]]]:
-        """`samples` in order, `size` at a time (the last may be smaller), and for each what its losses are sums over,
-        followed by what else the workload counts its work by.
+        """The micro-batches of `samples`, in order, `size` each (the last may be smaller), and the counts of each: the
+        number of terms of each loss, then the workload's other counts.
 
-        `step`, `epoch`: of the first sample, from 0. Raises `UserError` on data that the model cannot take.
+        `step`, `epoch`: of the first sample, from 0. Raises `UserError` on data that does not fit the model.
         """
         ...
 
@@ -74,8 +74,8 @@ class Loader:
         prefetch: int = 2,
         observe: Callable[[Step], None] | None = None,
     ) -> None:
-        """`prefetch`: reads to be ahead by, each of one step, or of as many small ones as the reader likes. `observe`
-        is called with each step that is read, by the thread that reads ahead."""
+        """`prefetch`: how many reads to be ahead, each of one step or of several small ones (`rows_at_once`). `observe`
+        is called by the reading thread with each step."""
         self._reader = reader
         self._order = order
         self._micro_batch_size = micro_batch_size
@@ -85,7 +85,7 @@ class Loader:
         self._steps_at_once = max(1, reader.rows_at_once // (order.global_batch_size // size))
 
     def batch_of(self, step: int) -> int:
-        """Which batch of the data step `step` uses."""
+        """The number of the batch that step `step` uses."""
         return self._order.batch_of(step)
 
     def load(self, first: int, last: int) -> list[Step]:
@@ -115,7 +115,7 @@ class Loader:
         return index[:, self._rank].reshape(-1)
 
     def steps(self, first: int, last: int) -> Iterator[Step]:
-        """Steps `first` … `last` - 1, read ahead by a thread; its errors are raised here."""
+        """Yield steps `first` … `last` - 1, which a thread reads ahead. Raises its errors."""
         ahead: queue.Queue[list[Step] | BaseException] = queue.Queue(self._prefetch)
         stopped = threading.Event()
         starts = range(first, last, self._steps_at_once)
@@ -150,7 +150,7 @@ class Loader:
 
 
 def record_samples(step: Step, path: Path) -> None:
-    """Append where the samples of this worker's share of `step` came from to the JSON lines in `path`."""
+    """Append the addresses of this worker's samples of `step` to the JSON Lines file `path`."""
     samples = np.stack([step.samples.shard, step.samples.row], axis=1)
     with disk_errors(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step.index, "samples": samples.tolist()}) + "\n")

@@ -110,7 +110,7 @@ class SampleOrder:
         self._block = functools.lru_cache(maxsize=2)(self._shuffle_block)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch, from 0, that step `step` (from 0) of the phase belongs to."""
+        """The epoch, from 0, of step `step` (from 0) of the phase."""
         return self._place(self.batch_of(step))[0]
 
     def batch_size(self, step: int) -> int:
@@ -118,7 +118,7 @@ class SampleOrder:
         return self._ramp.size(self.batch_of(step), self.global_batch_size)
 
     def batch_of(self, step: int) -> int:
-        """Which batch, from 0, step `step` (from 0) uses: those that are skipped leave no gap in the steps."""
+        """The number of the batch, from 0, that step `step` (from 0) uses: steps pass over skipped batches."""
         for skipped in self._skipped:
             step += skipped <= step
         return step
@@ -139,7 +139,7 @@ class SampleOrder:
         return Samples(np.concatenate([p.shard for p in pieces]), np.concatenate([p.row for p in pieces]))
 
     def _batches(self, first: int, last: int) -> Iterator[Samples]:
-        """The samples of batches `first` … `last` - 1, those of neighbours in an epoch read as one."""
+        """The samples of batches `first` … `last` - 1; adjacent batches of an epoch are one piece."""
         epoch, start = self._place(first)
         end = start
         for batch in range(first, last):

@@ -25,7 +25,7 @@ Counts = tuple[int, int, int, int]
 
 
 class BatchReader:
-    """Reads BERT's examples from shards; one that is packed is a row with several sequences."""
+    """Reads BERT's examples from shards; a packed row holds several sequences."""
 
     rows_at_once = 1
 
@@ -111,7 +111,7 @@ class BatchReader:
     def _masked(
         self, arrays: Arrays, numbers: NDArray[np.int64], step: int, epoch: int
     ) -> tuple[NDArray[np.int64], NDArray[np.generic]]:
-        """The masked places in the flattened rows and what was there; `arrays` without masks are masked."""
+        """The masked positions in the flattened rows and their ids before masking; draws masks if `arrays` have none."""
         rows, seq_len = arrays["input_ids"].shape
         if self._masking is not None:
             lengths = arrays.get(LENGTHS_KEY, arrays["input_mask"].sum(axis=1, keepdims=True, dtype=np.int64))
@@ -157,8 +157,8 @@ class BatchReader:
         return PackedBertBatch(**fields, cu_seqlens=as_int64(self._bounds(runs.reshape(-1))))
 
     def _bounds(self, runs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `PackedBertBatch`; `runs`: the lengths of what there is, in order. With static shapes as many entries as
-        there can be."""
+        """`PackedBertBatch.cu_seqlens`. `runs`: the lengths of sequences and padding, in order. Empty ones keep their
+        entries with static shapes."""
         ends = np.cumsum(runs if self._static_shapes else runs[runs > 0])
         return np.concatenate([[0], ends])
 
@@ -173,7 +173,7 @@ class BatchReader:
     def _filled_up(
         self, index: NDArray[np.int64], labels: NDArray[np.generic], most: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places and labels, filled up; there are `most` at most."""
+        """`index` and `labels` with padding; at most `most` entries."""
         size = most if self._static_shapes else min(most, filled_up(len(index)))
         places, known = np.zeros(size, np.int64), np.full(size, IGNORED, np.int64)
         places[: len(index)], known[: len(index)] = index, labels
@@ -190,9 +190,9 @@ def _counts(arrays: Arrays) -> tuple[int, int, int]:
 
 
 def _places(runs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each token of packed rows (B, S): which sequence of the row it is in, from 1, and where in it; 0 in padding.
+    """For each token of packed rows (B, S): the number of its sequence, from 1, and its position in it; 0 in padding.
 
-    `runs` (B, K + 1): the lengths of a row's sequences, and of its padding, which fill it.
+    `runs` (B, K + 1): the lengths of each row's sequences and of its padding; they add up to S.
     """
     rows, slots = runs.shape
     numbers = np.tile(np.append(np.arange(1, slots), 0), rows)

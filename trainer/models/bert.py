@@ -1,11 +1,11 @@
 """BERT for pretraining: Hugging Face's `BertForPreTraining`, or `BertForMaskedLM` without next-sentence prediction,
 parameter for parameter, with the masked-LM head computed at the masked positions only.
 
-The modules are our own because importing Hugging Face's takes longer than a whole start of the trainer may
-(docs/decisions.md); names, shapes and results are theirs (tests/trainer/models/test_bert.py).
+The modules are our own because importing Hugging Face's takes longer than the trainer's whole start-up may
+(docs/decisions.md). Names, shapes and results are the same (tests/trainer/models/test_bert.py).
 
 B: rows in the micro-batch, S: tokens in a row, H: hidden size, A: heads, M: masked positions and Q: sequences in the
-whole micro-batch, V: vocabulary. A row is one sequence, or, packed, several that do not see each other.
+whole micro-batch, V: vocabulary. A row is one sequence or, if packed, several that do not attend to each other.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Transform(nn.Module):
 
 
 class Predictions(nn.Module):
-    """The masked-LM head. Its decoder's weight is the word embeddings', so only the bias is its own."""
+    """The masked-LM head. The decoder's weight is tied to the word embeddings; the bias is its own."""
 
     def __init__(self, config: ModelConfig, ranks: TensorParallel) -> None:
         super().__init__()
@@ -199,8 +199,8 @@ class BertForPreTraining(Model):
     """
 
     def __init__(self, config: ModelConfig, ops: Operations | None = None, ranks: TensorParallel | None = None) -> None:
-        """`ops`: how the device does what devices do differently; None: torch's own ways. `ranks`: those that share
-        the model; None: this one alone has it."""
+        """`ops`: the device's operations; None: torch's. `ranks`: the tensor-parallel ranks that share the model; None:
+        it is not split."""
         super().__init__()
         self.config = config
         self._ranks = ranks or TensorParallel()

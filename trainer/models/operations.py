@@ -1,4 +1,4 @@
-"""The operations of a model that devices do differently; these are torch's own, right everywhere."""
+"""The operations that devices implement differently. These are torch's own, correct on every device."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-#: What `Operations.attention_mask` makes and `Operations.attention` of the same device reads.
+#: Made by `Operations.attention_mask` for `Operations.attention` of the same device.
 AttentionMask = Any
 
 
 class Operations:
-    """Handed to a model by its device. B: rows, A: heads, S: tokens, D: head size."""
+    """What a device gives to the model. B: rows, A: heads, S: tokens, D: head size."""
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Zero a share `p` of `x` and scale the rest by 1 / (1 - p)."""
         return F.dropout(x, p)
 
     def attention_mask(self, sequence_ids: Tensor, cu_seqlens: Tensor | None) -> AttentionMask:
-        """Where attention may look, made once for all layers: at the tokens of the own sequence.
+        """The attention mask of all layers: a token attends to its own sequence.
 
-        `sequence_ids` (B, S) and, where rows are packed, `cu_seqlens` (R,) as in `BertBatch`; nobody reads the results
-        of padding. Here bool, True: look there; (B, 1, 1, S), or (B, 1, S, S) where rows are packed. Padding looks at
-        padding, so that no softmax is over nothing.
+        `sequence_ids` (B, S) and, for packed rows, `cu_seqlens` (R,) as in `BertBatch`. This one is bool, True where
+        attention is allowed: (B, 1, 1, S), or (B, 1, S, S) for packed rows. Padding attends to padding, so that no
+        softmax is empty; the results of padding are not used.
         """
         if cu_seqlens is None:
             return sequence_ids.bool()[:, None, None, :]
