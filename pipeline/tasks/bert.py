@@ -14,7 +14,7 @@ from common.options import fields_of, is_left_out
 from common.secrets import Secret
 from pipeline.status import live_report
 from pipeline.tasks import summary
-from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of, embedded, mask_rate
+from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of, embedded, mask_rate, masking_options
 from pipeline.tasks.extension import extend
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.stage import Stage
@@ -26,6 +26,7 @@ from stages.merge import MergeOptions
 from stages.precompile import Graphs, PrecompileOptions
 from stages.report import PAGE, ReportOptions
 from trainer.config import TrainConfig
+from trainer.optim.schedule import STABLE_SCHEDULES
 
 
 class Reported(Stage):
@@ -101,7 +102,10 @@ class Pretrain(ModelStage, Training):
         # continue with a smaller micro-batch.
         training = {name for name, (_, about) in fields_of(TrainConfig).items() if about.decides} - {"micro_batch_size"}
         given = {name: value for name, value in phase.param_kwargs.items() if name in training}
-        masking = self._masking or {"max_pred_len": phase.max_pred_len}
+        masking = masking_options(self, self.phase) or {"max_pred_len": phase.max_pred_len}
+        rate = mask_rate(self, self.phase)
+        if rate is not None and rate.last != rate.first and phase.schedule in STABLE_SCHEDULES:
+            masking["mask_schedule"] = 2  # 1: the rate fell from the first step on
         return {
             **{name: value for name, value in given.items() if not is_left_out(TrainConfig, name, value)},
             **{name: value for name, value in masking.items() if value},
@@ -110,18 +114,6 @@ class Pretrain(ModelStage, Training):
             "seed": self.settings.run.seed,
             "model": self.model_parameters(),
             "precision": self.settings.precision.mode,
-        }
-
-    @property
-    def _masking(self) -> dict[str, Any]:
-        """How the trainer masks what it reads; empty if the shards are masked."""
-        rate = mask_rate(self, self.phase)
-        if rate is None:
-            return {}
-        return {
-            "masked_lm_prob": rate.first,
-            "final_masked_lm_prob": rate.last,
-            "whole_word_mask": self.settings.dataset.whole_word_mask or None,
         }
 
     def command(self) -> list[str]:
@@ -168,7 +160,7 @@ class Pretrain(ModelStage, Training):
             grad_accum_usteps=self.settings.grad_accum_usteps(self.phase),
             precision=self.settings.precision.mode,
             **{"no-next_sentence": not self.next_sentence},
-            **self._masking,
+            **masking_options(self, self.phase),
             **others,
         )
 

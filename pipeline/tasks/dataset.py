@@ -44,6 +44,15 @@ def mask_rate(task: ChainTask, phase: int) -> MaskRate | None:
     return MaskRate.of(settings.masked_lm_prob, settings.final_masked_lm_prob)
 
 
+def masking_options(task: ChainTask, phase: int) -> dict[str, Any]:
+    """The trainer's options for masking what it reads; empty if the shards are masked."""
+    rate = mask_rate(task, phase)
+    if rate is None:
+        return {}
+    whole_words = dataset_of(task, phase).settings.dataset.whole_word_mask
+    return {"masked_lm_prob": rate.first, "final_masked_lm_prob": rate.last, "whole_word_mask": whole_words or None}
+
+
 def _require_one_vocabulary(settings: Settings) -> None:
     """Refuse to mix downloaded and built shards: downloaded ones lack their vocabulary, so a match is unprovable."""
     dataset = settings.dataset

@@ -16,7 +16,7 @@ from luigi.configuration import get_config
 from common.errors import UserError
 from pipeline.settings import sections
 from pipeline.settings.load import load
-from pipeline.tasks.bert import BertPhase2
+from pipeline.tasks.bert import BertPhase2, Pretrain
 from pipeline.tasks.mnist import MnistMlp
 from pipeline.tasks.stage import Stage
 from tests.helpers.support import ROOT
@@ -484,6 +484,20 @@ def test_a_checkpoint_to_start_from_that_is_not_there_is_one_line(fingerprints: 
 
 
 #: Defaults of that time that are others now.
+
+
+@pytest.mark.parametrize(
+    ("schedule", "last", "says_how"),
+    [("wsd", "0.15", True), ("constant", "0.15", True), ("wsd", "", False), ("linear", "0.15", False)],
+)
+def test_a_training_whose_masks_fall_in_the_decay_alone_says_so(
+    fingerprints: Fingerprints, schedule: str, last: str, says_how: bool
+) -> None:
+    """They fell from the first step on once, under the same settings."""
+    fingerprints(("phase1", "schedule", schedule), ("phase1", "final_masked_lm_prob", last))
+    assert Pretrain(phase=1).parameters().get("mask_schedule") == (2 if says_how else None)
+
+
 THEN = (
     *(("dataset", "masking", "static"), ("dataset", "dupe_factor", "5")),
     *(("model", "hidden_dropout_prob", "0.1"), ("model", "attention_probs_dropout_prob", "0.1")),

@@ -111,7 +111,7 @@ class BatchReader:
     def _masked(
         self, arrays: Arrays, numbers: NDArray[np.int64], step: int, epoch: int
     ) -> tuple[NDArray[np.int64], NDArray[np.generic]]:
-        """The masked positions in the flattened rows and their ids before masking; draws masks if `arrays` have none."""
+        """The masked positions in the flattened rows and their ids before masking; draws masks for `arrays` without."""
         rows, seq_len = arrays["input_ids"].shape
         if self._masking is not None:
             lengths = arrays.get(LENGTHS_KEY, arrays["input_mask"].sum(axis=1, keepdims=True, dtype=np.int64))
