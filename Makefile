@@ -14,8 +14,10 @@ INSTALLED := $(VENV)/.installed
 run: $(INSTALLED)
 	$(BIN)/luigi --module pipeline BertPhase2
 
+# One worker more than there are cores: most tests wait for processes of their own. The long ones come first.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
