@@ -68,8 +68,10 @@ class AgreedError(UserError):
 class NonFiniteStep(AgreedError):
     """A step's loss or gradient norm, or the weights after it, are not finite."""
 
-    #: Number of the step's batch in the data order, from 0; -1: not known yet.
-    batch = -1
+    def __init__(self, message: str, *, step: int = -1) -> None:
+        super().__init__(message)
+        #: Number of the step in its phase, from 0; -1 in the error that ends a run.
+        self.step = step
 
 
 class ReplicasDiffer(AgreedError):

@@ -16,7 +16,6 @@ from trainer.data.batch_ramp import BatchRamp
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device
-from trainer.devices.graphs import GraphList
 from trainer.metrics.doctor import Doctor
 from trainer.models.base import Model
 from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters
@@ -155,10 +154,3 @@ def build_doctor(run: Run, model: Model, parameters: Parameters) -> Doctor | Non
     matrices = {name: tensor for name, tensor in weights.items() if run.workload.is_hidden_matrix(name)}
     # On a device that compiles, every look at the weights would be another graph.
     return Doctor(run.config, run.workload.vocab_size, None if run.device.compiles_steps else matrices)
-
-
-def build_graph_list(run: Run) -> GraphList | None:
-    """The list of compiled graphs, in the root worker, if `--graphs` names one."""
-    if run.config.graphs is None or not run.mesh.is_root:
-        return None
-    return GraphList(run.config, run.device, run.log)

@@ -6,22 +6,22 @@ import contextlib
 import functools
 import math
 import operator
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from common.errors import NonFiniteStep, UserError
+from common.errors import UserError
 from common.files import failpoint
 from trainer import build
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.data.batch import Batch
-from trainer.data.loader import Step, record_samples
-from trainer.launch.agreement import Agreement, Decision
+from trainer.data.loader import Step
+from trainer.devices.graphs import GraphList
+from trainer.launch.agreement import Agreement
 from trainer.launch.preemption import Interruptions
 from trainer.metrics.metrics import Metrics, StepRecord
-from trainer.replicas import flip_a_bit, require_finite_steps, require_sound
+from trainer.replicas import ReplicaCheck, flip_a_bit
 from trainer.resume import initial_state, resolve_precision, resume
 from trainer.run import Run
 from trainer.seeds import derive_seed
@@ -46,10 +46,11 @@ class Trainer:
         self.state = resume(run, self.state, start, self.optimizer, self.tensor_parallel)
         doctor = build.build_doctor(run, self.model, self.parameters)
         self.dataloader = build.build_dataloader(run, self.state.skipped, doctor)
-        self.tensors = build.checkpoint_tensors(self.model, self.parameters, self.optimizer)
-        self.checkpointer.begin(start, self.state, self.tensors, run.workload.vocab_size, self.tensor_parallel)
+        tensors = build.checkpoint_tensors(self.model, self.parameters, self.optimizer)
+        self.checkpointer.begin(start, self.state, tensors, run.workload.vocab_size, self.tensor_parallel)
+        self.replicas = ReplicaCheck(run, tensors)
         self.metrics = Metrics(run, self.state, doctor)
-        self.graphs = build.build_graph_list(run)
+        self.graphs = GraphList(run.config, run.device, run.log, is_root=run.mesh.is_root)
         self.agreement = Agreement(run.mesh, interruptions)
 
     def train(self) -> bool:
@@ -57,41 +58,36 @@ class Trainer:
         cases. Raises `NonFiniteStep`, `ReplicasDiffer`, `DiskError`."""
         try:
             self._train()
-        except UserError as error:
+        except UserError:
             with contextlib.suppress(UserError):
                 self.checkpointer.finish()  # a checkpoint under way is still good
-            if isinstance(error, NonFiniteStep):
-                self.metrics.abandon()
-                error.batch = self.dataloader.batch_of(self.state.step - 1) if error.batch < 0 else error.batch
             raise
         return self.state.step >= self.config.stop_step
 
     def _train(self) -> None:
         self.agreement.begin()
         steps = self.device.feed(self.dataloader.steps(self.state.step, self.config.stop_step))
-        step = next(steps, None)
-        decision = self._agree(step)
-        self.metrics.start_clock()
-        while step is not None and not decision.stop:
+        for step in steps:
+            decision = self.agreement.before_step(
+                step.counts, not_finite=self.metrics.saw_non_finite, save=self.checkpointer.is_due(self.state)
+            )
+            if decision.not_finite:
+                self.metrics.require_finite()
+            self.checkpointer.check()
+            self.graphs.check()
+            if decision.stop:
+                break
             if decision.save:
                 self.save()
-            elif self._replica_check_is_due():
+            elif self.replicas.is_due(self.state):
                 self._require_sound()
-            began, micro_steps = time.monotonic(), step.micro_steps
             if not self.train_step(step, decision.counts):
                 break
-            step = next(steps, None)
-            decision = self._agree(step, micro_step_s=(time.monotonic() - began) / micro_steps)
-            self.checkpointer.check()
-            if self.graphs is not None:
-                self.graphs.check()
         self.save()
         self.device.finish_closures()
-        self.checkpointer.wait()
-        self.checkpointer.finish()
+        self.checkpointer.close()
         self.metrics.close(self.state)
-        if self.graphs is not None:
-            self.graphs.close()
+        self.graphs.close()
 
     def train_step(self, step: Step, counts: list[int]) -> bool:
         """One optimizer step. `counts`: what each loss is a sum over in the global batch, then the workload's others.
@@ -101,8 +97,7 @@ class Trainer:
         nor the number of workers.
         """
         config = self.config
-        if config.record_samples:
-            record_samples(step, config.output_dir / f"samples-{self.mesh.rank}.jsonl")
+        self.metrics.begin_step(step)
         weights = [self._number(1 / max(1, count)) for count in counts[: len(self.workload.losses)]]
         failpoint(f"batch:{step.batch}.{self.mesh.rank}", lambda: weights.__setitem__(0, self._number(math.nan)))
         for ustep, batch in enumerate(step.micro_batches):
@@ -143,33 +138,10 @@ class Trainer:
         failpoint(f"recorded:{self.state.global_step}")
         self.checkpointer.save(self.state)
 
-    def _agree(self, upcoming: Step | None, micro_step_s: float | None = None) -> Decision:
-        """What all workers do after a step, whose micro-steps took `micro_step_s` each. Raises `NonFiniteStep` if it
-        was not finite on any."""
-        decision = self.agreement.after_step(
-            upcoming.counts if upcoming else (),
-            not_finite=self.metrics.not_finite is not None,
-            save=self.checkpointer.is_due(self.state),
-            micro_step_s=micro_step_s,
-        )
-        if decision.not_finite:
-            self._require_finite_steps()
-        return decision
-
-    def _require_finite_steps(self) -> None:
-        self.device.finish_closures()
-        require_finite_steps(self.metrics.not_finite, self.dataloader.batch_of, self.mesh)
-
     def _require_sound(self) -> None:
         """Find a step that went wrong, on any worker, before it is saved. Raises `AgreedError`."""
-        self._require_finite_steps()
-        if not self.config.trial:
-            model, optimizer = self.tensors
-            require_sound({**model, **optimizer}, self.state.global_step, self.device, self.mesh)
-
-    def _replica_check_is_due(self) -> bool:
-        interval = self.config.replica_check_steps
-        return self.mesh.data_parallel_size > 1 and interval > 0 and self.state.step % interval == 0
+        self.metrics.require_finite()
+        self.replicas.require_equal(self.state)
 
     def _seed(self, seed: int) -> None:
         """Seed every random draw until the next call."""

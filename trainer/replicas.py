@@ -1,50 +1,53 @@
-"""Checks during training: all values are finite, and data-parallel workers hold identical weights and moments."""
+"""Checks that data-parallel workers hold identical weights and moments, and finite ones."""
 
 from __future__ import annotations
 
 import collections
 import hashlib
-from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from common.errors import NonFiniteStep, ReplicasDiffer
-from trainer.devices.base import Device
-from trainer.parallel.mesh import Mesh
+from trainer.run import Run
+from trainer.state import TrainState
 
 
-def require_sound(tensors: Mapping[str, Tensor], global_step: int, device: Device, mesh: Mesh) -> None:
-    """Compare `tensors` with those of the workers that should hold the same values; called by all at the same time.
+class ReplicaCheck:
+    """Compares the weights and moments that several workers should hold alike. All workers call it together."""
 
-    Raises, on all workers, `ReplicasDiffer` naming the ranks that differ from the majority, or `NonFiniteStep`.
-    """
-    summaries = dict(zip(tensors, device.summaries(list(tensors.values())), strict=True))
-    digest = hashlib.sha256(repr([bits for bits, _ in summaries.values()]).encode()).hexdigest()
-    broken = next((name for name, (_, is_finite) in summaries.items() if not is_finite), "")
-    found = mesh.all_gather_object((digest, broken))
-    odd = sorted(rank for ranks in mesh.data_parallel_group.ranks for rank in _odd_ones(ranks, found))
-    if odd:
-        who = f"of worker{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
-        which = f"{who} differ" if mesh.data_parallel_size == len(odd) else f"{who} differ from those of the others"
-        raise ReplicasDiffer(
-            f"step {global_step}: the weights or moments {which}; nothing is saved of this step: run the same again "
-            f"to go on from the last checkpoint, and if a worker is named again, replace its device or memory"
-        )
-    for rank, (_, name) in enumerate(found):
-        if name:
-            raise NonFiniteStep(f"step {global_step}: {name} of worker {rank} is not finite any more")
+    def __init__(self, run: Run, tensors: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
+        """`tensors`: the model's and the optimizer's, by name."""
+        model, optimizer = tensors
+        self._config, self._device, self._mesh = run.config, run.device, run.mesh
+        self._tensors = {**model, **optimizer}
 
+    def is_due(self, state: TrainState) -> bool:
+        """Whether `--replica_check_steps` asks for a check of `state`."""
+        interval = self._config.replica_check_steps
+        return self._mesh.data_parallel_size > 1 and interval > 0 and state.step % interval == 0
 
-def require_finite_steps(mine: tuple[int, str] | None, batch_of: Callable[[int], int], mesh: Mesh) -> None:
-    """Raise `NonFiniteStep`, on all workers, for the first step that was not finite on any. `mine`: this worker's first
-    such step, counted from 0 in the phase, and the message about it."""
-    found = [one for one in mesh.all_gather_object(mine) if one is not None]
-    if found:
-        step, text = min(found)
-        error = NonFiniteStep(text)
-        error.batch = batch_of(step)
-        raise error
+    def require_equal(self, state: TrainState) -> None:
+        """Raises, on all workers, `ReplicasDiffer` naming the ranks that differ from the majority, or `NonFiniteStep`.
+        A trial is not checked."""
+        if self._config.trial:
+            return
+        mesh, step = self._mesh, f"step {state.global_step}"
+        summaries = dict(zip(self._tensors, self._device.summaries(list(self._tensors.values())), strict=True))
+        digest = hashlib.sha256(repr([bits for bits, _ in summaries.values()]).encode()).hexdigest()
+        broken = next((name for name, (_, is_finite) in summaries.items() if not is_finite), "")
+        found = mesh.all_gather_object((digest, broken))
+        odd = sorted(rank for ranks in mesh.data_parallel_group.ranks for rank in _odd_ones(ranks, found))
+        if odd:
+            who = f"of worker{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} differ"
+            others = "" if mesh.data_parallel_size == len(odd) else " from those of the others"
+            raise ReplicasDiffer(
+                f"{step}: the weights or moments {who}{others}; nothing is saved of this step: run the same again "
+                f"to go on from the last checkpoint, and if a worker is named again, replace its device or memory"
+            )
+        for rank, (_, name) in enumerate(found):
+            if name:
+                raise NonFiniteStep(f"{step}: {name} of worker {rank} is not finite any more", step=state.step - 1)
 
 
 def _odd_ones(ranks: list[int], found: list[tuple[str, str]]) -> list[int]:

@@ -46,7 +46,8 @@ def _attempt(run: Run, interruptions: Interruptions, skipped: list[int]) -> bool
     try:
         return trainer.train()
     except NonFiniteStep as error:
-        return str(error), error.batch, trainer.state.skipped
+        trainer.metrics.abandon()
+        return str(error), trainer.dataloader.batch_of(error.step), trainer.state.skipped
 
 
 def _from_newest(config: TrainConfig) -> TrainConfig:

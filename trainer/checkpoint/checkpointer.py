@@ -101,3 +101,8 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until this worker's last checkpoint is durable. Raises the write's error."""
         self._manager.finish()
+
+    def close(self) -> None:
+        """Wait until every worker's last checkpoint is durable. Raises the write's error."""
+        self.wait()
+        self.finish()

@@ -49,18 +49,19 @@ class GraphReport:
 
 
 class GraphList:
-    """The list of graphs that Precompile leaves: a trial run writes it, training is checked against it."""
+    """The list of graphs that Precompile leaves: a trial run writes it, training is checked against it. It does nothing
+    in workers other than the root, and without `--graphs`."""
 
-    def __init__(self, config: TrainConfig, device: Device, log: Callable[[str], None]) -> None:
-        assert config.graphs is not None
-        self._path, self._trial, self._device, self._log = config.graphs, config.trial, device, log
-        record = read_json(config.graphs) or {"graphs": []}
+    def __init__(self, config: TrainConfig, device: Device, log: Callable[[str], None], *, is_root: bool) -> None:
+        self._path = config.graphs if is_root else None
+        self._trial, self._device, self._log = config.trial, device, log
+        record = (self._path and read_json(self._path)) or {"graphs": []}
         self._listed = {graph["hash"] for graph in record["graphs"]}
         self._checked = 0
 
     def check(self) -> None:
         """Warn about graphs compiled during training that the trial run should have compiled."""
-        if self._trial or self._device.compiled_graphs() == self._checked:
+        if self._path is None or self._trial or self._device.compiled_graphs() == self._checked:
             return
         new = self._device.graph_hashes()[self._checked :]
         self._checked += len(new)
@@ -71,5 +72,5 @@ class GraphList:
     def close(self) -> None:
         """Check a last time; after a trial run, write the list. Raises `DiskError`."""
         self.check()
-        if self._trial:
+        if self._path is not None and self._trial:
             write_json(self._path, {"graphs": self._device.graphs()})

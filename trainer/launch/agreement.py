@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,9 +14,9 @@ _CHECK_INTERVAL_S = 5.0
 
 
 class Decision(NamedTuple):
-    """What all workers know and do after a step."""
+    """What all workers know and do before a step."""
 
-    #: The counts of the next global batch.
+    #: The counts of the step's global batch.
     counts: list[int]
     #: Whether any worker has seen a step that was not finite.
     not_finite: bool
@@ -30,6 +31,8 @@ class Agreement:
         self._mesh, self._interruptions = mesh, interruptions
         #: Micro-steps between checks for a stop request; 1 until the first step has been timed.
         self._check_usteps = 1
+        #: When the last step began, and how many of its micro-steps have begun.
+        self._began, self._usteps = 0.0, 0
 
     def begin(self) -> None:
         """From now on signals and spot notices are requests."""
@@ -37,19 +40,23 @@ class Agreement:
 
     def stops_before(self, ustep: int) -> bool:
         """Whether to give up the step before its micro-step `ustep`; asked of all workers every few seconds."""
+        if not ustep:
+            self._began = time.monotonic()
+        self._usteps = ustep + 1
         if not ustep or ustep % self._check_usteps:
             return False
         return self._mesh.sum_on_host([self._interruptions.must_stop])[0] > 0
 
-    def after_step(
-        self, counts: Sequence[int], *, not_finite: bool, save: bool, micro_step_s: float | None
-    ) -> Decision:
-        """`counts`: this worker's of the next batch; `not_finite`, `save`: what this worker has seen and asks for;
-        `micro_step_s`: seconds of a micro-step, None before the first step; the root's decides how often to check."""
+    def before_step(self, counts: Sequence[int], *, not_finite: bool, save: bool) -> Decision:
+        """`counts`: this worker's of the step's batch; `not_finite`, `save`: what this worker has seen and asks for.
+
+        The time of the root's latest micro-steps decides how often to check for a stop during the next ones.
+        """
         save = self._interruptions.take_save() or save
         check_usteps = self._check_usteps
-        if micro_step_s is not None:
-            check_usteps = max(1, round(_CHECK_INTERVAL_S / max(micro_step_s, 1e-9)))
+        if self._usteps:
+            seconds = max(time.monotonic() - self._began, 1e-9)
+            check_usteps = max(1, round(_CHECK_INTERVAL_S * self._usteps / seconds))
         if self._mesh.tensor_parallel_rank:
             counts = tuple(0 for _ in counts)  # ranks that share a model have the same samples
         mine = [not_finite, self._interruptions.must_stop, save, check_usteps if self._mesh.is_root else 0]

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from common.console import clock
+from common.errors import NonFiniteStep
 from common.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, replace_json, write_json
+from trainer.data.loader import Step, record_samples
 from trainer.metrics.doctor import Diagnosis, Doctor
 from trainer.metrics.event_file import EventFile
 from trainer.metrics.results import TrainTime, phase_results, recorded_steps, steps_of_phase
@@ -53,14 +55,15 @@ class Metrics:
         masked-LM loss. Raises `DiskError`."""
         self._config, self._workload, self._log = run.config, run.workload, run.log
         self._is_root, self._doctor = run.is_root, doctor
-        self._workers, self._data_parallel_size = run.mesh.world_size, run.mesh.data_parallel_size
+        self._device, self._mesh = run.device, run.mesh
         peak = run.device.peak_flops_per_s(start.precision) if self._is_root else None
         #: Of all workers' devices together; None where it is not known.
-        self._peak_flops_per_s = peak and peak * self._workers
-        self._last = time.monotonic()
+        self._peak_flops_per_s = peak and peak * run.mesh.world_size
+        #: When the last step ended; None before the first one.
+        self._last: float | None = None
         self._written = self._drawn = 0.0
         #: The first step of the phase, from 0, that was not finite, and the message about it.
-        self.not_finite: tuple[int, str] | None = None
+        self._not_finite: tuple[int, str] | None = None
         #: Recorded but not yet written.
         self._lines: list[str] = []
         self._progress: dict[str, Any] = {}
@@ -81,26 +84,30 @@ class Metrics:
             if not self._was_over:
                 self._board = EventFile(config.output_dir / "tensorboard", first_step=start.global_step + 1)
 
-    def start_clock(self) -> None:
-        """The first step begins now."""
-        self._last = time.monotonic()
-        if self._is_root and not self._was_over:
-            self._train_time.start()
+    def begin_step(self, step: Step) -> None:
+        """`step` begins; the clock starts with the first one. Raises `DiskError`."""
+        if self._last is None:
+            self._last = time.monotonic()
+            if self._is_root:
+                self._train_time.start()
+        if self._config.record_samples:
+            record_samples(step, self._config.output_dir / f"samples-{self._mesh.rank}.jsonl")
 
     def record(self, record: StepRecord, values: list[float]) -> None:
         """`values`: the workload's losses (nats, means over the global batch), then the gradient norm; meaningless in a
-        trial. The first step that is not finite is kept in `not_finite`."""
+        trial. The first step that is not finite is kept for `require_finite`."""
         if self._config.trial:
             return
         *losses, norm = values
         state = record.state
-        if self.not_finite is None and not all(map(math.isfinite, values)):
+        if self._not_finite is None and not all(map(math.isfinite, values)):
             said = ", ".join(f"{name} {loss}" for name, loss in zip(self._workload.losses, losses, strict=True))
             text = f"step {state.global_step}: {said}, gradient norm {norm} at learning rate {record.learning_rate:.3e}"
-            self.not_finite = state.step - 1, text
-        if self.not_finite is not None:
+            self._not_finite = state.step - 1, text
+        if self._not_finite is not None:
             return  # later values are meaningless
         now = time.monotonic()
+        assert self._last is not None
         step_time, self._last = now - self._last, now
         self._recent.append((step_time, self._workload.work(record.counts)))
         if not self._is_root:
@@ -117,6 +124,19 @@ class Metrics:
         if record.compiled_graphs is not None:
             scalars["compiled_graphs"] = record.compiled_graphs
         self._write(state, scalars, self._diagnoses(state, scalars))
+
+    @property
+    def saw_non_finite(self) -> bool:
+        """Whether this worker has recorded a step that was not finite; a device may still be computing later ones."""
+        return self._not_finite is not None
+
+    def require_finite(self) -> None:
+        """Raise `NonFiniteStep`, on all workers, for the first step that was not finite on any."""
+        self._device.finish_closures()
+        found = [one for one in self._mesh.all_gather_object(self._not_finite) if one is not None]
+        if found:
+            step, text = min(found)
+            raise NonFiniteStep(text, step=step)
 
     def _diagnoses(self, state: TrainState, scalars: dict[str, float]) -> list[Diagnosis]:
         """What the doctor says after this step; it is logged."""
@@ -220,9 +240,9 @@ class Metrics:
         failpoint("training-end:without-progress")
         steps = steps_of_phase(self._path, state)
         summary = {
-            "num_workers": self._workers,
+            "num_workers": self._mesh.world_size,
             **phase_results(steps, state, train_time_s=self._train_time.seconds),
-            "microsteps": state.samples_consumed // (self._config.micro_batch_size * self._data_parallel_size),
+            "microsteps": state.samples_consumed // (self._config.micro_batch_size * self._mesh.data_parallel_size),
             "batch_size": self._config.micro_batch_size,
             **self._workload.summary(),
         }
