@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 
-from common.errors import EXIT_INTERRUPTED
+from common.errors import EXIT_INTERRUPTED, UserError
 
 #: Environment variable: the id of the process that started this command, with which it is to die.
 PARENT_VARIABLE = "STAGE_PARENT_PID"
@@ -29,6 +29,13 @@ def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def processes_asked_for(count: int) -> int:
+    """`count`, or for 0 the number of available cores. Raises `UserError` if it is negative."""
+    if count < 0:
+        raise UserError(f"--processes is {count}; give 1 or more, or 0 for one on each core")
+    return count or available_cores()
 
 
 def print_in_any_locale() -> None:

@@ -15,20 +15,13 @@ from multiprocessing import get_context
 from typing import TypeVar
 
 from common.errors import UserError
-from common.process import HEARTBEAT_THREAD, available_cores, die_with_parent
+from common.process import HEARTBEAT_THREAD, die_with_parent
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 #: Tasks submitted ahead per process: enough to keep it busy, few enough to bound memory.
 _AHEAD = 3
-
-
-def processes_asked_for(count: int) -> int:
-    """`count`, or for 0 the number of available cores. Raises `UserError` if it is negative."""
-    if count < 0:
-        raise UserError(f"--processes is {count}; give 1 or more, or 0 for one on each core")
-    return count or available_cores()
 
 
 class Workers:

@@ -3,6 +3,8 @@
 Imports neither torch nor transformers nor h5py: a finished pipeline answers in under a second.
 """
 
+import gc
+
 from common.process import print_in_any_locale
 from pipeline import luigi_adapters
 from pipeline.settings.load import add_defaults
@@ -13,3 +15,6 @@ luigi_adapters.install()
 
 # Registers all tasks with luigi. They read settings when they are made.
 from pipeline.tasks import everything, nightly, sweep  # noqa: E402, F401
+
+# What is imported by now is never garbage; a collection that looks at it all takes 30 ms.
+gc.freeze()

@@ -29,8 +29,8 @@ from stages.checkpoints.source import (
 from stages.directory.command import run
 from stages.directory.manifest import Identity, Output, StageDirectory
 from stages.directory.options import stage_parser
-from stages.transfer.shard_import import PATTERNS
 from stages.transfer.urls import Transport
+from trainer.data.file_names import TRAINING_SHARDS
 
 #: Format → its directory in OUT; a .pt is written to OUT itself, where the script looks for it.
 RESULT = {"native": "checkpoint", "hf": "model"}
@@ -76,7 +76,7 @@ class ConvertOptions(SourceOptions, Transport):
             script = ("lr", "warmup_steps", "max_steps", "weight_decay")
             parameters |= {name: str(getattr(self, name)) for name in script}
             # The .pt file lists the shards' paths, in this order.
-            shards = self.data_dir.glob(PATTERNS["training"]) if self.data_dir else ()
+            shards = self.data_dir.glob(TRAINING_SHARDS) if self.data_dir else ()
             parameters["files"] = sorted(map(str, shards))
         return parameters
 

@@ -25,8 +25,8 @@ from common.errors import DiskError, UserError
 from common.files import read_json, write_json
 from common.hashing import InputHashes, changed
 from common.options import option
+from common.process import processes_asked_for
 from common.secrets import Secret
-from common.workers import processes_asked_for
 from stages.directory.command import run
 from stages.directory.manifest import MANIFEST, Output, StageDirectory
 from stages.directory.options import StageOptions, parse, stage_parser
@@ -35,7 +35,6 @@ from stages.transfer.fetch import fetch, require_sha256
 from stages.transfer.partial import State
 from stages.transfer.remote import Remote, Version
 from stages.transfer.shard_import import (
-    PATTERNS,
     IncomingShard,
     Limits,
     copied,
@@ -51,6 +50,7 @@ from stages.transfer.urls import (
     open_source,
     source_inputs,
 )
+from trainer.data.file_names import HELD_OUT_SHARDS, TRAINING_SHARDS
 
 ARCHIVE = "archive"
 UNPACKED = "unpacked.json"
@@ -254,10 +254,11 @@ def _take_in(
             path.unlink()
         raise
     rows = {name: shards[name].rows for name in sorted(shards)}
-    if not fnmatch.filter(rows, PATTERNS["training"]):
-        raise UserError(f"{name} has no training shard; their names must match {PATTERNS['training']}")
+    if not fnmatch.filter(rows, TRAINING_SHARDS):
+        raise UserError(f"{name} has no training shard; their names must match {TRAINING_SHARDS}")
     by_split = {
-        f"{split}_rows": sum(rows[one] for one in fnmatch.filter(rows, pattern)) for split, pattern in PATTERNS.items()
+        split: sum(rows[one] for one in fnmatch.filter(rows, pattern))
+        for split, pattern in (("training_rows", TRAINING_SHARDS), ("test_rows", HELD_OUT_SHARDS))
     }
     seq_len = next(iter(shards.values())).seq_len
     counts = {"rows": rows, **by_split, "files_skipped": skipped, "seq_len": seq_len}

@@ -18,12 +18,12 @@ from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints, parse, stage_parser
 from trainer.config import ModelConfig
+from trainer.data.file_names import TRAINING_SHARDS
 
 #: How the chain may start: from random embeddings, or from this stage's.
 RANDOM, COOCCURRENCE = WORD_EMBEDDINGS = ("random", "cooccurrence")
 #: In the stage's directory.
 EMBEDDINGS = "embeddings.safetensors"
-PATTERN = "*_training_*.hdf5"
 #: Largest id that is counted, and one more.
 _VOCABULARY_MAX = 1 << 20
 
@@ -35,7 +35,7 @@ class EmbedOptions(StageOptions):
     module: ClassVar = "stages.embed"
     stage: ClassVar = "embed_words"
 
-    data: Path = option(names=("data",), metavar="DATA", help=f"a directory with {PATTERN} shards")
+    data: Path = option(names=("data",), metavar="DATA", help=f"a directory with {TRAINING_SHARDS} shards")
     hidden_size: int = option(least=1, unit="elements", help="length of an embedding: the model's hidden size")
     seed: int = option(12349, least=0, help="seed of the SVD's random start")
 
@@ -47,7 +47,7 @@ class EmbedOptions(StageOptions):
             return {}
         from stages.statistics.rows import sampled_shards
 
-        names = sampled_shards(sorted(path.name for path in self.data.glob(PATTERN)))
+        names = sampled_shards(sorted(path.name for path in self.data.glob(TRAINING_SHARDS)))
         return {"data": {Path(file.path).name: file.sha256 for file in hashes.hash(self.data / name for name in names)}}
 
 
@@ -65,7 +65,7 @@ def embed(work: StageDirectory, options: EmbedOptions) -> dict[str, Any]:
     from trainer.models.bert import OUTPUT_BIAS, WORD_EMBEDDINGS
     from trainer.seeds import derive_seed
 
-    shards = ShardSet.open(options.data, PATTERN)
+    shards = ShardSet.open(options.data, TRAINING_SHARDS)
     counts = np.zeros(_VOCABULARY_MAX, np.int64)
     pairs = Cooccurrences(_VOCABULARY_MAX)
     with work.progress("count pairs", len(sampled_rows(shards)), "sequences") as bar:
@@ -97,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     options, out = parse(EmbedOptions, parser())
     if not options.data.is_dir():
-        raise UserError(f"there is no directory {options.data}; give one with {PATTERN} shards")
+        raise UserError(f"there is no directory {options.data}; give one with {TRAINING_SHARDS} shards")
     with StageDirectory.begin(out, options.identity) as work:
         counts = embed(work, options)
     print(f"{counts['embedded']:,} words embedded, from {counts['tokens']:,} tokens: {out / EMBEDDINGS}")

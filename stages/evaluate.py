@@ -19,14 +19,12 @@ from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints, parse, stage_parser
 from stages.merge import MODEL, TOKENIZER_FILES
 from trainer.config import DEVICES
+from trainer.data.file_names import HELD_OUT_SHARDS, TRAINING_SHARDS
 
 if TYPE_CHECKING:
     from stages.evaluation.blimp import Blimp
     from trainer.devices.base import Device
     from trainer.models.bert import BertForPreTraining
-
-#: Held-out shards, and those of training, whose word frequencies are counted.
-PATTERN, TRAINING_PATTERN = "*_test_*.hdf5", "*_training_*.hdf5"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ class EvaluateOptions(StageOptions):
     model: Path = option(
         names=("model",), metavar="MODEL", help="a Hugging Face directory, or the directory of stages.merge"
     )
-    data: Path = option(names=("data",), metavar="DATA", help=f"a directory with {PATTERN} shards")
+    data: Path = option(names=("data",), metavar="DATA", help=f"a directory with {HELD_OUT_SHARDS} shards")
     max_pred_len: int = option(80, unit="positions", least=1, help="maximum masked positions in a row")
     blimp: Path | None = option(
         None,
@@ -68,8 +66,8 @@ class EvaluateOptions(StageOptions):
         if "dataset" not in upstream:
             from stages.statistics.rows import sampled_shards
 
-            training = sampled_shards(sorted(path.name for path in self.data.glob(TRAINING_PATTERN)))
-            read = [*sorted(self.data.glob(PATTERN)), *(self.data / name for name in training)]
+            training = sampled_shards(sorted(path.name for path in self.data.glob(TRAINING_SHARDS)))
+            read = [*sorted(self.data.glob(HELD_OUT_SHARDS)), *(self.data / name for name in training)]
             inputs["data"] = {Path(shard.path).name: shard.sha256 for shard in hashes.hash(read)}
         if len(upstream) < 2 and self.vocabulary is not None:
             inputs["vocabulary"] = hashes.sha256(self.vocabulary)
@@ -95,9 +93,9 @@ class EvaluateOptions(StageOptions):
 def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, Any]:
     """Evaluate the model, write `evaluation.json` and complete `work`; returns the counts. Raises `UserError`."""
     counts: dict[str, Any] = {"samples": 0}
-    has_held_out = any(options.data.glob(PATTERN))
+    has_held_out = any(options.data.glob(HELD_OUT_SHARDS))
     if not has_held_out:
-        print(f"{options.data} has no {PATTERN}: nothing was held out, so nothing is measured")
+        print(f"{options.data} has no {HELD_OUT_SHARDS}: nothing was held out, so nothing is measured")
     if has_held_out or options.blimp:
         from stages.evaluation.bert import load_model
         from trainer.devices.select import select_alone
@@ -122,12 +120,12 @@ def _held_out(
     from trainer.data.shards import ShardSet
     from trainer.data.vocabulary import read_vocabulary
 
-    has_training = any(options.data.glob(TRAINING_PATTERN))
+    has_training = any(options.data.glob(TRAINING_SHARDS))
     return evaluate(
         work,
         model,
-        ShardSet.open(options.data, PATTERN, max_pred_len=options.max_pred_len),
-        training=ShardSet.open(options.data, TRAINING_PATTERN) if has_training else None,
+        ShardSet.open(options.data, HELD_OUT_SHARDS, max_pred_len=options.max_pred_len),
+        training=ShardSet.open(options.data, TRAINING_SHARDS) if has_training else None,
         tokenizer=_tokenizer(options, model),
         pieces=read_vocabulary(options.vocabulary) if options.vocabulary else None,
         device=device,
@@ -162,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     options, out = parse(EvaluateOptions, parser())
     if not options.data.is_dir():
-        raise UserError(f"there is no directory {options.data}; give one with {PATTERN} shards")
+        raise UserError(f"there is no directory {options.data}; give one with {HELD_OUT_SHARDS} shards")
     with StageDirectory.begin(out, lambda: options.identity(InputHashes.beside(out))) as work:
         counts = evaluate_model(work, options)
     print(json.dumps(counts))

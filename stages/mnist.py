@@ -17,7 +17,6 @@ from common.secrets import Secret
 from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, parse, stage_parser
-from stages.transfer.fetch import fetch
 from stages.transfer.urls import Transport, file_identity, open_source, source_identity
 
 #: File name → sha256 of the original. (Their md5 match those that torchvision checks.)
@@ -92,6 +91,8 @@ def download_mnist(work: StageDirectory, options: MnistOptions) -> dict[str, Any
 
 def _fetch_file(work: StageDirectory, url: Secret, final: Path, sha256: str | None, transport: Transport) -> None:
     """Fetch or copy `url` to `final`; it must have this sha256 (None: any)."""
+    from stages.transfer.fetch import fetch
+
     source = open_source(url, transport)
     if not isinstance(source, Path):
         fetch(

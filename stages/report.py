@@ -20,8 +20,6 @@ from stages.directory.attempts import ATTEMPTS
 from stages.directory.command import run
 from stages.directory.manifest import IDENTITY, Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints, parse, stage_parser
-from stages.view.card import CARD, card, is_edited
-from stages.view.page import page
 from stages.view.run import Run, Settings
 from stages.view.status import StageStatus
 
@@ -72,6 +70,9 @@ def report(work: StageDirectory, view: Run) -> None:
     The copy is not an output, because people edit it: the stage is complete as long as a copy exists. An edited one is
     kept.
     """
+    from stages.view.card import CARD, card, is_edited
+    from stages.view.page import page
+
     _write(work.path / PAGE, page(view))
     text = card(view)
     _write(work.path / MODEL_CARD, text)
@@ -95,6 +96,8 @@ def _write(path: Path, text: str) -> None:
 
 def refresh(path: Path, view: Run) -> None:
     """Write the page to `path` atomically, without fsync, since it is rewritten soon. Raises `DiskError`."""
+    from stages.view.page import page
+
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     text = page(view)
     try:

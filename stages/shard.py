@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from common.errors import UserError
 from common.options import option
-from common.workers import processes_asked_for
+from common.process import processes_asked_for
 from stages.directory.command import run
 from stages.directory.manifest import StageDirectory, why_incomplete
 from stages.directory.options import StageOptions, parse, stage_parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from common.hashing import InputHashes
-from common.workers import processes_asked_for
+from common.process import processes_asked_for
 from stages.directory.command import run
 from stages.directory.manifest import StageDirectory
 from stages.directory.options import parse, stage_parser

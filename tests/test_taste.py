@@ -139,8 +139,16 @@ def test_every_field_of_a_config_is_read_somewhere(config: type) -> None:
         assert re.search(rf"\.{field.name}\b", text), f"{config.__name__}.{field.name} is read nowhere"
 
 
-def test_the_pipeline_starts_without_torch() -> None:
-    program = "import sys, pipeline; assert not {'torch', 'transformers', 'h5py', 'numpy'} & set(sys.modules)"
+#: What takes a second to import, and what only some runs need.
+LATE = (
+    *("torch", "transformers", "h5py", "numpy", "yaml", "jinja2", "tarfile", "tomllib", "concurrent.futures.process"),
+    *("pipeline.launchers.kubernetes", "stages.download", "stages.transfer.fetch", "stages.view.page"),
+)
+
+
+def test_the_pipeline_imports_only_what_every_run_needs() -> None:
+    """A finished pipeline answers at once: half of its time is luigi's own imports, most of the rest is ours."""
+    program = f"import sys, pipeline; early = set({LATE}) & set(sys.modules); assert not early, early"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 

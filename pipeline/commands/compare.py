@@ -13,7 +13,8 @@ from pipeline.settings.load import load
 from pipeline.status.comparison import of_work_directory
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.sweep import Sweep
-from stages.view.comparison import LOSS, Comparison, write
+from stages.view.comparison import LOSS, Comparison
+from stages.view.comparison_page import write
 from stages.view.curves import points
 
 SUMMARY = "trials of a sweep, or all trainings: what differs, curves, losses, time, the winner; also as a page"

@@ -10,10 +10,8 @@ from pathlib import Path
 
 from common.files import read_json
 from pipeline.launchers.base import Launcher
-from pipeline.launchers.jobs import Job, JobLauncher, Scheduler
-from pipeline.launchers.kubernetes import KubernetesScheduler
+from pipeline.launchers.jobs import Job, JobLauncher
 from pipeline.launchers.local import Local
-from pipeline.launchers.slurm import SlurmScheduler
 from pipeline.settings.sections import Settings
 from stages.directory.lock import JOB
 
@@ -21,8 +19,12 @@ from stages.directory.lock import JOB
 def launcher(settings: Settings, *, on_cluster: bool) -> Launcher:
     """The launcher of a stage's command. Raises `UserError`."""
     if settings.cluster.launcher == "slurm" and on_cluster:
+        from pipeline.launchers.slurm import SlurmScheduler
+
         return JobLauncher(SlurmScheduler(settings.slurm))
     if settings.cluster.launcher == "kubernetes" and on_cluster:
+        from pipeline.launchers.kubernetes import KubernetesScheduler
+
         return JobLauncher(KubernetesScheduler(settings.kubernetes, settings.cluster.master_port))
     return Local(settings.cluster)
 
@@ -32,8 +34,7 @@ def find_job(directory: Path) -> Job | None:
     record = read_json(directory / JOB)
     if record is None:
         return None
-    schedulers: dict[str, type[Scheduler]] = {
-        "slurm": SlurmScheduler,
-        "kubernetes": KubernetesScheduler,
-    }
-    return Job(directory, record, schedulers[record["launcher"]]())
+    from pipeline.launchers.kubernetes import KubernetesScheduler
+    from pipeline.launchers.slurm import SlurmScheduler
+
+    return Job(directory, record, {"slurm": SlurmScheduler, "kubernetes": KubernetesScheduler}[record["launcher"]]())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import configparser
 import dataclasses
-import difflib
 import functools
 import json
 import os
@@ -171,6 +170,8 @@ def _refuse_unknown() -> None:
 
 
 def _nearest(name: str, known: Any) -> str:
+    import difflib
+
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}"
 

@@ -18,7 +18,6 @@ bring_back = ["wide"]                # trials that go on in any case
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +62,8 @@ class SweepFile:
 
 def read(path: Path) -> SweepFile:
     """Read and check a sweep. Raises `UserError` with one line for each error."""
+    import tomllib
+
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

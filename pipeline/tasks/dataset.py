@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import luigi
 
@@ -15,13 +15,15 @@ from pipeline.settings.sections import Settings
 from pipeline.tasks.base import ChainTask
 from pipeline.tasks.stage import Stage
 from stages.directory.manifest import Identity
-from stages.download import DownloadOptions
 from stages.embed import COOCCURRENCE, EMBEDDINGS, EmbedOptions
 from stages.shard import STATIC, ShardOptions
 from stages.text.corpus import TokenizeOptions
 from stages.text.patterns import split
 from trainer.config import ModelConfig
 from trainer.data.mask_rate import MaskRate
+
+if TYPE_CHECKING:
+    from stages.download import DownloadOptions
 
 
 def dataset_of(task: ChainTask, phase: int) -> Stage:
@@ -129,6 +131,8 @@ class DownloadDataset(Stage):
         return self.settings.dataset.url(self.phase)
 
     def options(self) -> DownloadOptions:
+        from stages.download import DownloadOptions
+
         if not self.url:
             raise UserError(f"[dataset] phase{self.phase}_url is empty; give an archive or a folder to download from")
         dataset, phase = self.settings.dataset, self.settings.phase(self.phase)

@@ -189,8 +189,10 @@ class Sweep(PipelineTask):
                     for line in decision.lines():
                         log(f"step {rung}: {line}")
                     names = decision.going
+            from stages.view.comparison_page import write
+
             found = self.comparison()
-            comparison.write(self.page, found, time.time())
+            write(self.page, found, time.time())
             log(f"sweep {self.file.name}: {found.headline}")
             log(f"  page: {self.page}\n  table: python -m pipeline compare {self.grid}")
             if failed:

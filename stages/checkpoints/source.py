@@ -22,7 +22,6 @@ from common.secrets import Secret
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints
 from stages.directory.records import read_manifest
-from stages.transfer.fetch import fetch
 from stages.transfer.partial import STATE
 from stages.transfer.urls import Transport, open_source
 from stages.transfer.urls import source_identity as url_identity
@@ -72,6 +71,8 @@ def brought(source: Secret, work: StageDirectory, transport: Transport) -> Itera
         with held_still(path, work):
             yield path
         return
+    from stages.transfer.fetch import fetch
+
     remote = open_source(source, transport)
     assert not isinstance(remote, Path)
     # The step is read from the name.

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from common.errors import UserError
 from common.hashing import InputFile
-from common.workers import processes_asked_for
+from common.process import processes_asked_for
 
 _BLOCK_BYTES = 1 << 20
 #: Decompression threads for a .bz2 file (six keep up with the XML parser), and the chunk size of each: the library's

@@ -16,8 +16,8 @@ from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durabl
 from common.workers import Workers
 from stages.directory.manifest import Output
 from stages.transfer.archive import members
+from trainer.data.file_names import HELD_OUT_SHARDS, TRAINING_SHARDS
 
-PATTERNS = {"training": "*_training_*.hdf5", "test": "*_test_*.hdf5"}
 _COPY_BYTES = 4 << 20
 #: Linux: _IOW(0x94, 9, int) on all architectures except MIPS, PowerPC and SPARC, where the ioctl fails.
 _FICLONE = 0x40049409
@@ -148,7 +148,9 @@ def _temporary(final: Path) -> Path:
 def is_shard(origin: str) -> bool:
     name = PurePosixPath(origin).name
     # macOS packs a "._name" file beside every file.
-    return not name.startswith(".") and any(fnmatch.fnmatch(name, pattern) for pattern in PATTERNS.values())
+    return not name.startswith(".") and any(
+        fnmatch.fnmatch(name, pattern) for pattern in (TRAINING_SHARDS, HELD_OUT_SHARDS)
+    )
 
 
 def folder_shards(folder: Path) -> list[Path]:

@@ -12,7 +12,6 @@ from common.hashing import InputHashes, digest
 from common.options import option
 from common.secrets import Secret, address_identity
 from stages.transfer.remote import LeastRate, Remote
-from stages.transfer.shard_import import folder_shards
 
 CONNECTIONS_MAX = 64
 _GROUP = "addresses in the network"
@@ -102,6 +101,8 @@ def _local_identity(url: Secret, hashes: InputHashes) -> str:
     path = _local_path(url)
     if not path.is_dir():
         return file_identity(hashes.sha256(path))
+    from stages.transfer.shard_import import folder_shards
+
     shards = folder_shards(path)
     return folder_identity(dict(zip((shard.name for shard in shards), _sha256s(shards, hashes), strict=True)))
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from common.errors import UserError
-from common.workers import Workers, processes_asked_for
+from common.process import processes_asked_for
+from common.workers import Workers
 
 
 def square(number: int) -> tuple[int, int]:

@@ -12,12 +12,12 @@ import torch
 from torch.nn import functional as F
 
 from stages.directory.manifest import Identity, StageDirectory
-from stages.evaluate import PATTERN
 from stages.evaluation import mlp
 from stages.evaluation.bert import evaluate
 from tests.helpers.images import write_images
 from tests.helpers.support import MODEL, synthetic_rows
 from trainer.config import ModelConfig
+from trainer.data.file_names import HELD_OUT_SHARDS
 from trainer.data.shards import ShardSet, write_shard
 from trainer.devices.cpu import CpuDevice
 from trainer.models.bert import BertForPreTraining
@@ -46,7 +46,7 @@ def hugging_faces(ours: BertForPreTraining) -> Any:
 def measured(ours: BertForPreTraining, data: Path, out: Path, *, max_samples: int = 10_000) -> dict[str, Any]:
     with StageDirectory.begin(out, lambda: Identity("evaluate", 1)) as work:
         return evaluate(
-            work, ours, ShardSet.open(data, PATTERN), device=CpuDevice(), batch_size=4, max_samples=max_samples
+            work, ours, ShardSet.open(data, HELD_OUT_SHARDS), device=CpuDevice(), batch_size=4, max_samples=max_samples
         )
 
 

@@ -14,13 +14,14 @@ import torch
 from common.errors import UserError
 from common.hashing import InputHashes
 from stages.directory.manifest import Identity, StageDirectory
-from stages.evaluate import PATTERN, EvaluateOptions
+from stages.evaluate import EvaluateOptions
 from stages.evaluation.bert import evaluate
 from stages.evaluation.frequencies import characters, count_pieces, frequency_scores
 from stages.statistics import rows
 from stages.statistics.rows import evenly_spaced
 from tests.helpers.support import MODEL, VOCAB, synthetic_rows
 from trainer.config import ModelConfig
+from trainer.data.file_names import HELD_OUT_SHARDS
 from trainer.data.shards import LENGTHS_KEY, MASKED_KEYS, ShardSet, write_shard
 from trainer.devices.cpu import CpuDevice
 from trainer.models.bert import BertForPreTraining
@@ -141,7 +142,7 @@ def test_an_evaluation_reports_them(tmp_path: Path) -> None:
     pieces = [f"piece{number}" if number % 3 else f"##{number}" for number in range(VOCAB)]
     with StageDirectory.begin(tmp_path / "out", lambda: Identity("evaluate", 1)) as work:
         found = evaluate(
-            work, model, ShardSet.open(tmp_path, PATTERN), training=ShardSet.open(tmp_path), pieces=pieces,
+            work, model, ShardSet.open(tmp_path, HELD_OUT_SHARDS), training=ShardSet.open(tmp_path), pieces=pieces,
             device=CpuDevice(), batch_size=4, max_samples=10_000,
         )  # fmt: skip
     words = words_of(training_texts)
@@ -172,7 +173,7 @@ def test_accuracy_by_frequency_is_that_of_each_class(tmp_path: Path) -> None:
     model.initialise(seed=1)
     arrays, _ = masked_rows(30, seed=0)
     write_shard(tmp_path / "x_test_0.hdf5", arrays)
-    shards = ShardSet.open(tmp_path, PATTERN)
+    shards = ShardSet.open(tmp_path, HELD_OUT_SHARDS)
     rows = np.arange(30)
     (batch,), _ = BatchReader(shards, vocab_size=VOCAB).micro_batches(Samples(0 * rows, rows), 30)
     logits, _ = model.eval().logits(batch)
@@ -184,7 +185,7 @@ def test_accuracy_by_frequency_is_that_of_each_class(tmp_path: Path) -> None:
     (tmp_path / "x_test_0.hdf5").unlink()
     write_shard(tmp_path / "x_test_0.hdf5", arrays)
     with StageDirectory.begin(tmp_path / "out", lambda: Identity("evaluate", 1)) as work:
-        shards = ShardSet.open(tmp_path, PATTERN)
+        shards = ShardSet.open(tmp_path, HELD_OUT_SHARDS)
         found = evaluate(work, model, shards, device=CpuDevice(), batch_size=7, max_samples=10_000)
         counts = count_pieces(work, shards, VOCAB)
     frequent = np.isin(labels, sorted(range(VOCAB), key=lambda piece: (-counts[piece], piece))[:100])

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
+from trainer.data.file_names import TRAINING_SHARDS
 from trainer.data.hdf5 import (
     Array,
     Layout,
@@ -146,7 +147,7 @@ class ShardSet:
     def open(
         cls,
         directory: Path,
-        pattern: str = "*_training_*.hdf5",
+        pattern: str = TRAINING_SHARDS,
         *,
         seq_len: int | None = None,
         max_pred_len: int | None = None,

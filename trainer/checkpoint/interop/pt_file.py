@@ -26,6 +26,7 @@ from trainer.checkpoint.interop.contents import MODEL, OPTIMIZER
 from trainer.checkpoint.interop.join import Checkpoint
 from trainer.checkpoint.interop.names import MOMENTS, TIED
 from trainer.checkpoint.tensor_file import Spec, bytes_of
+from trainer.data.file_names import TRAINING_SHARDS
 from trainer.models.bert import has_weight_decay
 from trainer.optim.adamw import BETA1, BETA2, EPSILON
 from trainer.optim.schedule import linear_warmup_decay
@@ -207,10 +208,10 @@ def _files(source: Checkpoint, settings: ScriptSettings) -> list[Any]:
     """[index of the next shard, *shards in the script's order for this epoch]."""
     if settings.data_dir is None:
         return list(source.contents.training.get("files", [0]))
-    found = sorted(str(path) for path in settings.data_dir.glob("*_training_*.hdf5"))
+    found = sorted(str(path) for path in settings.data_dir.glob(TRAINING_SHARDS))
     if not found:
         raise CheckpointError(
-            f"{settings.data_dir} holds no *_training_*.hdf5; give the directory of the script's shards"
+            f"{settings.data_dir} holds no {TRAINING_SHARDS}; give the directory of the script's shards"
         )
     random.Random(source.contents.epoch).shuffle(found)
     return [0, *found]
