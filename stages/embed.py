@@ -21,7 +21,7 @@ from trainer.config import ModelConfig
 from trainer.data.file_names import TRAINING_SHARDS
 
 #: How the chain may start: from random embeddings, or from this stage's.
-RANDOM, COOCCURRENCE = WORD_EMBEDDINGS = ("random", "cooccurrence")
+RANDOM, COOCCURRENCE = INITIAL_WORD_EMBEDDINGS = ("random", "cooccurrence")
 #: In the stage's directory.
 EMBEDDINGS = "embeddings.safetensors"
 #: Largest id that is counted, and one more.

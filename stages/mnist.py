@@ -26,8 +26,6 @@ FILES = {
     "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
-#: mnist: the files must have these checksums; none: any file in the format is accepted.
-CHECKSUMS = ("mnist", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,7 @@ class MnistOptions(Transport, StageOptions):
         help=f"https://, s3://, file:// or path of the folder with {', '.join(FILES)}",
     )
     checksums: str = option(
-        "mnist", choices=CHECKSUMS, help="mnist: only the original files; none: any files in the format"
+        "mnist", choices=("mnist", "none"), help="mnist: only the original files; none: any files in the format"
     )
 
     def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:

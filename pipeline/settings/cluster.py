@@ -9,9 +9,8 @@ from typing import Any
 import luigi
 
 from common.errors import UserError
-from pipeline.settings.parameters import Choice, Number, Switch, Whole
-from trainer.config import DEVICES
-from trainer.registry import DATA_PARALLEL
+from pipeline.settings.parameters import Choice, Number, Whole, setting
+from trainer.config import TrainConfig
 
 LAUNCHERS = ("local", "slurm", "kubernetes")
 #: Options of sbatch that the job script sets, and [slurm] sbatch_lines may not.
@@ -25,7 +24,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 
 
 class Cluster(luigi.Config):
-    device = Choice(DEVICES)
+    device: str = setting(TrainConfig, "device")
     launcher = Choice(LAUNCHERS)
     nnodes = Whole(1, 4096)
     node_rank = Whole(0, 4095)
@@ -33,13 +32,13 @@ class Cluster(luigi.Config):
     master_port = Whole(1024, 65_000)
     join_timeout_s = Number(1)
     nproc_per_node = Whole(1, 1024)
-    tensor_parallel_size = Whole(1, 1024)
-    data_parallel = Choice(DATA_PARALLEL)
-    batches_per_execution = Whole(1)
-    compile = Switch()
-    collective_timeout_s = Number(1)
+    tensor_parallel_size: int = setting(TrainConfig, "tensor_parallel_size", most=1024)
+    data_parallel: str = setting(TrainConfig, "data_parallel")
+    batches_per_execution: int = setting(TrainConfig, "batches_per_execution")
+    compile: bool = setting(TrainConfig, "compile")
+    collective_timeout_s: float = setting(TrainConfig, "collective_timeout_s")
     hang_timeout_s = Number(1)
-    spot_watch = Switch()
+    spot_watch: bool = setting(TrainConfig, "spot_watch")
 
     @property
     def workers(self) -> int:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import luigi
 
 from common.errors import UserError
+from common.options import fields_of, kind_of
 from common.secrets import Secret
 
 T = TypeVar("T")
@@ -125,6 +126,20 @@ class NumberOrEmpty(Setting[float | None]):
 
     def parse(self, x: str) -> float | None:
         return _number(self, x, float, "empty or a number", self._range) if x.strip() else None
+
+
+def setting(options: type, name: str, *, least: float | None = None, most: float | None = None) -> Any:
+    """The setting for field `name` of the options of a stage or of the trainer: its type, choices and limits, or
+    narrower limits."""
+    kind, _ = kind_of(options, name)
+    about = fields_of(options)[name][1]
+    if about.choices:
+        return Choice(about.choices)
+    if kind is bool:
+        return Switch()
+    lowest, highest = about.least if least is None else least, about.most if most is None else most
+    assert lowest is not None
+    return Whole(int(lowest), None if highest is None else int(highest)) if kind is int else Number(lowest, highest)
 
 
 def _number(setting: Setting[Any], text: str, kind: type, what: str, limits: tuple[Any, Any]) -> Any:

@@ -1,4 +1,7 @@
-"""All settings: one class for each section of luigi.cfg, and `Settings` with all sections."""
+"""All settings: one class for each section of luigi.cfg, and `Settings` with all sections.
+
+A setting that a stage or the trainer takes as an option has that option's limits (`setting`).
+"""
 
 from __future__ import annotations
 
@@ -21,24 +24,25 @@ from pipeline.settings.parameters import (
     Webhook,
     Whole,
     WholeOrEmpty,
+    setting,
 )
-from stages.embed import WORD_EMBEDDINGS
-from stages.mnist import CHECKSUMS
-from stages.shard import DYNAMIC, STATIC
-from stages.text.corpus import DOCUMENT_ENDS
-from stages.transfer.urls import CONNECTIONS_MAX
-from trainer.config import OPTIMIZERS, PRESETS, ModelConfig
-from trainer.registry import NON_FINITE, PRECISIONS, SCHEDULES
+from stages.embed import INITIAL_WORD_EMBEDDINGS
+from stages.evaluate import EvaluateOptions
+from stages.mnist import MnistOptions
+from stages.shard import ShardOptions
+from stages.text.corpus import TokenizeOptions
+from stages.transfer.urls import Transport
+from trainer.config import PRESETS, ModelConfig, TrainConfig
 
 
 class Run(luigi.Config):
     work_dir = luigi.StrParameter()
     seed = Whole(0, 2**31 - 1)
-    log_interval = Whole(1)
-    non_finite = Choice(NON_FINITE)
-    non_finite_limit = Whole(0)
-    replica_check_steps = Whole(0)
-    processes = Whole(0)
+    log_interval: int = setting(TrainConfig, "log_interval")
+    non_finite: str = setting(TrainConfig, "non_finite")
+    non_finite_limit: int = setting(TrainConfig, "non_finite_limit")
+    replica_check_steps: int = setting(TrainConfig, "replica_check_steps")
+    processes: int = setting(TokenizeOptions, "processes")
     report_interval_s = Number(0)
     stage_hang_timeout_s = Number(0)
 
@@ -46,12 +50,12 @@ class Run(luigi.Config):
 class Corpus(luigi.Config):
     source = luigi.StrParameter()
     held_out_source = luigi.StrParameter()
-    held_out = Number(0, 0.5)
-    document = Choice(DOCUMENT_ENDS)
+    held_out: float = setting(TokenizeOptions, "held_out", most=0.5)
+    document: str = setting(TokenizeOptions, "document")
     vocab_file = luigi.StrParameter()
-    vocab_size = Whole(64, 1 << 20)
-    lower_case = Switch()
-    max_unknown_share = Number(0, 1)
+    vocab_size: int = setting(TokenizeOptions, "vocab_size", least=64, most=1 << 20)
+    lower_case: bool = setting(TokenizeOptions, "lower_case")
+    max_unknown_share: float = setting(TokenizeOptions, "max_unknown_share")
 
 
 class Dataset(luigi.Config):
@@ -61,16 +65,16 @@ class Dataset(luigi.Config):
     phase2_sha256 = Sha256OrEmpty()
     s3_profile = luigi.StrParameter()
     s3_endpoint = Address()
-    connections = Whole(1, CONNECTIONS_MAX)
-    low_speed_limit_bytes_per_s = Number(0)
-    low_speed_time_s = Number(1)
+    connections: int = setting(Transport, "connections")
+    low_speed_limit_bytes_per_s: float = setting(Transport, "low_speed_limit_bytes_per_s")
+    low_speed_time_s: float = setting(Transport, "low_speed_time_s")
     keep_archive = Switch()
-    next_sentence = Switch()
-    masking = Choice((STATIC, DYNAMIC))
-    dupe_factor = Whole(1, 1000)
-    short_seq_prob = Number(0, 1)
-    whole_word_mask = Switch()
-    shards = Whole(1, 100_000)
+    next_sentence: bool = setting(ShardOptions, "next_sentence")
+    masking: str = setting(ShardOptions, "masking")
+    dupe_factor: int = setting(ShardOptions, "dupe_factor")
+    short_seq_prob: float = setting(ShardOptions, "short_seq_prob")
+    whole_word_mask: bool = setting(ShardOptions, "whole_word_mask")
+    shards: int = setting(ShardOptions, "shards")
 
     def url(self, phase: int) -> Secret:
         return self.phase1_url if phase == 1 else self.phase2_url
@@ -110,31 +114,31 @@ class Model(luigi.Config):
 class Phase(luigi.Config):
     """The keys that [phase1] and [phase2] have in common."""
 
-    seq_len = Whole(8, 1 << 16)
-    max_pred_len = Whole(1)
-    masked_lm_prob = Number(0.001, 1)
+    seq_len: int = setting(ShardOptions, "seq_len", least=8)
+    max_pred_len: int = setting(ShardOptions, "max_pred_len")
+    masked_lm_prob: float = setting(ShardOptions, "masked_lm_prob", least=0.001)
     final_masked_lm_prob = NumberOrEmpty(0.001, 1)
-    pack = Switch()
+    pack: bool = setting(ShardOptions, "pack")
     global_batch_size = Whole(1)
-    micro_batch_size = Whole(1)
-    batch_ramp_steps = Whole(0)
-    batch_ramp_parts = Whole(2)
-    optimizer = Choice(OPTIMIZERS)
-    lr = Number(0)
-    schedule = Choice(SCHEDULES)
-    warmup_steps = Whole(0)
-    decay_share = Number(0.001, 1)
-    max_steps = Whole(1)
-    weight_decay = Number(0)
-    max_grad_norm = Number(0)
-    ckpt_interval_steps = Whole(0)
-    ckpt_interval_minutes = Number(0)
-    num_ckpts_to_keep = Whole(-1)
-    minimal_ckpt = Switch()
+    micro_batch_size: int = setting(TrainConfig, "micro_batch_size")
+    batch_ramp_steps: int = setting(TrainConfig, "batch_ramp_steps")
+    batch_ramp_parts: int = setting(TrainConfig, "batch_ramp_parts")
+    optimizer: str = setting(TrainConfig, "optimizer")
+    lr: float = setting(TrainConfig, "lr")
+    schedule: str = setting(TrainConfig, "schedule")
+    warmup_steps: int = setting(TrainConfig, "warmup_steps")
+    decay_share: float = setting(TrainConfig, "decay_share")
+    max_steps: int = setting(TrainConfig, "max_steps")
+    weight_decay: float = setting(TrainConfig, "weight_decay")
+    max_grad_norm: float = setting(TrainConfig, "max_grad_norm")
+    ckpt_interval_steps: int = setting(TrainConfig, "ckpt_interval_steps", least=0)
+    ckpt_interval_minutes: float = setting(TrainConfig, "ckpt_interval_minutes")
+    num_ckpts_to_keep: int = setting(TrainConfig, "num_ckpts_to_keep")
+    minimal_ckpt: bool = setting(TrainConfig, "minimal_ckpt")
 
 
 class Phase1(Phase):
-    word_embeddings = Choice(WORD_EMBEDDINGS)
+    word_embeddings = Choice(INITIAL_WORD_EMBEDDINGS)
 
 
 class Phase2(Phase):
@@ -142,24 +146,24 @@ class Phase2(Phase):
 
 
 class Precision(luigi.Config):
-    mode = Choice(PRECISIONS)
+    mode: str = setting(TrainConfig, "precision")
 
 
 class Evaluation(luigi.Config):
-    max_samples = Whole(1)
+    max_samples: int = setting(EvaluateOptions, "max_samples")
     blimp = luigi.StrParameter()
-    blimp_samples = Whole(0)
+    blimp_samples: int = setting(EvaluateOptions, "blimp_samples")
 
 
 class Mnist(luigi.Config):
     url = Address()
-    checksums = Choice(CHECKSUMS)
+    checksums: str = setting(MnistOptions, "checksums")
     epochs = Whole(1)
-    batch_size = Whole(1)
-    lr = Number(0)
-    precision = Choice(PRECISIONS)
-    ckpt_interval_steps = Whole(0)
-    log_interval = Whole(1)
+    batch_size: int = setting(TrainConfig, "micro_batch_size")
+    lr: float = setting(TrainConfig, "lr")
+    precision: str = setting(TrainConfig, "precision")
+    ckpt_interval_steps: int = setting(TrainConfig, "ckpt_interval_steps", least=0)
+    log_interval: int = setting(TrainConfig, "log_interval")
 
 
 class Nights(luigi.Config):

@@ -13,7 +13,6 @@ from common.options import option
 from common.secrets import Secret, address_identity
 from stages.transfer.remote import LeastRate, Remote
 
-CONNECTIONS_MAX = 64
 _GROUP = "addresses in the network"
 
 
@@ -22,7 +21,7 @@ class Transport:
     """Transfer settings; they do not affect the result."""
 
     connections: int = option(
-        8, decides=False, group=_GROUP, unit="requests", least=1, most=CONNECTIONS_MAX, help="parallel requests"
+        8, decides=False, group=_GROUP, unit="requests", least=1, most=64, help="parallel requests"
     )
     s3_profile: str = option(
         "", decides=False, group=_GROUP, metavar="NAME",
