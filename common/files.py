@@ -191,11 +191,19 @@ def write_json(path: Path, value: Any) -> None:
         file.write((json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
-def replace_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON so that readers see the old or the new, never a part; not durable. Raises OSError."""
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` so that readers see the old or the new, never a part; not durable. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def replace_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON as `replace_text` does. Raises OSError."""
+    replace_text(path, json.dumps(value))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.errors import UserError
-from common.files import METRICS, TEMPORARY_SUFFIX, disk_errors, durable_file, read_json
+from common.files import METRICS, TEMPORARY_SUFFIX, disk_errors, durable_file, read_json, replace_text
 from common.hashing import InputHashes
 from common.options import option
 from stages.directory.attempts import ATTEMPTS
@@ -95,18 +95,13 @@ def _write(path: Path, text: str) -> None:
 
 
 def refresh(path: Path, view: Run) -> None:
-    """Write the page to `path` atomically, without fsync, since it is rewritten soon. Raises `DiskError`."""
+    """Write the page to `path`, without fsync, since it is rewritten soon. Raises `DiskError`."""
     from stages.view.page import page
 
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     text = page(view)
-    try:
-        with disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text)
 
 
 def view_of(directories: list[Path], settings: Settings | None) -> Run:

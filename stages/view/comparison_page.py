@@ -10,7 +10,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from common.files import TEMPORARY_SUFFIX, disk_errors
+from common.files import disk_errors, replace_text
 from stages.view.chart import Series, line_chart
 from stages.view.comparison import LOSS, Comparison, Trial
 from stages.view.curves import points
@@ -66,8 +66,7 @@ def _chart(title: str, axis: str, first: float, curves: Sequence[tuple[Trial, Se
 
 
 def write(path: Path, comparison: Comparison, written: float) -> None:
-    """Write the page atomically. Raises `DiskError`."""
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    """Write the page. Raises `DiskError`."""
+    text = page(comparison, written)
     with disk_errors(path):
-        temporary.write_text(page(comparison, written), encoding="utf-8")
-        temporary.replace(path)
+        replace_text(path, text)
