@@ -9,7 +9,7 @@ from typing import Any
 import luigi
 
 from common.errors import UserError
-from pipeline.settings.parameters import Choice, Number, Whole, setting
+from pipeline.settings.parameters import Choice, number, setting, whole
 from trainer.config import TrainConfig
 
 LAUNCHERS = ("local", "slurm", "kubernetes")
@@ -26,18 +26,18 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 class Cluster(luigi.Config):
     device: str = setting(TrainConfig, "device")
     launcher = Choice(LAUNCHERS)
-    nnodes = Whole(1, 4096)
-    node_rank = Whole(0, 4095)
+    nnodes: int = whole(1, 4096)
+    node_rank: int = whole(0, 4095)
     master_addr = luigi.StrParameter()
-    master_port = Whole(1024, 65_000)
-    join_timeout_s = Number(1)
-    nproc_per_node = Whole(1, 1024)
+    master_port: int = whole(1024, 65_000)
+    join_timeout_s: float = number(1)
+    nproc_per_node: int = whole(1, 1024)
     tensor_parallel_size: int = setting(TrainConfig, "tensor_parallel_size", most=1024)
     data_parallel: str = setting(TrainConfig, "data_parallel")
     batches_per_execution: int = setting(TrainConfig, "batches_per_execution")
     compile: bool = setting(TrainConfig, "compile")
     collective_timeout_s: float = setting(TrainConfig, "collective_timeout_s")
-    hang_timeout_s = Number(1)
+    hang_timeout_s: float = number(1)
     spot_watch: bool = setting(TrainConfig, "spot_watch")
 
     @property
@@ -92,7 +92,7 @@ class Slurm(luigi.Config):
     partition = luigi.StrParameter()
     account = luigi.StrParameter()
     time_limit = luigi.StrParameter()
-    signal_s = Whole(1, 65_535)
+    signal_s: int = whole(1, 65_535)
     sbatch_lines = luigi.StrParameter()
 
     @property
@@ -146,7 +146,7 @@ class Kubernetes(luigi.Config):
     pod_resources = luigi.StrParameter()
     node_selector = luigi.StrParameter()
     service_account = luigi.StrParameter()
-    start_timeout_s = Number(0)
+    start_timeout_s: float = number(0)
 
     @property
     def quantities(self) -> dict[str, str]:

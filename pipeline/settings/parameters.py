@@ -7,6 +7,7 @@ integer or "perhaps" for a boolean; and OptionalIntParameter accepts -3.
 from __future__ import annotations
 
 import configparser
+import math
 import re
 from collections.abc import Collection
 from typing import Any, TypeVar
@@ -88,44 +89,33 @@ class Switch(Setting[bool]):
         return states[x.lower()]
 
 
-class Number(Setting[float]):
-    """A number from `least` to `most`."""
-
-    def __init__(self, least: float, most: float | None = None) -> None:
+class _Number(Setting[Any]):
+    def __init__(self, kind: type, least: float, most: float | None, empty: bool) -> None:
         super().__init__()
-        self._range = (least, most)
+        self._kind, self._least, self._most, self._empty = kind, least, most, empty
 
-    def parse(self, x: str) -> float:
-        return float(_number(self, x, float, "a number", self._range))
-
-
-class Whole(Setting[int]):
-    """A whole number from `least` to `most`."""
-
-    def __init__(self, least: int, most: int | None = None) -> None:
-        super().__init__()
-        self._range = (least, most)
-
-    def parse(self, x: str) -> int:
-        return int(_number(self, x, int, "a whole number", self._range))
-
-
-class WholeOrEmpty(Setting[int | None]):
-    """A whole number from 1 up, or empty: the default is the preset's."""
-
-    def parse(self, x: str) -> int | None:
-        return _number(self, x, int, "empty or a whole number", (1, None)) if x.strip() else None
+    def parse(self, x: str) -> Any:
+        if self._empty and not x.strip():
+            return None
+        what = ("empty or " if self._empty else "") + ("a whole number" if self._kind is int else "a number")
+        limits = f", {self._least} or more" if self._most is None else f" from {self._least} to {self._most}"
+        try:
+            value = self._kind(x)
+        except ValueError:
+            raise self.refuse(f"'{x}'", what + limits) from None
+        if not self._least <= value <= (math.inf if self._most is None else self._most) or math.isinf(value):
+            raise self.refuse(x, what + limits)
+        return value
 
 
-class NumberOrEmpty(Setting[float | None]):
-    """A number from `least` to `most`, or empty."""
+def number(least: float, most: float | None = None, *, empty: bool = False) -> Any:
+    """A number from `least` to `most`; None if it may be `empty` and is."""
+    return _Number(float, least, most, empty)
 
-    def __init__(self, least: float, most: float) -> None:
-        super().__init__()
-        self._range = (least, most)
 
-    def parse(self, x: str) -> float | None:
-        return _number(self, x, float, "empty or a number", self._range) if x.strip() else None
+def whole(least: float, most: float | None = None, *, empty: bool = False) -> Any:
+    """A whole number from `least` to `most`; None if it may be `empty` and is."""
+    return _Number(int, least, most, empty)
 
 
 def setting(options: type, name: str, *, least: float | None = None, most: float | None = None) -> Any:
@@ -139,16 +129,4 @@ def setting(options: type, name: str, *, least: float | None = None, most: float
         return Switch()
     lowest, highest = about.least if least is None else least, about.most if most is None else most
     assert lowest is not None
-    return Whole(int(lowest), None if highest is None else int(highest)) if kind is int else Number(lowest, highest)
-
-
-def _number(setting: Setting[Any], text: str, kind: type, what: str, limits: tuple[Any, Any]) -> Any:
-    least, most = limits
-    allowed = f"{what}, {least} or more" if most is None else f"{what} from {least} to {most}"
-    try:
-        value = kind(text)
-    except ValueError:
-        raise setting.refuse(f"'{text}'", allowed) from None
-    if not least <= value or (most is not None and value > most) or value in (float("inf"), float("-inf")):
-        raise setting.refuse(text, allowed)
-    return value
+    return _Number(kind, lowest, highest, empty=False)

@@ -17,14 +17,12 @@ from pipeline.settings.cluster import Cluster, Kubernetes, Slurm
 from pipeline.settings.parameters import (
     Address,
     Choice,
-    Number,
-    NumberOrEmpty,
     Sha256OrEmpty,
     Switch,
     Webhook,
-    Whole,
-    WholeOrEmpty,
+    number,
     setting,
+    whole,
 )
 from stages.embed import INITIAL_WORD_EMBEDDINGS
 from stages.evaluate import EvaluateOptions
@@ -37,14 +35,14 @@ from trainer.config import PRESETS, ModelConfig, TrainConfig
 
 class Run(luigi.Config):
     work_dir = luigi.StrParameter()
-    seed = Whole(0, 2**31 - 1)
+    seed: int = whole(0, 2**31 - 1)
     log_interval: int = setting(TrainConfig, "log_interval")
     non_finite: str = setting(TrainConfig, "non_finite")
     non_finite_limit: int = setting(TrainConfig, "non_finite_limit")
     replica_check_steps: int = setting(TrainConfig, "replica_check_steps")
     processes: int = setting(TokenizeOptions, "processes")
-    report_interval_s = Number(0)
-    stage_hang_timeout_s = Number(0)
+    report_interval_s: float = number(0)
+    stage_hang_timeout_s: float = number(0)
 
 
 class Corpus(luigi.Config):
@@ -91,14 +89,14 @@ class Dataset(luigi.Config):
 
 class Model(luigi.Config):
     preset = Choice(tuple(PRESETS))
-    vocab_size = WholeOrEmpty()
-    num_hidden_layers = WholeOrEmpty()
-    hidden_size = WholeOrEmpty()
-    num_attention_heads = WholeOrEmpty()
-    intermediate_size = WholeOrEmpty()
-    max_position_embeddings = Whole(8)
-    hidden_dropout_prob = Number(0, 1)
-    attention_probs_dropout_prob = Number(0, 1)
+    vocab_size: int | None = whole(1, empty=True)
+    num_hidden_layers: int | None = whole(1, empty=True)
+    hidden_size: int | None = whole(1, empty=True)
+    num_attention_heads: int | None = whole(1, empty=True)
+    intermediate_size: int | None = whole(1, empty=True)
+    max_position_embeddings: int = whole(8)
+    hidden_dropout_prob: float = number(0, 1)
+    attention_probs_dropout_prob: float = number(0, 1)
 
     @property
     def downloaded_vocab_size(self) -> int:
@@ -117,9 +115,9 @@ class Phase(luigi.Config):
     seq_len: int = setting(ShardOptions, "seq_len", least=8)
     max_pred_len: int = setting(ShardOptions, "max_pred_len")
     masked_lm_prob: float = setting(ShardOptions, "masked_lm_prob", least=0.001)
-    final_masked_lm_prob = NumberOrEmpty(0.001, 1)
+    final_masked_lm_prob: float | None = number(0.001, 1, empty=True)
     pack: bool = setting(ShardOptions, "pack")
-    global_batch_size = Whole(1)
+    global_batch_size: int = whole(1)
     micro_batch_size: int = setting(TrainConfig, "micro_batch_size")
     batch_ramp_steps: int = setting(TrainConfig, "batch_ramp_steps")
     batch_ramp_parts: int = setting(TrainConfig, "batch_ramp_parts")
@@ -158,7 +156,7 @@ class Evaluation(luigi.Config):
 class Mnist(luigi.Config):
     url = Address()
     checksums: str = setting(MnistOptions, "checksums")
-    epochs = Whole(1)
+    epochs: int = whole(1)
     batch_size: int = setting(TrainConfig, "micro_batch_size")
     lr: float = setting(TrainConfig, "lr")
     precision: str = setting(TrainConfig, "precision")
@@ -167,7 +165,7 @@ class Mnist(luigi.Config):
 
 
 class Nights(luigi.Config):
-    keep = Whole(1)
+    keep: int = whole(1)
     webhook = Webhook()
 
 
