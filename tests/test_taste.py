@@ -50,7 +50,7 @@ ORDER = {
         "__init__",
     ],
     "trainer": [
-        *("__main__", "doctor", "options", "rollback", "loop", "resume", "build", "metrics", "replicas", "run"),
+        *("__main__", "machine", "options", "rollback", "loop", "resume", "build", "metrics", "replicas", "run"),
         *("launch", "workloads", "checkpoint", "state", "devices", "models", "data", "parallel", "optim"),
         *("precision", "config", "registry", "seeds", "__init__"),
     ],

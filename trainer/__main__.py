@@ -1,4 +1,5 @@
-"""`python -m trainer …`, or `torchrun --nproc_per_node=N -m trainer …` for N workers; `--doctor` checks the machine.
+"""`python -m trainer …`, or `torchrun --nproc_per_node=N -m trainer …` for N workers; `--doctor` reports what the
+machine has, `--self-test` whether it computes correctly.
 
 Exit status: 0 all requested steps are done; 75 stopped by a signal with the state saved, continue with the same command
 and --resume_ckpt; 1 refused with one line; 2 unknown options; 70 a bug, with its traceback; 71 the workers' copies of
@@ -38,12 +39,16 @@ def main() -> int:
         mesh = Mesh.of_environment(1)
         given = parse()
         if given.run.doctor:
-            from trainer.doctor import examine
+            from trainer.machine.doctor import examine
 
             return examine(print)
         if given.run.spawn is not None:
             spawn(given.run.spawn, sys.argv[1:])
         mesh = Mesh.of_environment(given.config.tensor_parallel_size)
+        if given.run.self_test:
+            from trainer.machine.self_test import self_test
+
+            return self_test(given, mesh)
         return _train(*to_config(given, mesh), mesh)
     except Exception as error:
         return end(error, mesh)

@@ -36,6 +36,10 @@ class RunOptions:
         BERT, choices=tuple(WORKLOADS), help="what is trained; each has its own options: --workload NAME --help"
     )
     doctor: bool = option(False, decides=False, help="report what this machine has and lacks, and exit")
+    self_test: bool = option(
+        False, decides=False, names=("--self-test",),
+        help="check that the device computes the same as the CPU, in single operations and in training, and exit",
+    )  # fmt: skip
     spawn: int | None = option(
         None, decides=False, unit="workers",
         help="start this many workers on this machine, as torchrun --nproc_per_node does (NEURON_NUM_DEVICES of the "

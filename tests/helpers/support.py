@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from common.process import free_port
 from trainer.data.shards import write_shard
+from trainer.machine.sample import sample_rows
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 200
@@ -39,32 +40,8 @@ MODEL = {
 
 
 def synthetic_rows(rows: int, *, seq_len: int, max_pred_len: int, seed: int) -> dict[str, np.ndarray]:
-    """Well-formed examples of random ids: [CLS] a [SEP] b [SEP] padding, of varied length, masks anywhere but on
-    special tokens."""
-    rng = np.random.default_rng(seed)
-    ids = np.zeros((rows, seq_len), np.uint16)
-    mask, segments = np.zeros((rows, seq_len), np.uint8), np.zeros((rows, seq_len), np.uint8)
-    positions, labels = np.zeros((rows, max_pred_len), np.uint16), np.zeros((rows, max_pred_len), np.uint16)
-    for row in range(rows):
-        length = int(rng.integers(8, seq_len + 1))
-        middle = int(rng.integers(2, length - 3))
-        ids[row, :length] = rng.integers(5, VOCAB, length)
-        ids[row, [0, middle, length - 1]] = 2, 3, 3
-        mask[row, :length] = 1
-        segments[row, middle + 1 : length] = 1
-        free = np.setdiff1d(np.arange(1, length - 1), [middle])
-        chosen = np.sort(rng.choice(free, size=min(len(free), int(rng.integers(1, max_pred_len + 1))), replace=False))
-        positions[row, : len(chosen)] = chosen
-        labels[row, : len(chosen)] = ids[row, chosen]
-        ids[row, chosen] = 4
-    return {
-        "input_ids": ids,
-        "input_mask": mask,
-        "segment_ids": segments,
-        "masked_lm_positions": positions,
-        "masked_lm_ids": labels,
-        "next_sentence_labels": rng.integers(0, 2, rows).astype(np.uint8),
-    }
+    """Well-formed examples of random ids."""
+    return sample_rows(rows, vocab_size=VOCAB, seq_len=seq_len, max_pred_len=max_pred_len, seed=seed)
 
 
 def write_dataset(directory: Path, rows_per_shard: list[int], *, seq_len: int = 32, max_pred_len: int = 5) -> Path:

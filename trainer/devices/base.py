@@ -65,6 +65,13 @@ class Device(abc.ABC):
         """This worker's device. Raises `UserError`."""
         return cls()
 
+    def compiler(self, cache: str | None) -> Inductor:
+        """What `--compile` compiles with; `cache`: directory for compiled code, None: the compiler's own.
+
+        Raises `UserError` if it is not installed.
+        """
+        return Inductor(cache, needs_cxx=self.backend == "gloo")
+
     @property
     def static_shapes(self) -> bool:
         """Whether all micro-batches need the same shapes, so that one graph serves them."""
@@ -169,6 +176,10 @@ class Device(abc.ABC):
         extremes = torch.stack([torch.stack(tensor.aminmax()).double() for tensor in filled])
         found = iter(zip(sums, extremes.isfinite().all(dim=1).tolist(), strict=True))
         return [next(found) if tensor.numel() else (0, True) for tensor in tensors]
+
+    def fallbacks(self) -> list[str] | None:
+        """Names of the operations that have run on the CPU instead; None: not known."""
+        return None
 
     @abc.abstractmethod
     def peak_flops_per_s(self, precision: str) -> float | None:

@@ -99,7 +99,7 @@ class _Dropout(torch.autograd.Function):
 
 
 class CpuDevice(Device):
-    operations = CpuOperations()
+    operations: Operations = CpuOperations()
     torch_device = torch.device("cpu")
     backend = "gloo"
 

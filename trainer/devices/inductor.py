@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
@@ -30,13 +31,15 @@ class Inductor:
 
     def compile(self, model: nn.Module) -> Callable[..., Any]:
         """`model`'s forward pass, compiled at its first call."""
+        # Dynamo counts compilations by code, whichever model they were for, and runs eagerly after the eighth.
+        torch._dynamo.reset()
         return torch.compile(model, backend=self._backend, dynamic=False)
 
     def _backend(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
         began = time.monotonic()
-        compiled: Any = compile_fx(graph, inputs)
+        compiled: Any = compile_fx(graph, inputs, decompositions=_rules())
         kernel: Callable[..., Any] = compiled
         shapes = [(tuple(t.shape), str(t.dtype)) if isinstance(t, torch.Tensor) else repr(t) for t in inputs]
         self.graphs.append(
@@ -47,3 +50,21 @@ class Inductor:
             }
         )
         return kernel
+
+
+@functools.cache
+def _rules() -> dict[Any, Any]:
+    """Inductor's decompositions, without that of the gradient of embeddings.
+
+    It adds with atomics, in another order each time: resumed runs ended with other bytes. torch's kernel has a fixed
+    order.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.lowering import make_fallback
+
+    whole = torch.ops.aten.embedding_dense_backward.default
+    make_fallback(whole, warn=False, override_decomp=True)
+    torch.compiler.config.cache_key_tag = (
+        "embedding_dense_backward as a whole"  # not part of the caches' keys otherwise
+    )
+    return {operation: rule for operation, rule in select_decomp_table().items() if operation is not whole}

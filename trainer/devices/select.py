@@ -10,7 +10,6 @@ import torch
 from common.errors import UserError
 from trainer import registry
 from trainer.devices.base import Device, DeviceOptions
-from trainer.devices.inductor import Inductor
 from trainer.models.operations import Operations
 from trainer.parallel.mesh import Mesh
 
@@ -32,7 +31,7 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
         raise UserError(f"compile is for cpu and cuda; device {name} always compiles: leave it off")
     device = kind.of(mesh, options)
     if options.compile:
-        device.inductor = Inductor(options.compile_cache, needs_cxx=device.backend == "gloo")
+        device.inductor = device.compiler(options.compile_cache)
         device.operations = Operations()  # torch.compile fuses these better than our own
     return device
 

@@ -183,6 +183,10 @@ class XlaDevice(Device):
         fetched: list[torch.Tensor] = self._torch_xla._XLAC._xla_get_cpu_tensors([t.detach() for t in tensors])
         return fetched
 
+    def fallbacks(self) -> list[str]:
+        # torch_xla counts each operation that it hands to the CPU under torch's name of it.
+        return [name for name in self._metrics.counter_names() if name.startswith("aten::")]
+
     def peak_flops_per_s(self, precision: str) -> float | None:
         return None
 

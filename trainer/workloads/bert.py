@@ -112,7 +112,7 @@ class BertWorkload(Workload):
     def of(cls, options: BertOptions) -> Self:
         directory = options.data_dir.expanduser()
         shards = ShardSet.open(directory, seq_len=options.seq_len, max_pred_len=options.max_pred_len)
-        return cls(_model(options), shards, _masking(options, shards), options.word_embeddings)
+        return cls(model_of(options), shards, _masking(options, shards), options.word_embeddings)
 
     def describe(self) -> dict[str, Any]:
         return self.config.to_dict()
@@ -205,7 +205,8 @@ def _word_embeddings(path: Path, model: ModelConfig) -> dict[str, Tensor]:
     return {name: found[name] for name in limits}
 
 
-def _model(options: BertOptions) -> ModelConfig:
+def model_of(options: BertOptions) -> ModelConfig:
+    """The model that the options describe. Raises `UserError`."""
     changes = {} if options.vocab_size is None else {"vocab_size": options.vocab_size}
     if options.model_config is not None:
         try:

@@ -1,0 +1,64 @@
+"""The self-test accepts a device that computes what the CPU does, and finds each of eight faults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.support import Workers, assert_one_line_error, command, options, write_model_config
+from trainer.machine.self_test import CHECKS, FILE
+
+
+def self_test(folder: Path, fault: str, workers: int = 1, **values: object) -> tuple[int, set[str], str]:
+    """(exit status, the checks that failed, output) of the self-test of a device of `tests.helpers.faulty_devices`."""
+    words = options(
+        model_config=write_model_config(folder), seq_len=32, max_pred_len=5, batch_size=4, device="cpu",
+        precision="fp32", output_dir=folder / "out", **values,
+    )  # fmt: skip
+    done = Workers(workers, "tests.helpers.faulty_devices", [fault, "--self-test", *words], {}).wait()
+    assert done.returncode in (0, 1), done.stdout
+    record = json.loads((folder / "out" / FILE).read_text())
+    assert record["checks"].keys() == CHECKS.keys()
+    failed = {name for name, check in record["checks"].items() if not check["passed"]}
+    assert record["passed"] == (not failed)
+    for name in failed:
+        assert f"{name:<21} FAILED" in done.stdout
+    assert [path.name for path in (folder / "out").iterdir()] == [FILE]
+    return done.returncode, failed, done.stdout
+
+
+@pytest.mark.parametrize(("workers", "values"), [(1, {}), (2, {}), (2, {"tensor_parallel_size": 2})])
+def test_a_sound_device_passes(tmp_path: Path, workers: int, values: dict[str, int]) -> None:
+    status, failed, output = self_test(tmp_path, "Sound", workers, **values)
+    assert (status, failed) == (0, set()), output
+    assert output.splitlines()[-1].startswith("self-test passed: ")
+
+
+@pytest.mark.parametrize(
+    ("fault", "workers", "found"),
+    [
+        ("WrongGradients", 1, {"operations", "gradients"}),
+        ("DroppedAllReduce", 2, {"collectives", "gradients", "updates", "resume"}),
+        ("RepeatedDropoutMask", 1, {"dropout independence"}),
+        ("StaleGraph", 1, {"dropout independence", "compiled graphs"}),
+        ("NarrowedIntegers", 1, {"integers"}),
+        ("WrongMask", 1, {"operations", "attention mask", "gradients", "updates"}),
+        ("SwappedShards", 2, {"collectives", "gradients", "updates"}),
+        ("LostUpdate", 1, {"updates"}),
+    ],
+)
+def test_each_fault_is_found(tmp_path: Path, fault: str, workers: int, found: set[str]) -> None:
+    """The first of them names the cause; the others follow from it."""
+    status, failed, output = self_test(tmp_path, fault, workers)
+    assert (status, failed) == (1, found), output
+    assert output.splitlines()[-1].startswith("self-test FAILED: ")
+
+
+def test_another_workload_is_refused() -> None:
+    assert_one_line_error(
+        command("-m", "trainer", "--self-test", "--workload", "mnist"),
+        "--self-test trains BERT",
+        "leave --workload out",
+    )

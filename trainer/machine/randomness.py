@@ -1,0 +1,102 @@
+"""Checks of dropout: its rate, and the independence of what is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from trainer.devices.base import Device
+from trainer.machine.subject import Finding, Subject, differing, fetch, program
+from trainer.models.bert import Dropout
+
+_P = 0.1
+_N = 1 << 18
+#: Standard deviations of a share or a correlation. One in 1.7 million exceeds it by chance; about a hundred are tried.
+_SIGMAS = 5.0
+#: CPU's dropout rounds p to a multiple of 2⁻¹⁶ (trainer/devices/cpu.py).
+_ROUNDING = 2**-17
+
+
+def check_dropout_rate(subject: Subject) -> Iterator[Finding]:
+    """A share p is dropped, the rest scaled by 1 / (1 - p); the gradient is dropped alike."""
+    for way, device in subject.devices.items():
+        device.seed(1)
+        x = torch.ones(_N).to(device.torch_device).requires_grad_()
+        out = program(device, Dropout(_P, device.operations))(x)
+        (gradient,) = torch.autograd.grad(out.sum(), [x])
+        kept, gradient = fetch(device, out, gradient)
+        error = abs((kept == 0).double().mean().item() - _P) - _ROUNDING
+        yield Finding(f"{way}, share dropped, in standard deviations", error / _deviation(_P, _N), _SIGMAS)
+        scale = (kept[kept != 0] * (1 - _P) - 1).abs().max().item()
+        yield Finding(f"{way}, scale of the rest", scale, 1e-4)
+        yield Finding(f"{way}, elements dropped in one direction only", differing(gradient, kept))
+    for p in (0.0, _P):
+        error = abs((_attention_weights(subject.device, p) == 0).double().mean().item() - p) - _ROUNDING
+        sigmas = max(0.0, error) / _deviation(_P, _ATTENDED * _ATTENDED)
+        yield Finding(f"attention, share dropped at p = {p:g}", sigmas, _SIGMAS)
+
+
+def check_dropout_independence(subject: Subject) -> Iterator[Finding]:
+    """The seed decides what is drawn; whatever else is drawn is independent of it."""
+    for way, device in subject.devices.items():
+        dropout = program(device, Dropout(0.5, device.operations))
+        yield from (Finding(f"{way}, {what}", *rest) for what, *rest in _independence(device, _masks_of(dropout)))
+    masks = [_attention_weights(subject.device, _P, seed) == 0 for seed in (1, 1, 2)]
+    yield Finding("attention, elements that a repeated seed changes", differing(masks[0], masks[1]))
+    yield Finding("attention, two seeds that drop the same", float(torch.equal(masks[0], masks[2])))
+
+
+def _independence(device: Device, draw: Callable[[Device], Tensor]) -> Iterator[tuple[str, float, float]]:
+    device.seed(1)
+    first, second = draw(device), draw(device)
+    device.seed(1)
+    again = draw(device)
+    device.seed(2)
+    other = draw(device)
+    device.seed(1)
+    with device.random_region(3):
+        inside = draw(device)
+    after = draw(device)
+    yield "elements that a repeated seed changes", differing(again, first), 0
+    yield "elements that a random region changes outside it", differing(after, first), 0
+    pairs = {"two draws": second, "two seeds": other, "a random region and what is outside": inside}
+    for what, mask in pairs.items():
+        yield f"correlation of {what}, in standard deviations", _correlation(first, mask), _SIGMAS
+    for lag in (*range(1, 9), 64, 1024):
+        yield f"correlation at lag {lag}, in standard deviations", _correlation(first[lag:], first[:-lag]), _SIGMAS
+
+
+def _masks_of(dropout: Callable[[Tensor], Tensor]) -> Callable[[Device], Tensor]:
+    def draw(device: Device) -> Tensor:
+        (out,) = fetch(device, dropout(torch.ones(_N).to(device.torch_device)))
+        return out == 0
+
+    return draw
+
+
+def _correlation(a: Tensor, b: Tensor) -> float:
+    """Of two masks with a share of a half; in standard deviations."""
+    return abs(4 * ((a.double() - 0.5) * (b.double() - 0.5)).mean().item()) * math.sqrt(a.numel())
+
+
+def _deviation(p: float, count: int) -> float:
+    """The standard deviation of a share."""
+    return math.sqrt(p * (1 - p) / count)
+
+
+#: Tokens, and the head size that shows the weights of all of them.
+_ATTENDED = 64
+
+
+def _attention_weights(device: Device, p: float, seed: int = 1) -> Tensor:
+    """The weights after dropout, (S, S), where without it all are 1/S: queries are 0, and values the identity."""
+    ids = torch.ones(1, _ATTENDED, dtype=torch.int64).to(device.torch_device)
+    zeros = torch.zeros(1, 1, _ATTENDED, _ATTENDED).to(device.torch_device)
+    values = torch.eye(_ATTENDED)[None, None].to(device.torch_device)
+    device.seed(seed)
+    ops = device.operations
+    (out,) = fetch(device, ops.attention(zeros, zeros, values, ops.attention_mask(ids, None), p))
+    return out[0, 0]
