@@ -23,8 +23,9 @@ from trainer.machine.subject import Finding, Subject, differing, fetch, program,
 from trainer.models.operations import Operations
 from trainer.parallel.sums import Embedding, LayerNorm
 
-#: Largest error of one operation, relative to the largest value: a thousand roundings in fp32, since a norm sums a million
-#: squares; ten in bf16, since scores of attention are rounded before their exponential. What was seen: docs/decisions.md.
+#: Largest error of one operation, relative to the largest value: a thousand roundings in fp32, since a norm sums a
+#: million squares; ten in bf16, since scores of attention are rounded before their exponential. What was seen:
+#: docs/decisions.md.
 LIMITS = {torch.float32: 1000 * 2**-24, torch.bfloat16: 10 * 2**-8}
 #: Numbers where narrower types wrap or round: of 8, 16, 24 (the fraction of fp32) and 31 bits; and the ignored label.
 _EDGES = (IGNORED, -1, 0, 1, 127, 128, 255, 256, 30521, 32767, 32768, 65535, 65536, 2**24 + 1, 2**31 - 1)
