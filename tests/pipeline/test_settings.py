@@ -7,9 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import luigi
 import pytest
 
+from common.errors import UserError
+from common.options import fields_of
+from pipeline.settings import sections
+from pipeline.settings.cluster import Cluster
+from stages.evaluate import EvaluateOptions
+from stages.mnist import MnistOptions
+from stages.shard import ShardOptions
+from stages.text.corpus import TokenizeOptions
+from stages.transfer.urls import Transport
 from tests.helpers.support import ROOT, assert_one_line_error, command
+from trainer.config import TrainConfig
 
 CONFIGS = sorted((ROOT / "configs").glob("*.cfg"))
 LUIGI = ("-m", "luigi", "--module", "pipeline")
@@ -199,3 +210,26 @@ def test_the_wikipedia_config_makes_the_tutorials_data_from_a_dump() -> None:
     assert done.stdout.strip() == (
         "['ShardDataset', 'ShardDataset'] 1024 5 static 0.15 enwiki-latest-pages-articles.xml.bz2 vocab.txt True False"
     ), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("section", "options"),
+    [
+        *((section, TrainConfig) for section in (sections.Run, sections.Phase1, sections.Phase2, Cluster)),
+        *((section, ShardOptions) for section in (sections.Phase1, sections.Phase2, sections.Dataset)),
+        *((sections.Corpus, TokenizeOptions), (sections.Dataset, Transport)),
+        *((sections.Evaluation, EvaluateOptions), (sections.Mnist, MnistOptions)),
+    ],
+)
+def test_a_setting_never_allows_what_its_option_refuses(section: type[luigi.Config], options: type) -> None:
+    """A value that only the stage refuses ends the run hours later."""
+    settings = dict(section.get_params())
+    shared = {name: about for name, (_, about) in fields_of(options).items() if name in settings}
+    assert shared
+    for name, about in shared.items():
+        beyond = ["no such choice"] if about.choices else []
+        beyond += [str(about.least - 1)] if about.least is not None else []
+        beyond += [str(most + 1) for most in (about.most, about.below) if most is not None]
+        for text in beyond:
+            with pytest.raises(UserError, match="is not allowed"):
+                settings[name].parse(text)
