@@ -14,7 +14,6 @@ from pipeline.status.comparison import of_work_directory
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.sweep import Sweep
 from stages.view.comparison import LOSS, Comparison
-from stages.view.comparison_page import write
 from stages.view.curves import points
 
 SUMMARY = "trials of a sweep, or all trainings: what differs, curves, losses, time, the winner; also as a page"
@@ -56,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         comparison, path = of_work_directory(StageDirs(work_dir)), work_dir / "compare.html"
         if not comparison.trials:
             raise UserError(f"{work_dir} holds no training; start one with `luigi --module pipeline BertPhase1`")
+    from stages.view.comparison_page import write
+
     print(text(comparison))
     write(args.out or path, comparison, time.time())
     print(f"page: {args.out or path}")

@@ -14,8 +14,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.errors import EXIT_SOFTWARE, UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 from pipeline.launchers.base import StageCommand
@@ -219,15 +217,16 @@ def _pod(name: str, directory: Path, token: str, cwd: Path, settings: cluster.Ku
     return pod
 
 
-class _Plain(yaml.SafeDumper):
-    """Writes no anchors (`&id001`) for objects that occur twice."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
 def as_yaml(documents: list[dict[str, Any]]) -> str:
-    return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False)
+    import yaml
+
+    class Plain(yaml.SafeDumper):
+        """Writes no anchors (`&id001`) for objects that occur twice."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return yaml.dump_all(documents, Dumper=Plain, sort_keys=False)
 
 
 class InPod:
