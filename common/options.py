@@ -9,9 +9,9 @@
             check(self)
 
 `add_options(parser, CutOptions)` adds --seq-len and --pack/--no-pack; `from_namespace(CutOptions, args)` makes the
-instance; `words(instance)` is the command line that makes it again. A field's type T is bool, int, float, str, Path or
-Secret, or `T | None` or `tuple[T, ...]` of one. Values are converted here and not by argparse, so that a bad one gives
-one line and no usage text. A class with `option_separator = "_"` gets --seq_len.
+instance; `words(instance)` is the command line that makes it again. A field's type T is bool, int, float, str, Path,
+Duration or Secret, or `T | None` or `tuple[T, ...]` of one. Values are converted here and not by argparse, so that a
+bad one gives one line and no usage text. A class with `option_separator = "_"` gets --seq_len.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from common.duration import Duration
 from common.errors import UserError
 from common.secrets import Secret, revealed_by_parent
 
@@ -37,6 +38,7 @@ _KINDS: dict[type, tuple[Callable[[str], Any], str]] = {
     float: (float, "a number"),
     Secret: (revealed_by_parent, "an address"),
     Path: (Path, "a path"),
+    Duration: (Duration.parse, Duration.ALLOWED),
     str: (str, "a text"),
 }
 

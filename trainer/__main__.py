@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from common.errors import EXIT_INTERRUPTED, AgreedError, UserError
+from common.errors import EXIT_INTERRUPTED, AgreedError, Interrupted, UserError
 from common.lock import hold, is_held_for_us
 from common.process import die_with_starter, stop_early_on_signals
 
@@ -90,10 +90,14 @@ def _run(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh) ->
     log = _print_line if mesh.is_root else _ignore
     log(f"device {device.describe()}; {mesh.world_size} worker(s)")
     log(f"config {config}; workload {type(workload).__name__}: {workload.describe()}")
-    done = train(Run(config, workload, device, mesh, log))
+    stopped = f"the state is saved: {how_to_go_on(config)}"
+    try:
+        done = train(Run(config, workload, device, mesh, log))
+    except Interrupted as error:
+        done, stopped = False, str(error)
     mesh.disconnect()
     if not done:
-        log(f"stopped as asked; the state is saved: {how_to_go_on(config)}")
+        log(f"stopped as asked; {stopped}")
     return 0 if done else EXIT_INTERRUPTED
 
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from common.duration import Duration
 from common.errors import UserError
 from common.options import check, fields_of, option
 from trainer import registry
 from trainer.registry import DATA_PARALLEL, NAMED_PRECISIONS, NON_FINITE, PRECISIONS, SCHEDULES, require_agreement
 
-#: Published sizes: layers, hidden size, attention heads, intermediate size.
-#: tiny … medium: Turc et al. 2019 (arXiv:1908.08962), table 1; base and large: Devlin et al. 2018 (arXiv:1810.04805);
-#: debug: `--debug` of the Neuron tutorial's script.
+#: Published sizes; debug: `--debug` of the Neuron tutorial's script.
+#: tiny … medium: Turc et al. 2019 (arXiv:1908.08962), table 1; base and large: Devlin et al. 2018 (arXiv:1810.04805).
+_PRESET_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 PRESETS: dict[str, tuple[int, int, int, int]] = {
     "debug": (1, 16, 2, 64),
     "tiny": (2, 128, 2, 512),
@@ -66,14 +67,7 @@ class ModelConfig:
         """The published model `name` with single fields changed. Raises `UserError` for an unknown name."""
         if name not in PRESETS:
             raise UserError(f"model '{name}' is not known; allowed: {', '.join(PRESETS)}")
-        layers, hidden, heads, intermediate = PRESETS[name]
-        sizes = {
-            "num_hidden_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
-            "intermediate_size": intermediate,
-        }
-        return cls(**{**sizes, **changes})
+        return cls(**{**dict(zip(_PRESET_FIELDS, PRESETS[name], strict=True)), **changes})
 
     @classmethod
     def of_hugging_face(cls, config: dict[str, Any]) -> Self:
@@ -103,10 +97,8 @@ class ModelConfig:
 #: Values of `--optimizer`, `--precision` …; the pipeline's settings and the stages allow the same.
 OPTIMIZERS = tuple(registry.OPTIMIZERS)
 DEVICES = ("auto", *registry.DEVICES)
-
 _TRAIN, _TRAIN_HOW = {"group": "training"}, {"group": "training", "decides": False}
-_CKPT = {"group": "checkpoints", "decides": False}
-_MACHINE = {"group": "machine", "decides": False}
+_CKPT, _MACHINE = ({"group": group, "decides": False} for group in ("checkpoints", "machine"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +138,10 @@ class TrainConfig:
     max_steps: int = option(
         28125, **_TRAIN, least=1, unit="steps", help="optimizer steps in the phase, at which the learning rate is 0"
     )
+    budget: Duration | None = option(
+        None, **_TRAIN_HOW, metavar="TIME",
+        help="train for a time such as 20m instead of --max_steps: the steps that fit are measured and then fixed",
+    )  # fmt: skip
     stop_step: int = option(
         -1, **_TRAIN_HOW, names=("--steps_this_run",), unit="steps",
         help="stop after this optimizer step of the phase; -1: the last",
@@ -229,11 +225,10 @@ class TrainConfig:
     )
     data_parallel: str = option(
         "allreduce", **_MACHINE, choices=DATA_PARALLEL,
-        help="allreduce sums the gradients in a fixed order after the last micro-step; recommended. ddp is torch's "
-        "DistributedDataParallel (gradient_as_bucket_view=True), which sums during the backward pass, for large models "
-        "whose all-reduce takes a good part of a step. Both give the same curve up to rounding; but ddp reorders its "
-        "buckets after the first step, so with more than 2 workers a resumed run does not end with the same bytes as "
-        "an uninterrupted one",
+        help="allreduce (recommended) sums the gradients in a fixed order after the last micro-step. ddp, torch's "
+        "DistributedDataParallel, sums during the backward pass, for large models whose all-reduce takes much of a "
+        "step. The curves agree up to rounding; but ddp reorders its buckets after the first step, so with more than 2 "
+        "workers a resumed run ends with other bytes than an uninterrupted one",
     )  # fmt: skip
     compile: bool = option(False, **_MACHINE, help="compile the model with torch.compile, on cpu and cuda")
     compile_cache: str | None = option(None, **_MACHINE, help="directory of compiled graphs (default: the compiler's)")
@@ -275,8 +270,13 @@ class TrainConfig:
                 f"grad_accum_usteps / batches_per_execution = {self.grad_accum_usteps} / {self.batches_per_execution} "
                 f"is not a whole number: steps would have different graphs; change one of them"
             )
-        if self.warmup_steps > self.max_steps:
+        if self.budget is None and self.warmup_steps > self.max_steps:
             raise UserError(f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}; lower it")
+
+    def lasting(self, max_steps: int) -> Self:
+        """The same phase with its number of steps known."""
+        stop_step = max_steps if self.stop_step < 0 else min(self.stop_step, max_steps)
+        return dataclasses.replace(self, max_steps=max_steps, stop_step=stop_step, budget=None)
 
     @property
     def wanted_precision(self) -> str:

@@ -19,7 +19,7 @@ from trainer.data.batch import Batch
 from trainer.data.loader import Step
 from trainer.devices.graphs import GraphList
 from trainer.launch.agreement import Agreement
-from trainer.launch.preemption import Interruptions
+from trainer.launch.preemption import Requests
 from trainer.metrics.metrics import Metrics, StepRecord
 from trainer.replicas import ReplicaCheck, flip_a_bit
 from trainer.resume import initial_state, resolve_precision, resume
@@ -30,7 +30,7 @@ from trainer.seeds import derive_seed
 class Trainer:
     """Trains one phase to `config.stop_step`, from wherever its checkpoints say it is."""
 
-    def __init__(self, run: Run, interruptions: Interruptions, skipped: Sequence[int] = ()) -> None:
+    def __init__(self, run: Run, requests: Requests, skipped: Sequence[int] = ()) -> None:
         """`skipped`: batches to leave out, in addition to those the checkpoint leaves out. Raises `UserError`."""
         self.config, self.workload, self.device, self.mesh = run.config, run.workload, run.device, run.mesh
         self.tensor_parallel = build.build_tensor_parallel(run.device, run.mesh)
@@ -46,12 +46,12 @@ class Trainer:
         self.state = resume(run, self.state, start, self.optimizer, self.tensor_parallel)
         doctor = build.build_doctor(run, self.model, self.parameters)
         self.dataloader = build.build_dataloader(run, self.state.skipped, doctor)
-        tensors = build.checkpoint_tensors(self.model, self.parameters, self.optimizer)
-        self.checkpointer.begin(start, self.state, tensors, run.workload.vocab_size, self.tensor_parallel)
-        self.replicas = ReplicaCheck(run, tensors)
+        self.tensors = build.checkpoint_tensors(self.model, self.parameters, self.optimizer)
+        self.checkpointer.begin(start, self.state, self.tensors, run.workload.vocab_size, self.tensor_parallel)
+        self.replicas = ReplicaCheck(run, self.tensors)
         self.metrics = Metrics(run, self.state, doctor)
         self.graphs = GraphList(run.config, run.device, run.log, is_root=run.mesh.is_root)
-        self.agreement = Agreement(run.mesh, interruptions)
+        self.agreement = Agreement(run.mesh, requests)
 
     def train(self) -> bool:
         """Train; True when `stop_step` is reached, False when a signal ended it earlier. The state is saved in both

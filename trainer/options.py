@@ -96,6 +96,8 @@ def parse(words: Sequence[str] | None = None) -> CommandLine:
     args = parser(name).parse_args(words)
     if len([given for given in (args.precision, args.enable_fp32, args.enable_pt_autocast) if given]) > 1:
         raise UserError("--precision, --enable_fp32 and --enable_pt_autocast exclude each other; give one of them")
+    if getattr(args, "budget", None) is not None and args.max_steps is not None:
+        raise UserError("--budget and --max_steps exclude each other; give one of them")
     defaults = {
         cls: {k: v for k, v in kind.defaults.items() if k in fields_of(cls)} for cls in (RunOptions, TrainConfig)
     }
@@ -116,20 +118,21 @@ def to_config(given: CommandLine, mesh: Mesh) -> tuple[TrainConfig, Workload]:
         )
     workload = WORKLOADS[run.workload].of(given.workload)
     workers = mesh.data_parallel_size
-    max_steps = workload.max_steps(config.max_steps, config.global_batch_size(workers))
     config = dataclasses.replace(
         config,
         output_dir=config.output_dir.expanduser(),
         phase=2 if run.phase2 else 1,
         phase1_end_step=config.phase1_end_step if run.phase2 else 0,
-        max_steps=max_steps,
-        stop_step=max_steps if config.stop_step < 0 else min(config.stop_step, max_steps),
         lr=workload.learning_rate(config.lr, workers),
         precision="fp32" if run.enable_fp32 else "autocast" if run.enable_pt_autocast else config.precision,
         ckpt_interval_steps=_ckpt_interval_steps(given, workload, workers),
         resume=config.resume or config.resume_ckpt_path is not None or config.resume_step != -1,
         trial=config.trial or os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") == "1",
     )
+    if config.budget is None:
+        config = config.lasting(workload.max_steps(config.max_steps, config.global_batch_size(workers)))
+    elif config.trial:  # a trial is not measured, nor does its length matter
+        config = config.lasting(max(config.max_steps, config.warmup_steps))
     SampleOrder(workload.rows_per_shard, seed=0, global_batch_size=config.global_batch_size(workers))
     BatchRamp(config.batch_ramp_steps, config.batch_ramp_parts).require_whole_parts(
         config.global_batch_size(workers), config.micro_batch_size * config.batches_per_execution * workers

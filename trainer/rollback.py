@@ -1,4 +1,5 @@
-"""Recover from non-finite steps: roll back to the last checkpoint and skip the step's batch."""
+"""Train a phase: measure its steps if it has a budget, and after a non-finite step roll back to the last checkpoint and
+skip the step's batch."""
 
 from __future__ import annotations
 
@@ -10,34 +11,40 @@ from trainer.checkpoint.resume_point import checkpoint_directory
 from trainer.config import TrainConfig
 from trainer.launch.preemption import Interruptions
 from trainer.loop import Trainer
+from trainer.metrics.rehearsal import resolved
 from trainer.run import Run
 
 
 def train(run: Run) -> bool:
-    """Train until `stop_step` (returns True) or until a signal (returns False). Raises `UserError`."""
+    """Train until `stop_step` (returns True) or until a signal (returns False). Raises `UserError`; `Interrupted` if a
+    signal comes while steps are measured."""
     config = run.config
     interruptions = Interruptions(
         config.output_dir,
         is_root=run.is_root,
         watches_spot=config.spot_watch and run.mesh.local_rank == 0 and not config.trial,
     )
-    skipped: list[int] = []
     try:
-        while True:
-            # A separate function, so that no local keeps the old model alive while the new one is built.
-            result = _attempt(run, interruptions, skipped)
-            if isinstance(result, bool):
-                return result
-            reason, batch, before = result
-            left_out = sorted({*before, *skipped})
-            if config.non_finite == "stop" or len(left_out) >= config.non_finite_limit or batch in left_out:
-                raise NonFiniteStep(f"{reason}; {_advice(config, left_out)}")
-            run.log(f"{reason}; going back to the last checkpoint, and on without batch {batch}")
-            skipped.append(batch)
-            run = dataclasses.replace(run, config=_from_newest(config))
-            gc.collect()
+        return _train(run if config.budget is None else resolved(run, interruptions, Trainer), interruptions)
     finally:
         interruptions.end()
+
+
+def _train(run: Run, interruptions: Interruptions) -> bool:
+    config, skipped = run.config, list[int]()
+    while True:
+        # A separate function, so that no local keeps the old model alive while the new one is built.
+        result = _attempt(run, interruptions, skipped)
+        if isinstance(result, bool):
+            return result
+        reason, batch, before = result
+        left_out = sorted({*before, *skipped})
+        if config.non_finite == "stop" or len(left_out) >= config.non_finite_limit or batch in left_out:
+            raise NonFiniteStep(f"{reason}; {_advice(config, left_out)}")
+        run.log(f"{reason}; going back to the last checkpoint, and on without batch {batch}")
+        skipped.append(batch)
+        run = dataclasses.replace(run, config=_from_newest(config))
+        gc.collect()
 
 
 def _attempt(run: Run, interruptions: Interruptions, skipped: list[int]) -> bool | tuple[str, int, list[int]]:

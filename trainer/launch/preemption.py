@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from common.files import SAVE_REQUEST
 from common.process import heeded_signals
@@ -26,6 +26,15 @@ _TOKEN_S = 21600
 _NOTICES = {"spot/instance-action": True, "events/recommendations/rebalance": False}
 #: Seconds between two checks for the file.
 _FILE_POLL_S = 1.0
+
+
+class Requests(Protocol):
+    """What this worker is asked to do at the end of a step; the loop combines the requests of all workers."""
+
+    @property
+    def must_stop(self) -> bool: ...
+    def begin(self) -> None: ...
+    def take_save(self) -> bool: ...
 
 
 class Interruptions:

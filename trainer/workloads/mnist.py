@@ -116,7 +116,7 @@ class MnistWorkload(Workload):
         }
     )
     # One phase, whose length is in epochs; the MLP is not split.
-    without = frozenset({"max_steps", "phase2", "phase1_end_step", "tensor_parallel_size"})
+    without = frozenset({"max_steps", "budget", "phase2", "phase1_end_step", "tensor_parallel_size"})
 
     def __init__(self, images: Images, epochs: int) -> None:
         self.images = images
