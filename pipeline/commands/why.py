@@ -41,7 +41,8 @@ def explain(task: StageTask, stage_dirs: StageDirs, *, verify: bool) -> str | No
         return f"{task.label} would run again: it failed at {utc(failure.at)}: {failure.line}"
     if (directory / IDENTITY).exists():
         step = last_checkpoint_step(directory)
-        at = f", and goes on from step {step} of {task.max_steps}" if step is not None else ""
+        of = "" if task.max_steps is None else f" of {task.max_steps}"
+        at = f", and goes on from step {step}{of}" if step is not None else ""
         return f"{task.label} would run: it was interrupted{at}"
     changed = cause(task, stage_dirs)
     if changed is not None:

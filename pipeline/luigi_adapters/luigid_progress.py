@@ -127,7 +127,7 @@ def status_line(progress: dict[str, Any], seconds: float) -> str:
     if not progress:
         return f"running for {timedelta(seconds=round(seconds))}"
     done, total, unit, per_s = (progress[name] for name in ("done", "total", "unit", "per_s"))
-    parts = [f"{unit} {done:,} of {total:,}", str(progress["label"])]
+    parts = ([] if done is None else [f"{unit} {done:,} of {total:,}"]) + [str(progress["label"])]
     if per_s:
         left = timedelta(seconds=round((total - done) / per_s))
         parts += [f"{per_s:,.3g} {unit}/s" if per_s < 1000 else f"{per_s:,.0f} {unit}/s", f"{left} left"]

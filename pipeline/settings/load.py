@@ -199,7 +199,7 @@ def _check_together(settings: Settings) -> None:
                 f"[phase{phase}] seq_len = {at.seq_len} is longer than [model] max_position_embeddings = "
                 f"{settings.model.max_position_embeddings}; shorten the one or raise the other"
             )
-        if at.warmup_steps > at.max_steps:
+        if at.budget is None and at.warmup_steps > at.max_steps:
             raise UserError(
                 f"[phase{phase}] warmup_steps = {at.warmup_steps} is more than max_steps = {at.max_steps}; lower it"
             )

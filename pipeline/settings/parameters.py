@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import luigi
 
+from common.duration import Duration
 from common.errors import UserError
 from common.options import fields_of, kind_of
 from common.secrets import Secret
@@ -87,6 +88,16 @@ class Switch(Setting[bool]):
         if x.lower() not in states:
             raise self.refuse(x, "true, false")
         return states[x.lower()]
+
+
+class DurationOrEmpty(Setting[Duration | None]):
+    """A time, or empty."""
+
+    def parse(self, x: str) -> Duration | None:
+        try:
+            return Duration.parse(x.strip()) if x.strip() else None
+        except ValueError:
+            raise self.refuse(f"'{x}'", f"empty or {Duration.ALLOWED}") from None
 
 
 class _Number(Setting[Any]):

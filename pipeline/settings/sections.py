@@ -17,6 +17,7 @@ from pipeline.settings.cluster import Cluster, Kubernetes, Slurm
 from pipeline.settings.parameters import (
     Address,
     Choice,
+    DurationOrEmpty,
     Sha256OrEmpty,
     Switch,
     Webhook,
@@ -127,6 +128,7 @@ class Phase(luigi.Config):
     warmup_steps: int = setting(TrainConfig, "warmup_steps")
     decay_share: float = setting(TrainConfig, "decay_share")
     max_steps: int = setting(TrainConfig, "max_steps")
+    budget = DurationOrEmpty()
     weight_decay: float = setting(TrainConfig, "weight_decay")
     max_grad_norm: float = setting(TrainConfig, "max_grad_norm")
     ckpt_interval_steps: int = setting(TrainConfig, "ckpt_interval_steps", least=0)

@@ -18,13 +18,14 @@ bring_back = ["wide"]                # trials that go on in any case
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from pipeline.settings.load import overlaid, overlay_errors
+from pipeline.settings.sections import Phase
 
 #: Settings by section, as text.
 Overlay = Mapping[str, Mapping[str, str]]
@@ -175,11 +176,23 @@ def _errors_of(trials: Mapping[str, Overlay], halving: Halving) -> list[str]:
             found.append("[run] work_dir is the same for all trials, which share stages there; leave it out")
         if not found:
             try:
-                max_steps = overlaid(overlay).phase1.max_steps
+                phase1 = overlaid(overlay).phase1
             except UserError as error:
                 errors.append(f"trial {name}: {error}")
             else:
-                errors += [f"trial {name}: halving.rungs has {rung}, and [phase1] max_steps is {max_steps}; lower it"
-                           for rung in halving.rungs if rung >= max_steps]  # fmt: skip
+                errors += [f"trial {name}: {error}" for error in _errors_of_rungs(halving.rungs, phase1)]
         errors += found
     return errors
+
+
+def _errors_of_rungs(rungs: Sequence[int], phase1: Phase) -> list[str]:
+    if rungs and phase1.budget is not None:
+        return [
+            f"halving.rungs are steps, and how many fit into [phase1] budget = {phase1.budget} is not known yet; leave "
+            f"one of the two out"
+        ]
+    return [
+        f"halving.rungs has {rung}, and [phase1] max_steps is {phase1.max_steps}; lower it"
+        for rung in rungs
+        if rung >= phase1.max_steps
+    ]

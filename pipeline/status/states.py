@@ -85,7 +85,7 @@ def _running(task: StageTask, status: StageStatus) -> StageStatus | None:
         (status.total - status.done) / per_s if per_s and status.total is not None and status.done is not None else None
     )
     by = who.job or f"on {who.host}, process {who.pid or '?'}"
-    details = [by, *_how_far(status)]
+    details = [by, *(_how_far(status) or filter(None, [read_progress(task.directory).get("label")]))]
     if per_s and left_s is not None:
         rate = f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
         details += [f"{rate} {status.unit}/s", f"{clock(left_s)} left"]
@@ -113,7 +113,7 @@ def _interrupted(task: StageTask, status: StageStatus) -> StageStatus | None:
         return None
     status = _with_progress(task, status)
     details, saved = _how_far(status), last_checkpoint_step(task.directory)
-    if task.max_steps is not None:
+    if task.resumes:
         details.append("no checkpoint yet" if saved is None else f"goes on from step {saved}")
     when = last_sign_of_life(task.directory) or (task.directory / IDENTITY).stat().st_mtime
     return dataclasses.replace(

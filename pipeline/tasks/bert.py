@@ -26,6 +26,7 @@ from stages.merge import MergeOptions
 from stages.precompile import Graphs, PrecompileOptions
 from stages.report import PAGE, ReportOptions
 from trainer.config import TrainConfig
+from trainer.metrics.budget import fixed_steps
 from trainer.optim.schedule import STABLE_SCHEDULES
 
 
@@ -85,8 +86,9 @@ class Pretrain(ModelStage, Training):
     phase = luigi.IntParameter(description="1 or 2")
 
     @property
-    def max_steps(self) -> int:
-        return self.settings.phase(self.phase).max_steps
+    def max_steps(self) -> int | None:
+        phase = self.settings.phase(self.phase)
+        return phase.max_steps if phase.budget is None else fixed_steps(self.directory, self.phase)
 
     def requires(self) -> dict[str, Stage]:
         return {**self.ingredients(), "precompile": self.sibling(Precompile, phase=self.phase)}
@@ -102,6 +104,9 @@ class Pretrain(ModelStage, Training):
         # continue with a smaller micro-batch.
         training = {name for name, (_, about) in fields_of(TrainConfig).items() if about.decides} - {"micro_batch_size"}
         given = {name: value for name, value in phase.param_kwargs.items() if name in training}
+        if phase.budget is not None:  # how many steps fit is measured later, and differs between machines
+            del given["max_steps"]
+            given["budget"] = str(phase.budget)
         masking = masking_options(self, self.phase) or {"max_pred_len": phase.max_pred_len}
         rate = mask_rate(self, self.phase)
         if rate is not None and rate.last != rate.first and phase.schedule in STABLE_SCHEDULES:
@@ -158,6 +163,7 @@ class Pretrain(ModelStage, Training):
             seq_len=phase.seq_len,
             max_pred_len=phase.max_pred_len,
             grad_accum_usteps=self.settings.grad_accum_usteps(self.phase),
+            max_steps=phase.max_steps if phase.budget is None else None,
             precision=self.settings.precision.mode,
             **{"no-next_sentence": not self.next_sentence},
             **masking_options(self, self.phase),

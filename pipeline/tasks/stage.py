@@ -88,7 +88,8 @@ class Stage(ChainTask):
 
     @property
     def max_steps(self) -> int | None:
-        """Optimizer steps of a training; None for other stages, or if they depend on data not available yet."""
+        """Optimizer steps of a training; None for other stages, or if they are not known yet: they depend on the data
+        or on the time of a step."""
         return None
 
     def ends(self) -> list[Stage]:

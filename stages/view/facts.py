@@ -55,8 +55,8 @@ def usage(run: Run, path: str) -> str:
 def span(run: Run, phase: int) -> tuple[int, int]:
     """First and last optimizer step of a phase that has begun, planned steps included."""
     steps = run.curves[phase].steps
-    planned = run.setting(phase, "max_steps")
-    return steps[0], max(steps[-1], steps[0] - 1 + int(planned)) if planned else steps[-1]
+    planned = run.planned_steps(phase)
+    return steps[0], max(steps[-1], steps[0] - 1 + planned) if planned else steps[-1]
 
 
 def at_a_glance(run: Run) -> list[tuple[str, str, str]]:

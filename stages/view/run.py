@@ -12,6 +12,7 @@ from typing import Any
 from common.files import METRICS
 from stages.view.curves import Curves, MetricsFile
 from stages.view.status import StageStatus
+from trainer.metrics.budget import fixed_steps
 
 #: Settings by section, as strings: {"phase1": {"lr": "0.001"}}.
 Settings = Mapping[str, Mapping[str, str]]
@@ -63,6 +64,13 @@ class Run:
     def setting(self, phase: int, name: str) -> Any:
         """A setting of a phase as recorded when it began; None if it has not begun."""
         return self.trainings[phase].record.get("parameters", {}).get(name) if phase in self.trainings else None
+
+    def planned_steps(self, phase: int) -> int | None:
+        """The optimizer steps of a phase; None if it has not begun, or its budget is not measured yet."""
+        given, directory = self.setting(phase, "max_steps"), self.trainings[phase].directory
+        if given is not None or directory is None:
+            return None if given is None else int(given)
+        return fixed_steps(directory, phase)
 
     def restarts(self, phase: int) -> list[int]:
         """The first step after each restart of a phase."""

@@ -167,6 +167,10 @@ def test_a_failed_trial_does_not_stop_the_others(swept: Chain, tmp_path: Path) -
         ("[grid.phase1]\nlr = 0.1\n", ["grid.phase1.lr is not a list of values"]),
         ("goal = 3\n[halving]\nrungs = [4, 2]\nkeep = 0\n", ["goal = 3", "rungs = [4, 2]", "keep = 0"]),
         (GRID + "[halving]\nrungs = [8]\n", ["halving.rungs has 8, and [phase1] max_steps is 8"]),
+        (
+            GRID.replace("[grid.phase1]", '[grid.phase1]\nbudget = ["20m"]') + "[halving]\nrungs = [4]\n",
+            ["halving.rungs are steps, and how many fit into [phase1] budget = 20m is not known yet"],
+        ),
         ("[trials.a.phase1]\nlr = 0.1\n[trials.b.phase1]\nlr = 0.10\n", ["trials a and b have the same result"]),
         ("grid = [", ["is not TOML"]),
         ("", ["there is no trial"]),

@@ -116,6 +116,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase1", "decay_share", "0.5", ("pretrain-phase1",)),
     ("phase1", "warmup_steps", "60", ("pretrain-phase1",)),
     ("phase1", "max_steps", "600", ("pretrain-phase1",)),
+    ("phase1", "budget", "20m", ("pretrain-phase1",)),
     ("phase1", "weight_decay", "0.1", ("pretrain-phase1",)),
     ("phase1", "max_grad_norm", "2", ("pretrain-phase1",)),
     ("phase1", "max_grad_norm", "0", ("precompile-phase1", "pretrain-phase1")),
@@ -141,6 +142,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "decay_share", "0.5", ("pretrain-phase2",)),
     ("phase2", "warmup_steps", "20", ("pretrain-phase2",)),
     ("phase2", "max_steps", "200", ("pretrain-phase2",)),
+    ("phase2", "budget", "20m", ("pretrain-phase2",)),
     ("phase2", "weight_decay", "0.1", ("pretrain-phase2",)),
     ("phase2", "max_grad_norm", "2", ("pretrain-phase2",)),
     ("phase2", "max_grad_norm", "0", ("precompile-phase2", "pretrain-phase2")),
@@ -496,6 +498,13 @@ def test_a_training_whose_masks_fall_in_the_decay_alone_says_so(
     """They fell from the first step on once, under the same settings."""
     fingerprints(("phase1", "schedule", schedule), ("phase1", "final_masked_lm_prob", last))
     assert Pretrain(phase=1).parameters().get("mask_schedule") == (2 if says_how else None)
+
+
+def test_a_budget_replaces_the_number_of_steps(fingerprints: Fingerprints) -> None:
+    budget = fingerprints(("phase1", "budget", "20m"))
+    assert budget == fingerprints(("phase1", "budget", "1200s"), ("phase1", "max_steps", "600"))
+    assert budget != fingerprints(("phase1", "budget", "21m"))
+    assert Pretrain(phase=1).max_steps is None
 
 
 THEN = (

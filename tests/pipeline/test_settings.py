@@ -45,6 +45,11 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         ("[phase1]\nlr = fast", ["[phase1] lr = 'fast'", "a number, 0 or more"]),
         ("[phase2]\nmax_steps = 0", ["[phase2] max_steps = 0", "1 or more"]),
         ("[phase2]\nmax_steps = 1.5", ["[phase2] max_steps = '1.5'", "a whole number"]),
+        (
+            "[phase1]\nbudget = 1.5h",
+            ["[phase1] budget = '1.5h'", "allowed: empty or a time such as 90s, 20m, 8h or 1d"],
+        ),
+        ("[phase2]\nbudget = 20", ["[phase2] budget = '20'", "empty or a time"]),
         ("[phase1]\nlr = inf", ["[phase1] lr = inf"]),
         ("[phase1]\nlr = nan", ["[phase1] lr = nan"]),
         ("[corpus]\nlower_case = perhaps", ["lower_case = perhaps", "true, false"]),

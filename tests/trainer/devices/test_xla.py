@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from tests.helpers.support import assert_one_line_error, losses, metrics, tensors, train
+from tests.helpers.support import assert_one_line_error, assert_same_bytes, losses, metrics, tensors, train
 from trainer.devices.xla import XlaDevice
+from trainer.metrics.budget import fixed_steps
 from trainer.parallel.mesh import Mesh
 
 pytest.importorskip("torch_xla")
@@ -58,6 +59,19 @@ def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
     for directory, steps in ((whole, range(3, 15)), (resumed, range(8, 15))):
         compiled = {record["step"]: record["compiled_graphs"] for record in metrics(directory)}
         assert {compiled[step] for step in steps} == {2}, compiled
+
+
+def test_measuring_the_steps_of_a_budget_compiles_the_graphs_of_the_training(
+    data: Path, model: Path, tmp_path: Path
+) -> None:
+    given = {"precision": "fp32", "ckpt_interval_steps": 3, "steps_this_run": 5}
+    measured = run(data, model, tmp_path / "measured", budget="100s", **given)
+    steps = fixed_steps(measured, 1)
+    assert steps is not None
+    whole = run(data, model, tmp_path / "given", max_steps=steps, **given)
+    assert_same_bytes(measured / "checkpoints" / "ckpt_5", whole / "checkpoints" / "ckpt_5")
+    assert {record["compiled_graphs"] for record in metrics(measured)} == {2}
+    assert [record["compiled_graphs"] for record in metrics(whole)][2:] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(

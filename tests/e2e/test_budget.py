@@ -1,0 +1,67 @@
+"""A phase with a budget, through luigi: measured once, fixed, and shown as what is known of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.chain import prepared_chain, wait_until
+from tests.helpers.support import assert_same_bytes, losses
+from trainer.metrics.budget import BUDGET
+
+BUDGETED = ("--Phase1-budget", "200s")
+PHASE1 = ("Pretrain", "--phase", "1")
+
+
+def test_a_budget_is_measured_once_and_its_steps_are_trained(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """Luigi is killed when the number is recorded, which is then set to 6, as a slower machine would have measured."""
+    chain = prepared_chain(tmp_path_factory).copy(tmp_path / "chain")
+
+    def row(*words: str) -> dict[str, Any]:
+        return chain.status(*(words or BUDGETED))["pretrain-phase1"]
+
+    def why(status: int) -> str:
+        return chain.ask("why", *PHASE1, status=status, LUIGI_CONFIG_PATH=str(budgeted)).stdout
+
+    budgeted = chain.directory / "budgeted.cfg"
+    budgeted.write_text(chain.config.read_text().replace("[phase1]", "[phase1]\nbudget = 200s"))
+    assert (row()["state"], row()["total"]) == ("waiting", None)
+    luigi = chain.start(*PHASE1, *BUDGETED, FAILPOINT=f"rename-after:{BUDGET}", FAILPOINT_ACTION="wait 600")
+    try:
+        wait_until(lambda: any(chain.work.glob(f"pretrain-phase1-*/{BUDGET}")))
+        assert row()["state"] == "running"
+    finally:
+        luigi.send_signal(signal.SIGKILL)
+        luigi.wait()
+    (path,) = chain.work.glob(f"pretrain-phase1-*/{BUDGET}")
+    wait_until(lambda: row()["state"] == "interrupted", timeout_s=20)
+    assert row()["detail"] == "no checkpoint yet"
+    assert "it was interrupted" in why(1)
+    record = json.loads(path.read_text())
+    assert record["1"]["max_steps"] >= 10
+    record["1"]["max_steps"] = 6
+    path.write_text(json.dumps(record))
+
+    said = chain.run(*PHASE1, *BUDGETED)
+    assert "budget 200s: 6 steps, as measured when the phase began" in said.stdout + said.stderr
+    done = chain.latest("pretrain-phase1")
+    assert done == path.parent
+    assert len(losses(done)) == 6
+    assert chain.manifest("pretrain-phase1")["counts"]["steps"] == 6  # type: ignore[index]
+    assert "is complete" in why(0)
+    # As many steps, given by hand, are the same training under another fingerprint.
+    chain.run(*PHASE1, "--Phase1-max-steps", "6")
+    given = chain.latest("pretrain-phase1")
+    assert given != done
+    assert_same_bytes(done / "checkpoints" / "ckpt_6", given / "checkpoints" / "ckpt_6")
+    # What the budget replaces does not count, nor how it is written; a longer one is another training.
+    assert row(*BUDGETED, "--Phase1-max-steps", "7", "--Phase1-warmup-steps", "2")["state"] == "complete"
+    longer = row("--Phase1-budget", "5m", "--Phase1-schedule", "wsd")
+    assert (longer["state"], longer["total"]) == ("stale", None)
+    assert "would go on from" not in longer["detail"]
