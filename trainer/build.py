@@ -16,7 +16,7 @@ from trainer.data.batch_ramp import BatchRamp
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device
-from trainer.metrics.doctor import Doctor
+from trainer.metrics.plateau import Doctor
 from trainer.models.base import Model
 from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters
 from trainer.optim.schedule import learning_rate, stable_steps

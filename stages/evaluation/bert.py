@@ -24,7 +24,7 @@ from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
 from trainer.models.bert import BertForPreTraining, has_next_sentence_head
-from trainer.parallel.sums import at_least_fp32
+from trainer.parallel.fp32_sums import at_least_fp32
 
 
 def evaluate(

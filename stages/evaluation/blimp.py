@@ -25,7 +25,7 @@ from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.data.vocabulary import CLS, MASK, SEP
 from trainer.devices.base import Device
 from trainer.models.bert import BertForPreTraining
-from trainer.parallel.sums import at_least_fp32
+from trainer.parallel.fp32_sums import at_least_fp32
 
 #: (good sentence, bad sentence) of each set.
 PairsBySet = dict[str, list[tuple[str, str]]]

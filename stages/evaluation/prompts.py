@@ -17,7 +17,7 @@ from trainer.data.shards import MASKED_KEYS
 from trainer.data.vocabulary import CLS, CONTINUATION, MASK, SEP, UNK
 from trainer.devices.base import Device
 from trainer.models.bert import BertForPreTraining
-from trainer.parallel.sums import at_least_fp32
+from trainer.parallel.fp32_sums import at_least_fp32
 
 #: The most frequent pieces, which do not count as answers; the fewest and most tokens of a prompt; prompts that are
 #: tried, and how many are kept.

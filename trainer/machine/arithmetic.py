@@ -21,7 +21,7 @@ from trainer.data.bert_batch import IGNORED
 from trainer.devices.base import Device
 from trainer.machine.subject import Finding, Subject, differing, fetch, program, relative_error
 from trainer.models.operations import Operations
-from trainer.parallel.sums import Embedding, LayerNorm
+from trainer.parallel.fp32_sums import Embedding, LayerNorm
 
 #: Largest error of one operation, relative to the largest value: a thousand roundings in fp32, since a norm sums a
 #: million squares; ten in bf16, since scores of attention are rounded before their exponential. What was seen:

@@ -16,8 +16,8 @@ from common.console import clock
 from common.errors import NonFiniteStep
 from common.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, replace_json, write_json
 from trainer.data.loader import Step, record_samples
-from trainer.metrics.doctor import Diagnosis, Doctor
 from trainer.metrics.event_file import EventFile
+from trainer.metrics.plateau import Diagnosis, Doctor
 from trainer.metrics.results import TrainTime, phase_results, recorded_steps, steps_of_phase
 from trainer.run import Run
 from trainer.state import TrainState

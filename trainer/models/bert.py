@@ -21,8 +21,8 @@ from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.models.base import Model
 from trainer.models.initial import InitialValues
 from trainer.models.operations import AttentionMask, Operations
+from trainer.parallel.fp32_sums import Embedding, LayerNorm, at_least_fp32
 from trainer.parallel.shares import put_share, whole_shape
-from trainer.parallel.sums import Embedding, LayerNorm, at_least_fp32
 from trainer.parallel.tensor import RowLinear, TensorParallel, VocabularyEmbedding, vocabulary_cross_entropy
 
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from trainer.parallel.fp32_sums import Embedding
 from trainer.parallel.plan import padded_length
-from trainer.parallel.sums import Embedding
 from trainer.seeds import derive_seed
 
 #: Sums (True) or maxima (False) of tensors over the ranks, in place.
