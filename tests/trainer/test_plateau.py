@@ -18,7 +18,7 @@ from tests.helpers.runs import write_run
 from tests.helpers.small_language import VOCAB, Change, Fault, replaced, train_here, write_language
 from tests.helpers.support import metrics
 from trainer.data.bert_batch import BertBatch
-from trainer.metrics import doctor
+from trainer.metrics import plateau
 from trainer.metrics.data_facts import BatchFacts, DataFacts
 from trainer.metrics.unigram import UnigramBaseline
 from trainer.models.base import Model
@@ -176,7 +176,7 @@ def test_a_loss_that_stays_at_the_baseline_is_told_once_without_a_cause(
     language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Words drawn independently: there is no context to learn, and the examples look sound."""
-    monkeypatch.setattr(doctor, "_PATIENCE_STEPS", 60)
+    monkeypatch.setattr(plateau, "_PATIENCE_STEPS", 60)
     rng = np.random.default_rng(1)
 
     def independent(arrays: dict[str, np.ndarray]) -> None:
