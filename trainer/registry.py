@@ -28,11 +28,12 @@ OPTIMIZERS = {
     "Muon": "trainer.optim.muon:Muon",
     "SGD": "trainer.optim.sgd:SGD",
 }
-#: Values of `--schedule`, `--non_finite`, `--data_parallel` and `--precision`.
+#: Values of `--schedule`, `--non_finite`, `--data_parallel`, `--precision` and `--initial_attention`.
 SCHEDULES = ("linear", "cosine", "constant", "wsd")
 NON_FINITE = ("skip", "stop")
 DATA_PARALLEL = ("allreduce", "ddp")
 PRECISIONS = ("auto", "fp32", "autocast", "bf16-sr", "bf16-master", "fp64")
+INITIAL_ATTENTION = ("random", "neighbours")
 
 #: The tutorials' names for AdamW that also choose a precision: what each promises, what `auto` means with it, and which
 #: others are compatible.

@@ -32,6 +32,7 @@ from stages.shard import ShardOptions
 from stages.text.corpus import TokenizeOptions
 from stages.transfer.urls import Transport
 from trainer.config import PRESETS, ModelConfig, TrainConfig
+from trainer.registry import INITIAL_ATTENTION
 
 
 class Run(luigi.Config):
@@ -139,6 +140,7 @@ class Phase(luigi.Config):
 
 class Phase1(Phase):
     word_embeddings = Choice(INITIAL_WORD_EMBEDDINGS)
+    initial_attention = Choice(INITIAL_ATTENTION)
 
 
 class Phase2(Phase):

@@ -14,9 +14,10 @@ from common.options import fields_of, is_left_out
 from common.secrets import Secret
 from pipeline.status import live_report
 from pipeline.tasks import summary
-from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of, embedded, mask_rate, masking_options
+from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of, mask_rate, masking_options
 from pipeline.tasks.extension import extend
 from pipeline.tasks.goal import Goal
+from pipeline.tasks.initial_weights import embedded, initial_attention, start_options
 from pipeline.tasks.stage import Stage
 from pipeline.tasks.training import Training
 from stages.convert import ConvertOptions
@@ -114,6 +115,7 @@ class Pretrain(ModelStage, Training):
         return {
             **{name: value for name, value in given.items() if not is_left_out(TrainConfig, name, value)},
             **{name: value for name, value in masking.items() if value},
+            **initial_attention(self, self.phase),
             "seq_len": phase.seq_len,
             "global_batch_size": phase.global_batch_size,
             "seed": self.settings.run.seed,
@@ -124,7 +126,7 @@ class Pretrain(ModelStage, Training):
     def command(self) -> list[str]:
         extend(self)
         compiled = self.requires()["precompile"].directory
-        start: dict[str, Any] = {role: task.file for role, task in embedded(self, self.phase).items()}
+        start: dict[str, Any] = start_options(self, self.phase)
         if self.phase == 2:
             convert = self.requires()["start"]
             start["phase1_end_step"] = convert.counts()["global_step"]

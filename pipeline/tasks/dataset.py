@@ -15,7 +15,6 @@ from pipeline.settings.sections import Settings
 from pipeline.tasks.base import ChainTask
 from pipeline.tasks.stage import Stage
 from stages.directory.manifest import Identity
-from stages.embed import COOCCURRENCE, EMBEDDINGS, EmbedOptions
 from stages.shard import STATIC, ShardOptions
 from stages.text.corpus import TokenizeOptions
 from stages.text.patterns import split
@@ -147,30 +146,6 @@ class DownloadDataset(Stage):
             processes=self.settings.run.processes,
             **dataset.transport,
         )
-
-
-class EmbedWords(Stage):
-    """Makes phase 1's initial word embeddings from the text."""
-
-    def requires(self) -> dict[str, Stage]:
-        return {"dataset": dataset_of(self, 1)}
-
-    def options(self) -> EmbedOptions:
-        hidden_size = self.settings.model.config(ModelConfig().vocab_size).hidden_size  # whatever the vocabulary's size
-        return EmbedOptions(data=dataset_of(self, 1).directory, hidden_size=hidden_size, seed=self.settings.run.seed)
-
-    @property
-    def file(self) -> Path:
-        return self.directory / EMBEDDINGS
-
-
-def embedded(task: ChainTask, phase: int) -> dict[str, EmbedWords]:
-    """The stage that makes a phase's initial word embeddings, by its role; none if they are random or another phase's.
-
-    `task`: any of the chain.
-    """
-    task = task.sibling(EmbedWords)
-    return {"word_embeddings": task} if phase == 1 and task.settings.phase1.word_embeddings == COOCCURRENCE else {}
 
 
 class UsesModel(Stage):

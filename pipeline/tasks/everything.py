@@ -13,8 +13,9 @@ from pipeline.tasks.bert import (
     Pretrain,
     Report,
 )
-from pipeline.tasks.dataset import DownloadDataset, EmbedWords, ShardDataset, TokenizeCorpus
+from pipeline.tasks.dataset import DownloadDataset, ShardDataset, TokenizeCorpus
 from pipeline.tasks.goal import Goal
+from pipeline.tasks.initial_weights import EmbedWords
 from pipeline.tasks.mnist import DownloadMnist, EvaluateMlp, MnistMlp, TrainMlp
 from pipeline.tasks.stage import Stage
 

@@ -13,9 +13,8 @@ from tests.helpers.support import metrics
 def test_phase_1_starts_from_the_text_and_random_embeddings_are_another_training(tmp_path: Path) -> None:
     """The output bias alone brings the first loss from that of a uniform guess to that of the words' frequencies."""
     chain = Chain(tmp_path)
-    chain.config.write_text(
-        chain.config.read_text().replace("word_embeddings = random", "word_embeddings = cooccurrence")
-    )
+    settings = chain.config.read_text().replace("word_embeddings = random", "word_embeddings = cooccurrence")
+    chain.config.write_text(settings.replace("initial_attention = random", "initial_attention = neighbours"))
     chain.run("Pretrain", "--phase", "1")
     embedded, informed = chain.latest("embed_words"), chain.latest("pretrain-phase1")
     words = load_file(embedded / "embeddings.safetensors")["bert.embeddings.word_embeddings.weight"]

@@ -48,6 +48,7 @@ warmup_steps = 2
 max_steps = 8
 ckpt_interval_steps = 3
 word_embeddings = random
+initial_attention = random
 [phase2]
 seq_len = 64
 max_pred_len = 10

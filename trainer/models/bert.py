@@ -56,6 +56,12 @@ class Embeddings(nn.Module):
         out: Tensor = self.dropout(self.LayerNorm(x))
         return out
 
+    @torch.no_grad()
+    def keep_words_out_of(self, directions: slice) -> None:
+        """Set these columns of the embeddings of words and token types to 0."""
+        for table in (self.word_embeddings, self.token_type_embeddings):
+            table.weight[:, directions] = 0
+
 
 class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import safetensors
 import safetensors.torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from common.errors import UserError
 from common.options import check, option
@@ -29,9 +30,11 @@ from trainer.models.bert import (
     has_weight_decay,
     is_hidden_matrix,
 )
+from trainer.models.neighbours import neighbour_weights, position_directions
 from trainer.models.operations import Operations
 from trainer.parallel.plan import require_divisible
 from trainer.parallel.tensor import TensorParallel
+from trainer.registry import INITIAL_ATTENTION
 from trainer.workloads.base import MASKED_LM_LOSS, StepCost, Workload
 
 
@@ -73,6 +76,11 @@ class BertOptions:
         help="start from word embeddings and an output bias made of the data by stages.embed, instead of random and "
         "zero ones",
     )  # fmt: skip
+    initial_attention: str = option(
+        "random", group="model", choices=INITIAL_ATTENTION, decides=False,
+        help="what the first layer's heads attend to in the beginning: random, as in BERT; or neighbours: each to the "
+        "token at one distance before or after",
+    )  # fmt: skip
     disable_dropout: bool = option(False, group="model", help="train without dropout")
     debug: bool = option(False, group="model", help="the tutorials' toy model: 1 layer, 2 heads, hidden size 16")
 
@@ -84,7 +92,12 @@ class BertWorkload(Workload):
     options = BertOptions
 
     def __init__(
-        self, model: ModelConfig, shards: ShardSet, masking: Masking | None = None, word_embeddings: Path | None = None
+        self,
+        model: ModelConfig,
+        shards: ShardSet,
+        masking: Masking | None = None,
+        word_embeddings: Path | None = None,
+        initial_attention: str = "random",
     ) -> None:
         """`masking`: of shards without masks; `word_embeddings`: a file with initial ones.
 
@@ -106,13 +119,15 @@ class BertWorkload(Workload):
         self.shards = shards
         self.masking = masking
         self.word_embeddings = word_embeddings
+        self.attends_to_neighbours = initial_attention == "neighbours"
         self.rows_per_shard = shards.rows_per_shard
 
     @classmethod
     def of(cls, options: BertOptions) -> Self:
         directory = options.data_dir.expanduser()
         shards = ShardSet.open(directory, seq_len=options.seq_len, max_pred_len=options.max_pred_len)
-        return cls(model_of(options), shards, _masking(options, shards), options.word_embeddings)
+        masking = _masking(options, shards)
+        return cls(model_of(options), shards, masking, options.word_embeddings, options.initial_attention)
 
     def describe(self) -> dict[str, Any]:
         return self.config.to_dict()
@@ -122,9 +137,13 @@ class BertWorkload(Workload):
         return BertForPreTraining(self.config, operations, ranks)
 
     def initialise(self, model: BertForPreTraining, seed: int) -> None:
-        """With `word_embeddings` and the output bias of the file, if there is one. Raises `UserError`."""
-        given = {} if self.word_embeddings is None else _word_embeddings(self.word_embeddings, self.config)
+        """With the embeddings and output bias of `word_embeddings`, if given. Raises `UserError`."""
+        given = neighbour_weights(self.config) if self.attends_to_neighbours else {}
+        if self.word_embeddings is not None:
+            given.update(_word_embeddings(self.word_embeddings, self.config))
         model.initialise(seed, given)
+        if self.attends_to_neighbours:
+            model.bert.embeddings.keep_words_out_of(position_directions(self.config))
 
     def has_weight_decay(self, name: str) -> bool:
         return has_weight_decay(name)
@@ -188,7 +207,10 @@ def _masking(options: BertOptions, shards: ShardSet) -> Masking | None:
 
 
 def _word_embeddings(path: Path, model: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of a file of stages.embed. Raises `UserError` unless they fit the model."""
+    """The tensors of a file of stages.embed. Raises `UserError` unless they fit the model.
+
+    Ids above those in the file are taken for as rare as its rarest: a bias of 0 would give each a probability of 1.
+    """
     limits = {WORD_EMBEDDINGS: (model.vocab_size, model.hidden_size), OUTPUT_BIAS: (model.vocab_size,)}
     try:
         found = {name: tensor.float() for name, tensor in safetensors.torch.load(path.read_bytes()).items()}
@@ -197,12 +219,14 @@ def _word_embeddings(path: Path, model: ModelConfig) -> dict[str, Tensor]:
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     for name, (most, *rest) in limits.items():
         shape = shapes.get(name, ())
-        if len(shape) != len(rest) + 1 or shape[0] > most or list(shape[1:]) != rest:
+        if len(shape) != len(rest) + 1 or not 0 < shape[0] <= most or list(shape[1:]) != rest:
             raise UserError(
                 f"--word_embeddings {path}: {name} is {list(shape) if name in found else 'missing'}; allowed: up to "
                 f"{[most, *rest]}, as stages.embed makes them for this model and vocabulary"
             )
-    return {name: found[name] for name in limits}
+    bias = found[OUTPUT_BIAS]
+    whole = F.pad(bias, (0, model.vocab_size - len(bias)), value=float(bias.min()))
+    return {WORD_EMBEDDINGS: found[WORD_EMBEDDINGS], OUTPUT_BIAS: whole}
 
 
 def model_of(options: BertOptions) -> ModelConfig:

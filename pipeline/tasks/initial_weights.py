@@ -1,0 +1,47 @@
+"""What phase 1 starts from, where it is not BERT's random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.tasks.base import ChainTask
+from pipeline.tasks.dataset import dataset_of
+from pipeline.tasks.stage import Stage
+from stages.embed import COOCCURRENCE, EMBEDDINGS, RANDOM, EmbedOptions
+from trainer.config import ModelConfig
+
+
+class EmbedWords(Stage):
+    """Makes phase 1's initial word embeddings from the text."""
+
+    def requires(self) -> dict[str, Stage]:
+        return {"dataset": dataset_of(self, 1)}
+
+    def options(self) -> EmbedOptions:
+        hidden_size = self.settings.model.config(ModelConfig().vocab_size).hidden_size  # whatever the vocabulary's size
+        return EmbedOptions(data=dataset_of(self, 1).directory, hidden_size=hidden_size, seed=self.settings.run.seed)
+
+    @property
+    def file(self) -> Path:
+        return self.directory / EMBEDDINGS
+
+
+def embedded(task: ChainTask, phase: int) -> dict[str, EmbedWords]:
+    """The stage that makes a phase's initial word embeddings, by its role; none if they are random or another phase's.
+
+    `task`: any of the chain.
+    """
+    task = task.sibling(EmbedWords)
+    return {"word_embeddings": task} if phase == 1 and task.settings.phase1.word_embeddings == COOCCURRENCE else {}
+
+
+def initial_attention(task: ChainTask, phase: int) -> dict[str, str]:
+    """The trainer's option for what a phase's heads attend to in the beginning; none if that is random."""
+    attention = task.settings.phase1.initial_attention
+    return {"initial_attention": attention} if phase == 1 and attention != RANDOM else {}
+
+
+def start_options(task: ChainTask, phase: int) -> dict[str, Any]:
+    """The trainer's options for a phase's initial weights."""
+    return {**initial_attention(task, phase), **{role: made.file for role, made in embedded(task, phase).items()}}

@@ -1,0 +1,79 @@
+"""Initial weights with which the first layer's heads attend to neighbouring tokens.
+
+Random heads attend to all tokens alike, and take thousands of sequences to learn that those beside a masked word tell
+most about it; until then the loss stays at that of the words' frequencies. A convolution has this built in; attention
+can start from it too (Zheng et al. 2024, arXiv:2404.01139, for images).
+
+S: tokens in a row, H: hidden size, A: heads, d: head size, F: frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from trainer.config import ModelConfig
+
+_POSITIONS = "bert.embeddings.position_embeddings.weight"
+_QUERY, _KEY = (f"bert.encoder.layer.0.attention.self.{name}.weight" for name in ("query", "key"))
+_TRANSFORM = "cls.predictions.transform.dense"
+
+#: Most frequencies of the position embeddings, and the exponent that spaces them. Evenly spaced ones (1) repeat: 16 of
+#: them cannot tell a distance of 64 tokens from 0. With 1.5 the sum of 16 cosines is at most 0.46 of its peak at any
+#: other distance up to 511.
+_FREQUENCIES_MAX, _SPACING = 16, 1.5
+#: Amplitude of the positions' waves, in standard deviations of a word embedding's elements; and length of the rows of
+#: query and key.
+_AMPLITUDE, _GAIN = 1.5, 1.5
+#: Bias at which GELU is near its linear part.
+_LINEAR_GELU = 2.0
+
+
+def position_directions(config: ModelConfig) -> slice:
+    """The last 2F of the hidden state's H directions: those of the position embeddings, where words have nothing."""
+    H = config.hidden_size
+    F = min(_FREQUENCIES_MAX, H // config.num_attention_heads // 2, H // 4)
+    return slice(H - 2 * F, H)
+
+
+def neighbour_weights(config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors that begin otherwise than at random, whole, by name; rows of zeros stay random.
+
+    Position p is cos(w p), sin(w p) for F frequencies w in (0, π), in `position_directions`. Head h of layer 0 rotates
+    the query's waves by its offset (-1, 1, -2, 2, …), so that its scores are F cosines that agree only where the key is
+    that far away. The masked-LM head's projection is the identity of the other directions.
+    """
+    H, A = config.hidden_size, config.num_attention_heads
+    waves, d = position_directions(config), H // A
+    F = (H - waves.start) // 2
+    frequencies = math.pi * ((torch.arange(F, dtype=torch.float64) + 0.5) / F) ** _SPACING
+
+    def blocks(angles: Tensor) -> Tensor:
+        """(…, F) → (…, 2F): cos and sin of each, alternating."""
+        return torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(-2)
+
+    positions = torch.zeros(config.max_position_embeddings, H)
+    steps = torch.arange(config.max_position_embeddings, dtype=torch.float64)
+    positions[:, waves] = (blocks(steps[:, None] * frequencies) * config.initializer_range * _AMPLITUDE).float()
+    query, key = torch.zeros(A, d, H), torch.zeros(A, d, H)
+    for head in range(A):
+        offset = (head // 2 + 1) * (1 if head % 2 else -1)
+        key[head, : 2 * F, waves] = torch.eye(2 * F) * _GAIN
+        query[head, : 2 * F, waves] = _rotation(frequencies * offset).float() * _GAIN
+    transform = torch.diag(torch.cat([torch.ones(H - 2 * F), torch.zeros(2 * F)]))
+    return {
+        _POSITIONS: positions,
+        _QUERY: query.flatten(0, 1),
+        _KEY: key.flatten(0, 1),
+        f"{_TRANSFORM}.weight": transform,
+        f"{_TRANSFORM}.bias": torch.full((H,), _LINEAR_GELU),
+    }
+
+
+def _rotation(angles: Tensor) -> Tensor:
+    """(F,) → (2F, 2F): turns each wave's (cos, sin) by its angle."""
+    cos, sin = angles.cos(), angles.sin()
+    turned: Tensor = torch.block_diag(*torch.stack([cos, -sin, sin, cos], dim=-1).reshape(-1, 2, 2))
+    return turned
