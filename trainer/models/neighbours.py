@@ -49,14 +49,10 @@ def neighbour_weights(config: ModelConfig) -> dict[str, Tensor]:
     waves, d = position_directions(config), H // A
     F = (H - waves.start) // 2
     frequencies = math.pi * ((torch.arange(F, dtype=torch.float64) + 0.5) / F) ** _SPACING
-
-    def blocks(angles: Tensor) -> Tensor:
-        """(…, F) → (…, 2F): cos and sin of each, alternating."""
-        return torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(-2)
-
+    angles = torch.arange(config.max_position_embeddings)[:, None] * frequencies
     positions = torch.zeros(config.max_position_embeddings, H)
-    steps = torch.arange(config.max_position_embeddings, dtype=torch.float64)
-    positions[:, waves] = (blocks(steps[:, None] * frequencies) * config.initializer_range * _AMPLITUDE).float()
+    positions[:, waves] = torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(1).float()
+    positions *= config.initializer_range * _AMPLITUDE
     query, key = torch.zeros(A, d, H), torch.zeros(A, d, H)
     for head in range(A):
         offset = (head // 2 + 1) * (1 if head % 2 else -1)
