@@ -45,7 +45,7 @@ BASELINE_TIMEOUT_S, TIMEOUT_S = 1800.0, 300.0
 PRELOADED = ("torch", "h5py", "luigi", "requests", "torch.utils.flop_counter", "transformers.models.bert.modeling_bert")
 #: How the message of a failed assertion begins: of `assert`, of `pytest.raises` that saw nothing, of numpy and torch;
 #: and that of a refusal of the program's own which the test does not expect. Workers that are too slow prove nothing.
-ASSERTION = re.compile(r"assert |AssertionError(?!: still running)|Failed: DID NOT |trainer\.errors\.\w+: ")
+ASSERTION = re.compile(r"assert |AssertionError(?!: still running)|Failed: DID NOT |common\.errors\.\w+: ")
 
 
 class Outdated(Exception):
