@@ -13,7 +13,7 @@ from tests.helpers.chain import prepared_chain, wait_until
 from tests.helpers.support import assert_same_bytes, losses
 from trainer.metrics.budget import BUDGET
 
-BUDGETED = ("--Phase1-budget", "200s")
+BUDGETED = ("--Phase1-budget", "10m")
 PHASE1 = ("Pretrain", "--phase", "1")
 
 
@@ -30,7 +30,7 @@ def test_a_budget_is_measured_once_and_its_steps_are_trained(
         return chain.ask("why", *PHASE1, status=status, LUIGI_CONFIG_PATH=str(budgeted)).stdout
 
     budgeted = chain.directory / "budgeted.cfg"
-    budgeted.write_text(chain.config.read_text().replace("[phase1]", "[phase1]\nbudget = 200s"))
+    budgeted.write_text(chain.config.read_text().replace("[phase1]", "[phase1]\nbudget = 10m"))
     assert (row()["state"], row()["total"]) == ("waiting", None)
     luigi = chain.start(*PHASE1, *BUDGETED, FAILPOINT=f"rename-after:{BUDGET}", FAILPOINT_ACTION="wait 600")
     try:
@@ -49,7 +49,7 @@ def test_a_budget_is_measured_once_and_its_steps_are_trained(
     path.write_text(json.dumps(record))
 
     said = chain.run(*PHASE1, *BUDGETED)
-    assert "budget 200s: 6 steps, as measured when the phase began" in said.stdout + said.stderr
+    assert "budget 10m: 6 steps, as measured when the phase began" in said.stdout + said.stderr
     done = chain.latest("pretrain-phase1")
     assert done == path.parent
     assert len(losses(done)) == 6
@@ -62,6 +62,6 @@ def test_a_budget_is_measured_once_and_its_steps_are_trained(
     assert_same_bytes(done / "checkpoints" / "ckpt_6", given / "checkpoints" / "ckpt_6")
     # What the budget replaces does not count, nor how it is written; a longer one is another training.
     assert row(*BUDGETED, "--Phase1-max-steps", "7", "--Phase1-warmup-steps", "2")["state"] == "complete"
-    longer = row("--Phase1-budget", "5m", "--Phase1-schedule", "wsd")
+    longer = row("--Phase1-budget", "20m", "--Phase1-schedule", "wsd")
     assert (longer["state"], longer["total"]) == ("stale", None)
     assert "would go on from" not in longer["detail"]

@@ -34,7 +34,7 @@ from trainer.state import TrainState
 #: Steps before the clock starts, in which graphs are compiled and memory is allocated, and the least steps timed.
 _WARMUP_STEPS, _LEAST_TIMED = 3, 5
 #: Share of the budget to spend on the timed steps, and its limit in seconds.
-_SHARE, _MOST_S = 0.02, 60.0
+_SHARE, _MOST_S = 0.01, 60.0
 #: Seconds between two signs of life.
 _WRITE_INTERVAL_S = 1.0
 

@@ -65,7 +65,7 @@ def test_measuring_the_steps_of_a_budget_compiles_the_graphs_of_the_training(
     data: Path, model: Path, tmp_path: Path
 ) -> None:
     given = {"precision": "fp32", "ckpt_interval_steps": 3, "steps_this_run": 5}
-    measured = run(data, model, tmp_path / "measured", budget="100s", **given)
+    measured = run(data, model, tmp_path / "measured", budget="10m", **given)
     steps = fixed_steps(measured, 1)
     assert steps is not None
     whole = run(data, model, tmp_path / "given", max_steps=steps, **given)
