@@ -39,7 +39,9 @@ GRAPHS, CACHE, _TRIAL = "graphs.json", "cache", "trial"
 #: Marker that a machine writes when its part of the cache is compiled.
 _NODE_DONE = "node-{}.json"
 #: Optimizer steps of a trial; Neuron's value is the tutorial's. All graphs of this project occur within two steps.
-_STEPS = {"neuron": 10, "xla": 3}
+_STEPS = {"neuron": 10, "neuron-xla": 10, "xla": 3}
+#: The devices whose graphs neuron_parallel_compile compiles.
+_NEURON = ("neuron", "neuron-xla")
 #: The same for torch.compile on the other devices.
 _COMPILE_STEPS = 2
 #: Extracts the graphs of a command, then compiles them in parallel.
@@ -158,7 +160,7 @@ def versions() -> dict[str, str]:
 
 def flags(device: str) -> dict[str, str]:
     """The user's Neuron compiler flags, which are part of its cache keys; empty on other devices."""
-    given = os.environ.get(CC_FLAGS, "") if device in ("neuron", "auto") else ""
+    given = os.environ.get(CC_FLAGS, "") if device in (*_NEURON, "auto") else ""
     return {CC_FLAGS: given} if given else {}
 
 
@@ -175,7 +177,7 @@ def precompile(work: StageDirectory, *, device: str, compiles: bool, nodes: int,
     else:
         try_out(work.path, device=device, compiles=compiles, command=command)
         _await_nodes(work.path, nodes)
-        if device == "neuron":
+        if device in _NEURON:
             # All machines compile the same graphs, so the first one's list stands for all.
             parts = [compiled_modules(node_cache(work.path / CACHE, node)) for node in range(nodes)]
             write_json(graphs, {**(read_json(graphs) or {}), "modules": parts[0]})
@@ -208,7 +210,7 @@ def try_out(directory: Path, *, device: str, compiles: bool, command: list[str])
         "--compile_cache": str(directory / CACHE),
     }
     trial = [sys.executable, *command, "--trial", *(word for option in options.items() for word in option)]
-    if device != "neuron":
+    if device not in _NEURON:
         _run(trial, {PARENT_VARIABLE: str(os.getpid())})
     else:
         cache = node_cache(directory / CACHE, node)

@@ -17,7 +17,8 @@ DEVICES = {
     "cpu": "trainer.devices.cpu:CpuDevice",
     "cuda": "trainer.devices.cuda:CudaDevice",
     "xla": "trainer.devices.xla:XlaDevice",
-    "neuron": "trainer.devices.neuron:NeuronDevice",
+    "neuron": "trainer.devices.neuron_xla:NeuronXlaDevice",
+    "neuron-xla": "trainer.devices.neuron_xla:NeuronXlaDevice",
 }
 #: Implementations of `trainer.optim.select.Optimizer`. Two of them are the tutorials' names, which say a precision too.
 OPTIMIZERS = {

@@ -66,6 +66,14 @@ def install_package(site: Path, name: str, version: str, about: str, module: str
     (site / f"{name}.py").write_text(module)
 
 
+def install_xla_lane(site: Path, module: str = "") -> None:
+    """Lay the packages of the XLA lane into `site`, but for torch and torch-xla, which are real. `module`: the code of
+    torch_neuronx."""
+    install_package(site, "torch_neuronx", "2.9.0.2.13.26312", "Stand-in.", module)
+    install_package(site, "neuronx_cc", "2.24.8799.0", "Stand-in.")
+    install_package(site, "libneuronxla", "2.2.16408.0", "Stand-in.")
+
+
 def install_program(folder: Path, name: str, text: str) -> None:
     """Lay an executable into `folder`/bin."""
     program = folder / "bin" / name
@@ -86,6 +94,6 @@ def hardware(folder: Path, *, cores: Sequence[int]) -> dict[str, str]:
 def machine(folder: Path, *, cores: Sequence[int] = (2,)) -> dict[str, str]:
     """The environment of a machine that has the packages, too."""
     cache = _CACHE.format(default=str(folder / DEFAULT_CACHE))
-    install_package(folder / "site", "torch_neuronx", "2.9.0.2.13", "Stand-in.", cache + _PACKAGE)
+    install_xla_lane(folder / "site", cache + _PACKAGE)
     install_program(folder, "neuron_parallel_compile", f"#!/usr/bin/env python3\n{cache}{_COMPILER}")
     return hardware(folder, cores=cores)

@@ -17,10 +17,10 @@ from trainer.parallel.mesh import Mesh
 def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
     """The device `name` for this worker; `auto`: as `automatic` chooses. Raises `UserError`.
 
-    With the environment variable DISABLE_XLA set, `xla` and `neuron` mean torch's own devices, as in Neuron's developer
-    guide: a CPU on Trainium instances, a GPU where there is one.
+    With the environment variable DISABLE_XLA set, `xla`, `neuron` and `neuron-xla` mean torch's own devices, as in
+    Neuron's developer guide: a CPU on Trainium instances, a GPU where there is one.
     """
-    if name in ("xla", "neuron") and os.environ.get("DISABLE_XLA"):
+    if name in ("xla", "neuron", "neuron-xla") and os.environ.get("DISABLE_XLA"):
         if mesh.is_root:
             print(f"DISABLE_XLA={os.environ['DISABLE_XLA']}: device auto instead of {name}, without XLA", flush=True)
         name = "auto"
@@ -45,14 +45,14 @@ def automatic(log: Callable[[str], None] | None = None) -> str:
         return "cuda"
     if os.environ.get("DISABLE_XLA"):
         return "cpu"
-    from trainer.devices.neuron import cores, require_packages
+    from trainer.devices.neuron_lane import Installation, cores, require_xla_lane
 
     try:
         count = cores()
     except UserError:
         return "cpu"
     try:
-        require_packages()
+        require_xla_lane(Installation.of_machine())
     except UserError as error:
         if log is not None:
             log(f"warning: device auto is the CPU, although there are {count} NeuronCores here: {error}")

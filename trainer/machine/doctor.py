@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -14,7 +15,7 @@ import torch
 from common.errors import UserError
 from common.process import available_cores
 from trainer.devices.cpu import cpu_flags
-from trainer.devices.neuron import PACKAGES, REPOSITORY, cores, wrong_packages
+from trainer.devices.neuron_lane import Installation, cores, lane_of, problems
 
 _RUN = "luigi --module pipeline BertPhase2"
 
@@ -22,34 +23,41 @@ _RUN = "luigi --module pipeline BertPhase2"
 def examine(log: Callable[[str], None]) -> int:
     """Report what is installed; returns 1 if something must be fixed first, else 0."""
     log(f"python {platform.python_version()}, {platform.platform()}")
-    for name in ("torch", "torch-xla", *PACKAGES, "transformers", "luigi", "h5py"):
+    for name in (
+        *("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "libneuronxla", "nki"),
+        *("transformers", "luigi", "h5py"),
+    ):
         log(f"  {name:14} {_version(name)}")
     log(f"cpu     {available_cores()} cores, {_cpu_kind()}; {_memory_gb():.0f} GB memory")
     log(f"disk    {shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     log(f"cuda    {', '.join(gpus) or 'no GPU that torch sees'}")
-    problems, commands = [], [_RUN]
+    commands = [_RUN]
     if gpus:
         commands.insert(0, f"{_RUN} --Cluster-device cuda --Cluster-nproc-per-node {len(gpus)}")
-    if wrong := wrong_packages():
-        problems.append(
-            f"{', '.join(wrong)}: from the public registry, where they hold nothing. Put right with:\n"
-            f"  pip uninstall -y {' '.join(name.split()[0] for name in wrong)}\n"
-            f"  pip install --extra-index-url=https://{REPOSITORY} '.[neuron]'"
-        )
+    missing = _examine_neuron(log, commands)
+    for problem in missing:
+        log(f"missing {problem}")
+    log(f"next    {commands[0]}" if not missing else "next    put right what is missing, then ask again")
+    return 1 if missing else 0
+
+
+def _examine_neuron(log: Callable[[str], None], commands: list[str]) -> list[str]:
+    """What must be fixed for Trainium; nothing where there is neither a NeuronCore nor a package. A machine with cores
+    puts its command first."""
+    installation, has_cores = Installation.of_machine(), True
     try:
-        count = cores()
+        log(f"neuron  {cores()} NeuronCores")
+        commands.insert(0, f"LUIGI_CONFIG_PATH=configs/trn1-bert-large.cfg {_RUN}")
     except UserError as error:
         log(f"neuron  {error}")
-    else:
-        log(f"neuron  {count} NeuronCores")
-        commands.insert(0, f"LUIGI_CONFIG_PATH=configs/trn1-bert-large.cfg {_RUN}")
-        if _version("torch-neuronx") == "-":
-            problems.append(f"torch-neuronx: pip install --extra-index-url=https://{REPOSITORY} '.[neuron]'")
-    for problem in problems:
-        log(f"missing {problem}")
-    log(f"next    {commands[0]}" if not problems else "next    put right what is missing, then ask again")
-    return 1 if problems else 0
+        has_cores = False
+    if not has_cores and "torch-neuronx" not in installation.versions:
+        return []
+    with contextlib.suppress(UserError):
+        lane, reason = lane_of(installation)
+        log(f"lane    {lane}: {reason}")
+    return problems(installation)
 
 
 def _version(package: str) -> str:

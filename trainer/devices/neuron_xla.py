@@ -1,22 +1,18 @@
-"""AWS Trainium through torch-neuronx: the XLA device with collectives in the graph, and what the runtime must be told
-before it is loaded.
+"""AWS Trainium through PyTorch/XLA: the XLA device with collectives in the graph, and the runtime's variables, which
+must be set before it is loaded.
 
-No machine here has one: what is around it is tested, with stand-ins named as such; the rest follows AWS's tutorials.
+It has not run on a NeuronCore: what surrounds it is tested with stand-ins, the rest follows AWS's tutorials.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -24,16 +20,12 @@ from common.errors import UserError
 from common.process import node_rank
 from trainer.devices.base import DeviceOptions
 from trainer.devices.neuron_cache import CC_FLAGS, merge_flags, node_cache, use_cache
+from trainer.devices.neuron_lane import XLA, Installation, cores, require_xla_lane
 from trainer.devices.xla import XlaDevice
 from trainer.parallel.mesh import Group, Mesh
 
-#: Where the packages come from; those of the same names in the public registry are empty.
-REPOSITORY = "pip.repos.neuron.amazonaws.com"
-PACKAGES = ("torch-neuronx", "neuronx-cc", "libneuronxla")
 #: Logical cores of an instance → worker counts that its runtime supports (MLP tutorial, known issues; developer guide).
 _WORKERS = {2: (1, 2), 32: (1, 2, 8, 32), 64: (1, 64)}
-#: Physical cores of a trn2.48xlarge, which by default presents them as pairs.
-_TRN2_PHYSICAL_CORES = 128
 #: Variables of older instructions that torch-neuronx no longer supports.
 _DEPRECATED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 #: The precision that `auto` selects.
@@ -87,49 +79,6 @@ def settle(wanted: Mapping[str, str], given: Mapping[str, str]) -> tuple[dict[st
     return chosen, lines
 
 
-def wrong_packages() -> list[str]:
-    """Installed packages that are the public registry's empty stand-ins for Neuron's."""
-    found = []
-    for name in (*PACKAGES, "neuronx-distributed"):
-        try:
-            about = metadata.distribution(name).read_text("METADATA") or ""
-        except metadata.PackageNotFoundError:
-            continue
-        if "WRONG PACKAGE" in about:
-            found.append(f"{name} {metadata.version(name)}")
-    return found
-
-
-def require_packages() -> None:
-    """Raise `UserError` unless the real torch-neuronx is installed."""
-    where = f"pip install --extra-index-url=https://{REPOSITORY} '.[neuron]' (docs/trainium.md)"
-    if wrong := wrong_packages():
-        raise UserError(
-            f"{', '.join(wrong)} from the public registry are empty stand-ins; uninstall them, then {where}"
-        )
-    try:
-        metadata.version("torch-neuronx")
-    except metadata.PackageNotFoundError:
-        raise UserError(f"device neuron needs torch-neuronx, which is not installed; {where}") from None
-
-
-def cores() -> int:
-    """Number of logical NeuronCores of this machine, from `neuron-ls`. Raises `UserError`."""
-    program = shutil.which("neuron-ls") or shutil.which("/opt/aws/neuron/bin/neuron-ls")
-    if program is None:
-        raise UserError("neuron-ls is not here: is this a Trainium instance with aws-neuronx-tools (docs/trainium.md)?")
-    answer = subprocess.run([program, "-j"], capture_output=True, text=True, timeout=60, check=False)
-    try:
-        devices: list[dict[str, Any]] = json.loads(answer.stdout)
-        total = sum(int(device["nc_count"]) for device in devices)
-    except (ValueError, KeyError, TypeError):
-        said = (answer.stderr or answer.stdout).strip().splitlines()
-        raise UserError(f"neuron-ls -j: {said[-1] if said else 'no answer'}; check the Neuron driver") from None
-    if total == _TRN2_PHYSICAL_CORES:
-        total //= int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2"))
-    return total
-
-
 def visible_cores(value: str) -> int:
     """The number of cores in a `NEURON_RT_VISIBLE_CORES` such as `0-7`, `3` or `0,2,4-5`. Raises `UserError`."""
     count = 0
@@ -159,7 +108,7 @@ def load_runtime() -> None:
     import torch_neuronx  # noqa: F401 (registers NeuronCores with torch_xla)
 
 
-class NeuronDevice(XlaDevice):
+class NeuronXlaDevice(XlaDevice):
     """One NeuronCore per worker. Reductions are part of the graph."""
 
     backend = "xla"
@@ -167,7 +116,7 @@ class NeuronDevice(XlaDevice):
 
     def __init__(self, mesh: Mesh, options: DeviceOptions) -> None:
         """Sets the runtime's environment variables and loads it. Raises `UserError`."""
-        require_packages()
+        self._lane = require_xla_lane(Installation.of_machine())
         if mesh.local_rank == 0:
             check_workers(mesh.local_world_size, cores(), os.environ.get("NEURON_RT_VISIBLE_CORES"))
         cache = None if options.compile_cache is None else node_cache(Path(options.compile_cache), node_rank())
@@ -194,7 +143,7 @@ class NeuronDevice(XlaDevice):
             )
 
     def describe(self) -> str:
-        return f"neuron, torch-neuronx {metadata.version('torch-neuronx')}; {'; '.join(self._settings)}"
+        return f"{XLA}, since {self._lane}; {'; '.join(self._settings)}"
 
     def automatic_precision(self) -> tuple[str, str]:
         return _AUTOMATIC, "NeuronCores multiply in bf16"

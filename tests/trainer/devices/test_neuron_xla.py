@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from common.errors import UserError
-from tests.helpers.neuron_machine import hardware, install_package, machine
+from tests.helpers.neuron_machine import hardware, install_package, install_xla_lane, machine
 from tests.helpers.support import assert_one_line_error, command, options, write_dataset, write_model_config
 from trainer.devices.base import DeviceOptions
-from trainer.devices.neuron import NeuronDevice, check_workers, environment, settle, visible_cores
 from trainer.devices.neuron_cache import use_cache
+from trainer.devices.neuron_xla import NeuronXlaDevice, check_workers, environment, settle, visible_cores
 from trainer.parallel.mesh import Mesh
 
 
@@ -52,7 +52,7 @@ def test_the_variables_follow_precision_and_nodes() -> None:
 def test_the_runtime_rounds_where_it_can() -> None:
     """Nothing is left for the optimizer to do."""
     x = torch.randn(10)
-    assert NeuronDevice.round_stochastically(NeuronDevice.__new__(NeuronDevice), x) is x
+    assert NeuronXlaDevice.round_stochastically(NeuronXlaDevice.__new__(NeuronXlaDevice), x) is x
 
 
 def test_the_users_variables_win_and_that_is_said() -> None:
@@ -143,9 +143,9 @@ def test_only_worker_counts_that_the_runtime_supports(total: int, visible: str |
 
 
 def test_torchrun_and_the_runtime_must_see_the_same_workers() -> None:
-    NeuronDevice.check_worlds(Mesh(world_size=32), 32)
+    NeuronXlaDevice.check_worlds(Mesh(world_size=32), 32)
     with pytest.raises(UserError, match="started 32 workers, the Neuron runtime sees 1"):
-        NeuronDevice.check_worlds(Mesh(world_size=32), 1)
+        NeuronXlaDevice.check_worlds(Mesh(world_size=32), 1)
 
 
 def test_a_machine_without_the_packages_says_where_they_are(work: list[str]) -> None:
@@ -167,7 +167,7 @@ def test_packages_that_hold_nothing_are_recognised(work: list[str], tmp_path: Pa
 
 
 def test_the_doctor_gives_the_next_command(tmp_path: Path) -> None:
-    install_package(tmp_path / "site", "torch_neuronx", "2.9.0.2.11", "The real one, for all that can be seen.")
+    install_xla_lane(tmp_path / "site")
     examined = command("-m", "trainer", "--doctor", env=hardware(tmp_path, cores=[2] * 16))
     assert examined.returncode == 0, examined.stdout + examined.stderr
     assert "32 NeuronCores" in examined.stdout

@@ -1,0 +1,77 @@
+"""Which lane an installation is, and what is wrong with it; made up, with the versions of AWS's documentation."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import UserError
+from trainer.devices.neuron_lane import NATIVE, XLA, Installation, lane_of, problems, require_xla_lane
+
+_XLA = {
+    "torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.9.0.2.13.26312", "neuronx-cc": "2.24.8799.0",
+    "libneuronxla": "2.2.16408.0",
+}  # fmt: skip
+_NATIVE = {"torch": "2.13.0+cpu", "torch-neuronx": "2.13.3.0.1", "neuronx-cc": "2.28.7631.0", "nki": "0.7.0"}
+_NATIVE_2_14 = {**_NATIVE, "torch": "2.14.0+cpu", "torch-neuronx": "2.14.3.0.7"}
+_BETA = {**_NATIVE, "torch": "2.12.0", "torch-neuronx": "2.12.1"}
+
+
+def without(versions: dict[str, str], name: str) -> dict[str, str]:
+    return {key: value for key, value in versions.items() if key != name}
+
+
+def native(versions: dict[str, str], instance: str = "trn2.48xlarge") -> Installation:
+    return Installation(versions, has_native_device=True, instance=instance)
+
+
+#: Installation, its lane (None: none), and words of the first problem (none: it can train).
+CASES = {
+    "nothing": (Installation({"torch": "2.9.1"}), None, ["torch-neuronx, which is not installed", "neuron-xla]"]),
+    "empty packages": (
+        Installation({**_XLA, "torch-neuronx": "1.0"}, empty=("torch-neuronx",)),
+        None,
+        ["torch-neuronx 1.0", "empty stand-ins", "pip uninstall -y torch-neuronx"],
+    ),
+    "xla on trn1": (Installation(_XLA, instance="trn1.32xlarge"), XLA, []),
+    "xla on trn2": (Installation(_XLA, instance="trn2.48xlarge"), XLA, []),
+    "xla on a machine that does not tell": (Installation(_XLA, instance="Standard PC"), XLA, []),
+    "xla on trn3": (
+        Installation(_XLA, instance="trn3.48xlarge"), XLA, ["does not train on trn3.48xlarge", "trn1 and trn2"],
+    ),
+    "xla without torch-xla": (Installation(without(_XLA, "torch-xla")), XLA, ["needs torch-xla", "neuron-xla]"]),
+    "xla with another torch": (
+        Installation({**_XLA, "torch": "2.10.0"}), XLA, ["torch-neuronx 2.9.0.2.13.26312 is not made for torch 2.10.0"],
+    ),
+    "xla with Python 3.13": (Installation(_XLA, python=(3, 13)), XLA, ["Python 3.10 to 3.12, this is 3.13"]),
+    "native 2.13 on trn2": (native(_NATIVE), NATIVE, ["has a device for neuron-xla only"]),
+    "native 2.14 on trn3": (native(_NATIVE_2_14, "trn3.48xlarge"), NATIVE, ["has a device for neuron-xla only"]),
+    "native on trn1": (native(_NATIVE, "trn1.32xlarge"), NATIVE, ["does not train on trn1.32xlarge", "trn2 and trn3"]),
+    "a native beta": (native(_BETA), NATIVE, ["private beta", "has a device for neuron-xla only"]),
+    "2.12 without torch.neuron": (Installation(_BETA), XLA, ["needs torch-xla"]),
+    "native with torch-xla": (
+        native({**_NATIVE, "torch-xla": "2.9.0"}), NATIVE, ["torch-xla 2.9.0", "exclude each other"],
+    ),
+    "native for another torch": (
+        native({**_NATIVE, "torch": "2.14.0"}), NATIVE, ["2.13.3.0.1 is not made for torch 2.14.0"],
+    ),
+    "native that was not loaded": (Installation(_NATIVE), NATIVE, ["torch has no torch.neuron", "AUTOLOAD"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "lane", "words"), CASES.values(), ids=CASES.keys())
+def test_the_lane_is_told_and_what_is_wrong_with_it(found: Installation, lane: str | None, words: list[str]) -> None:
+    if lane is None:
+        with pytest.raises(UserError):
+            lane_of(found)
+    else:
+        assert lane_of(found)[0] == lane
+    lines = problems(found)
+    assert all("\n" not in line and ";" in line for line in lines)
+    assert bool(lines) == bool(words)
+    for word in words:
+        assert word in lines[0]
+    if words:
+        with pytest.raises(UserError):
+            require_xla_lane(found)
+    else:
+        assert "below 2.13" in require_xla_lane(found)

@@ -1,0 +1,170 @@
+"""Which of AWS's two lanes to Trainium is installed, whether it is whole, and whether it fits this machine.
+
+Both are called torch-neuronx. `neuron-xla` is PyTorch/XLA: trained with up to SDK 2.29.1, on trn1 and trn2.
+`neuron-native` is a device of torch's own, for trn2 and trn3; this trainer recognises it, but has no device for it yet.
+
+Versions, Python versions and instances are those of AWS's documentation (SDK 2.33) and of aws-neuron/aws-neuron-sdk.
+Private betas 2.11 and 2.12 are said to have been native, too: there `torch.neuron` decides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+
+XLA, NATIVE = "neuron-xla", "neuron-native"
+#: Where the packages come from; those of the same names in the public registry are empty.
+REPOSITORY = "pip.repos.neuron.amazonaws.com"
+#: What each lane needs beside torch.
+PACKAGES = {
+    XLA: ("torch-neuronx", "torch-xla", "neuronx-cc", "libneuronxla"),
+    NATIVE: ("torch-neuronx", "neuronx-cc", "nki"),
+}
+_INSTALL = f"pip install --extra-index-url=https://{REPOSITORY} '.[{XLA}]' (docs/trainium.md)"
+#: The first public version of the native lane, and the first of its private betas.
+_NATIVE, _NATIVE_BETA = (2, 13), (2, 11)
+#: Python versions that AWS builds each lane for.
+_PYTHONS = {XLA: ((3, 10), (3, 12)), NATIVE: ((3, 12), (3, 14))}
+#: Families of instances that each lane runs on.
+_INSTANCES = {XLA: ("trn1", "trn2"), NATIVE: ("trn2", "trn3")}
+#: The physical machine as its firmware calls it; on EC2 the type of the instance.
+_PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
+#: Physical cores of a trn2.48xlarge, which by default presents them as pairs.
+_TRN2_PHYSICAL_CORES = 128
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What is installed here, as far as it tells the lanes apart."""
+
+    #: Version of each package that is installed, torch among them.
+    versions: Mapping[str, str]
+    #: Those of them that are the public registry's empty stand-ins.
+    empty: tuple[str, ...] = ()
+    #: Whether torch has `torch.neuron`.
+    has_native_device: bool = False
+    python: tuple[int, int] = (3, 12)
+    #: The type of the instance, such as trn1.32xlarge; another text elsewhere.
+    instance: str = ""
+
+    @classmethod
+    def of_machine(cls) -> Installation:
+        versions, empty = {}, []
+        for name in ("torch", *dict.fromkeys((*PACKAGES[XLA], *PACKAGES[NATIVE], "neuronx-distributed"))):
+            try:
+                about = metadata.distribution(name)
+            except metadata.PackageNotFoundError:
+                continue
+            versions[name] = about.version
+            if "WRONG PACKAGE" in (about.read_text("METADATA") or ""):
+                empty.append(name)
+        instance = _PRODUCT.read_text(encoding="utf-8").strip() if _PRODUCT.exists() else ""
+        return cls(versions, tuple(empty), hasattr(torch, "neuron"), sys.version_info[:2], instance)
+
+    def release(self, name: str) -> tuple[int, int]:
+        """The first two numbers of a package's version."""
+        major, minor = re.findall(r"\d+", self.versions[name])[:2]
+        return int(major), int(minor)
+
+
+def lane_of(found: Installation) -> tuple[str, str]:
+    """The lane that is installed, and how it was told. Raises `UserError` if none is."""
+    if found.empty:
+        raise UserError(
+            f"{', '.join(f'{name} {found.versions[name]}' for name in found.empty)} from the public registry are empty "
+            f"stand-ins; pip uninstall -y {' '.join(found.empty)}, then {_INSTALL}"
+        )
+    if "torch-neuronx" not in found.versions:
+        raise UserError(f"device neuron needs torch-neuronx, which is not installed; {_INSTALL}")
+    name, release = f"torch-neuronx {found.versions['torch-neuronx']}", found.release("torch-neuronx")
+    if release >= _NATIVE:
+        return NATIVE, f"{name} is native, as all from 2.13 on"
+    if release >= _NATIVE_BETA and found.has_native_device:
+        return NATIVE, f"{name} is a private beta with torch.neuron"
+    return XLA, f"{name} is below 2.13, where native ones begin"
+
+
+def problems(found: Installation) -> list[str]:
+    """What keeps this machine from training with what is installed, and the way out: a line each."""
+    try:
+        lane, reason = lane_of(found)
+    except UserError as error:
+        return [str(error)]
+    lines = [*_wrong_packages(found, lane), *_wrong_machine(found, lane)]
+    if lane == NATIVE:
+        lines.append(
+            f"{reason}, and this trainer has a device for {XLA} only; on {' or '.join(_INSTANCES[XLA])} make a new "
+            f"environment and {_INSTALL}"
+        )
+    return lines
+
+
+def _wrong_packages(found: Installation, lane: str) -> Iterator[str]:
+    versions = found.versions
+    for package in PACKAGES[lane]:
+        if package not in versions:
+            yield f"{lane} needs {package}, which is not installed; {_install(lane)}"
+        elif package.startswith("torch-") and found.release(package) != found.release("torch"):
+            yield f"{package} {versions[package]} is not made for torch {versions['torch']}; {_install(lane)}"
+    if lane == NATIVE and "torch-xla" in versions:
+        yield f"torch-xla {versions['torch-xla']} and {lane} exclude each other; make a new environment for either"
+    if lane == NATIVE and not found.has_native_device:
+        yield f"torch has no torch.neuron; unset TORCH_DEVICE_BACKEND_AUTOLOAD, or reinstall: {_install(lane)}"
+
+
+def _wrong_machine(found: Installation, lane: str) -> Iterator[str]:
+    lowest, highest = _PYTHONS[lane]
+    if not lowest <= found.python <= highest:
+        made, this = f"{_dotted(lowest)} to {_dotted(highest)}", _dotted(found.python)
+        yield f"{lane} is made for Python {made}, this is {this}; make a new environment"
+    family = found.instance.partition(".")[0]
+    if family.startswith(("trn", "inf")) and not family.startswith(_INSTANCES[lane]):
+        fitting = " and ".join(_INSTANCES[lane])
+        yield f"{lane} does not train on {found.instance}, but on {fitting}; take one of those, or the other lane"
+
+
+def require_xla_lane(found: Installation) -> str:
+    """How the XLA lane was told. Raises `UserError` unless it is installed, whole and fits the machine."""
+    for problem in problems(found):
+        raise UserError(problem)
+    return lane_of(found)[1]
+
+
+def _install(lane: str) -> str:
+    if lane == XLA:
+        return _INSTALL
+    return f"pip install --extra-index-url=https://{REPOSITORY} {' '.join(PACKAGES[NATIVE])}"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def cores() -> int:
+    """Number of logical NeuronCores of this machine, from `neuron-ls`. Raises `UserError`."""
+    program = shutil.which("neuron-ls") or shutil.which("/opt/aws/neuron/bin/neuron-ls")
+    if program is None:
+        raise UserError("neuron-ls is not here: is this a Trainium instance with aws-neuronx-tools (docs/trainium.md)?")
+    answer = subprocess.run([program, "-j"], capture_output=True, text=True, timeout=60, check=False)
+    try:
+        devices: list[dict[str, Any]] = json.loads(answer.stdout)
+        total = sum(int(device["nc_count"]) for device in devices)
+    except (ValueError, KeyError, TypeError):
+        said = (answer.stderr or answer.stdout).strip().splitlines()
+        raise UserError(f"neuron-ls -j: {said[-1] if said else 'no answer'}; check the Neuron driver") from None
+    if total == _TRN2_PHYSICAL_CORES:
+        total //= int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2"))
+    return total
