@@ -50,13 +50,20 @@ BERT = Recipe(
     masking="static",
     dropout=0.1,
 )
-_OURS = {"optimizer": "Muon", "lr": 1e-2, "batch_size": 16, "masked_lm_prob": 0.3, "final_masked_lm_prob": 0.15}
+_OURS = {
+    "optimizer": "Muon",
+    "lr": 1e-2,
+    "batch_size": 16,
+    "masked_lm_prob": 0.3,
+    "final_masked_lm_prob": 0.15,
+    "initial_attention": "neighbours",
+}
 #: As short as it can be and still have BERT's loss; and as long as BERT's takes.
 SHORT = Recipe(
-    "ours, short", {**_OURS, "grad_accum_usteps": 1, "warmup_steps": 20, "max_steps": 240}, "dynamic", embeds=True
+    "ours, short", {**_OURS, "grad_accum_usteps": 1, "warmup_steps": 10, "max_steps": 100}, "dynamic", embeds=True
 )
 LONG = Recipe(
-    "ours, long", {**_OURS, "grad_accum_usteps": 2, "warmup_steps": 50, "max_steps": 1500}, "dynamic", embeds=True
+    "ours, long", {**_OURS, "grad_accum_usteps": 2, "warmup_steps": 50, "max_steps": 1150}, "dynamic", embeds=True
 )
 #: Trainer's own defaults, and the best that we found for it.
 TRAINER = {
