@@ -39,6 +39,9 @@ class EvaluateOptions(StageOptions):
         names=("model",), metavar="MODEL", help="a Hugging Face directory, or the directory of stages.merge"
     )
     data: Path = option(names=("data",), metavar="DATA", help=f"a directory with {HELD_OUT_SHARDS} shards")
+    held_out: Path | None = option(
+        None, metavar="DIR", help=f"take the {HELD_OUT_SHARDS} shards of DIR in place of DATA's"
+    )
     max_pred_len: int = option(80, unit="positions", least=1, help="maximum masked positions in a row")
     blimp: Path | None = option(
         None,
@@ -69,6 +72,9 @@ class EvaluateOptions(StageOptions):
             training = sampled_shards(sorted(path.name for path in self.data.glob(TRAINING_SHARDS)))
             read = [*sorted(self.data.glob(HELD_OUT_SHARDS)), *(self.data / name for name in training)]
             inputs["data"] = {Path(shard.path).name: shard.sha256 for shard in hashes.hash(read)}
+        if self.held_out is not None:
+            shards = hashes.hash(sorted(self.held_out.glob(HELD_OUT_SHARDS)))
+            inputs["held_out"] = {Path(shard.path).name: shard.sha256 for shard in shards}
         if len(upstream) < 2 and self.vocabulary is not None:
             inputs["vocabulary"] = hashes.sha256(self.vocabulary)
         if self.blimp is not None:
@@ -77,6 +83,11 @@ class EvaluateOptions(StageOptions):
             else:
                 inputs["blimp"] = hashes.sha256(self.blimp)
         return inputs
+
+    @property
+    def held_out_directory(self) -> Path:
+        """The directory with the held-out shards."""
+        return self.held_out or self.data
 
     @property
     def model_directory(self) -> Path:
@@ -93,9 +104,9 @@ class EvaluateOptions(StageOptions):
 def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, Any]:
     """Evaluate the model, write `evaluation.json` and complete `work`; returns the counts. Raises `UserError`."""
     counts: dict[str, Any] = {"samples": 0}
-    has_held_out = any(options.data.glob(HELD_OUT_SHARDS))
+    has_held_out = any(options.held_out_directory.glob(HELD_OUT_SHARDS))
     if not has_held_out:
-        print(f"{options.data} has no {HELD_OUT_SHARDS}: nothing was held out, so nothing is measured")
+        print(f"{options.held_out_directory} has no {HELD_OUT_SHARDS}: nothing was held out, so nothing is measured")
     if has_held_out or options.blimp:
         from stages.evaluation.bert import load_model
         from trainer.devices.select import select_alone
@@ -124,7 +135,7 @@ def _held_out(
     return evaluate(
         work,
         model,
-        ShardSet.open(options.data, HELD_OUT_SHARDS, max_pred_len=options.max_pred_len),
+        ShardSet.open(options.held_out_directory, HELD_OUT_SHARDS, max_pred_len=options.max_pred_len),
         training=ShardSet.open(options.data, TRAINING_SHARDS) if has_training else None,
         tokenizer=_tokenizer(options, model),
         pieces=read_vocabulary(options.vocabulary) if options.vocabulary else None,

@@ -195,11 +195,11 @@ class TrainConfig:
     )  # fmt: skip
     resume_ckpt_path: Path | None = option(
         None, **_CKPT,
-        help="checkpoint directory to begin training in OUTPUT_DIR with; implies --resume_ckpt. One of phase 1 gives "
-        "phase 2 its weights, one of the same phase is continued. The same command again continues from OUTPUT_DIR's "
-        "own newest checkpoint if that began with this one, else it is refused. One of OUTPUT_DIR's own, of the same "
-        "phase, is rolled back to, as by --resume_step",
+        help="checkpoint directory to begin training in OUTPUT_DIR with; implies --resume_ckpt. Phase 2 takes the "
+        "weights of one of phase 1; one of the same phase is continued, or rolled back to if it is OUTPUT_DIR's own. "
+        "The same command again continues from OUTPUT_DIR's newest checkpoint, which must have begun with this one",
     )  # fmt: skip
+    new_data: bool = option(False, **_CKPT, help="begin on other data, with --resume_ckpt_path's weights and optimizer")
     allow_changes: tuple[str, ...] = option(
         (), **_CKPT, nargs="+", metavar="NAME",
         help="deciding options that a resumed run may change; the checkpoints record the change",
@@ -294,7 +294,6 @@ class TrainConfig:
 #: phase or another model.
 CHANGEABLE = (
     *(name for name, (_, about) in fields_of(TrainConfig).items() if about.decides and not name.startswith("phase")),
-    *("global_batch_size", "data"),
-    *("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    *("global_batch_size", "data", "hidden_dropout_prob", "attention_probs_dropout_prob"),
     *("masked_lm_prob", "final_masked_lm_prob", "whole_word_mask"),
 )

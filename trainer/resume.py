@@ -81,7 +81,7 @@ def resume(
     """The state to continue from, with its moments loaded into `optimizer`; `state` itself in a new phase.
 
     Logs the starting point and the changes permitted by `--allow_changes`. Raises `CheckpointError` if any other option
-    that decides the result has changed.
+    that decides the result has changed, or the optimizer's state cannot be used.
     """
     if start is None:
         run.log(f"starting phase {state.phase} at step 0 with initial weights")
@@ -89,20 +89,29 @@ def resume(
     if start.weights_only:
         run.log(f"starting phase {state.phase} at step {state.global_step} with the weights of {start.checkpoint}")
         return state
-    state = state.resumed(start.state, start.checkpoint, allowed=run.config.allow_changes)
+
+    def load_optimizer() -> None:
+        load_into(optimizer.state(), start, "optimizer", run.workload.vocab_size, tensor_parallel)
+        run.device.finish_closures()
+
+    if start.restarts:
+        state = state.continuing(start.state, start.checkpoint)
+        how = f"with its weights and optimizer, after {state.steps_before:,} steps on other data"
+    else:
+        state = state.resumed(start.state, start.checkpoint, allowed=run.config.allow_changes)
+        how = f"at step {state.global_step}"
+        _log_changes(run, state, start)
+    if state.step < run.config.max_steps:  # a finished phase needs none, and may have none (--minimal_ckpt)
+        run.mesh.in_turns(load_optimizer, at_once=LOADING_AT_ONCE)
+    optimizer.set_steps_done(state.optimizer_steps)
+    run.log(f"{'starting' if start.restarts else 'resuming'} from checkpoint {start.checkpoint} {how}")
+    return state
+
+
+def _log_changes(run: Run, state: TrainState, start: ResumePoint) -> None:
     for change in state.changes[len(start.state.changes) :]:
         run.log(f"from step {change['step']} on: {change['name']} {change['old']} → {change['new']}, as allowed")
     for name in DECAY_OPTIONS:
         old, new = start.state.settings.get(name), state.settings[name]
         if old not in (None, new) and name not in run.config.allow_changes:
             run.log(f"{name} {old} → {new}: the same up to step {state.global_step}")
-
-    def load_optimizer() -> None:
-        load_into(optimizer.state(), start, "optimizer", run.workload.vocab_size, tensor_parallel)
-        run.device.finish_closures()
-
-    if state.step < run.config.max_steps:  # a finished phase needs none, and may have none (--minimal_ckpt)
-        run.mesh.in_turns(load_optimizer, at_once=LOADING_AT_ONCE)
-    optimizer.set_steps_done(state.step)
-    run.log(f"resuming from checkpoint {start.checkpoint} at step {state.global_step}")
-    return state

@@ -52,9 +52,12 @@ class TrainState:
     #: sha256 of the manifest of the checkpoint that training in this output directory began with; empty: initial
     #: weights; None: not known.
     origin: str | None = None
+    #: Optimizer steps that the phase's first weights and moments had behind them: of a training on other data.
+    steps_before: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """`steps_before` only where there are any."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "steps_before" or value}
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
@@ -81,6 +84,7 @@ class TrainState:
             samples_consumed=other.samples_consumed,
             epoch=other.epoch,
             changes=other.changes,
+            steps_before=other.steps_before,
             skipped=sorted({*self.skipped, *other.skipped}),
         )
 
@@ -96,6 +100,24 @@ class TrainState:
         """Steps of the phase that do not depend on `DECAY_OPTIONS`; 0 in old checkpoints."""
         known = {name: self.settings[name] for name in DECAY_OPTIONS if name in self.settings}
         return stable_steps(**known) if len(known) == len(DECAY_OPTIONS) else 0
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Updates of the optimizer's moments so far."""
+        return self.steps_before + self.step
+
+    def continuing(self, other: TrainState, checkpoint: Path) -> Self:
+        """This run before its first step on new data, with the weights and moments of `other`, the state in
+        `checkpoint`. Raises `CheckpointError` if it cannot use them."""
+        self.require_same_model(other, checkpoint)
+        for name in ("optimizer", "precision"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise CheckpointError(
+                    f"{checkpoint} was trained with {name} = {theirs}, this run has {mine}, for which the optimizer's "
+                    f"state means something else; go on with {theirs}, or start anew"
+                )
+        return dataclasses.replace(self, steps_before=other.optimizer_steps)
 
     def resumed(self, other: TrainState, checkpoint: Path, *, allowed: Sequence[str]) -> Self:
         """This run at the position of `other`, the state in `checkpoint`; `allowed` differences are recorded.

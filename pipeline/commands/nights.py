@@ -1,4 +1,5 @@
-"""`python -m pipeline nights`: the state of each night; --check, for monitors, notifies if the last is not complete."""
+"""`python -m pipeline nights`: the state of each night; --check, for monitors, notifies if the last is not complete;
+--trend shows what they have learned."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ import datetime
 from common.console import log
 from common.errors import UserError
 from pipeline.settings.load import load
-from pipeline.tasks import night_states, nights, notify
+from pipeline.tasks import night_states, nights, notify, trend
 from pipeline.tasks.night_states import NightState
 
-SUMMARY = "how each night went; --check tells by mail and webhook if the last one failed or is missing"
+SUMMARY = (
+    "how each night went; --check tells by mail and webhook if the last one failed or is missing; --trend: their losses"
+)
 #: Number of nights listed.
 _SHOWN = 30
 
@@ -20,7 +23,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="look at one night only: exit status 0 if it is complete or running, else 1, told by mail and webhook",
+        help="look at one night only: exit status 0 if it is complete (accepted or rejected) or running, else 1, told "
+        "by mail and webhook",
+    )
+    parser.add_argument(
+        "--trend", action="store_true", help="loss, accuracy, time and text of all complete nights, also as a page"
     )
     parser.add_argument("--date", default=None, help="with --check, the night, as 2026-11-21 (today)")
 
@@ -33,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         date = _date(args.date)
         state = night_states.state_of(directory, date)
         line = _line(date, state)
-        if state.status in ("complete", "running"):
+        if state.status in ("complete", "rejected", "running"):
             print(line)
             return 0
         if state.status == "missing":
@@ -47,6 +54,10 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if args.date is not None:
         raise UserError("--date is for --check; without it all nights are listed")
+    if args.trend:
+        print(trend.text(directory))
+        print(f"page: {trend.write(directory)}")
+        return 0
     for date in sorted(night_states.dates(directory), reverse=True)[:_SHOWN]:
         print(_line(date, night_states.state_of(directory, date)))
     return 0

@@ -39,7 +39,7 @@ class Choice(Setting[str]):
 
     def parse(self, x: str) -> str:
         if x not in self._choices:
-            raise self.refuse(x, ", ".join(self._choices))
+            raise self.refuse(x, ", ".join(choice or "empty" for choice in self._choices))
         return x
 
 

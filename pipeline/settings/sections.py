@@ -34,9 +34,13 @@ from stages.transfer.urls import Transport
 from trainer.config import PRESETS, ModelConfig, TrainConfig
 from trainer.registry import INITIAL_ATTENTION
 
+#: Value of [nights] start_from.
+PREVIOUS = "previous"
+
 
 class Run(luigi.Config):
     work_dir = luigi.StrParameter()
+    start_from = luigi.StrParameter()
     seed: int = whole(0, 2**31 - 1)
     log_interval: int = setting(TrainConfig, "log_interval")
     non_finite: str = setting(TrainConfig, "non_finite")
@@ -169,6 +173,8 @@ class Mnist(luigi.Config):
 
 
 class Nights(luigi.Config):
+    start_from = Choice(("", PREVIOUS))
+    gate_tolerance: float | None = number(0, 100, empty=True)
     keep: int = whole(1)
     webhook = Webhook()
 

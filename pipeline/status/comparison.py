@@ -23,20 +23,10 @@ def of_goals(title: str, goals: Mapping[str, ChainTask], notes: Mapping[str, str
 def of_work_directory(stage_dirs: StageDirs) -> Comparison:
     """All trainings, oldest first, each named by its directory. Phase 1 of a phase 2 belongs to that."""
     trainings = [one for one in reversed(stage_dirs.all) if one.label.startswith(_PRETRAIN)]
-    chains = {one.path.name: _upstream(one, stage_dirs) for one in trainings}
+    chains = {one.path.name: stage_dirs.made_with(one) for one in trainings}
     starts = {up.path for chain in chains.values() for up in chain[:-1] if up.label.startswith(_PRETRAIN)}
     found = [_trial(one, chains[one.path.name], stage_dirs) for one in trainings if one.path not in starts]
     return Comparison(f"Trainings in {stage_dirs.work_dir}", found)
-
-
-def _upstream(stage_dir: StageDir, stage_dirs: StageDirs) -> list[StageDir]:
-    """The stages that it was made from, as far as they are there, and itself, in running order."""
-    found: list[StageDir] = []
-    for fingerprint in stage_dir.record.get("upstream", {}).values():
-        up = stage_dirs.of_fingerprint(str(fingerprint))
-        if up is not None:
-            found += [one for one in _upstream(up, stage_dirs) if one not in found]
-    return [*found, stage_dir]
 
 
 def _trial(training: StageDir, chain: list[StageDir], stage_dirs: StageDirs) -> Trial:

@@ -58,12 +58,12 @@ def stable_checkpoints(task: StageTask, stage_dirs: StageDirs) -> Iterator[Stabl
         for other in stage_dirs.others(task.label, task.identity.fingerprint)
         if shared_identity(other.record) == shared
         for _, path in whole_checkpoints(other.path / CHECKPOINTS)
-        if (step := _stable_step(path)) is not None and step <= _stable_steps(mine)
+        if (step := stable_step(path)) is not None and step <= _stable_steps(mine)
     ]
     return iter(sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True))
 
 
-def _stable_step(checkpoint: Path) -> int | None:
+def stable_step(checkpoint: Path) -> int | None:
     """The step, within its phase, of a checkpoint of a stable part; None: it is of none, or cannot be continued."""
     try:
         state = TrainState.read(checkpoint)

@@ -59,6 +59,20 @@ class StageDirs:
         """Directories of a stage with other settings, newest first."""
         return [stage_dir for stage_dir in self.by_label[label] if stage_dir.fingerprint != fingerprint]
 
+    def made_with(self, stage_dir: StageDir) -> list[StageDir]:
+        """The stages that `stage_dir` was made from, as far as they are there, and itself, in running order."""
+        found: list[StageDir] = []
+        for fingerprint in stage_dir.record.get("upstream", {}).values():
+            up = self.of_fingerprint(str(fingerprint))
+            if up is not None:
+                found += [one for one in self.made_with(up) if one not in found]
+        return [*found, stage_dir]
+
+    def evaluated_chain(self) -> list[StageDir]:
+        """The newest complete evaluation and the stages that it was made from, in running order."""
+        newest = (self.work_dir / LATEST / "evaluate").resolve()
+        return [one for end in self.by_label["evaluate"] if end.path.resolve() == newest for one in self.made_with(end)]
+
     def of_fingerprint(self, fingerprint: str) -> StageDir | None:
         return next((stage_dir for stage_dir in self.all if stage_dir.fingerprint == fingerprint), None)
 

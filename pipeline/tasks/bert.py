@@ -17,7 +17,8 @@ from pipeline.tasks import summary
 from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of, mask_rate, masking_options
 from pipeline.tasks.extension import extend
 from pipeline.tasks.goal import Goal
-from pipeline.tasks.initial_weights import embedded, initial_attention, start_options
+from pipeline.tasks.initial_weights import embedded, initial_attention, start_inputs, start_options
+from pipeline.tasks.parent import parent_of
 from pipeline.tasks.stage import Stage
 from pipeline.tasks.training import Training
 from stages.convert import ConvertOptions
@@ -28,7 +29,6 @@ from stages.precompile import Graphs, PrecompileOptions
 from stages.report import PAGE, ReportOptions
 from trainer.config import TrainConfig
 from trainer.metrics.budget import fixed_steps
-from trainer.optim.schedule import STABLE_SCHEDULES
 
 
 class Reported(Stage):
@@ -108,13 +108,9 @@ class Pretrain(ModelStage, Training):
         if phase.budget is not None:  # how many steps fit is measured later, and differs between machines
             del given["max_steps"]
             given["budget"] = str(phase.budget)
-        masking = masking_options(self, self.phase) or {"max_pred_len": phase.max_pred_len}
-        rate = mask_rate(self, self.phase)
-        if rate is not None and rate.last != rate.first and phase.schedule in STABLE_SCHEDULES:
-            masking["mask_schedule"] = 2  # 1: the rate fell from the first step on
         return {
             **{name: value for name, value in given.items() if not is_left_out(TrainConfig, name, value)},
-            **{name: value for name, value in masking.items() if value},
+            **self.masking_identity(self.phase),
             **initial_attention(self, self.phase),
             "seq_len": phase.seq_len,
             "global_batch_size": phase.global_batch_size,
@@ -122,6 +118,9 @@ class Pretrain(ModelStage, Training):
             "model": self.model_parameters(),
             "precision": self.settings.precision.mode,
         }
+
+    def inputs(self) -> dict[str, Any]:
+        return start_inputs(self, self.phase)
 
     def command(self) -> list[str]:
         extend(self)
@@ -244,6 +243,7 @@ class Evaluate(Reported):
         return EvaluateOptions(
             model=inputs["merge_shards"].directory,
             data=inputs["dataset"].directory,
+            held_out=parent.held_out if (parent := parent_of(self.settings)) else None,
             max_pred_len=phase.max_pred_len,
             max_samples=evaluation.max_samples,
             blimp=Path(evaluation.blimp) if evaluation.blimp else None,

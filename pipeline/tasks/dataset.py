@@ -13,6 +13,7 @@ from common.errors import UserError
 from common.secrets import Secret
 from pipeline.settings.sections import Settings
 from pipeline.tasks.base import ChainTask
+from pipeline.tasks.parent import parent_of
 from pipeline.tasks.stage import Stage
 from stages.directory.manifest import Identity
 from stages.shard import STATIC, ShardOptions
@@ -20,6 +21,7 @@ from stages.text.corpus import TokenizeOptions
 from stages.text.patterns import split
 from trainer.config import ModelConfig
 from trainer.data.mask_rate import MaskRate
+from trainer.optim.schedule import STABLE_SCHEDULES
 
 if TYPE_CHECKING:
     from stages.download import DownloadOptions
@@ -74,6 +76,7 @@ class TokenizeCorpus(Stage):
         return TokenizeOptions(
             sources=tuple(split(corpus.source)),
             held_out_sources=tuple(split(corpus.held_out_source)),
+            exclude=parent.held_out_tokens if (parent := parent_of(self.settings)) else None,
             vocab_file=Path(corpus.vocab_file) if corpus.vocab_file else None,
             vocab_size=corpus.vocab_size,
             lower_case=corpus.lower_case,
@@ -166,6 +169,14 @@ class UsesModel(Stage):
     def model_parameters(self) -> dict[str, Any]:
         """The model settings; a vocabulary size left open comes from the data set."""
         return {**self.settings.model.param_kwargs, **({} if self.next_sentence else {"next_sentence": False})}
+
+    def masking_identity(self, phase: int) -> dict[str, Any]:
+        """The parameters by which masks decide a phase's training."""
+        rate, settings = mask_rate(self, phase), self.settings.phase(phase)
+        masking = masking_options(self, phase) or {"max_pred_len": settings.max_pred_len}
+        if rate is not None and rate.last != rate.first and settings.schedule in STABLE_SCHEDULES:
+            masking["mask_schedule"] = 2  # 1: the rate fell from the first step on
+        return {name: value for name, value in masking.items() if value}
 
     @property
     def next_sentence(self) -> bool:

@@ -63,12 +63,9 @@ def _link(stable: StableCheckpoint, task: StageTask) -> None:
     assert shared is not None
     with disk_errors(directory):
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
         if (source.path / METRICS).exists():  # the trainer drops the records of later steps
-            _copy(source.path / METRICS, directory / METRICS)
-        for file in stable.path.iterdir():
-            _link_file(file, temporary / file.name)
-        fsync_directory(temporary)
+            copy_file(source.path / METRICS, directory / METRICS)
+        link_files(stable.path, temporary)
     write_json(
         directory / EXTENDED_FROM,
         {
@@ -79,14 +76,19 @@ def _link(stable: StableCheckpoint, task: StageTask) -> None:
     rename_durably(temporary, final)
 
 
-def _link_file(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        _copy(source, target)
+def link_files(source: Path, target: Path) -> None:
+    """Link the files of a checkpoint into the new directory `target`, durably. Raises OSError, `DiskError`."""
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        try:
+            os.link(file, target / file.name)
+        except OSError:  # a file system without hard links
+            copy_file(file, target / file.name)
+    fsync_directory(target)
 
 
-def _copy(source: Path, target: Path) -> None:
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file durably. Raises OSError, `DiskError`."""
     with source.open("rb") as file, durable_file(target) as copy:
         while chunk := file.read(1 << 20):
             copy.write(chunk)

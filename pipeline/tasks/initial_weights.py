@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.tasks.base import ChainTask
 from pipeline.tasks.dataset import dataset_of
+from pipeline.tasks.parent import parent_of
 from pipeline.tasks.stage import Stage
 from stages.embed import COOCCURRENCE, EMBEDDINGS, RANDOM, EmbedOptions
 from trainer.config import ModelConfig
@@ -44,4 +45,13 @@ def initial_attention(task: ChainTask, phase: int) -> dict[str, str]:
 
 def start_options(task: ChainTask, phase: int) -> dict[str, Any]:
     """The trainer's options for a phase's initial weights."""
+    parent = parent_of(task.settings) if phase == 1 else None
+    if parent is not None:
+        return {"resume_ckpt_path": parent.checkpoint, "new_data": True}
     return {**initial_attention(task, phase), **{role: made.file for role, made in embedded(task, phase).items()}}
+
+
+def start_inputs(task: ChainTask, phase: int) -> dict[str, Any]:
+    """The identity of the night that a phase continues; empty if it continues none."""
+    parent = parent_of(task.settings) if phase == 1 else None
+    return {"start_from": parent.identity} if parent is not None else {}

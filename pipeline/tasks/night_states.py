@@ -19,10 +19,11 @@ from typing import Literal
 from common.errors import DiskError
 from common.files import read_json, utc_now, write_json
 from common.secrets import redact
+from pipeline.tasks import night_records
 from stages.directory.lock import LOCK, is_held
 
 _SUFFIX = ".state.json"
-Status = Literal["complete", "running", "interrupted", "failed", "refused", "held", "killed", "missing"]
+Status = Literal["complete", "running", "interrupted", "failed", "refused", "held", "killed", "missing", "rejected"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,10 @@ def state_of(nights: Path, date: datetime.date) -> NightState:
     """The night's state now; changes nothing."""
     complete = read_json(nights / f"{date}.json")
     if complete is not None:
-        return NightState("complete", str(complete.get("started", "")))
+        started = str(complete.get("started", ""))
+        if night_records.is_accepted(complete):
+            return NightState("complete", started)
+        return NightState("rejected", started, line=night_records.rejection(complete["gate"]))
     state = recorded(nights, date)
     if state is None:
         return NightState("missing")

@@ -17,7 +17,7 @@ from common.errors import EXIT_INTERRUPTED, DiskError, Interrupted, LockHeld, Us
 from common.files import utc_now
 from pipeline.launchers import process
 from pipeline.luigi_adapters import exits, luigid_release
-from pipeline.tasks import night_states, nights, notify
+from pipeline.tasks import night_records, night_states, nights, notify, trend
 from pipeline.tasks.base import PipelineTask
 from stages.directory.lock import hold
 
@@ -43,12 +43,12 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         return complete
 
     def requires(self) -> list[luigi.Task]:
-        """Check the night's input files; requires no task.
+        """Check the night's input files, and whether it can continue the last one; requires no task.
 
         Raises `UserError`: luigi exits with `scheduling_error`, and RangeDaily still runs its other nights.
         """
         try:
-            nights.require_inputs(self.settings, self.date)
+            self.nights.require_startable(self.date)
         except UserError:
             exits.disable_keep_alive()
             raise
@@ -97,19 +97,37 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             if result.status == retcode().not_run:
                 reason = "a stage was made to wait: one that failed too often waits [scheduler] disable_persist seconds"
             raise UserError(f"night {self.date} failed: {reason} (exit status {result.status}; log: {log_path})")
-        results = nights.results(directory)
-        facts = {"date": str(self.date), "started": started, "seconds": round(time.monotonic() - clock, 1), **results}
+        results = night_records.results(directory)
+        gate = night_records.judged(self.nights.path, self.date, results, self.settings.nights.gate_tolerance)
+        facts = {
+            "date": str(self.date), "started": started, "seconds": round(time.monotonic() - clock, 1), **results,
+            "gate": gate,
+        }  # fmt: skip
         self.nights.record(self.date, facts)
-        accuracy = results["evaluation"].get("masked_lm_accuracy")
-        measured = "nothing was held out" if accuracy is None else f"masked-LM accuracy {accuracy:.1%}"
-        line = f"night {self.date} is complete: {measured}, model {results['model']}"
-        log(line)
         night_states.forget(self.nights.path, self.date)
-        self.tell_all(self.date, "completion", "complete", line)
+        self._tell_complete(facts)
         try:
             self.nights.prune(self.date)
+            trend.write(self.nights.path)
         except DiskError as error:
-            log(f"note: an old night could not be removed: {error}")
+            log(f"note: after night {self.date}: {error}")
+
+    def _tell_complete(self, facts: dict[str, Any]) -> None:
+        """Report the results and whether the gate accepted them."""
+        accuracy, gate = facts["evaluation"].get("masked_lm_accuracy"), facts["gate"]
+        measured = "nothing was held out" if accuracy is None else f"masked-LM accuracy {accuracy:.1%}"
+        line = f"night {self.date} is complete: {measured}, model {facts['model']}"
+        if night_records.is_accepted(facts):
+            if gate is None and self.settings.nights.gate_tolerance is not None:
+                log(
+                    f"note: night {self.date}: no earlier night has a loss on the same held-out text: accepted as it is"
+                )
+            log(line)
+            self.tell_all(self.date, "completion", "complete", line)
+            return
+        line = f"night {self.date} is rejected: {night_records.rejection(gate)}; {nights.LATEST} stays; it is kept"
+        log(line)
+        self.tell_all(self.date, "rejection", "rejected", line)
 
     def on_failure(self, exception: BaseException) -> str:
         """The error and the end of the log, for luigi's mail and luigid."""

@@ -7,7 +7,7 @@ import datetime
 import glob
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,16 @@ from luigi.configuration import get_config
 from luigi.interface import core
 
 from common.console import log
-from common.errors import DiskError, UserError
-from common.files import TEMPORARY_SUFFIX, disk_errors, read_json, sweep_temporaries, write_json
+from common.errors import UserError
+from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, read_json, sweep_temporaries, write_json
 from common.secrets import Secret, address_identity
 from pipeline.settings.load import SECRETS_VARIABLE
-from pipeline.settings.sections import SECTIONS, Nights, Settings, section_name
+from pipeline.settings.sections import PREVIOUS, SECTIONS, Nights, Settings, section_name
 from pipeline.status.stage_dirs import holder
+from pipeline.tasks import night_parents, night_records
+from pipeline.tasks.night_parents import CONFIG
 from stages.text.patterns import split
 
-#: A night's settings, in its directory; set LUIGI_CONFIG_PATH to it for `python -m pipeline status` and `why`.
-CONFIG = "night.cfg"
 LATEST = "latest"
 #: Luigi's own sections that a night's chain inherits. Not the mail sections: the night itself sends mail.
 _LUIGI_SECTIONS = ("core", "worker", "scheduler", "resources", "retcode", "logging", "execution_summary")
@@ -46,15 +46,38 @@ class NightDirs:
     def _record(self, name: str) -> Path:
         return self.path / f"{name}.json"
 
+    def require_startable(self, date: datetime.date) -> None:
+        """Raise `UserError` if an input is missing, or the night cannot continue the one that it would."""
+        require_inputs(self._settings, date)
+        given = self._settings.nights
+        if given.start_from:
+            night_parents.require_possible(self._settings)
+            if not self.is_complete(date):
+                night, accepted = self.directory(date), self._accepted_before(date)
+                night_parents.require_agreement(self._settings, _texts(self._settings, date), night, accepted)
+        elif given.gate_tolerance is not None:
+            raise UserError(
+                f"[nights] gate_tolerance = {given.gate_tolerance} compares losses on the same held-out text, which "
+                f"nights have with start_from = {PREVIOUS} alone; set that, or leave gate_tolerance empty"
+            )
+
+    def _accepted_before(self, date: datetime.date) -> list[Path]:
+        """The directories of accepted nights before `date`, newest first."""
+        return [self.path / name for name in self._accepted() if name < date.isoformat()]
+
     def prepare(self, date: datetime.date) -> dict[str, str]:
-        """Create the night's directory and settings; returns the environment of its chain. Raises `DiskError`."""
+        """Create the night's directory and settings, with what it takes over from an earlier night; returns the
+        environment of its chain. Raises `DiskError`."""
         directory = self.directory(date)
         with disk_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
             link = directory / "tensorboard"  # one TensorBoard shows all nights
             if not link.is_symlink():
                 link.symlink_to(Path("../../tensorboard"))
-            config, hidden = _config(self._settings, date, directory)
+            parent = None
+            if self._settings.nights.start_from:
+                parent = night_parents.take_over(directory, self._accepted_before(date))
+            config, hidden = _config(self._settings, date, directory, night_parents.overrides(parent))
             with (directory / CONFIG).open("w", encoding="utf-8") as file:
                 file.write(
                     "# Without logins and signatures of addresses: a night gets them from the one that starts it.\n"
@@ -63,13 +86,24 @@ class NightDirs:
         return {"LUIGI_CONFIG_PATH": str(directory / CONFIG), SECRETS_VARIABLE: json.dumps(hidden)}
 
     def record(self, date: datetime.date, facts: dict[str, Any]) -> None:
-        """Record that the night is complete. Raises `DiskError`."""
-        write_json(self._record(date.isoformat()), facts)
+        """Move `latest` to the newest accepted night, then record that the night is complete: killed in between, it is
+        started again and does both. Raises `DiskError`."""
+        accepted = set(self._accepted()) - {date.isoformat()}
+        if night_records.is_accepted(facts):
+            accepted.add(date.isoformat())
         temporary = self.path / f"{LATEST}{TEMPORARY_SUFFIX}"
-        with disk_errors(temporary):
-            temporary.unlink(missing_ok=True)
-            temporary.symlink_to(self._complete()[0])
-            temporary.replace(self.path / LATEST)
+        failpoint(f"latest-before:{date}")
+        if accepted:
+            with disk_errors(temporary):
+                temporary.unlink(missing_ok=True)
+                temporary.symlink_to(max(accepted))
+                temporary.replace(self.path / LATEST)
+        failpoint(f"latest-after:{date}")
+        write_json(self._record(date.isoformat()), facts)
+
+    def _accepted(self) -> list[str]:
+        """Those of `_complete` that no gate has rejected."""
+        return [name for name in self._complete() if night_records.is_accepted(read_json(self._record(name)) or {})]
 
     def _complete(self) -> list[str]:
         """Complete nights whose directories exist, newest first. Future dates, which come from mistakes and wrong
@@ -79,12 +113,12 @@ class NightDirs:
         return sorted((name for name in complete if name <= last), reverse=True)
 
     def _directories(self) -> Iterator[Path]:
-        for path in self.path.iterdir():
+        for path in self.path.glob("*"):  # nothing before the first night
             if path.is_dir() and not path.is_symlink() and _is_date(path.name):
                 yield path
 
     def prune(self, current: datetime.date) -> None:
-        """Remove nights older than the newest `keep` complete ones, except `current` and those in use.
+        """Remove nights older than the newest `keep` complete ones, except `current`, `latest` and those in use.
 
         Raises `DiskError`.
         """
@@ -95,7 +129,7 @@ class NightDirs:
         with disk_errors(self.path):
             sweep_temporaries(self.path)
             for path in sorted(self._directories()):
-                if path.name >= complete[keep - 1] or path.name == current.isoformat():
+                if path.name >= complete[keep - 1] or path.name in (current.isoformat(), *self._accepted()[:1]):
                     continue
                 # Skip links: `tensorboard` is shared by all nights.
                 if any(holder(stage) for stage in path.iterdir() if not stage.is_symlink()):
@@ -119,9 +153,10 @@ def require_inputs(settings: Settings, date: datetime.date) -> None:
     """
     if date > last_allowed():
         raise UserError(f"night {date} is in the future; allowed: up to {last_allowed()}; nothing was started")
+    dated_texts = _texts(settings, date)
     for section, values in _texts(settings).items():
         for key, text in values.items():
-            dated = _dated(text, date)
+            dated = dated_texts[section][key]
             patterns = split(dated) if key in ("source", "held_out_source") else [dated]
             for pattern in patterns if dated != text else ():
                 path = pattern.removeprefix("file://")
@@ -129,13 +164,16 @@ def require_inputs(settings: Settings, date: datetime.date) -> None:
                     raise UserError(f"night {date}: [{section}] {key}: {path} matches no file; nothing was started")
 
 
-def _texts(settings: Settings) -> dict[str, dict[str, str]]:
-    """All settings of the chain by section and key, as text for luigi.cfg."""
+def _texts(settings: Settings, date: datetime.date | None = None) -> dict[str, dict[str, str]]:
+    """All settings of the chain by section and key, as text for luigi.cfg; with `date` put in where they name it."""
     sections = {section_name(section): section for section in SECTIONS if section is not Nights}
-    return {
+    texts = {
         name: {key: _text(getattr(getattr(settings, name), key)) for key, _ in section.get_params()}
         for name, section in sections.items()
     }
+    if date is None:
+        return texts
+    return {name: {key: _dated(text, date) for key, text in values.items()} for name, values in texts.items()}
 
 
 def _dated(text: str, date: datetime.date) -> str:
@@ -159,9 +197,10 @@ def _is_date(name: str) -> bool:
 
 
 def _config(
-    settings: Settings, date: datetime.date, directory: Path
+    settings: Settings, date: datetime.date, directory: Path, overrides: Mapping[str, Mapping[str, str]]
 ) -> tuple[configparser.ConfigParser, dict[str, dict[str, str]]]:
-    """A night's settings and luigi's own; second, the values that hide secrets, by section and key.
+    """A night's settings, changed by `overrides`, and luigi's own; second, the values that hide secrets, by section and
+    key.
 
     The written file holds only the identity of a secret address, which is enough for `status` and `why`.
     """
@@ -169,8 +208,8 @@ def _config(
     sections = {section: dict(given.items(section)) for section in _LUIGI_SECTIONS if given.has_section(section)}
     names = ("local_scheduler", "scheduler_host", "scheduler_port", "scheduler_url", "log_level")
     sections.setdefault("core", {}).update({name: _text(getattr(core(), name)) for name in names})
-    for section, values in _texts(settings).items():
-        sections[section] = {key: _dated(text, date) for key, text in values.items()}
+    for section, values in _texts(settings, date).items():
+        sections[section] = {**values, **overrides.get(section, {})}
     sections["run"]["work_dir"] = str(directory)
     sections["email"] = {"format": "none"}
     config, hidden = configparser.ConfigParser(interpolation=None), dict[str, dict[str, str]]()
@@ -183,12 +222,3 @@ def _config(
                 hidden.setdefault(section, {})[key] = whole
             config[section][key] = (address_identity(whole) if secret.hides else whole).replace("%", "%%")
     return config, hidden
-
-
-def results(directory: Path) -> dict[str, Any]:
-    """The model path and evaluation counts of the complete chain in `directory`. Raises `DiskError`."""
-    merged = directory / "latest" / "merge_shards"
-    evaluated = read_json(directory / "latest" / "evaluate" / "manifest.json")
-    if evaluated is None:
-        raise DiskError(f"{directory}: the chain ended well, but its evaluation is not there; run the same again")
-    return {"model": str(merged.resolve() / "model"), "evaluation": evaluated["counts"]}

@@ -30,11 +30,16 @@ class Training(Stage):
         """The settings that identify the result."""
         raise NotImplementedError
 
+    def inputs(self) -> dict[str, Any]:
+        """What identifies what the training starts from, if that is no stage of its chain. Raises `UserError`."""
+        return {}
+
     @functools.cached_property
     def identity(self) -> manifest.Identity:
         phase = getattr(self, "phase", None)
-        parameters, upstream = self.parameters(), self.upstream()
-        return manifest.Identity(self.stage, self.format_version, phase, parameters, upstream=upstream)
+        return manifest.Identity(
+            self.stage, self.format_version, phase, self.parameters(), self.inputs(), self.upstream()
+        )
 
     @property
     def accepts_messages(self) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import platform
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +29,8 @@ from stages.text.wikipedia import WikipediaSource
 BUILTIN = "builtin"
 #: Folder of the tokenizer inside a tokenized corpus.
 TOKENIZER = "tokenizer"
+#: Files of the held-out documents in it.
+HELD_OUT_TOKENS = "tokens_test_*.hdf5"
 #: What ends a document of plain text.
 BLANK_LINE, FILE = DOCUMENT_ENDS = ("blank_line", "file")
 #: Longer lines are split into sentences one window of this length at a time.
@@ -207,6 +209,9 @@ class TokenizeOptions(StageOptions):
         (), names=("--held-out-source",), metavar="FILE|GLOB", help="text used only for evaluation"
     )
     document: str = option(BLANK_LINE, choices=DOCUMENT_ENDS, help="end of a plain-text document")
+    exclude: Path | None = option(
+        None, metavar="DIR", help="leave out documents with the same tokens as one of DIR/tokens_test_*.hdf5"
+    )
     vocab_file: Path | None = option(None, metavar="FILE", help="vocab.txt to use (default: learn one)")
     vocab_size: int = option(8192, unit="pieces", least=1, help="pieces of the vocabulary to learn")
     lower_case: bool = option(True, help="lower-case and strip accents, for an uncased model")
@@ -223,6 +228,8 @@ class TokenizeOptions(StageOptions):
         super().__post_init__()
         if not self.sources:
             raise UserError(f"no source is given; give {BUILTIN}, a file or a glob")
+        if self.exclude is not None and not any(self.exclude.glob(HELD_OUT_TOKENS)):
+            raise UserError(f"--exclude {self.exclude} has no {HELD_OUT_TOKENS}; give a directory of stages.tokenize")
 
     def identity(self, hashes: InputHashes | None = None, upstream: Mapping[str, str] | None = None) -> Identity:
         """Hash all files: the result is identified by their content, not their paths. Raises `UserError`."""
@@ -237,6 +244,7 @@ class TokenizeOptions(StageOptions):
                 open_sources(self.sources, hashes, document=self.document),
                 open_sources(self.held_out_sources, hashes, document=self.document),
                 None if self.vocab_file is None else hashes.hash([self.vocab_file])[0],
+                [] if self.exclude is None else hashes.hash(sorted(self.exclude.glob(HELD_OUT_TOKENS))),
             )
 
 
@@ -249,6 +257,8 @@ class Corpus:
     held_out_sources: list[Source]
     #: The given vocabulary; None: learn one.
     vocabulary: InputFile | None
+    #: Tokens of documents that are left out.
+    excluded: Sequence[InputFile]
 
     def parameters(self) -> dict[str, Any]:
         """The options that affect the tokens of these files."""
@@ -270,4 +280,6 @@ class Corpus:
             inputs["held_out_sources"] = digest(source.identity() for source in self.held_out_sources)
         if self.vocabulary is not None:
             inputs["vocabulary"] = self.vocabulary.sha256
+        if self.excluded:
+            inputs["excluded"] = digest(file.sha256 for file in self.excluded)
         return inputs

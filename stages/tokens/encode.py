@@ -23,14 +23,16 @@ from common.workers import Workers
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.progress import Progress
 from stages.text.base import Document, Source, text_of
-from stages.text.corpus import TOKENIZER, TokenizeOptions, sentences
+from stages.text.corpus import HELD_OUT_TOKENS, TOKENIZER, TokenizeOptions, sentences
 from stages.tokens.files import (
     SPLITS,
     TEST,
     TRAINING,
     Tokens,
+    document_digests,
     part_path,
     part_paths,
+    read_part,
     total_counts,
     write_part,
 )
@@ -56,6 +58,8 @@ class _Batch:
     documents: list[Document]
     tokenizer: Path
     lower_case: bool
+    #: Directory with the tokens of documents to leave out.
+    exclude: Path | None
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ def tokenize_corpus(
         with work.progress("tokenize", total, "B") as bar:
             progress = _EncodeProgress([*sources, *held_out_sources], bar)
             documents = progress.reading(split_documents(sources, held_out_sources, share, options.seed, dropped))
-            batches = _batches(work.path, documents, lower_case=options.lower_case, skipped=progress.done)
+            batches = _batches(work.path, documents, options, skipped=progress.done)
             for encoded in workers.map(_encode, batches):
                 ready.append(encoded.tokens)
                 if encoded.last:
@@ -166,7 +170,7 @@ def _counts(by_split: dict[str, Counter[str]], vocabulary: list[str], counted: C
 
 
 def _batches(
-    directory: Path, documents: Iterator[tuple[str, Document]], *, lower_case: bool, skipped: Any
+    directory: Path, documents: Iterator[tuple[str, Document]], options: TokenizeOptions, *, skipped: Any
 ) -> Iterator[_Batch]:
     """Yield the batches of missing parts, part by part; calls `skipped` with the characters of each existing part."""
     splits = {split: Parts() for split in SPLITS}
@@ -180,7 +184,7 @@ def _batches(
         left = len(part_documents)
         for batch in in_batches(part_documents):
             left -= len(batch)
-            yield _Batch(path, not left, batch, directory / TOKENIZER, lower_case)
+            yield _Batch(path, not left, batch, directory / TOKENIZER, options.lower_case, options.exclude)
 
     for split, document in documents:
         if full := splits[split].add(document):
@@ -195,8 +199,15 @@ def _encoder(tokenizer: Path, lower_case: bool) -> Encoder:
     return Encoder(read_vocabulary(tokenizer / "vocab.txt"), lower_case=lower_case)
 
 
+@functools.cache
+def _excluded(directory: Path) -> frozenset[bytes]:
+    parts = [read_part(path) for path in sorted(directory.glob(HELD_OUT_TOKENS))]
+    return frozenset(digest for part in parts for digest in document_digests(**part))
+
+
 def _encode(batch: _Batch) -> _Encoded:
-    """Extract, split and tokenize the text of a batch; sentences and documents without tokens are dropped."""
+    """Extract, split and tokenize the text of a batch; drop sentences and documents without tokens, and excluded
+    documents."""
     vocabulary, encoder = read_vocabulary(batch.tokenizer / "vocab.txt"), _encoder(batch.tokenizer, batch.lower_case)
     unk = vocabulary.index(UNK)
     dropped: Counter[str] = Counter()
@@ -211,18 +222,29 @@ def _encode(batch: _Batch) -> _Encoded:
     unknown = np.flatnonzero(ids == unk)
     with_unknown = np.unique(np.searchsorted(np.cumsum(lengths), unknown, "right"))[:_EXAMPLES]
     examples = Counter(encoder.unknown_words([flat[number] for number in with_unknown])).most_common(_EXAMPLES)
+    lengths, per_document = lengths[lengths > 0], per_document[per_document > 0]
+    if batch.exclude is not None:
+        excluded = _excluded(batch.exclude)
+        kept = np.array([one not in excluded for one in document_digests(ids, lengths, per_document)], bool)
+        kept_sentences = np.repeat(kept, per_document)
+        ids, lengths, per_document = (
+            ids[np.repeat(kept_sentences, lengths)],
+            lengths[kept_sentences],
+            per_document[kept],
+        )
+        dropped["documents: held out"] = int(np.count_nonzero(~kept))
     counts = {
-        "documents": int(np.count_nonzero(per_document)),
-        "sentences": len(owners),
+        "documents": len(per_document),
+        "sentences": len(lengths),
         "tokens": len(ids),
-        "unknown": len(unknown),
+        "unknown": int(np.count_nonzero(ids == unk)),
         **{f"dropped {reason}": count for reason, count in dropped.items()},
         **{f"{_EXAMPLE}{word[:40]}": count for word, count in examples},
     }
     tokens = Tokens(
         ids.astype(id_dtype(len(vocabulary))),
-        lengths[lengths > 0].astype(np.uint32),
-        per_document[per_document > 0].astype(np.uint32),
+        lengths.astype(np.uint32),
+        per_document.astype(np.uint32),
         {key: count for key, count in counts.items() if count},
     )
     return _Encoded(batch.part, batch.last, sum(map(len, batch.documents)), tokens)

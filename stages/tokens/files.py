@@ -6,6 +6,7 @@ sentences. Every sentence has at least one token, every document at least one se
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -73,6 +74,14 @@ def read_part(path: Path) -> dict[str, Array]:
     if sentences.sum(dtype=np.int64) != len(arrays["tokens"]) or documents.sum(dtype=np.int64) != len(sentences):
         raise UserError(f"{path} was altered: its lengths contradict each other; run stages.tokenize again")
     return arrays
+
+
+def document_digests(tokens: Array, sentence_lengths: Array, document_lengths: Array) -> list[bytes]:
+    """The sha256 of each document's ids, whatever its sentences and the dtype; arrays as in `Tokens`."""
+    ends = np.cumsum(sentence_lengths, dtype=np.int64)[np.cumsum(document_lengths, dtype=np.int64) - 1]
+    ids = tokens.astype("<u4")
+    starts = np.append(0, ends)[:-1]
+    return [hashlib.sha256(ids[start:end].tobytes()).digest() for start, end in zip(starts, ends, strict=True)]
 
 
 def total_counts(paths: Iterable[Path]) -> Counter[str]:

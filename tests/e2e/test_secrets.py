@@ -17,11 +17,11 @@ from pipeline.status import live_report
 from tests.helpers.chain import Chain
 from tests.helpers.checkpoints import CONFIG, snapshot, write_native
 from tests.helpers.luigid import luigid
+from tests.helpers.post import Post
 from tests.helpers.ready import pack
 from tests.helpers.support import forked, write_dataset
 from tests.helpers.web import Web, serving, status
 from tests.pipeline import test_nightly
-from tests.pipeline.test_nightly import Post
 
 inbox = test_nightly.post
 DATE, FAILING = "2026-11-20", "2026-11-21"

@@ -65,8 +65,8 @@ STAGES = (
 )  # fmt: skip
 
 
-def write_corpus(path: Path, documents: int = 60) -> None:
-    rng = np.random.default_rng(0)
+def write_corpus(path: Path, documents: int = 60, *, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
     words = WORDS.split()
     texts = []
     for _ in range(documents):

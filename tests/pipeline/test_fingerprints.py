@@ -6,6 +6,7 @@ What depends on what is written down here by hand, beside the code that is asked
 from __future__ import annotations
 
 import configparser
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from luigi.configuration import get_config
 
 from common.errors import UserError
+from common.files import sha256_of
 from pipeline.settings import sections
 from pipeline.settings.load import load
 from pipeline.tasks.bert import BertPhase2, Pretrain
@@ -154,6 +156,10 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("precision", "mode", "fp32", MODEL),
     # Graphs are of a device and of a layout; what is trained is not.
     ("cluster", "spot_watch", "true", NOTHING),
+    # What a night takes over from an earlier one: its checkpoint, held-out shards, and documents not to train on.
+    ("run", "start_from", "{tmp}/parent", ("pretrain-phase1", "evaluate", *TOKENS)),
+    ("nights", "start_from", "previous", NOTHING),
+    ("nights", "gate_tolerance", "0.1", NOTHING),
     ("nights", "keep", "3", NOTHING),
     ("nights", "webhook", "http://localhost:9000", NOTHING),
     ("cluster", "device", "cuda", COMPILED),
@@ -230,6 +236,7 @@ def fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fi
     (tmp_path / "ckpt_5.pt").write_bytes(b"a checkpoint")
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "x_training_0.hdf5").write_bytes(b"a shard")
+    write_parent(tmp_path / "parent")
     config = get_config()
     before = [(section, key, config.get(section, key)) for section, key, _ in defaults()]
 
@@ -253,6 +260,22 @@ def fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fi
     for section, key, value in before:
         config.set(section, key, value)
     forget()
+
+
+def write_parent(directory: Path) -> None:
+    """What a night takes over from another, as far as it decides anything."""
+    files = (
+        "vocab.txt",
+        "checkpoint/ckpt_5/manifest.json",
+        "held_out/x_test_0.hdf5",
+        "held_out_tokens/tokens_test_0.hdf5",
+    )
+    for name in files:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(name)
+    hashes = {name: sha256_of(directory / name) for name in files}
+    record = {"night": "2026-11-20", "checkpoint": "ckpt_5", "sha256": hashes}
+    (directory / "parent.json").write_text(json.dumps(record))
 
 
 def forget() -> None:

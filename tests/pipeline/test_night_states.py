@@ -13,8 +13,9 @@ import pytest
 
 from stages.directory.lock import hold
 from tests.helpers.chain import Chain, finished_chain, wait_until, write_corpus
+from tests.helpers.post import Post
 from tests.helpers.support import assert_one_line_error
-from tests.pipeline.test_nightly import Post, chain, night_of, old_night, post, provide, words
+from tests.pipeline.test_nightly import chain, night_of, old_night, post, provide, words
 
 __all__ = ["chain", "post"]
 TODAY = datetime.date.today()

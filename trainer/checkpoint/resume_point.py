@@ -25,11 +25,13 @@ from trainer.state import TrainState
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint to start from, and whether to load all of it or only the weights."""
+    """The checkpoint to start from, and what to take of it."""
 
     checkpoint: Path
     state: TrainState
     weights_only: bool
+    #: Weights and the optimizer's state, but no position: the phase begins at step 0, on other data.
+    restarts: bool = False
     #: sha256 of the manifest of the checkpoint that the output directory's training started from; None: unknown.
     origin: str | None = None
 
@@ -97,6 +99,8 @@ def _named(config: TrainConfig, directory: Path) -> tuple[Path | None, int]:
 
 def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[ResumePoint | None]:
     """Yield candidates to start from, best first; a final None means initial weights. Raises `UserError`."""
+    if config.new_data and config.resume_ckpt_path is None:
+        raise UserError("--new_data needs a checkpoint to take weights and optimizer of; add --resume_ckpt_path")
     if not config.resume:
         if manager.paths():
             raise UserError(
@@ -187,7 +191,10 @@ def _beginning(config: TrainConfig, path: Path) -> ResumePoint:
             f"{path} is of step {state.global_step}, but phase 1 is said to end at step {config.phase1_end_step}; "
             f"give --phase1_end_step {state.global_step}, or another checkpoint"
         )
-    return ResumePoint(path, state, weights_only=state.phase != config.phase, origin=_origin_of(path))
+    same_phase = state.phase == config.phase
+    return ResumePoint(
+        path, state, weights_only=not same_phase, restarts=same_phase and config.new_data, origin=_origin_of(path)
+    )
 
 
 def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, given: Path | None) -> ResumePoint:
@@ -197,7 +204,7 @@ def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, giv
     """
     path = manager.directory / f"ckpt_{step}"
     if not path.exists():
-        if given is not None:
+        if given is not None and not config.new_data:
             require_valid(given)
             if TrainState.read(given).global_step == step:
                 for own in manager.valid():

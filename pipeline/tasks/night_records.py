@@ -1,0 +1,85 @@
+"""What is recorded of a complete night in WORK/nights/<date>.json: its model, its evaluation, the gate's decision."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.errors import DiskError
+from common.files import read_json
+from pipeline.status.stage_dirs import StageDirs
+from stages.directory import attempts
+from trainer.data.file_names import HELD_OUT_SHARDS
+
+#: The loss that nights are compared by.
+LOSS = "masked_lm_loss"
+
+
+def results(night: Path) -> dict[str, Any]:
+    """Results of the complete chain in the directory `night`: model, evaluation, time at work, text read, the held-out
+    shards by sha256, and the night that it continued. Raises `DiskError`."""
+    chain = {one.label: one for one in StageDirs(night).evaluated_chain()}
+    if "evaluate" not in chain or "merge_shards" not in chain:
+        raise DiskError(f"{night}: the chain ended well, but its evaluation is not there; run the same again")
+    record = {label: one.record for label, one in chain.items()}
+    tokens, dataset = record.get("tokenize_corpus"), record.get("shard_dataset-phase2")
+    started_from = record.get("pretrain-phase1", {}).get("inputs", {}).get("start_from")
+    held_out = record["evaluate"]["inputs"].get("held_out")
+    if held_out is None and dataset is not None:
+        held_out = {
+            one["path"]: one["sha256"] for one in dataset["outputs"] if Path(one["path"]).match(HELD_OUT_SHARDS)
+        }
+    spent = (one for stage in chain.values() for one in attempts.read(stage.path, running=False, complete=True))
+    return {
+        "model": str(chain["merge_shards"].path / "model"),
+        "evaluation": record["evaluate"]["counts"],
+        "seconds_at_work": round(sum(one.seconds for one in spent), 1),
+        "text": {name: tokens["counts"][name] for name in ("documents", "tokens")} if tokens else None,
+        "held_out": held_out,
+        "start_from": started_from,
+    }
+
+
+def records(nights: Path) -> dict[str, dict[str, Any]]:
+    """The records of all complete nights by date, oldest first."""
+    found = {}
+    for path in sorted(nights.glob("*.json")):
+        with contextlib.suppress(ValueError):
+            datetime.date.fromisoformat(path.stem)
+            found[path.stem] = read_json(path) or {}
+    return found
+
+
+def is_accepted(record: Mapping[str, Any]) -> bool:
+    """Whether no gate has rejected the night; the records of nights without one do not say."""
+    return bool((record.get("gate") or {}).get("accepted", True))
+
+
+def judged(
+    nights: Path, date: datetime.date, facts: Mapping[str, Any], tolerance: float | None
+) -> dict[str, Any] | None:
+    """The gate's decision: the night of `date` is accepted if its held-out loss is at most that of the last accepted
+    night before it, on the same held-out shards, plus `tolerance` in nats. None: there is no gate, or no such night."""
+    same = [
+        (name, record["evaluation"][LOSS])
+        for name, record in records(nights).items()
+        if name < date.isoformat() and is_accepted(record) and record.get("held_out") == facts["held_out"]
+    ]
+    if tolerance is None or not facts["held_out"] or not same:
+        return None
+    (reference, limit), loss = same[-1], facts["evaluation"][LOSS]
+    return {
+        "accepted": loss <= limit + tolerance,
+        "loss": loss, "reference": reference, "reference_loss": limit, "tolerance": tolerance,
+    }  # fmt: skip
+
+
+def rejection(gate: Mapping[str, Any]) -> str:
+    """Why the gate rejected a night, in words."""
+    return (
+        f"held-out loss {gate['loss']:.4f} is above the {gate['reference_loss']:.4f} of night {gate['reference']} by "
+        f"more than gate_tolerance = {gate['tolerance']:g}"
+    )

@@ -1,0 +1,84 @@
+"""The gate between nights, by itself: which losses pass, which night they are compared with, and what is pruned."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.settings.load import overlaid
+from pipeline.tasks import night_records
+from pipeline.tasks.nights import NightDirs
+
+NIGHT = datetime.date(2026, 11, 20)
+HELD_OUT = {"x_test_0.hdf5": "1" * 64}
+
+
+def facts(loss: float, *, held_out: Any = HELD_OUT, accepted: bool | None = None) -> dict[str, Any]:
+    """A record; `accepted`: what a gate decided, None without one."""
+    gate = None if accepted is None else {"accepted": accepted, "loss": loss, "reference_loss": 1, "tolerance": 0.5}
+    return {"evaluation": {"masked_lm_loss": loss}, "held_out": held_out, "gate": gate}
+
+
+def write(nights: Path, **records: dict[str, Any]) -> None:
+    for day, record in records.items():
+        (nights / f"2026-11-{day[1:]}").mkdir(parents=True)
+        (nights / f"2026-11-{day[1:]}.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("loss", "passes"), [(4.0, True), (4.25, True), (4.2501, False), (float("nan"), False), (float("inf"), False)]
+)
+def test_a_loss_up_to_the_tolerance_passes(tmp_path: Path, loss: float, passes: bool) -> None:
+    write(tmp_path, d19=facts(4.0))
+    gate = night_records.judged(tmp_path, NIGHT, facts(loss), 0.25)
+    assert gate is not None
+    assert gate["accepted"] is passes
+    assert (gate["reference"], gate["reference_loss"]) == ("2026-11-19", 4.0)
+
+
+def test_it_is_compared_with_the_last_accepted_night_before_it_on_the_same_examples(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        d15=facts(5.0),
+        d16=facts(4.0, accepted=True),
+        d17=facts(1.0, held_out={"x_test_0.hdf5": "2" * 64}),
+        d18=facts(2.0, accepted=False),
+        d20=facts(3.0),
+        d21=facts(3.0, accepted=True),
+    )
+    (tmp_path / "2026-11-19.state.json").write_text("{}")
+    gate = night_records.judged(tmp_path, NIGHT, facts(4.1), 0.0)
+    assert gate is not None
+    assert (gate["accepted"], gate["reference"]) == (False, "2026-11-16")
+    assert night_records.judged(tmp_path, NIGHT, facts(9.0), None) is None, "no gate"
+    others = facts(9.0, held_out={"x_test_0.hdf5": "3" * 64})
+    assert night_records.judged(tmp_path, NIGHT, others, 0.0) is None, "no night to compare with"
+    assert night_records.is_accepted({"evaluation": {}}), "a night from before there were gates"
+
+
+@pytest.fixture
+def nights(tmp_path: Path) -> NightDirs:
+    """With keep = 1."""
+    overlay = {"run": {"work_dir": str(tmp_path)}, "nights": {"keep": "1"}}
+    return NightDirs(overlaid(overlay))
+
+
+def test_latest_and_pruning_pass_over_rejected_nights(nights: NightDirs) -> None:
+    """With keep = 1: the newest complete night, and the accepted one that `latest` leads to."""
+    write(nights.path, d15=facts(5.0), d16=facts(4.0, accepted=True), d17=facts(9.0, accepted=False))
+    write(nights.path, d18={})
+    (nights.path / "2026-11-18.json").unlink()
+    nights.record(datetime.date(2026, 11, 18), facts(9.0, accepted=False))
+    assert (nights.path / "latest").resolve().name == "2026-11-16"
+    nights.prune(datetime.date(2026, 11, 18))
+    left = {path.name for path in nights.path.iterdir() if path.is_dir() and not path.is_symlink()}
+    assert left == {"2026-11-16", "2026-11-18"}
+    # Judged again, with another tolerance.
+    nights.record(datetime.date(2026, 11, 18), facts(9.0, accepted=True))
+    assert (nights.path / "latest").resolve().name == "2026-11-18"
+    nights.record(datetime.date(2026, 11, 18), facts(9.0, accepted=False))
+    assert (nights.path / "latest").resolve().name == "2026-11-16"

@@ -1,0 +1,92 @@
+"""`--new_data`: a phase that begins with another training's weights and moments, on other data."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.support import (
+    assert_one_line_error,
+    assert_same_bytes,
+    metrics,
+    train,
+    write_dataset,
+    write_model_config,
+)
+from trainer.state import TrainState
+
+#: A batch is the whole data set: every step of any epoch sees the same samples.
+ROWS = 16
+GIVEN: dict[str, Any] = {
+    "batch_size": 4, "grad_accum_usteps": 4, "max_pred_len": 5, "device": "cpu", "lr": 3e-3, "schedule": "constant",
+    "warmup_steps": 0, "ckpt_interval_steps": 0, "precision": "fp32", "max_steps": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    without = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    return write_model_config(tmp_path_factory.mktemp("model"), **without)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other data, of one batch."""
+    return write_dataset(tmp_path_factory.mktemp("others"), [ROWS])
+
+
+def run(data: Path, model: Path, out: Path, *, status: int = 0, **values: Any) -> Any:
+    done = train(data_dir=data, model_config=model, output_dir=out, **{**GIVEN, **values})
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "LAMB", "Muon"])
+def test_weights_and_moments_go_on_and_the_steps_begin_anew(
+    data: Path, model_without_dropout: Path, others: Path, tmp_path: Path, optimizer: str
+) -> None:
+    """The losses are those of the same training that goes on counting, on the same data, whose path is an old one; and
+    an interrupted one ends with the same bytes. Moments of 4 steps taken for those of 0 would be corrected by 1 / 0.1
+    instead of 1 / 0.41: no tolerance would hide that."""
+    model = model_without_dropout
+    run(data, model, tmp_path / "first", optimizer=optimizer)
+    given = tmp_path / "first" / "checkpoints" / "ckpt_4"
+    more = {"optimizer": optimizer, "max_steps": 8, "resume_ckpt_path": given, "allow_changes": "data"}
+    assert "resuming from checkpoint" in run(others, model, tmp_path / "counted", **more).stdout
+    new = {"optimizer": optimizer, "resume_ckpt_path": given, "new_data": True}
+    out = run(others, model, tmp_path / "new", **new).stdout
+    assert f"starting from checkpoint {given} with its weights and optimizer, after 4 steps on other data" in out
+    found, wanted = (metrics(tmp_path / name) for name in ("new", "counted"))
+    assert [record["step"] for record in found] == [1, 2, 3, 4]
+    # The samples of a batch come in another order, so sums are rounded differently.
+    assert [one["loss"] for one in found] == pytest.approx([one["loss"] for one in wanted[-4:]], rel=1e-5)
+    end = tmp_path / "new" / "checkpoints" / "ckpt_4"
+    assert TrainState.read(end).optimizer_steps == 8
+    assert "steps_before" not in TrainState.read(given).to_json()
+    # Interrupted before its first checkpoint and after: the same command.
+    run(others, model, tmp_path / "twice", steps_this_run=2, **new)
+    out = run(others, model, tmp_path / "twice", **new).stdout
+    assert "resuming from checkpoint" in out
+    assert_same_bytes(tmp_path / "twice" / "checkpoints" / "ckpt_4", end)
+
+
+def test_what_cannot_be_continued_is_refused_with_one_line(data: Path, model: Path, tmp_path: Path) -> None:
+    run(data, model, tmp_path / "first", max_steps=2)
+    given = tmp_path / "first" / "checkpoints" / "ckpt_2"
+    minimal = shutil.copytree(tmp_path / "first", tmp_path / "minimal")
+    run(data, model, minimal, max_steps=3, minimal_ckpt=True, resume_ckpt=True)
+
+    def refused(**values: Any) -> Any:
+        return run(data, model, tmp_path / "new", status=1, new_data=True, **values)
+
+    assert_one_line_error(refused(), "--new_data needs a checkpoint")
+    other = refused(resume_ckpt_path=given, optimizer="LAMB")
+    assert_one_line_error(other, "was trained with optimizer = AdamW, this run has LAMB")
+    other = refused(resume_ckpt_path=given, precision="autocast")
+    assert_one_line_error(other, "was trained with precision = fp32, this run has autocast")
+    without = refused(resume_ckpt_path=minimal / "checkpoints" / "ckpt_3")
+    assert_one_line_error(without, "has no optimizer-00-of-01.safetensors")
+    assert not list((tmp_path / "new" / "checkpoints").iterdir())
