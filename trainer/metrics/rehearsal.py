@@ -84,7 +84,7 @@ def _measure(run: Run, requests: Requests, make_trainer: MakeTrainer) -> Pace | 
     assert config.budget is not None
     rehearsal = dataclasses.replace(
         config, trial=True, phase=1, phase1_end_step=0, resume=False, resume_step=-1, resume_ckpt_path=None,
-        stop_step=-1, batch_ramp_steps=0, ckpt_interval_steps=0, ckpt_interval_minutes=0, graphs=None,
+        new_data=False, stop_step=-1, batch_ramp_steps=0, ckpt_interval_steps=0, ckpt_interval_minutes=0, graphs=None,
         record_samples=False,
     ).lasting(UNBOUNDED_STEPS)  # fmt: skip
     progress = config.output_dir / PROGRESS

@@ -73,6 +73,14 @@ def test_weights_and_moments_go_on_and_the_steps_begin_anew(
     assert_same_bytes(tmp_path / "twice" / "checkpoints" / "ckpt_4", end)
 
 
+def test_steps_are_measured_without_the_checkpoint(data: Path, model: Path, others: Path, tmp_path: Path) -> None:
+    """With a budget of time, whose rehearsal trains initial weights."""
+    run(data, model, tmp_path / "first", max_steps=2)
+    given = {"resume_ckpt_path": tmp_path / "first" / "checkpoints" / "ckpt_2", "new_data": True}
+    out = run(others, model, tmp_path / "new", budget="100s", max_steps=False, steps_this_run=1, **given).stdout
+    assert "with its weights and optimizer, after 2 steps on other data" in out
+
+
 def test_what_cannot_be_continued_is_refused_with_one_line(data: Path, model: Path, tmp_path: Path) -> None:
     run(data, model, tmp_path / "first", max_steps=2)
     given = tmp_path / "first" / "checkpoints" / "ckpt_2"
