@@ -9,7 +9,7 @@ import datetime
 from common.console import log
 from common.errors import UserError
 from pipeline.settings.load import load
-from pipeline.tasks import night_states, nights, notify, trend
+from pipeline.tasks import night_records, night_states, nights, notify
 from pipeline.tasks.night_states import NightState
 
 SUMMARY = (
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     if args.date is not None:
         raise UserError("--date is for --check; without it all nights are listed")
     if args.trend:
-        print(trend.text(directory))
-        print(f"page: {trend.write(directory)}")
+        print(night_records.trend_text(directory))
+        print(f"page: {night_records.write_trend(directory)}")
         return 0
     for date in sorted(night_states.dates(directory), reverse=True)[:_SHOWN]:
         print(_line(date, night_states.state_of(directory, date)))

@@ -1,12 +1,14 @@
-"""What is recorded of a complete night in WORK/nights/<date>.json: its model, its evaluation, the gate's decision."""
+"""What is recorded of a complete night in WORK/nights/<date>.json: model, evaluation, the gate's decision; and the trend
+over all of them."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import DiskError
 from common.files import read_json
@@ -14,6 +16,11 @@ from pipeline.status.stage_dirs import StageDirs
 from stages.directory import attempts
 from trainer.data.file_names import HELD_OUT_SHARDS
 
+if TYPE_CHECKING:
+    from stages.view.trend import Night
+
+#: The page with the trend, in WORK/nights.
+PAGE = "trend.html"
 #: The loss that nights are compared by.
 LOSS = "masked_lm_loss"
 
@@ -83,3 +90,27 @@ def rejection(gate: Mapping[str, Any]) -> str:
         f"held-out loss {gate['loss']:.4f} is above the {gate['reference_loss']:.4f} of night {gate['reference']} by "
         f"more than gate_tolerance = {gate['tolerance']:g}"
     )
+
+
+def trend_text(nights: Path) -> str:
+    """The trend over all complete nights as a table."""
+    from stages.view import trend
+
+    return trend.text(_nights(nights))
+
+
+def write_trend(nights: Path) -> Path:
+    """Write the trend's page; returns its path. Raises `DiskError`."""
+    from stages.view import trend
+
+    trend.write(nights / PAGE, _nights(nights), time.time())
+    return nights / PAGE
+
+
+def _nights(nights: Path) -> list[Night]:
+    from stages.view.trend import Night
+
+    return [
+        Night.of(date, record, "" if is_accepted(record) else rejection(record["gate"]))
+        for date, record in records(nights).items()
+    ]

@@ -17,7 +17,7 @@ from common.errors import EXIT_INTERRUPTED, DiskError, Interrupted, LockHeld, Us
 from common.files import utc_now
 from pipeline.launchers import process
 from pipeline.luigi_adapters import exits, luigid_release
-from pipeline.tasks import night_records, night_states, nights, notify, trend
+from pipeline.tasks import night_records, night_states, nights, notify
 from pipeline.tasks.base import PipelineTask
 from stages.directory.lock import hold
 
@@ -108,7 +108,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         self._tell_complete(facts)
         try:
             self.nights.prune(self.date)
-            trend.write(self.nights.path)
+            night_records.write_trend(self.nights.path)
         except DiskError as error:
             log(f"note: after night {self.date}: {error}")
 
