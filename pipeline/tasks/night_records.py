@@ -1,5 +1,5 @@
-"""What is recorded of a complete night in WORK/nights/<date>.json: model, evaluation, the gate's decision; and the trend
-over all of them."""
+"""What is recorded of a complete night in WORK/nights/<date>.json: model, evaluation, the gate's decision; and the
+trend over all of them."""
 
 from __future__ import annotations
 
