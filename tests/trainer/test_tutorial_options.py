@@ -79,7 +79,7 @@ def test_auto_is_the_machines_neuron_cores(data: Path, model: Path, tmp_path: Pa
     env = machine(tmp_path / "machine")
     done = command("-m", "trainer", *options(**given, output_dir=tmp_path / "neuron"), env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "device neuron, torch-neuronx" in done.stdout
+    assert "device neuron-xla, since torch-neuronx" in done.stdout
     words = options(**given, output_dir=tmp_path / "cpu")
     without_xla = command("-m", "trainer", *words, env={**env, "DISABLE_XLA": "1"})
     assert "device cpu, " in without_xla.stdout, without_xla.stdout + without_xla.stderr
