@@ -6,13 +6,13 @@ import argparse
 
 from common.errors import UserError
 from pipeline.commands.why import add_task, find
-from pipeline.launchers import kubernetes
 from pipeline.launchers.base import StageCommand
 from pipeline.launchers.jobs import job_name
+from pipeline.launchers.kubernetes_manifest import as_yaml, manifest
 from pipeline.tasks.stage import Stage
 from pipeline.tasks.training import Training
 
-SUMMARY = "print the Kubernetes manifest of a stage, a Service and a Job; applies nothing"
+SUMMARY = "print the Kubernetes manifest of a stage, the Job and what it needs; applies nothing"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -25,12 +25,12 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(task, Stage) or not task.on_cluster:
         raise UserError(f"{args.task} is not run on a cluster; allowed: Precompile, Pretrain, Evaluate")
     settings = task.settings.kubernetes
-    settings.check()
+    settings.check(task.settings.cluster)
     # Each submission has a new token, which is in job.json in the stage directory.
     record = {"name": job_name(task.label, task.identity.fingerprint, "token"), "token": "token"}
     work = StageCommand(
         task.label, task.directory, -1, task.identity.fingerprint, [], task.nodes, isinstance(task, Training), None
     )
-    documents = kubernetes.manifest(work, record, settings, task.settings.cluster.master_port)
-    print(kubernetes.as_yaml(documents), end="")
+    documents = manifest(work, record, settings, task.settings.cluster.master_port)
+    print(as_yaml(documents), end="")
     return 0

@@ -1,7 +1,7 @@
 """Where a stage's command runs: on this machine, on several machines started by hand, on Slurm, on Kubernetes.
 
-local.py, slurm.py and kubernetes.py are one launcher each. jobs.py submits, watches and finds the jobs of the last two;
-supervisor.py runs inside the job. restarts.py decides on restarts.
+local.py, slurm.py and kubernetes.py are one launcher each; kubernetes_manifest.py is what the last one applies. jobs.py
+submits, watches and finds the jobs of the last two; supervisor.py runs inside the job. restarts.py decides on restarts.
 """
 
 from __future__ import annotations
@@ -37,4 +37,6 @@ def find_job(directory: Path) -> Job | None:
     from pipeline.launchers.kubernetes import KubernetesScheduler
     from pipeline.launchers.slurm import SlurmScheduler
 
-    return Job(directory, record, {"slurm": SlurmScheduler, "kubernetes": KubernetesScheduler}[record["launcher"]]())
+    if record["launcher"] == "slurm":
+        return Job(directory, record, SlurmScheduler())
+    return Job(directory, record, KubernetesScheduler(gang=record.get("gang", "none")))

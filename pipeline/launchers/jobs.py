@@ -196,12 +196,16 @@ class Job:
     def _watch(self, tail: _Tail, signals: list[int]) -> State | None:
         """Watch until the job is over; returns its last state."""
         shown, interval_s, asked, over_since = "", _ASK_EVERY_S[0], 0.0, None
+        result: ProcessResult | None = None
         while True:
             tail.show()
             if signals:
                 raise Detached(str(self))
+            # A result may be that of a pod which is replaced later: a preempted job waits in its queue for hours.
+            if (last := self.result()) != result:
+                result, interval_s = last, _ASK_EVERY_S[0]
             now = time.monotonic()
-            if now - asked >= (_ASK_EVERY_S[0] if over_since or self.result() else interval_s):
+            if now - asked >= (_ASK_EVERY_S[0] if over_since else interval_s):
                 asked, interval_s = now, min(interval_s * 1.5, _ASK_EVERY_S[1])
                 try:
                     state = self.state()
@@ -212,7 +216,7 @@ class Job:
                     over = state is None or not state.is_alive or state.is_stuck
                     over_since = (over_since or now) if over else None
                     # After a node failure the scheduler may requeue the job a moment later.
-                    if over_since and (self.result() or now - over_since >= _SURE_S):
+                    if over_since and (result or now - over_since >= _SURE_S):
                         return state
                 if text != shown:
                     shown, interval_s = text, _ASK_EVERY_S[0]

@@ -1,4 +1,4 @@
-"""Kubernetes: an indexed Job, one pod a node, and a headless Service under whose name pod 0 is found. No operator.
+"""Kubernetes: submits an indexed Job, alone or with what `[kubernetes] gang` puts around it, and tells its state.
 
 A supervisor in each pod starts its command again in place; the Job replaces pods that are gone.
 """
@@ -10,27 +10,27 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from common.errors import EXIT_SOFTWARE, UserError
+from common.errors import UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 from pipeline.launchers.base import StageCommand
 from pipeline.launchers.jobs import Job, State, Unreachable
+from pipeline.launchers.kubernetes_manifest import (
+    GANGS,
+    JOB_LABEL,
+    LOCAL_QUEUE,
+    POD_GROUP,
+    QUEUE_LABEL,
+    as_yaml,
+    manifest,
+)
 from pipeline.launchers.local import start_on_node
 from pipeline.launchers.process import LaunchSpec
-from pipeline.launchers.restarts import FINAL_STATUSES
 from pipeline.launchers.tools import last_line, run_tool
 from pipeline.settings import cluster
 
-#: The label that the Job controller gives to pods, and the annotation with their index (Kubernetes 1.28 and newer;
-#: podFailurePolicy is stable from 1.31 on).
-_JOB_LABEL, _INDEX = "batch.kubernetes.io/job-name", "batch.kubernetes.io/job-completion-index"
-#: Exit statuses after which the Job fails and all its pods end. After any other (killed, evicted) the pod is replaced.
-_GIVEN_UP = (*FINAL_STATUSES, EXIT_SOFTWARE)
-#: Pods that may be replaced in a Job; `supervisor` limits restarts by their progress.
-_REPLACEMENTS = 1000
 #: Reasons for which a pod waits although it has a node (kubelet's images and container runtime).
 _NEVER_START = frozenset(("InvalidImageName", "ErrImageNeverPull"))
 _CANNOT_START = _NEVER_START | {
@@ -39,26 +39,34 @@ _CANNOT_START = _NEVER_START | {
 }
 #: [kubernetes] start_timeout_s of a run that waits for a job submitted by another.
 _START_TIMEOUT_S = 180.0
-#: Seconds in which an evicted pod may save, and for which a finished Job is kept.
-_GRACE_S, _KEPT_S = 120, 24 * 3600
+#: Kueue's record of a Job or JobSet, and the label with the UID of the one it is of.
+_WORKLOAD, _WORKLOAD_OF = "workloads.kueue.x-k8s.io", "kueue.x-k8s.io/job-uid"
+#: Conditions of a Workload that tell why it has no quota, with their status while they hold.
+_WHY_QUEUED = (("Evicted", "True"), ("QuotaReserved", "False"))
 
 
 class KubernetesScheduler:
     name = "kubernetes"
 
-    def __init__(self, settings: cluster.Kubernetes | None = None, master_port: int = 0) -> None:
-        """`settings` and the port are needed only for `submit`."""
+    def __init__(self, settings: cluster.Kubernetes | None = None, master_port: int = 0, *, gang: str = "none") -> None:
+        """`settings` and the port are needed only for `submit`; without them `gang` is that of the submitted job."""
         self._settings, self._master_port = settings, master_port
+        gang = gang if settings is None else settings.gang
+        self._gang = GANGS[gang]
         #: When pods that cannot start were first seen, on the clock of `time.monotonic`.
         self._failing_since: float | None = None
-        self.place = {} if settings is None else {"namespace": settings.namespace}
+        self.place = {} if settings is None else {"namespace": settings.namespace, "gang": gang}
 
     def submit(self, work: StageCommand, job: Job) -> str:
         assert self._settings is not None
+        if self._settings.is_kueues:
+            _require_queue(self._settings.namespace, self._settings.queue)
         text = as_yaml(manifest(work, job.record, self._settings, self._master_port))
         (work.directory / "job.yaml").write_text(text, encoding="utf-8")
         done = _kubectl("apply", "-f", "-", given=text)
         if done.returncode:
+            # Of several objects, those that were accepted exist: without its PodGroup a Job would wait forever.
+            _kubectl("delete", "-f", "-", "--ignore-not-found", "--wait=false", given=text)
             raise UserError(f"kubectl apply refused {work.directory / 'job.yaml'}: {last_line(done)}")
         return f"{self._settings.namespace}/{job.record['name']}"
 
@@ -67,20 +75,29 @@ class KubernetesScheduler:
         return None if self.ask(job_id) is None else job_id
 
     def ask(self, job_id: str) -> State | None:
-        job = _get(job_id, "job", job_id.partition("/")[2])
-        if job is None:
+        found = _get(job_id, self._gang.kind, _name(job_id))
+        if found is None:
             return None
-        status: dict[str, Any] = job.get("status", {})
-        for condition in status.get("conditions", []):
-            if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
+        for condition in found.get("status", {}).get("conditions", []):
+            if condition["type"] in ("Complete", "Completed", "Failed") and condition["status"] == "True":
                 said = "; ".join(condition[key] for key in ("reason", "message") if condition.get(key))
                 return State(condition["type"], said, is_alive=False)
-        if "deletionTimestamp" in job["metadata"]:
+        if "deletionTimestamp" in found["metadata"]:
             return State("Terminating", "", is_alive=True)
-        pods = f"{status.get('ready', 0)} of {job['spec']['parallelism']} pods ready"
-        complaints = self._complaints(job_id)
-        why = [f"{reason}: {message}" if message else reason for reason, message in sorted(complaints.items())]
-        return State("Active", "; ".join([pods, *why]), is_alive=True, is_stuck=self._is_stuck(complaints.keys()))
+        if found["spec"].get("suspend"):  # not admitted yet, or preempted: its pods are gone, and it will continue
+            self._failing_since = None
+            return State("Suspended", "; ".join(_why_queued(job_id, found["metadata"])), is_alive=True)
+        return self._state_of_pods(job_id, _job_spec(found)["parallelism"])
+
+    def _state_of_pods(self, job_id: str, wanted: int) -> State:
+        selector = f"--selector={JOB_LABEL}={_name(job_id)}{self._gang.job_suffix}"
+        pods = (_get(job_id, "pods", selector) or {}).get("items", [])
+        ready = sum(_holds(pod.get("status", {}), "Ready") for pod in pods)
+        complaints = _complaints(pods)
+        if ready < wanted and POD_GROUP in self._gang.beside:
+            complaints |= _volcanos_complaint(job_id)
+        state = "; ".join([f"{ready} of {wanted} pods ready", *_texts(complaints)])
+        return State("Active", state, is_alive=True, is_stuck=self._is_stuck(complaints.keys()))
 
     def _is_stuck(self, reasons: Collection[str]) -> bool:
         """Whether pods have been unable to start for too long; Kubernetes itself retries forever."""
@@ -92,141 +109,93 @@ class KubernetesScheduler:
         timeout_s = self._settings.start_timeout_s if self._settings is not None else _START_TIMEOUT_S
         return not failing.isdisjoint(_NEVER_START) or time.monotonic() - self._failing_since >= timeout_s
 
-    @staticmethod
-    def _complaints(job_id: str) -> dict[str, str]:
-        """Reasons and messages why pods are not running yet: no node has room, an image cannot be pulled, a volume or
-        configuration is missing."""
-        pods = _get(job_id, "pods", f"--selector={_JOB_LABEL}={job_id.partition('/')[2]}") or {}
-        found = dict[str, str]()
-        for pod in pods.get("items", []):
-            status = pod.get("status", {})
-            waiting = [c.get("state", {}).get("waiting", {}) for c in status.get("containerStatuses", [])]
-            reasons = [*waiting, *(c for c in status.get("conditions", []) if c.get("status") == "False")]
-            found |= {
-                r["reason"]: " ".join(str(r.get("message", "")).split())
-                for r in reasons
-                if r.get("reason") not in (None, "ContainerCreating", "PodCompleted", "ContainersNotReady")
-            }
-        return found
-
     def cancel(self, job_id: str) -> None:
-        # In the foreground, so that the Job exists until its pods are gone.
-        self._delete(job_id, "job", "--cascade=foreground")
-        self._delete(job_id, "service")
+        # In the foreground, so that the object exists until its pods are gone.
+        done = [_delete(job_id, self._gang.kind, "--wait=false", "--cascade=foreground")]
+        done += [_delete(job_id, kind, "--wait=false") for kind in self._gang.beside]
+        for failed in filter(lambda one: one.returncode, done):
+            raise Unreachable(last_line(failed))
 
     def tidy(self, job_id: str) -> None:
-        done = _in_namespace(job_id, "delete", "service", job_id.partition("/")[2], "--ignore-not-found")
-        if done.returncode:
-            print(f"note: the Service {job_id} is left: {last_line(done)}", flush=True)
-
-    @staticmethod
-    def _delete(job_id: str, kind: str, *options: str) -> None:
-        name = job_id.partition("/")[2]
-        done = _in_namespace(job_id, "delete", kind, name, "--ignore-not-found", "--wait=false", *options)
-        if done.returncode:
-            raise Unreachable(last_line(done))
+        for kind in self._gang.beside:
+            done = _delete(job_id, kind)
+            if done.returncode:
+                print(f"note: {kind} {job_id} is left: {last_line(done)}", flush=True)
 
 
-def manifest(
-    work: StageCommand, record: dict[str, Any], settings: cluster.Kubernetes, master_port: int
-) -> list[dict[str, Any]]:
-    """The Service and the Job. Raises `UserError` if the pods would not see the stage directory."""
-    name = record["name"]
-    mount, directory, here = Path(settings.mount_path), work.directory.absolute(), Path.cwd()
-    if not directory.is_relative_to(mount) or (not work.directory.is_absolute() and not here.is_relative_to(mount)):
+def _job_spec(found: dict[str, Any]) -> dict[str, Any]:
+    """The spec of a Job, or of a JobSet's only Job."""
+    spec: dict[str, Any] = found["spec"]
+    for replicated in spec.get("replicatedJobs", []):
+        spec = replicated["template"]["spec"]
+    return spec
+
+
+def _holds(status: dict[str, Any], condition: str) -> bool:
+    return any(c["type"] == condition and c["status"] == "True" for c in status.get("conditions", []))
+
+
+def _complaints(pods: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Reasons and messages why pods are not running yet: no node has room, an image cannot be pulled, a volume or
+    configuration is missing."""
+    found = dict[str, str]()
+    for pod in pods:
+        status = pod.get("status", {})
+        waiting = [c.get("state", {}).get("waiting", {}) for c in status.get("containerStatuses", [])]
+        reasons = [*waiting, *(c for c in status.get("conditions", []) if c.get("status") == "False")]
+        found |= {
+            r["reason"]: r.get("message", "")
+            for r in reasons
+            if r.get("reason") not in (None, "ContainerCreating", "PodCompleted", "ContainersNotReady")
+        }
+    return found
+
+
+def _volcanos_complaint(job_id: str) -> dict[str, str]:
+    """Why Volcano does not start the pods: its queue is full, or not all of them fit at once."""
+    status = (_get(job_id, POD_GROUP, _name(job_id)) or {}).get("status", {})
+    phase = status.get("phase", "Pending")
+    if phase == "Running":
+        return {}
+    said = [c.get("message", "") for c in status.get("conditions", []) if c.get("type") == "Unschedulable"]
+    return {f"PodGroup {phase}": said[-1] if said else ""}
+
+
+def _why_queued(job_id: str, metadata: dict[str, Any]) -> list[str]:
+    """The queue of a suspended object, and Kueue's reasons where this user may read them."""
+    queue = metadata.get("labels", {}).get(QUEUE_LABEL)
+    if queue is None:
+        return []
+    try:
+        workloads = _get(job_id, _WORKLOAD, f"--selector={_WORKLOAD_OF}={metadata['uid']}") or {}
+    except Unreachable:
+        workloads = {}
+    conditions = [
+        c for workload in workloads.get("items", []) for c in workload.get("status", {}).get("conditions", [])
+    ]
+    reasons = {c["reason"]: c.get("message", "") for c in conditions if (c["type"], c["status"]) in _WHY_QUEUED}
+    return [f"in queue {queue}", *_texts(reasons)]
+
+
+def _texts(reasons: dict[str, str]) -> list[str]:
+    """One line for each reason with its message."""
+    messages = {reason: " ".join(str(message).split()) for reason, message in sorted(reasons.items())}
+    return [f"{reason}: {message}" if message else reason for reason, message in messages.items()]
+
+
+def _require_queue(namespace: str, queue: str) -> None:
+    """Raises `UserError` unless Kueue has the queue: without it the suspended job would wait forever."""
+    at = f"[kubernetes] queue = {queue}"
+    try:
+        found = _get(f"{namespace}/{queue}", LOCAL_QUEUE, queue)
+    except Unreachable as error:
         raise UserError(
-            f"{directory} is not below [kubernetes] mount_path = {mount}, which is all that the pods share with this "
-            f"machine; set [run] work_dir to a directory there"
+            f"{at} cannot be looked up: {error}; is Kueue installed, and may you get LocalQueues?"
+        ) from None
+    if found is None:
+        raise UserError(
+            f"{at} is no LocalQueue of namespace {namespace}; see `kubectl get {LOCAL_QUEUE} -n {namespace}`"
         )
-    labels = {"app.kubernetes.io/name": "bert-pretraining-pipeline", "app.kubernetes.io/instance": name}
-    metadata = {"name": name, "namespace": settings.namespace, "labels": labels}
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata,
-        "spec": {
-            "clusterIP": "None",
-            "selector": {_JOB_LABEL: name},
-            "publishNotReadyAddresses": True,  # pods look for each other before they are ready
-            "ports": [{"name": "rendezvous", "port": master_port}],
-        },
-    }
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata,
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": work.nodes,
-            "parallelism": work.nodes,
-            "backoffLimit": _REPLACEMENTS,
-            "ttlSecondsAfterFinished": _KEPT_S,
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                    {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted(_GIVEN_UP)}},
-                ]
-            },
-            "template": {
-                "metadata": {"labels": labels},
-                "spec": _pod(name, directory, record["token"], here if here.is_relative_to(mount) else mount, settings),
-            },
-        },
-    }
-    return [service, job]
-
-
-def _pod(name: str, directory: Path, token: str, cwd: Path, settings: cluster.Kubernetes) -> dict[str, Any]:
-    index = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
-    quantities = settings.quantities
-    container = {
-        "name": "trainer",
-        "image": settings.image,
-        "command": ["python", "-m", "pipeline.launchers.supervisor", str(directory), token],
-        "workingDir": str(cwd),
-        "env": [
-            {"name": NODE_RANK_VARIABLE, "valueFrom": index},
-            {"name": MASTER_ADDR_VARIABLE, "value": f"{name}-0.{name}"},
-        ],
-        "resources": {"limits": quantities, "requests": quantities},
-        # EFA registers locked memory.
-        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
-        "volumeMounts": [
-            {"name": "shared", "mountPath": settings.mount_path},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ],
-    }
-    apart = {"labelSelector": {"matchLabels": {_JOB_LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "subdomain": name,
-        "terminationGracePeriodSeconds": _GRACE_S,
-        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
-        # Nodes with devices are tainted against pods that do not request them.
-        "tolerations": [{"key": q, "operator": "Exists", "effect": "NoSchedule"} for q in quantities if "/" in q],
-        "containers": [container],
-        "volumes": [
-            {"name": "shared", "persistentVolumeClaim": {"claimName": settings.volume_claim}},
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        ],
-    }
-    if settings.labels:
-        pod["nodeSelector"] = settings.labels
-    if settings.service_account:
-        pod["serviceAccountName"] = settings.service_account
-    return pod
-
-
-def as_yaml(documents: list[dict[str, Any]]) -> str:
-    import yaml
-
-    class Plain(yaml.SafeDumper):
-        """Writes no anchors (`&id001`) for objects that occur twice."""
-
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    return yaml.dump_all(documents, Dumper=Plain, sort_keys=False)
 
 
 class InPod:
@@ -246,6 +215,10 @@ class InPod:
         return None
 
 
+def _name(job_id: str) -> str:
+    return job_id.partition("/")[2]
+
+
 def _get(job_id: str, *words: str) -> dict[str, Any] | None:
     """The object from `kubectl get`; None if it does not exist. Raises `Unreachable`."""
     done = _in_namespace(job_id, "get", *words, "--output=json")
@@ -255,6 +228,10 @@ def _get(job_id: str, *words: str) -> dict[str, Any] | None:
         raise Unreachable(last_line(done))
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def _delete(job_id: str, kind: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return _in_namespace(job_id, "delete", kind, _name(job_id), "--ignore-not-found", *options)
 
 
 def _in_namespace(job_id: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,12 @@ from pipeline.settings.parameters import Choice, number, setting, whole
 from trainer.config import TrainConfig
 
 LAUNCHERS = ("local", "slurm", "kubernetes")
+GANGS = ("none", "kueue", "jobset", "volcano")
+#: The names that AWS's device plugins register. `neurondevice` is gone since Neuron 2.20.
+_CHIPS, _CORES, _EFA = "aws.amazon.com/neuron", "aws.amazon.com/neuroncore", "vpc.amazonaws.com/efa"
+#: Physical NeuronCores of a chip, by the family of the instance: no more workers can share it.
+_CORES_OF_CHIP = {"trn1": 2, "trn1n": 2, "trn2": 8, "trn2u": 8, "trn3": 8, "trn3u": 8}
+_INSTANCE_LABEL = "node.kubernetes.io/instance-type"
 #: Options of sbatch that the job script sets, and [slurm] sbatch_lines may not.
 _OURS = (
     *("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--job-name", "-J", "--output", "-o", "--error", "-e"),
@@ -139,6 +145,8 @@ def limit_s(text: str) -> int:
 
 
 class Kubernetes(luigi.Config):
+    gang = Choice(GANGS)
+    queue = luigi.StrParameter()
     image = luigi.StrParameter()
     namespace = luigi.StrParameter()
     volume_claim = luigi.StrParameter()
@@ -167,12 +175,50 @@ class Kubernetes(luigi.Config):
             found[key] = value
         return found
 
-    def check(self) -> None:
+    @property
+    def is_kueues(self) -> bool:
+        """Whether Kueue decides when it starts."""
+        return self.gang == "kueue" or (self.gang == "jobset" and self.queue != "")
+
+    def check(self, cluster: Cluster) -> None:
         """Check that a manifest can be made. Raises `UserError`."""
         for name in ("image", "volume_claim", "mount_path"):
             if not getattr(self, name):
                 raise UserError(f"[kubernetes] {name} is empty; launcher = kubernetes needs it (docs/cluster.md)")
         if not self.mount_path.startswith("/"):
             raise UserError(f"[kubernetes] mount_path = {self.mount_path} is not allowed; allowed: an absolute path")
-        assert self.quantities is not None
+        if self.gang == "none" and self.queue:
+            raise UserError(
+                f"[kubernetes] queue = {self.queue} goes with gang = kueue, jobset or volcano; empty it, or choose one"
+            )
+        if self.gang == "kueue" and not self.queue:
+            raise UserError("[kubernetes] gang = kueue needs queue, the name of one of Kueue's LocalQueues")
         assert self.labels is not None
+        self._check_neuron(cluster)
+
+    def _check_neuron(self, cluster: Cluster) -> None:
+        """Check that pods request what Trainium's workers need, under today's names. Raises `UserError`."""
+        quantities, of = self.quantities, "[kubernetes] pod_resources"
+        for name in quantities:
+            if name.startswith(("aws.amazon.com/neuron", "vpc.amazonaws.com/")) and name not in (_CHIPS, _CORES, _EFA):
+                raise UserError(f"{of}: {name} is not what AWS's plugins register; allowed: {_CHIPS}, {_CORES}, {_EFA}")
+            if name in (_CHIPS, _CORES, _EFA) and not quantities[name].isdecimal():
+                raise UserError(f"{of}: {name}={quantities[name]} is not allowed; allowed: a whole number")
+        if _CHIPS in quantities and _CORES in quantities:
+            raise UserError(f"{of}: {_CHIPS} (whole chips) and {_CORES} exclude each other; keep one")
+        if not cluster.device.startswith("neuron"):
+            return
+        family = self.labels.get(_INSTANCE_LABEL, "").partition(".")[0]
+        cores_of_chip = _CORES_OF_CHIP.get(family, max(_CORES_OF_CHIP.values()))
+        cores = int(quantities.get(_CORES, 0)) or int(quantities.get(_CHIPS, 0)) * cores_of_chip
+        if cores < cluster.nproc_per_node:
+            raise UserError(
+                f"{of} = {self.pod_resources or '(empty)'} has at most {cores} NeuronCores for [cluster] "
+                f"nproc_per_node = {cluster.nproc_per_node} on device {cluster.device}; request more of {_CHIPS}, or "
+                f"lower nproc_per_node"
+            )
+        if cluster.nnodes > 1 and _EFA not in quantities:
+            raise UserError(
+                f"{of} has no {_EFA}, over which [cluster] nnodes = {cluster.nnodes} machines with Trainium "
+                f"communicate; add {_EFA}=8 (trn1.32xlarge) or what your instances have"
+            )

@@ -183,7 +183,7 @@ def _check_together(settings: Settings) -> None:
     if cluster.launcher == "slurm":
         settings.slurm.check()
     if cluster.launcher == "kubernetes":
-        settings.kubernetes.check()
+        settings.kubernetes.check(cluster)
     for phase in (1, 2):
         at = settings.phase(phase)
         require_agreement(at.optimizer, settings.precision.mode)

@@ -4,23 +4,23 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import psutil
 import pytest
 import yaml
 
 from tests.e2e.test_interruptions import LONG, ours, training_directory
+from tests.helpers import crds
 from tests.helpers.chain import Chain, one_core, wait_until
-from tests.helpers.support import ROOT, command, free_port, metrics, tensors
+from tests.helpers.kubernetes_cluster import Cluster, workload
+from tests.helpers.support import command, free_port, metrics, tensors
 
 SETTINGS = """
 [cluster]
@@ -51,18 +51,82 @@ def documents(chain: Chain, *words: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(chain.ask("manifest", *words).stdout))
 
 
+def gang(name: str, queue: str = "") -> tuple[str, ...]:
+    return ("--Kubernetes-gang", name, *(("--Kubernetes-queue", queue) if queue else ()))
+
+
+#: Each way of starting pods together.
+GANGS = [gang("kueue", "team"), gang("volcano"), gang("volcano", "team"), gang("jobset"), gang("jobset", "team")]
+
+
 @pytest.mark.parametrize("version", ["1.31", "1.34"])
-@pytest.mark.parametrize("words", [(), ("evaluate",), ("--Kubernetes-pod-resources", "nvidia.com/gpu=8")], ids=str)
+@pytest.mark.parametrize(
+    "words", [(), ("evaluate",), ("--Kubernetes-pod-resources", "nvidia.com/gpu=8"), *GANGS], ids=" ".join
+)
 def test_manifests_are_what_kubernetes_allows(prepared: Chain, words: tuple[str, ...], version: str) -> None:
     for document in documents(prepared, *words):
-        kubernetes_validate.validate(document, version, strict=True)
+        crds.validate(document, version)
 
 
 def test_a_broken_manifest_would_be_noticed(prepared: Chain) -> None:
     _, job = documents(prepared)
     job["spec"]["template"]["spec"]["restartPolicies"] = "Never"
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(job, "1.31", strict=True)
+    (jobset,) = documents(prepared, *gang("jobset"))
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    replicated["template"]["spec"]["parallel"] = 2
+    for document in (job, jobset):
+        with pytest.raises(kubernetes_validate.ValidationError):
+            crds.validate(document, "1.31")
+    _, group, _ = documents(prepared, *gang("volcano"))
+    group["spec"]["minMembers"] = 2
+    with pytest.raises(jsonschema.ValidationError, match="minMembers"):
+        crds.validate(group, "1.31")
+
+
+def test_kueue_gets_the_plain_objects_with_its_label_and_suspended(prepared: Chain) -> None:
+    plain, (service, job) = documents(prepared), documents(prepared, *gang("kueue", "team"))
+    assert job["metadata"]["labels"].pop("kueue.x-k8s.io/queue-name") == "team"
+    assert job["spec"].pop("suspend") is True
+    assert [service, job] == plain
+
+
+def test_volcano_gets_the_plain_objects_and_a_group_of_all_pods(prepared: Chain) -> None:
+    plain, (service, group, job) = documents(prepared), documents(prepared, *gang("volcano"))
+    pod = job["spec"]["template"]
+    name = job["metadata"]["name"]
+    assert pod["spec"].pop("schedulerName") == "volcano"
+    assert pod["metadata"].pop("annotations") == {"scheduling.k8s.io/group-name": name}
+    assert [service, job] == plain
+    assert (group["metadata"]["name"], group["metadata"]["namespace"]) == (name, "nlp")
+    assert group["spec"] == {"minMember": 2, "queue": "default"}
+    _, queued, _ = documents(prepared, *gang("volcano", "team"))
+    assert queued["spec"]["queue"] == "team"
+
+
+def test_a_jobset_has_the_plain_job_under_its_own_names(prepared: Chain) -> None:
+    """Its controller names pods <jobset>-<replicated job>-<job>-<pod>, and the Service after the JobSet."""
+    (_, job), (jobset,) = documents(prepared), documents(prepared, *gang("jobset"))
+    name, spec = jobset["metadata"]["name"], jobset["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    inner = replicated["template"]["spec"]
+    assert (replicated["name"], replicated["replicas"]) == ("node", 1)
+    assert (spec["network"]["subdomain"], spec["network"]["enableDNSHostnames"]) == (name, True)
+    assert spec["failurePolicy"] == {"maxRestarts": 0}
+    assert len(f"{name}-node-0-4095-xxxxx") <= 63, "a pod's name"
+    pod, plain = (found["template"]["spec"] for found in (inner, job["spec"]))
+    assert {e["name"]: e.get("value") for e in pod["containers"][0]["env"]}[
+        "PET_MASTER_ADDR"
+    ] == f"{name}-node-0-0.{name}"
+    (apart,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["labelSelector"]["matchLabels"] == {"batch.kubernetes.io/job-name": f"{name}-node-0"}
+    for each in (pod, plain):
+        del each["containers"][0]["env"], each["affinity"]
+    kept = job["spec"].pop("ttlSecondsAfterFinished")
+    assert (inner, spec["ttlSecondsAfterFinished"]) == (job["spec"], kept)
+    assert "suspend" not in spec
+    (queued,) = documents(prepared, *gang("jobset", "team"))
+    assert queued["spec"]["suspend"] is True
+    assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
 
 
 def test_there_is_one_pod_on_each_node_and_pod_0_has_a_name(prepared: Chain) -> None:
@@ -88,6 +152,9 @@ def test_there_is_one_pod_on_each_node_and_pod_0_has_a_name(prepared: Chain) -> 
         (("tokenize_corpus",), "tokenize_corpus is not run on a cluster; allowed: Precompile, Pretrain, Evaluate"),
         (("--Kubernetes-mount-path", "/fsx"), "is not below [kubernetes] mount_path = /fsx"),
         (("--Kubernetes-pod-resources", "gpu"), "pod_resources: gpu is not allowed; write name=value"),
+        (("--Kubernetes-gang", "kueue"), "gang = kueue needs queue, the name of one of Kueue's LocalQueues"),
+        (("--Kubernetes-queue", "team"), "queue = team goes with gang = kueue, jobset or volcano; empty it"),
+        (gang("pbs"), "gang = pbs is not allowed; allowed: none, kueue, jobset, volcano"),
     ],
 )
 def test_what_cannot_work_is_one_line(prepared: Chain, words: tuple[str, ...], line: str) -> None:
@@ -101,23 +168,10 @@ def supervisors(chain: Chain) -> list[psutil.Process]:
     return [process for process in ours(str(chain.work)) if "pipeline.launchers.supervisor" in process.cmdline()]
 
 
-class Cluster:
-    """The stand-in, first in PATH."""
-
-    def __init__(self, directory: Path) -> None:
-        self.state = directory / "state"
-        self.state.mkdir()
-        program = directory / "kubectl"
-        program.write_text(
-            f'#!/bin/sh\nexec {shlex.join([sys.executable, str(ROOT / "tests" / "helpers" / "kubectl.py")])} "$@"\n'
-        )
-        program.chmod(0o755)
-        self.environment = {"PATH": f"{directory}:{os.environ['PATH']}", "KUBECTL_STATE": str(self.state)}
-
-
 @pytest.fixture
 def cluster(prepared: Chain, tmp_path: Path) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path)
+    cluster.write("localqueue", {"metadata": {"name": "team"}})
     with one_core():
         yield cluster
     (cluster.state / "deleted").touch()
@@ -149,6 +203,91 @@ def test_pods_meet_again_after_a_killed_worker_and_a_killed_pod(
     wanted, got = (tensors(path / "checkpoints" / "ckpt_8") for path in (straight, there))
     for name, tensor in wanted.items():
         assert got[name].tobytes() == tensor.tobytes(), name
+
+
+@pytest.mark.parametrize("words", [gang("kueue", "team"), gang("jobset", "team")], ids=lambda words: words[1])
+def test_a_preempted_job_waits_in_its_queue_and_goes_on(
+    prepared: Chain, cluster: Cluster, words: tuple[str, ...]
+) -> None:
+    """Queued, admitted, preempted in the middle, admitted again; what waits for it changes meanwhile."""
+    words = ("--phase", "1", *words, "--Phase1-ckpt-interval-steps", "1", "--Phase1-max-steps", "60")
+    words = (*words, "--Phase1-lr", "0.017" if "kueue" in words else "0.018", "--Kubernetes-start-timeout-s", "1")
+    message = "insufficient unused quota for aws.amazon.com/neuron"
+    cluster.write("workloads", workload(("QuotaReserved", "False", "Pending", message)))
+    luigi = prepared.start("Pretrain", *words, **cluster.environment)
+    log = prepared.directory / "luigi.log"
+    wait_until(lambda: f"Suspended (in queue team; Pending: {message})" in log.read_text())
+    assert f"Pending: {message}" in prepared.status(*words[2:], **cluster.environment)["pretrain-phase1"]["detail"]
+    assert not supervisors(prepared)
+    luigi.kill()
+    luigi.wait()
+    (cluster.state / "admitted").touch()
+    luigi = prepared.start("Pretrain", *words, **cluster.environment)
+    directory = training_directory(prepared, float(words[words.index("--Phase1-lr") + 1]))
+    wait_until(lambda: (directory / "checkpoints" / "ckpt_3").is_dir())
+    cluster.write("workloads", workload(("Evicted", "True", "Preempted", "to make room for another")))
+    (cluster.state / "admitted").unlink()
+    wait_until(lambda: "Suspended (in queue team; Preempted: to make room for another)" in log.read_text())
+    wait_until(lambda: not supervisors(prepared))
+    assert luigi.poll() is None
+    (cluster.state / "admitted").touch()
+    assert luigi.wait(timeout=120) == 0
+    assert "resuming from checkpoint" in (directory / "stage.log").read_text()
+    steps = [row["step"] for row in metrics(directory)]
+    assert (steps[-1], sorted(set(steps))) == (60, sorted(steps)), "no step is recorded twice"
+
+
+def test_pods_meet_in_a_jobset(prepared: Chain, cluster: Cluster) -> None:
+    words = ("Pretrain", "--phase", "1", *gang("jobset"), "--Phase1-lr", "0.019")
+    done = prepared.run(*words, **cluster.environment)
+    assert "2 of 2 pods ready" in done.stderr
+    assert sorted(path.name for path in cluster.state.glob("*.json")) == [
+        "jobset.json",
+        "localqueue.json",
+        "status.json",
+    ]
+
+
+def test_volcano_tells_why_the_group_waits(prepared: Chain, cluster: Cluster) -> None:
+    words = ("--Phase1-lr", "0.021", *gang("volcano", "team"))
+    message = "2/2 tasks in gang unschedulable: pod group is not ready, 2 Pending, 2 minAvailable"
+    cluster.write("pods", {"items": []})
+    luigi = prepared.start("Pretrain", "--phase", "1", *words, **cluster.environment)
+    log = prepared.directory / "luigi.log"
+    wait_until(lambda: "0 of 2 pods ready; PodGroup Pending" in log.read_text())
+    group = json.loads((cluster.state / "podgroup.json").read_text())
+    unschedulable = {"type": "Unschedulable", "status": "True", "reason": "NotEnoughResources", "message": message}
+    cluster.write("podgroup", {**group, "status": {"phase": "Inqueue", "conditions": [unschedulable]}})
+    wait_until(lambda: f"PodGroup Inqueue: {message}" in log.read_text())
+    prepared.ask("cancel", "pretrain-phase1", *words, **cluster.environment)
+    assert luigi.wait(timeout=60) == 75
+    assert sorted(path.name for path in cluster.state.glob("*.json")) == ["localqueue.json", "pods.json", "status.json"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words", "line"),
+    [
+        (("refused", "PodGroup"), gang("volcano"), 'kubectl apply refused .*: error: no matches for kind "PodGroup"'),
+        (None, gang("kueue", "other"), r"\[kubernetes\] queue = other is no LocalQueue of namespace nlp; see `kubectl"),
+        (
+            ("absent", "localqueue"),
+            gang("jobset", "team"),
+            r'queue = team cannot be looked up: .*resource type "localqueues"; is Kueue installed',
+        ),
+    ],
+    ids=["volcano", "queue", "kueue"],
+)
+def test_what_the_cluster_lacks_is_one_line_and_nothing_is_left(
+    prepared: Chain, cluster: Cluster, prepare: tuple[str, str] | None, words: tuple[str, ...], line: str
+) -> None:
+    (cluster.state / "localqueue.json").unlink(missing_ok=prepare is None)
+    if prepare is not None:
+        (cluster.state / prepare[0]).write_text(prepare[1])
+    done = prepared.run("Pretrain", "--phase", "1", "--Phase1-lr", "0.022", *words, status=30, **cluster.environment)
+    assert re.search(f"ERROR: .*{line}", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(cluster.state.glob("*.json"))
+    assert not list(prepared.work.glob("pretrain-phase1-*/job.json"))
 
 
 def test_a_cancelled_job_has_saved_its_last_step(prepared: Chain, cluster: Cluster) -> None:

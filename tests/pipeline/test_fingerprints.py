@@ -175,6 +175,8 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("slurm", "time_limit", "60", NOTHING),
     ("slurm", "signal_s", "60", NOTHING),
     ("slurm", "sbatch_lines", "--mem=0", NOTHING),
+    ("kubernetes", "gang", "jobset", NOTHING),
+    ("kubernetes", "queue", "team", NOTHING),
     ("kubernetes", "image", "trainer:1", NOTHING),
     ("kubernetes", "namespace", "me", NOTHING),
     ("kubernetes", "volume_claim", "fsx", NOTHING),

@@ -1,0 +1,36 @@
+# Trainium through PyTorch/XLA (trn1, trn2), SDK 2.29.1. NOT BUILT, NOR RUN ON TRAINIUM. From the repository's root:
+#   docker build -f containers/neuron-xla.Dockerfile -t trainer:neuron-xla .
+# Versions of Python packages are those of the extra neuron-xla in pyproject.toml. The driver is the host's.
+FROM ubuntu:22.04
+ARG DEBIAN_FRONTEND=noninteractive
+# Versions of AWS's system packages, as name=version; by default the newest (AWS lists those of SDK 2.29.1).
+ARG NEURON_PACKAGES="aws-neuronx-collectives aws-neuronx-runtime-lib aws-neuronx-tools"
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends ca-certificates curl gnupg g++ \
+    python3.11 python3.11-dev python3.11-venv \
+ && install -m 0755 -d /etc/apt/keyrings \
+ && curl -fsSL https://apt.repos.neuron.amazonaws.com/GPG-PUB-KEY-AMAZON-AWS-NEURON.PUB \
+  | gpg --batch --dearmor -o /etc/apt/keyrings/neuron.gpg \
+ && . /etc/os-release \
+ && echo "deb [signed-by=/etc/apt/keyrings/neuron.gpg] https://apt.repos.neuron.amazonaws.com $VERSION_CODENAME main" \
+  > /etc/apt/sources.list.d/neuron.list \
+ && apt-get update \
+ && apt-get install -y --no-install-recommends $NEURON_PACKAGES \
+ && rm -rf /var/lib/apt/lists/*
+# EFA's libfabric, for several machines; its kernel module is the host's.
+ARG EFA_INSTALLER=latest
+RUN cd /tmp && apt-get update \
+ && curl -fsSLO https://efa-installer.amazonaws.com/aws-efa-installer-$EFA_INSTALLER.tar.gz \
+ && tar -xf aws-efa-installer-$EFA_INSTALLER.tar.gz && cd aws-efa-installer \
+ && ./efa_installer.sh -y --skip-kmod --skip-limit-conf --no-verify \
+ && rm -rf /tmp/aws-efa-installer* /var/lib/apt/lists/*
+RUN python3.11 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:/opt/aws/neuron/bin:/opt/amazon/efa/bin:$PATH \
+    LD_LIBRARY_PATH=/opt/aws/neuron/lib:/opt/amazon/efa/lib \
+    PYTHONUNBUFFERED=1
+COPY pyproject.toml README.md LICENSE luigi.cfg /src/
+COPY common /src/common
+COPY pipeline /src/pipeline
+COPY stages /src/stages
+COPY trainer /src/trainer
+RUN pip install --no-cache-dir --extra-index-url=https://pip.repos.neuron.amazonaws.com '/src[neuron-xla]' && rm -r /src

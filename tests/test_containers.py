@@ -1,0 +1,98 @@
+"""The image recipes: nothing here can build them, so their instructions are read."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.support import ROOT
+from trainer.devices.neuron_lane import NATIVE, REPOSITORY, XLA, Installation, problems
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+#: The base image of each lane, and the Python of that Ubuntu release (22.04's own python3 is 3.10).
+BASES = {XLA: ("ubuntu:22.04", "python3.11", (3, 11)), NATIVE: ("ubuntu:26.04", "python3", (3, 14))}
+each_lane = pytest.mark.parametrize("lane", [XLA, NATIVE])
+
+
+def instructions(lane: str) -> list[tuple[str, str]]:
+    """(instruction, its arguments), with continued lines joined and comments left out."""
+    text = (ROOT / "containers" / f"{lane}.Dockerfile").read_text()
+    text = re.sub(r"\\\n", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
+    found = [line.split(None, 1) for line in text.splitlines() if line.strip()]
+    return [(name, words) for name, words in found]
+
+
+def arguments(lane: str, instruction: str) -> list[str]:
+    return [words for name, words in instructions(lane) if name == instruction]
+
+
+@each_lane
+def test_it_is_a_dockerfile(lane: str) -> None:
+    found = instructions(lane)
+    assert {name for name, _ in found} <= {"FROM", "ARG", "RUN", "ENV", "COPY"}
+    assert found[0] == ("FROM", BASES[lane][0])
+    for words in arguments(lane, "RUN"):
+        script = subprocess.run(["sh", "-n", "-c", words], capture_output=True, text=True, check=False)
+        assert script.returncode == 0, script.stderr
+    declared = {re.split("[= ]", words)[0] for name, words in found if name in ("ARG", "ENV")}
+    declared |= {"PATH", "VERSION_CODENAME"}  # the shell's, and of /etc/os-release
+    used = set(re.findall(r"\$\{?([A-Z_]+)", " ".join(words for _, words in found)))
+    assert used <= declared
+
+
+@each_lane
+def test_versions_come_from_pyproject_alone(lane: str) -> None:
+    text = " ".join(words for _, words in instructions(lane))
+    (install,) = [words for words in arguments(lane, "RUN") if "pip install" in words]
+    assert f"'/src[{lane}]'" in install
+    assert f"--extra-index-url=https://{REPOSITORY} " in install
+    assert not re.search(r"torch\S*[=<>]=|neuronx-cc|nki", text)
+
+
+@each_lane
+def test_the_extra_is_a_whole_installation_of_its_lane(lane: str) -> None:
+    """As the doctor judges it, on the image's Python and an instance of the lane."""
+    pinned = dict(re.split("==", requirement) for requirement in EXTRAS[lane])
+    versions = {name: version.removesuffix(".*") + ".0" for name, version in pinned.items()}
+    instance = {XLA: "trn1.32xlarge", NATIVE: "trn2.48xlarge"}[lane]
+    found = Installation(versions, (), lane == NATIVE, BASES[lane][2], instance)
+    assert [line for line in problems(found) if "device for neuron-xla only" not in line] == []
+    assert f"{BASES[lane][1]} -m venv /opt/venv" in arguments(lane, "RUN")[2]
+
+
+@each_lane
+def test_it_copies_what_the_wheel_is_made_of_and_docker_sees_it(lane: str) -> None:
+    sources = [word for words in arguments(lane, "COPY") for word in words.split()[:-1]]
+    assert all((ROOT / source).exists() for source in sources)
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    project = PROJECT["project"]
+    needed = {
+        "pyproject.toml",
+        project["readme"],
+        *project["license-files"],
+        *wheel["packages"],
+        *wheel["force-include"],
+    }
+    assert set(sources) == needed
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    assert ignore[1] == "*"
+    assert {line[1:] for line in ignore if line.startswith("!")} == needed
+
+
+@each_lane
+def test_everything_comes_from_aws(lane: str) -> None:
+    text = " ".join(words for _, words in instructions(lane))
+    hosts = set(re.findall(r"https?://([\w.-]+)", text))
+    assert hosts == {REPOSITORY, "apt.repos.neuron.amazonaws.com", "efa-installer.amazonaws.com"}
+
+
+@each_lane
+def test_it_says_that_it_was_not_built(lane: str) -> None:
+    path: Path = ROOT / "containers" / f"{lane}.Dockerfile"
+    assert "NOT BUILT, NOR RUN ON TRAINIUM" in path.read_text().splitlines()[0]
+    assert f"docker build -f containers/{lane}.Dockerfile" in path.read_text()
