@@ -1,5 +1,5 @@
 """Jobs on Kubernetes: manifests against its schemas; what luigi and the pods do, with a stand-in for the cluster
-(tests/helpers/kubectl.py). None of it has seen a real one."""
+(tests/helpers/kubernetes/kubectl.py). None of it has seen a real one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from tests.e2e.test_interruptions import LONG, ours, training_directory
-from tests.helpers import crds
 from tests.helpers.chain import Chain, one_core, wait_until
-from tests.helpers.kubernetes_cluster import Cluster, workload
+from tests.helpers.kubernetes import crds
+from tests.helpers.kubernetes.cluster import Cluster, workload
 from tests.helpers.support import command, free_port, metrics, tensors
 
 SETTINGS = """

@@ -1,4 +1,4 @@
-"""A cluster for tests: the stand-in for kubectl (tests/helpers/kubectl.py), and what Kueue says."""
+"""A cluster for tests: the stand-in for kubectl (tests/helpers/kubernetes/kubectl.py), and what Kueue says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.support import ROOT
-
 
 class Cluster:
     """The stand-in, first in PATH."""
@@ -19,9 +17,8 @@ class Cluster:
         self.state = directory / "state"
         self.state.mkdir()
         program = directory / "kubectl"
-        program.write_text(
-            f'#!/bin/sh\nexec {shlex.join([sys.executable, str(ROOT / "tests" / "helpers" / "kubectl.py")])} "$@"\n'
-        )
+        stand_in = shlex.join([sys.executable, str(Path(__file__).with_name("kubectl.py"))])
+        program.write_text(f'#!/bin/sh\nexec {stand_in} "$@"\n')
         program.chmod(0o755)
         self.environment = {"PATH": f"{directory}:{os.environ['PATH']}", "KUBECTL_STATE": str(self.state)}
 

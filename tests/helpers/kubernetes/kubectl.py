@@ -33,8 +33,8 @@ def plain(kind: str) -> str:
 
 
 def apply(text: str) -> int:
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.helpers import crds
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    from tests.helpers.kubernetes import crds
 
     documents = list(yaml.safe_load_all(text))
     for document in documents:
