@@ -76,7 +76,10 @@ def _train(config: TrainConfig, workload: Workload, mesh: Mesh) -> int:
     from trainer.options import device_options
 
     device = select(config.device, mesh, device_options(config, workload, mesh))
-    mesh = mesh.connect(device.backend, config.collective_timeout_s, alone=config.data_parallel == "ddp")
+    mesh = mesh.connect(
+        device.backend, config.collective_timeout_s, init_method=device.init_method,
+        alone=config.data_parallel == "ddp",
+    )  # fmt: skip
     with _locked(config, mesh):
         return _run(config, workload, device, mesh)
 

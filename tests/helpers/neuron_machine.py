@@ -1,6 +1,7 @@
 """A stand-in for a Trainium machine: `neuron-ls`, `neuron_parallel_compile` and the package torch-neuronx.
 
-Its cores are XLA's CPU. Everything of ours runs as it would there: the device, its environment, the trial, the cache.
+Its cores are XLA's CPU. Everything of ours runs as it would there: the device, its environment, the trial, the cache,
+and with several workers torch_xla's own rendezvous and `xm.all_reduce`, whose last step goes through gloo.
 What the stand-ins do is what AWS's documentation says of the real ones: graphs and compiled modules are in the cache
 that NEURON_CC_FLAGS (`--cache_dir`), else NEURON_COMPILE_CACHE_URL, else the default names, each program reading its
 own environment; a graph whose lock file is there is waited for.
@@ -44,6 +45,35 @@ def extract():
 
 if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY") == "1":
     atexit.register(extract)
+if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    connect_cores()
+"""
+
+_CORES = """
+def connect_cores():
+    # XLA's CPU knows one device a process: this lets torch_xla see those of all workers, as libneuronxla does, and
+    # carries what it would all-reduce.
+    import torch, torch_xla, torch.distributed as dist
+    rank, size, groups_of = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), {}
+    XLA = torch_xla._XLAC
+    XLA._xla_get_all_devices = lambda: [f"CPU:{number}" for number in range(size)]
+    XLA._xla_get_default_device_ordinal = lambda: rank
+
+    @torch.no_grad()
+    def all_reduce(kind, tensors, scale, groups, pin_layout):
+        key = str(groups)
+        if key not in groups_of:
+            groups_of[key] = dist.new_subgroups_by_enumeration(groups, backend="gloo")[0]
+        if rank == 0 and "ALL_REDUCES" in os.environ:
+            with open(os.environ["ALL_REDUCES"], "a") as log:
+                print(*(tensor.numel() for tensor in tensors), file=log)
+        operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[kind]
+        for tensor in tensors:
+            host = tensor.detach().cpu()
+            dist.all_reduce(host, operation, group=groups_of[key])
+            tensor.copy_(host * scale)
+
+    XLA._xla_all_reduce_inplace = all_reduce
 """
 
 _COMPILER = """
@@ -94,6 +124,6 @@ def hardware(folder: Path, *, cores: Sequence[int]) -> dict[str, str]:
 def machine(folder: Path, *, cores: Sequence[int] = (2,)) -> dict[str, str]:
     """The environment of a machine that has the packages, too."""
     cache = _CACHE.format(default=str(folder / DEFAULT_CACHE))
-    install_xla_lane(folder / "site", cache + _PACKAGE)
+    install_xla_lane(folder / "site", cache + _CORES + _PACKAGE)
     install_program(folder, "neuron_parallel_compile", f"#!/usr/bin/env python3\n{cache}{_COMPILER}")
     return hardware(folder, cores=cores)

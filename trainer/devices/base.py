@@ -51,6 +51,8 @@ class Device(abc.ABC):
     torch_device: torch.device
     #: The torch.distributed backend; gloo alone where device tensors are host tensors.
     backend: str
+    #: How the workers' process group finds its members, as `torch.distributed.init_process_group` takes it.
+    init_method: str = "env://"
     #: The model operations that this device implements in its own way.
     operations: Operations = Operations()
     #: Whether torch's DistributedDataParallel works on it.

@@ -9,6 +9,7 @@ Private betas 2.11 and 2.12 are said to have been native, too: there `torch.neur
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -42,8 +43,10 @@ _PYTHONS = {XLA: ((3, 10), (3, 12)), NATIVE: ((3, 12), (3, 14))}
 _INSTANCES = {XLA: ("trn1", "trn2"), NATIVE: ("trn2", "trn3")}
 #: The physical machine as its firmware calls it; on EC2 the type of the instance.
 _PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
-#: Physical cores of a trn2.48xlarge, which by default presents them as pairs.
-_TRN2_PHYSICAL_CORES = 128
+#: Family of instances → physical cores and dense bf16 peak, FLOP/s, of a chip (AWS's pages on each chip).
+_CHIPS = {"trn1": (2, 190e12), "trn2": (8, 667e12), "trn3": (8, 671e12)}
+#: Physical cores in a logical one: what the runtime and the compiler read, and AWS's default on trn2 and trn3.
+_LOGICAL_CORE, _PAIR = "NEURON_LOGICAL_NC_CONFIG", 2
 
 
 @dataclass(frozen=True)
@@ -158,13 +161,35 @@ def cores() -> int:
     program = shutil.which("neuron-ls") or shutil.which("/opt/aws/neuron/bin/neuron-ls")
     if program is None:
         raise UserError("neuron-ls is not here: is this a Trainium instance with aws-neuronx-tools (docs/trainium.md)?")
-    answer = subprocess.run([program, "-j"], capture_output=True, text=True, timeout=60, check=False)
-    try:
-        devices: list[dict[str, Any]] = json.loads(answer.stdout)
-        total = sum(int(device["nc_count"]) for device in devices)
-    except (ValueError, KeyError, TypeError):
-        said = (answer.stderr or answer.stdout).strip().splitlines()
-        raise UserError(f"neuron-ls -j: {said[-1] if said else 'no answer'}; check the Neuron driver") from None
-    if total == _TRN2_PHYSICAL_CORES:
-        total //= int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2"))
-    return total
+    said = ""
+    # SDK 2.34 replaces -j by the other, with fields around the list of devices.
+    for options in (["-j"], ["--output-format", "json"]):
+        answer = subprocess.run([program, *options], capture_output=True, text=True, timeout=60, check=False)
+        with contextlib.suppress(ValueError, KeyError, TypeError, StopIteration):
+            return sum(map(_logical_cores, _devices(json.loads(answer.stdout))))
+        said = said or (answer.stderr or answer.stdout).strip()
+    raise UserError(f"neuron-ls -j: {said.splitlines()[-1] if said else 'no answer'}; check the Neuron driver")
+
+
+def _devices(answer: Any) -> list[dict[str, Any]]:
+    """The list of devices in an answer of `neuron-ls`: all of it, or one of its fields."""
+    lists: list[Any] = [answer] if isinstance(answer, list) else [v for v in answer.values() if isinstance(v, list)]
+    return next(devices for devices in lists if devices and "nc_count" in devices[0])
+
+
+def _logical_cores(device: Mapping[str, Any]) -> int:
+    """Logical cores of a device, whether `neuron-ls` counts these (as seen on trn2) or physical ones."""
+    count, most = int(device["nc_count"]), max(physical for physical, _ in _CHIPS.values())
+    in_use = int(device.get("logical_neuroncore_config") or (_PAIR if count == most else 1))
+    return min(count * in_use, most) // int(os.environ.get(_LOGICAL_CORE) or in_use)
+
+
+def peak_of(name: str) -> float | None:
+    """The dense bf16 peak, FLOP/s, of a logical core; `name`: of an instance (trn2.48xlarge) or a chip (trn2, trn2u).
+    None: not known."""
+    family = name[:4]
+    if family not in _CHIPS:
+        return None
+    physical, peak = _CHIPS[family]
+    default = 1 if family == "trn1" else _PAIR
+    return peak / physical * int(os.environ.get(_LOGICAL_CORE) or default)

@@ -10,6 +10,8 @@ import dataclasses
 import functools
 import os
 import re
+import resource
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -20,22 +22,31 @@ from common.errors import UserError
 from common.process import node_rank
 from trainer.devices.base import DeviceOptions
 from trainer.devices.neuron_cache import CC_FLAGS, merge_flags, node_cache, use_cache
-from trainer.devices.neuron_lane import XLA, Installation, cores, require_xla_lane
-from trainer.devices.xla import XlaDevice
+from trainer.devices.neuron_lane import XLA, Installation, cores, peak_of, require_xla_lane
+from trainer.devices.xla import XlaDevice, buckets
 from trainer.parallel.mesh import Group, Mesh
 
 #: Logical cores of an instance → worker counts that its runtime supports (MLP tutorial, known issues; developer guide).
-_WORKERS = {2: (1, 2), 32: (1, 2, 8, 32), 64: (1, 64)}
+_WORKERS = {2: (1, 2), 4: (1, 4), 32: (1, 2, 8, 32), 64: (1, 64), 128: (1, 128)}
 #: Variables of older instructions that torch-neuronx no longer supports.
 _DEPRECATED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 #: The precision that `auto` selects.
 _AUTOMATIC = "autocast"
-#: Dense bf16 peak of one NeuronCore-v2, FLOP/s: AWS gives 190 TFLOP/s for a Trainium chip of two.
-_BF16_PEAK = 95e12
+#: Megabytes of gradients in one all-reduce: torch-neuronx's variable and default. Smaller buckets leave the compiler
+#: more to overlap; between machines each all-reduce takes long to begin, and AWS suggests the larger one.
+_BUCKET_MB, _BUCKET, _BUCKET_OF_SEVERAL_NODES = "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", "50", "512"
+#: The runtime's workers meet at rank 0's machine in this range: above Linux's ephemeral ports, below their end.
+_FIRST_PORT, _PORTS = 61000, 4096
+#: The limit of open files that AWS's scripts set; each worker opens sockets to many others.
+_OPEN_FILES = 65535
+_INTERFACES = Path("/sys/class/net")
 
 
-def environment(options: DeviceOptions, *, nodes: int, cache: Path | None = None) -> dict[str, str]:
-    """Variables that must be set before `torch_xla` is imported. `cache`: this machine's compile cache."""
+def environment(
+    options: DeviceOptions, *, nodes: int, cache: Path | None = None, given: Mapping[str, str]
+) -> dict[str, str]:  # fmt: skip
+    """Variables that must be set before `torch_xla` is imported. `cache`: this machine's compile cache. `given`: the
+    process's environment."""
     flags = ["--model-type=transformer", "--retry_failed_compilation"]
     precision = _AUTOMATIC if options.precision == "auto" else options.precision
     if precision == "autocast":
@@ -47,11 +58,40 @@ def environment(options: DeviceOptions, *, nodes: int, cache: Path | None = None
         "NEURON_RT_STOCHASTIC_ROUNDING_SEED": str(options.rounding_seed % 2**31),  # fits a signed 32-bit integer
         CC_FLAGS: " ".join(flags),
         "NEURON_RT_EXEC_TIMEOUT": "600",
+        # Queues steps while earlier ones run. Without effect from SDK 2.31 on, which does so itself.
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "3",
+        "NEURON_FUSE_SOFTMAX": "1",
+        _BUCKET_MB: _BUCKET if nodes == 1 else _BUCKET_OF_SEVERAL_NODES,
     }
+    if "MASTER_ADDR" in given and "MASTER_PORT" in given:
+        variables["NEURON_RT_ROOT_COMM_ID"] = root_comm_id(given["MASTER_ADDR"], int(given["MASTER_PORT"]))
     if nodes > 1:
         # Not AWS's BUCKET_CAP_MB and XLA_TRANSFER_SEED_ASYNC: torch-xla 2.9 reads neither.
         variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
+    if "KUBERNETES_SERVICE_HOST" in given and (_INTERFACES / "eth0").exists():
+        variables["CCOM_SOCKET_IFNAME"] = "eth0"  # that of a pod; a pod on the host's network may have another
     return variables
+
+
+def root_comm_id(address: str, port: int) -> str:
+    """Where the runtime's workers meet. torch_xla takes the same port for all jobs, so that two on one machine collide;
+    this one differs wherever torchrun's `port` does, unless by a multiple of 4096."""
+    host = f"[{address.strip('[]')}]" if address.count(":") > 1 else address
+    return f"{host}:{_FIRST_PORT + port % _PORTS}"
+
+
+def raise_open_files() -> str:
+    """Raise this process's limit of open files as far as AWS advises and the hard limit allows; returns a line for the
+    log."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft == resource.RLIM_INFINITY:
+        return "ulimit -n unlimited"
+    advice = f" (AWS advises {_OPEN_FILES}; on 'Too many open files' raise the hard limit)"
+    return f"ulimit -n {soft}" + (advice if soft < _OPEN_FILES else "")
 
 
 def settle(wanted: Mapping[str, str], given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -104,6 +144,14 @@ def check_workers(local_workers: int, total: int, visible: str | None) -> None:
         )
 
 
+def bucket_bytes(megabytes: str) -> int:
+    """The size of a bucket of gradients, from torch-neuronx's variable, for which 0 means all in one. Raises
+    `UserError`."""
+    if not megabytes.isdecimal():
+        raise UserError(f"{_BUCKET_MB}={megabytes} is not a whole number; write 50, or unset it")
+    return (int(megabytes) or sys.maxsize >> 20) << 20
+
+
 def load_runtime() -> None:
     import torch_neuronx  # noqa: F401 (registers NeuronCores with torch_xla)
 
@@ -112,6 +160,8 @@ class NeuronXlaDevice(XlaDevice):
     """One NeuronCore per worker. Reductions are part of the graph."""
 
     backend = "xla"
+    #: torch_xla's own rendezvous: without it XLA's world is 1 in every worker, and `xm.all_reduce` does nothing.
+    init_method = "xla://"
     has_ddp = True
 
     def __init__(self, mesh: Mesh, options: DeviceOptions) -> None:
@@ -120,8 +170,10 @@ class NeuronXlaDevice(XlaDevice):
         if mesh.local_rank == 0:
             check_workers(mesh.local_world_size, cores(), os.environ.get("NEURON_RT_VISIBLE_CORES"))
         cache = None if options.compile_cache is None else node_cache(Path(options.compile_cache), node_rank())
-        wanted, self._settings = settle(environment(options, nodes=mesh.nodes, cache=cache), os.environ)
+        wanted, settings = settle(environment(options, nodes=mesh.nodes, cache=cache, given=os.environ), os.environ)
         os.environ.update(wanted)
+        self._settings = [*settings, raise_open_files()]
+        self._bucket_bytes = bucket_bytes(os.environ[_BUCKET_MB])
         os.environ.setdefault("PJRT_DEVICE", "NEURON")
         if cache is not None and mesh.local_rank == 0:  # before any worker of this machine compiles
             self._cache_mark = use_cache(cache, functools.partial(print, flush=True))
@@ -153,9 +205,14 @@ class NeuronXlaDevice(XlaDevice):
         return x
 
     def all_reduce(self, tensors: list[torch.Tensor], group: Group, *, sums: bool = True) -> None:
-        if group.size > 1:
-            kind = self._xm.REDUCE_SUM if sums else self._xm.REDUCE_MAX
-            self._xm.all_reduce(kind, tensors, groups=group.ranks, pin_layout=False)
+        """In buckets from the last tensor on, as the backward pass computes gradients: a single all-reduce would wait
+        for all of them, and everything else for it."""
+        if group.size == 1:
+            return
+        kind = self._xm.REDUCE_SUM if sums else self._xm.REDUCE_MAX
+        backwards = tensors[::-1]
+        for bucket in buckets(backwards, self._bucket_bytes):
+            self._xm.all_reduce(kind, backwards[bucket], groups=group.ranks, pin_layout=False)
 
     def peak_flops_per_s(self, precision: str) -> float | None:
-        return _BF16_PEAK if precision != "fp32" else None
+        return None if precision in ("fp32", "fp64") else peak_of(Installation.of_machine().instance)

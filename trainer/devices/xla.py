@@ -169,13 +169,14 @@ class XlaDevice(Device):
         self._run_late()
 
     def copy_to_host(self, tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> None:
-        for part in _parts(tensors):
+        for part in buckets(tensors, _FETCHED_BYTES):
             for copy, fetched in zip(copies[part], self._fetch(tensors[part]), strict=True):
                 copy.copy_(fetched)
 
     def summaries(self, tensors: list[torch.Tensor]) -> list[tuple[int, bool]]:
         # On the host: on the device this would be another graph.
-        return [one for part in _parts(tensors) for one in super(XlaDevice, self).summaries(self._fetch(tensors[part]))]
+        of_host = super().summaries
+        return [one for part in buckets(tensors, _FETCHED_BYTES) for one in of_host(self._fetch(tensors[part]))]
 
     def _fetch(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Host copies, in one transfer."""
@@ -191,11 +192,14 @@ class XlaDevice(Device):
         return None
 
 
-def _parts(tensors: list[torch.Tensor]) -> Iterator[slice]:
-    """Slices of `tensors` of about `_FETCHED_BYTES` each."""
+def buckets(tensors: list[torch.Tensor], most_bytes: int) -> Iterator[slice]:
+    """Slices of `tensors`, in order, of at most `most_bytes` or one tensor each."""
     start = total = 0
-    for end, tensor in enumerate(tensors, 1):
-        total += tensor.numel() * tensor.element_size()
-        if total >= _FETCHED_BYTES or end == len(tensors):
-            yield slice(start, end)
-            start, total = end, 0
+    for at, tensor in enumerate(tensors):
+        size = tensor.numel() * tensor.element_size()
+        if at > start and total + size > most_bytes:
+            yield slice(start, at)
+            start, total = at, 0
+        total += size
+    if tensors:
+        yield slice(start, len(tensors))

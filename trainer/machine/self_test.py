@@ -78,7 +78,7 @@ def self_test(given: CommandLine, mesh: Mesh) -> int:
         output_dir.mkdir(parents=True, exist_ok=True)
     given = _alone(given)
     device = select(given.config.device, mesh, _device_options(given.config))
-    mesh = mesh.connect(device.backend, given.config.collective_timeout_s)
+    mesh = mesh.connect(device.backend, given.config.collective_timeout_s, init_method=device.init_method)
     device.start(mesh)
     folder = Path(mesh.by_root(lambda: tempfile.mkdtemp(prefix="self-test-", dir=output_dir)))
     try:

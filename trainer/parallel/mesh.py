@@ -98,22 +98,25 @@ class Mesh:
         rank, local_rank, world_size, local_world_size = (int(os.environ.get(n, d)) for n, d in _TORCHRUN.items())
         return cls(rank, local_rank, world_size, local_world_size, tensor_parallel_size)
 
-    def connect(self, backend: str, timeout_s: float, *, alone: bool = False) -> Mesh:
+    def connect(
+        self, backend: str, timeout_s: float, *, init_method: str = "env://", alone: bool = False
+    ) -> Mesh:  # fmt: skip
         """Set up the process groups and return the mesh that uses them.
 
         `backend` reduces the device's tensors; gloo always serves the host. `alone`: set up a process group even for a
-        single worker. Raises `UserError` if the number of workers is not the one torchrun announced.
+        single worker. Raises `UserError` if the process group numbers the workers differently from torchrun.
         """
         if self.world_size == 1:
             if alone:
                 dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
             return self
         timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, timeout=timeout)
-        if dist.get_world_size() != self.world_size:
+        dist.init_process_group(backend, init_method=init_method, timeout=timeout)
+        if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
             raise UserError(
-                f"torchrun announced {self.world_size} workers, the process group has {dist.get_world_size()}; "
-                f"start all workers with the same torchrun command"
+                f"torchrun calls this worker {self.rank} of {self.world_size}, the process group of backend {backend} "
+                f"calls it {dist.get_rank()} of {dist.get_world_size()}; start all workers with the same torchrun "
+                f"command"
             )
         mesh = self
         if "gloo" not in backend:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from common.errors import UserError
-from trainer.devices.neuron_lane import NATIVE, XLA, Installation, lane_of, problems, require_xla_lane
+from tests.helpers.neuron_machine import install_program
+from trainer.devices.neuron_lane import (
+    NATIVE,
+    XLA,
+    Installation,
+    cores,
+    lane_of,
+    peak_of,
+    problems,
+    require_xla_lane,
+)
 
 _XLA = {
     "torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.9.0.2.13.26312", "neuronx-cc": "2.24.8799.0",
@@ -75,3 +88,66 @@ def test_the_lane_is_told_and_what_is_wrong_with_it(found: Installation, lane: s
             require_xla_lane(found)
     else:
         assert "below 2.13" in require_xla_lane(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "logical", "peak"),
+    [
+        # AWS: 190 TFLOP/s for a chip of 2 cores, 667 and 671 for one of 8; on trn2 and trn3 a rank has two by default.
+        ("trn1.32xlarge", None, 95e12),
+        ("trn1n.32xlarge", None, 95e12),
+        ("trn2.48xlarge", None, 166.75e12),
+        ("trn2.3xlarge", "1", 83.375e12),
+        ("trn2u", None, 166.75e12),
+        ("trn3", None, 167.75e12),
+        ("trn3", "1", 83.875e12),
+        ("inf2.48xlarge", None, None),
+        ("Standard PC", None, None),
+        ("", None, None),
+    ],
+)
+def test_the_peak_is_that_of_a_logical_core(
+    name: str, logical: str | None, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
+    if logical is not None:
+        monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", logical)
+    assert peak_of(name) == peak
+
+
+def _device(count: int, in_use: int | None = None) -> dict[str, object]:
+    return {"neuron_device": 0, "nc_count": count, **({"logical_neuroncore_config": in_use} if in_use else {})}
+
+
+@pytest.mark.parametrize(
+    ("answer", "logical", "total"),
+    [
+        ([_device(2)], None, 2),  # trn1.2xlarge, as third parties have recorded it; so are the next two
+        ([_device(4, 2)], None, 4),  # trn2.3xlarge
+        ([_device(4, 2)] * 16, None, 64),  # trn2.48xlarge
+        ([_device(4, 2)] * 16, "1", 128),
+        ([_device(8, 1)] * 16, "1", 128),
+        ([_device(8, 1)], None, 8),  # by the machine's own configuration
+        ([_device(8)] * 16, None, 64),  # by physical cores, without the other field
+        ([_device(8, 2)] * 16, None, 64),
+        ({"instance_type": "trn2.3xlarge", "tags": [], "neuron_devices": [_device(4, 2)]}, None, 4),
+    ],
+)
+def test_logical_cores_are_counted(
+    answer: object, logical: str | None, total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`neuron-ls -j`, and what replaces it from SDK 2.34 on: its fields are not known yet."""
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
+    if logical is not None:
+        monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", logical)
+    options = "-j" if isinstance(answer, list) else "--output-format json"
+    install_program(tmp_path, "neuron-ls", f"#!/bin/sh\n[ \"$*\" = '{options}' ] && echo '{json.dumps(answer)}'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    assert cores() == total
+
+
+def test_a_driver_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_program(tmp_path, "neuron-ls", "#!/bin/sh\necho 'no neuron device found' >&2; exit 1\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    with pytest.raises(UserError, match=r"neuron-ls -j: no neuron device found; check the Neuron driver"):
+        cores()

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from common.errors import UserError
 from tests.helpers.neuron_machine import hardware, install_package, install_xla_lane, machine
-from tests.helpers.support import assert_one_line_error, command, options, write_dataset, write_model_config
+from tests.helpers.support import (
+    TORCHRUN,
+    assert_one_line_error,
+    command,
+    losses,
+    options,
+    write_dataset,
+    write_model_config,
+)
 from trainer.devices.base import DeviceOptions
 from trainer.devices.neuron_cache import use_cache
-from trainer.devices.neuron_xla import NeuronXlaDevice, check_workers, environment, settle, visible_cores
+from trainer.devices.neuron_lane import Installation
+from trainer.devices.neuron_xla import (
+    NeuronXlaDevice,
+    bucket_bytes,
+    check_workers,
+    environment,
+    raise_open_files,
+    root_comm_id,
+    settle,
+    visible_cores,
+)
+from trainer.devices.xla import buckets
 from trainer.parallel.mesh import Mesh
 
 
@@ -31,22 +52,84 @@ OURS = "--model-type=transformer --cache_dir=/ours"
 
 
 def test_the_variables_follow_precision_and_nodes() -> None:
-    one = environment(DeviceOptions("fp32"), nodes=1)
+    one = environment(DeviceOptions("fp32"), nodes=1, given={})
     assert one == {
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
         "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0",
         "NEURON_CC_FLAGS": "--model-type=transformer --retry_failed_compilation",
         "NEURON_RT_EXEC_TIMEOUT": "600",
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "3",
+        "NEURON_FUSE_SOFTMAX": "1",
+        "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB": "50",
     }
-    assert environment(DeviceOptions("bf16-sr"), nodes=1)["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
+    assert environment(DeviceOptions("bf16-sr"), nodes=1, given={})["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
     for precision in ("autocast", "auto"):
-        flags = environment(DeviceOptions(precision), nodes=1, cache=Path("/c"))["NEURON_CC_FLAGS"].split()
+        flags = environment(DeviceOptions(precision), nodes=1, cache=Path("/c"), given={})["NEURON_CC_FLAGS"].split()
         assert flags[2:] == ["--auto-cast=none", "--cache_dir=/c"]
-    many = environment(DeviceOptions("fp32"), nodes=2)
+    many = environment(DeviceOptions("fp32"), nodes=2, given={})
     assert many.items() - one.items() == {
         ("FI_PROVIDER", "efa"),
         ("FI_EFA_USE_DEVICE_RDMA", "1"),
+        ("ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", "512"),
     }
+
+
+def test_each_job_on_a_machine_has_a_port_for_its_runtime() -> None:
+    """Those of the pipeline are adjacent, torchrun's own anywhere; none is another job's, or what Linux hands out."""
+    ports = {}
+    for port in (2020, 2021, 2022, 29500, 45123, 61000, 65535):
+        host, _, chosen = root_comm_id("10.0.0.1", port).rpartition(":")
+        assert host == "10.0.0.1"
+        assert 60999 < int(chosen) < 65536
+        assert int(chosen) != port
+        ports[port] = chosen
+    assert len(set(ports.values())) == len(ports)
+    given = {"MASTER_ADDR": "fe80::1", "MASTER_PORT": "2020"}
+    chosen = environment(DeviceOptions("fp32"), nodes=1, given=given)["NEURON_RT_ROOT_COMM_ID"]
+    assert chosen == f"[fe80::1]:{ports[2020]}"  # the form that torch_xla's own default has
+    assert root_comm_id("[fe80::1]", 2020) == chosen
+
+
+@pytest.mark.parametrize("has_eth0", [True, False])
+def test_in_a_pod_the_runtime_talks_over_its_interface(
+    has_eth0: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.devices.neuron_xla._INTERFACES", tmp_path)
+    if has_eth0:
+        (tmp_path / "eth0").mkdir()
+    pod = environment(DeviceOptions("fp32"), nodes=2, given={"KUBERNETES_SERVICE_HOST": "10.100.0.1"})
+    assert pod.get("CCOM_SOCKET_IFNAME") == ("eth0" if has_eth0 else None)
+    assert "CCOM_SOCKET_IFNAME" not in environment(DeviceOptions("fp32"), nodes=2, given={})
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised", "line"),
+    [
+        (
+            (1024, 4096),
+            (4096, 4096),
+            "ulimit -n 4096 (AWS advises 65535; on 'Too many open files' raise the hard limit)",
+        ),
+        ((1024, 90000), (65535, 90000), "ulimit -n 65535"),
+        ((1024, resource.RLIM_INFINITY), (65535, resource.RLIM_INFINITY), "ulimit -n 65535"),
+        ((70000, 90000), (70000, 90000), "ulimit -n 70000"),
+        ((resource.RLIM_INFINITY,) * 2, (resource.RLIM_INFINITY,) * 2, "ulimit -n unlimited"),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_and_told(
+    limits: tuple[int, int], raised: tuple[int, int], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {resource.RLIMIT_NOFILE: limits}
+    monkeypatch.setattr(resource, "getrlimit", found.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", found.__setitem__)
+    assert raise_open_files() == line
+    assert found == {resource.RLIMIT_NOFILE: raised}
+
+
+def test_the_kernel_agrees_about_the_limit_of_open_files() -> None:
+    code = "from trainer.devices.neuron_xla import *; print(raise_open_files()[:14], resource.getrlimit(7))"
+    done = command("-c", f"import resource; resource.setrlimit(7, (512, 600)); {code}")
+    assert done.stdout == "ulimit -n 600  (600, 600)\n", done.stderr
 
 
 def test_the_runtime_rounds_where_it_can() -> None:
@@ -130,7 +213,9 @@ def test_bad_visible_cores_are_refused(value: str) -> None:
         (32, None, {1, 2, 8, 32}),
         (32, "0-7", {1, 2, 8}),
         (64, None, {1, 64}),
-        (4, None, {1, 2, 3, 4}),
+        (128, None, {1, 128}),
+        (4, None, {1, 4}),
+        (6, None, {1, 2, 3, 4, 5, 6}),
     ],
 )
 def test_only_worker_counts_that_the_runtime_supports(total: int, visible: str | None, allowed: set[int]) -> None:
@@ -140,6 +225,16 @@ def test_only_worker_counts_that_the_runtime_supports(total: int, visible: str |
         else:
             with pytest.raises(UserError, match=rf"{workers} workers .*{total} NeuronCores.*nproc_per_node"):
                 check_workers(workers, total, visible)
+
+
+def test_the_peak_is_that_of_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
+    device = NeuronXlaDevice.__new__(NeuronXlaDevice)
+    for instance, peak in (("trn1.32xlarge", 95e12), ("trn2.48xlarge", 166.75e12), ("Standard PC", None)):
+        monkeypatch.setattr(Installation, "of_machine", lambda: Installation({}, instance=instance))  # noqa: B023
+        found = [device.peak_flops_per_s(precision) for precision in ("autocast", "bf16-sr", "bf16-master")]
+        assert found == [peak] * 3
+        assert device.peak_flops_per_s("fp32") is device.peak_flops_per_s("fp64") is None
 
 
 def test_torchrun_and_the_runtime_must_see_the_same_workers() -> None:
@@ -187,3 +282,71 @@ def test_the_device_trains_with_a_stand_in_runtime(work: list[str], tmp_path: Pa
     assert "NEURON_CC_FLAGS=--model-type=transformer -O1 --retry_failed_compilation --auto-cast=none" in done.stdout
     assert "precision autocast" in done.stdout
     assert (tmp_path / "out" / "checkpoints" / "ckpt_3" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_workers_meet_through_torch_xla_and_reduce(work: list[str], tmp_path: Path, tensor_parallel_size: int) -> None:
+    """torch_xla's own rendezvous and `xm.all_reduce`, which does nothing where XLA's world is 1: two workers' losses
+    are those of one on the CPU, and their weights are compared before a checkpoint."""
+    plain = options(precision="fp32", disable_dropout=True)
+    cpu = command("-m", "trainer", *work, *plain, *options(device="cpu", output_dir=tmp_path / "cpu"))
+    assert cpu.returncode == 0, cpu.stdout + cpu.stderr
+    two = options(
+        tensor_parallel_size=tensor_parallel_size, grad_accum_usteps=tensor_parallel_size, output_dir=tmp_path / "two"
+    )
+    env = {**machine(tmp_path), "ALL_REDUCES": str(tmp_path / "log")}
+    done = command(*TORCHRUN, *work, *plain, *two, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "cpu"), rtol=1e-5)
+    assert (tmp_path / "log").exists()
+
+
+def test_a_runtime_that_sees_other_workers_is_refused(work: list[str], tmp_path: Path) -> None:
+    """XLA's CPU sees one device in each process: torch_xla's rendezvous calls every worker the only one."""
+    env = machine(tmp_path)
+    (tmp_path / "site" / "torch_neuronx.py").write_text("")
+    done = command(*TORCHRUN, *work, env=env)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "of 2, the process group of backend xla calls it 0 of 1; start all" in done.stderr
+
+
+def test_gradients_are_reduced_in_buckets_from_the_last_on() -> None:
+    """In the graph that XLA gets: all-reduces of at most two floats each, unless a tensor is larger."""
+    code = """
+import os, re, torch, torch_xla, torch_xla.core.xla_model as xm
+from trainer.devices.neuron_xla import NeuronXlaDevice
+from trainer.parallel.mesh import Group
+tensors = [torch.zeros(size).to("xla") for size in (1, 3, 1, 2)]
+torch_xla.sync()
+device = NeuronXlaDevice.__new__(NeuronXlaDevice)
+device._xm, device._bucket_bytes = xm, 8
+device.all_reduce(tensors, Group(2, [[0, 1]]))
+graph = torch_xla._XLAC._get_xla_tensors_hlo(tensors)
+for reduced in re.findall(r" all-reduce[(](.*?)[)], replica", graph):
+    print(*re.findall(r"f32.([0-9]+).", reduced), flush=True)
+os._exit(0)  # the graph cannot run here
+"""
+    done = command("-c", code, env={"PJRT_DEVICE": "CPU", "XLA_ALWAYS_ALLREDUCE": "1"})
+    assert done.stdout.splitlines() == ["2", "1", "3", "1"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "found"),
+    [
+        ((2, 2, 2), 32, [(0, 2), (2, 3)]),
+        ((9, 1, 1), 16, [(0, 1), (1, 3)]),
+        ((1, 1, 9), 16, [(0, 2), (2, 3)]),
+        ((1, 1), bucket_bytes("0"), [(0, 2)]),
+        ((), 16, []),
+    ],
+)
+def test_buckets_hold_no_more_than_they_may(sizes: tuple[int, ...], most: int, found: list[tuple[int, int]]) -> None:
+    tensors = [torch.empty(size, dtype=torch.float64) for size in sizes]
+    assert [(part.start, part.stop) for part in buckets(tensors, most)] == found
+
+
+def test_the_size_of_a_bucket_is_a_whole_number() -> None:
+    assert bucket_bytes("50") == 50 << 20
+    with pytest.raises(UserError, match="ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB=5MB is not a whole number; write 50"):
+        bucket_bytes("5MB")
