@@ -4,7 +4,7 @@ says, and nothing else. KUBECTL_STATE is its directory.
 
 A JobSet becomes a Job as its controller makes one. A suspended object waits until the file `admitted` exists, as if
 Kueue had quota for it, and is suspended again when that file is gone. Kinds listed in `refused` are not accepted, those
-in `absent` are not installed.
+in `absent` are not installed, those in `forbidden` cannot be listed.
 
 No name service: pod 0 is found at 127.0.0.1.
 """
@@ -39,7 +39,7 @@ def apply(text: str) -> int:
     documents = list(yaml.safe_load_all(text))
     for document in documents:
         crds.validate(document, "1.31")
-    refused = (STATE / "refused").read_text().split() if (STATE / "refused").exists() else []
+    refused = listed("refused")
     for document in documents:
         if document["kind"] not in refused:  # kubectl goes on with the other objects
             document["metadata"]["uid"] = "uid-1"
@@ -50,6 +50,10 @@ def apply(text: str) -> int:
     subprocess.Popen([sys.executable, __file__, "controller"], start_new_session=True, stdin=subprocess.DEVNULL,
                      stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     return 0
+
+
+def listed(name: str) -> list[str]:
+    return (STATE / name).read_text().split() if (STATE / name).exists() else []
 
 
 def submitted() -> Path:
@@ -177,16 +181,15 @@ def main(words: list[str]) -> int:
     verb, kind = words[0], plain(words[1])
     if verb == "delete":
         return delete(kind)
+    if selector and kind in listed("forbidden"):
+        print(f"Error from server (Forbidden): you cannot list {words[1]}", file=sys.stderr)
+        return 1
     if selector:
         return get_list(kind, selector)
     path = STATE / f"{kind}.json"
     if not path.exists():
-        absent = (STATE / "absent").read_text().split() if (STATE / "absent").exists() else []
-        text = (
-            f'the server doesn\'t have a resource type "{kind}s"'
-            if kind in absent
-            else f'Error from server (NotFound): {words[1]} "{words[2]}" not found'
-        )
+        missing = f'Error from server (NotFound): {words[1]} "{words[2]}" not found'
+        text = f'the server doesn\'t have a resource type "{kind}s"' if kind in listed("absent") else missing
         print(text, file=sys.stderr)
         return 1
     found = json.loads(path.read_text())
