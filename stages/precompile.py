@@ -70,6 +70,7 @@ class Graphs:
     decays: bool
     clips: bool
     precision: str
+    grad_reduce_in_bf16: bool = False  # came later: part of the identity where it is on
     tensor_parallel_size: int
     data_parallel: str
     nnodes: int
@@ -98,6 +99,7 @@ class PrecompileOptions(StageOptions):
     def parameters(self) -> dict[str, Any]:
         graphs = self.graphs or graphs_of(self.command)
         trained = {"command": list(self.command)} if graphs is None else asdict(graphs)
+        trained = {name: one for name, one in trained.items() if (name, one) != ("grad_reduce_in_bf16", False)}
         return {**super().parameters(), **trained, "versions": versions(), **flags(self.device)}
 
     def words(self, out: Path) -> list[str]:
@@ -142,6 +144,7 @@ def graphs_of(command: Sequence[str]) -> Graphs | None:
         decays=config.weight_decay > 0,
         clips=config.max_grad_norm > 0,
         precision=named,
+        grad_reduce_in_bf16=config.grad_reduce_in_bf16,
         tensor_parallel_size=config.tensor_parallel_size,
         data_parallel=config.data_parallel,
         nnodes=machines.nnodes,

@@ -116,7 +116,7 @@ class TrainConfig:
     metrics_file: Path | None = option(
         None, group="data", decides=False, help="summary of the run, JSON (default: OUTPUT_DIR/results.json)"
     )
-    #: 1 or 2, from `--phase2`; phase 2 counts its global steps from `phase1_end_step`.
+    #: From `--phase2`; phase 2 counts its global steps from `phase1_end_step`.
     phase: int = option(1, names=None, help="the phase")
     phase1_end_step: int = option(
         28125, **_TRAIN, least=0, unit="step", help="of phase 2: global step at which phase 1 ended"
@@ -170,10 +170,13 @@ class TrainConfig:
     seed: int = option(12349, **_TRAIN, help="seed of initial weights, sample order and dropout")
     precision: str = option(
         "auto", **_TRAIN, choices=PRECISIONS,
-        help="autocast: fp32 weights, bf16 products; bf16-sr: bf16 weights with stochastic rounding; bf16-master: bf16 "
-        "weights with an fp32 copy; sums, moments and losses are fp32; auto: by the optimizer's name, else autocast "
-        "where the hardware has bf16, else fp32",
+        help="autocast: fp32 weights, bf16 products; autocast-sr: the same, rounded stochastically by the hardware "
+        "(neuron-xla); bf16-sr: bf16 weights with stochastic rounding; bf16-master: bf16 weights with an fp32 copy; "
+        "sums, moments and losses are fp32; auto: by the optimizer's name, else autocast with bf16 hardware, else fp32",
     )  # fmt: skip
+    grad_reduce_in_bf16: bool = option(
+        False, **_TRAIN, omit_default=True, help="sum gradients over the workers in bf16, half the bytes of fp32"
+    )
     non_finite: str = option(
         "skip", **_TRAIN_HOW, choices=NON_FINITE,
         help="when a step's loss, gradients or weights are not finite: skip returns to the last checkpoint and leaves "
@@ -226,9 +229,8 @@ class TrainConfig:
     data_parallel: str = option(
         "allreduce", **_MACHINE, choices=DATA_PARALLEL,
         help="allreduce (recommended) sums the gradients in a fixed order after the last micro-step. ddp, torch's "
-        "DistributedDataParallel, sums during the backward pass, for large models whose all-reduce takes much of a "
-        "step. The curves agree up to rounding; but ddp reorders its buckets after the first step, so with more than 2 "
-        "workers a resumed run ends with other bytes than an uninterrupted one",
+        "DistributedDataParallel, sums during the backward pass, for models whose all-reduce takes long; with more "
+        "than 2 workers a resumed run then ends with other bytes, as its buckets are reordered after the first step",
     )  # fmt: skip
     compile: bool = option(False, **_MACHINE, help="compile the model with torch.compile, on cpu and cuda")
     compile_cache: str | None = option(None, **_MACHINE, help="directory of compiled graphs (default: the compiler's)")
@@ -261,10 +263,9 @@ class TrainConfig:
             if name not in CHANGEABLE:
                 raise UserError(f"--allow_changes is {name}; allowed: {', '.join(CHANGEABLE)}")
         require_agreement(self.optimizer, self.precision)
-        if self.data_parallel == "ddp" and self.tensor_parallel_size > 1:
-            raise UserError("--data_parallel ddp does not support --tensor_parallel_size > 1; use allreduce")
-        if self.compile and self.data_parallel == "ddp":
-            raise UserError("--compile and --data_parallel ddp do not go together; choose one of them")
+        if self.data_parallel == "ddp" and (self.tensor_parallel_size > 1 or self.compile or self.grad_reduce_in_bf16):
+            others = "--tensor_parallel_size > 1, --compile nor --grad_reduce_in_bf16"
+            raise UserError(f"--data_parallel ddp supports neither {others}; use allreduce, or leave them out")
         if self.grad_accum_usteps % self.batches_per_execution:
             raise UserError(
                 f"grad_accum_usteps / batches_per_execution = {self.grad_accum_usteps} / {self.batches_per_execution} "

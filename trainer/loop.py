@@ -105,7 +105,10 @@ class Trainer:
                 return False
             self.micro_step(ustep, batch, weights, is_last=ustep + 1 == step.micro_steps)
         self.device.end_micro_steps()
-        losses = self.parameters.reduce(lambda tensors: self.device.all_reduce(tensors, self.mesh.data_parallel_group))
+        losses = self.parameters.reduce(
+            lambda tensors: self.device.all_reduce(tensors, self.mesh.data_parallel_group),
+            in_bf16=config.grad_reduce_in_bf16 and self.mesh.data_parallel_size > 1,
+        )
         norm = self.parameters.clip(self._number(config.max_grad_norm) if config.max_grad_norm else None)
         lr = self.lr_schedule(step.index)
         self._seed(derive_seed(config.seed, "stochastic rounding", self.state.global_step))

@@ -4,6 +4,7 @@ name         weights  sums of gradients, moments, update
 fp32         fp32     fp32
 fp64         fp64     fp64, for checking algorithms
 autocast     fp32     fp32; products in bf16 where torch considers it safe
+autocast-sr  fp32     the same, and hardware rounds stochastically wherever fp32 becomes bf16
 bf16-sr      bf16     fp32, then rounded stochastically (arXiv:2010.06192)
 bf16-master  bf16     fp32, on an fp32 copy of the weights (arXiv:1710.03740)
 """
@@ -50,6 +51,6 @@ class Precision:
 
     def forward_context(self, device_type: str) -> contextlib.AbstractContextManager[object]:
         """The context of a forward pass."""
-        if self.name == "autocast":
+        if self.name.startswith("autocast"):
             return torch.autocast(device_type, dtype=torch.bfloat16)
         return contextlib.nullcontext()

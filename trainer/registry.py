@@ -33,13 +33,16 @@ OPTIMIZERS = {
 SCHEDULES = ("linear", "cosine", "constant", "wsd")
 NON_FINITE = ("skip", "stop")
 DATA_PARALLEL = ("allreduce", "ddp")
-PRECISIONS = ("auto", "fp32", "autocast", "bf16-sr", "bf16-master", "fp64")
+PRECISIONS = ("auto", "fp32", "autocast", "autocast-sr", "bf16-sr", "bf16-master", "fp64")
 INITIAL_ATTENTION = ("random", "neighbours")
 
 #: The tutorials' names for AdamW that also choose a precision: what each promises, what `auto` means with it, and which
 #: others are compatible.
 NAMED_PRECISIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "AdamW_FP32OptimParams": ("fp32 moments and no fp32 copy of bf16 weights", ("bf16-sr", "fp32", "autocast")),
+    "AdamW_FP32OptimParams": (
+        "fp32 moments and no fp32 copy of bf16 weights",
+        ("bf16-sr", "fp32", "autocast", "autocast-sr"),
+    ),
     "AdamW_FP32ParamsCopy": ("bf16 weights with an fp32 copy", ("bf16-master",)),
 }
 

@@ -31,8 +31,11 @@ def deciding_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def resolve_precision(run: Run, start: ResumePoint | None) -> Precision:
-    """The precision that the options name; for `auto` the resumed phase's, else the device's default."""
-    return Precision(_precision_name(run, start), run.device.round_stochastically)
+    """The precision that the options name; for `auto` the resumed phase's, else the device's default. Raises
+    `UserError` if the device does not have it."""
+    name = _precision_name(run, start)
+    run.device.require_precision(name)
+    return Precision(name, run.device.round_stochastically)
 
 
 def _precision_name(run: Run, start: ResumePoint | None) -> str:

@@ -153,6 +153,12 @@ class Phase2(Phase):
 
 class Precision(luigi.Config):
     mode: str = setting(TrainConfig, "precision")
+    grad_reduce_in_bf16: bool = setting(TrainConfig, "grad_reduce_in_bf16")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The trainer's options; the default of `grad_reduce_in_bf16`, which came later, is left out of identities."""
+        return {"precision": self.mode, **({"grad_reduce_in_bf16": True} if self.grad_reduce_in_bf16 else {})}
 
 
 class Evaluation(luigi.Config):

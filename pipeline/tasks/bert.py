@@ -68,7 +68,7 @@ class Precompile(ModelStage):
             optimizer=phase.optimizer,
             decays=phase.weight_decay > 0,
             clips=phase.max_grad_norm > 0,
-            precision=self.settings.precision.mode,
+            **self.settings.precision.options,
             **cluster.layout,
         )
         return PrecompileOptions(
@@ -116,7 +116,7 @@ class Pretrain(ModelStage, Training):
             "global_batch_size": phase.global_batch_size,
             "seed": self.settings.run.seed,
             "model": self.model_parameters(),
-            "precision": self.settings.precision.mode,
+            **self.settings.precision.options,
         }
 
     def inputs(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Pretrain(ModelStage, Training):
             max_pred_len=phase.max_pred_len,
             grad_accum_usteps=self.settings.grad_accum_usteps(self.phase),
             max_steps=phase.max_steps if phase.budget is None else None,
-            precision=self.settings.precision.mode,
+            **self.settings.precision.options,
             **{"no-next_sentence": not self.next_sentence},
             **masking_options(self, self.phase),
             **others,

@@ -154,6 +154,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "num_ckpts_to_keep", "7", NOTHING),
     ("phase2", "minimal_ckpt", "true", NOTHING),
     ("precision", "mode", "fp32", MODEL),
+    ("precision", "grad_reduce_in_bf16", "true", MODEL),
     # Graphs are of a device and of a layout; what is trained is not.
     ("cluster", "spot_watch", "true", NOTHING),
     # What a night takes over from an earlier one: its checkpoint, held-out shards, and documents not to train on.

@@ -227,7 +227,7 @@ def test_a_killed_compiled_run_ends_with_the_same_bytes(work: dict[str, object],
 
 @pytest.mark.parametrize(
     ("values", "fragment"),
-    [({"device": "xla"}, "compile is for cpu and cuda"), ({"data_parallel": "ddp"}, "do not go together")],
+    [({"device": "xla"}, "compile is for cpu and cuda"), ({"data_parallel": "ddp"}, "ddp supports neither")],
 )
 def test_what_does_not_go_with_compile_is_one_line(
     work: dict[str, object], tmp_path: Path, values: dict[str, str], fragment: str

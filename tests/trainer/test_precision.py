@@ -288,6 +288,7 @@ def test_the_tutorials_names(data: Path, model: Path, tmp_path: Path, given: dic
         ({"optimizer": "AdamW_FP32ParamsCopy", "precision": "bf16-sr"}, ["which is not precision bf16-sr"]),
         ({"optimizer": "AdamW_FP32OptimParams", "precision": "bf16-master"}, ["no fp32 copy", "take optimizer AdamW"]),
         ({"precision": "bf16"}, ["--precision is bf16; allowed: auto", "bf16-sr, bf16-master"]),
+        ({"precision": "autocast-sr"}, ["autocast-sr is for device neuron-xla", "use autocast, or bf16-sr"]),
         ({"optimizer": "Adam"}, ["--optimizer is Adam; allowed: AdamW", "AdamW_FP32ParamsCopy, LAMB"]),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from common.errors import UserError
 from trainer.data.batch import B
 from trainer.data.loader import Step
 from trainer.devices.inductor import Inductor
@@ -89,6 +90,14 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def automatic_precision(self) -> tuple[str, str]:
         """The precision that `auto` selects, and why."""
+
+    def require_precision(self, name: str) -> None:
+        """Raise `UserError` if this device does not compute in the precision `name`."""
+        if name == "autocast-sr":
+            raise UserError(
+                "precision autocast-sr is for device neuron-xla, whose hardware rounds stochastically; use autocast, "
+                "or bf16-sr, which rounds updates on every device"
+            )
 
     def feed(self, steps: Iterator[Step]) -> Iterator[Step]:
         """The steps, each micro-batch moved to the device when it is requested."""

@@ -32,6 +32,8 @@ _WORKERS = {2: (1, 2), 4: (1, 4), 32: (1, 2, 8, 32), 64: (1, 64), 128: (1, 128)}
 _DEPRECATED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 #: The precision that `auto` selects.
 _AUTOMATIC = "autocast"
+#: Whether the runtime rounds stochastically wherever fp32 becomes bf16, and the precisions that are made for it.
+_ROUNDING, _ROUNDED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", ("bf16-sr", "autocast-sr")
 #: Megabytes of gradients in one all-reduce: torch-neuronx's variable and default. Smaller buckets leave the compiler
 #: more to overlap; between machines each all-reduce takes long to begin, and AWS suggests the larger one.
 _BUCKET_MB, _BUCKET, _BUCKET_OF_SEVERAL_NODES = "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", "50", "512"
@@ -49,12 +51,12 @@ def environment(
     process's environment."""
     flags = ["--model-type=transformer", "--retry_failed_compilation"]
     precision = _AUTOMATIC if options.precision == "auto" else options.precision
-    if precision == "autocast":
+    if precision.startswith("autocast"):
         flags.append("--auto-cast=none")
     if cache is not None:
         flags.append(f"--cache_dir={cache}")
     variables = {
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1" if precision == "bf16-sr" else "0",
+        _ROUNDING: "1" if precision in _ROUNDED else "0",
         "NEURON_RT_STOCHASTIC_ROUNDING_SEED": str(options.rounding_seed % 2**31),  # fits a signed 32-bit integer
         CC_FLAGS: " ".join(flags),
         "NEURON_RT_EXEC_TIMEOUT": "600",
@@ -104,7 +106,7 @@ def settle(wanted: Mapping[str, str], given: Mapping[str, str]) -> tuple[dict[st
         if given.get(name, "0") not in ("", "0"):
             raise UserError(
                 f"{name}={given[name]} is set, which torch-neuronx no longer supports; unset it, and choose "
-                f"--precision autocast, or bf16 weights with stochastic rounding, --precision bf16-sr"
+                f"--precision autocast or autocast-sr, or bf16 weights with stochastic rounding, --precision bf16-sr"
             )
     chosen, lines = {}, []
     for name, value in wanted.items():
@@ -199,6 +201,13 @@ class NeuronXlaDevice(XlaDevice):
 
     def automatic_precision(self) -> tuple[str, str]:
         return _AUTOMATIC, "NeuronCores multiply in bf16"
+
+    def require_precision(self, name: str) -> None:
+        if name in _ROUNDED and os.environ.get(_ROUNDING) != "1":
+            raise UserError(
+                f"precision {name} needs {_ROUNDING}=1, but it is {os.environ.get(_ROUNDING, 'unset')}; unset it if it "
+                f"is yours, and name the precision on the command line (--precision {name})"
+            )
 
     def round_stochastically(self, x: torch.Tensor) -> torch.Tensor:
         """Returns `x`: the runtime rounds wherever fp32 becomes bf16 (`NEURON_RT_STOCHASTIC_ROUNDING_EN`)."""

@@ -140,10 +140,18 @@ class Parameters(abc.ABC):
         """Add `values` (E,), which are summed over micro-steps and workers like gradients."""
         self._extras += values.to(self._extras.dtype)
 
-    def reduce(self, all_reduce: Callable[[list[Tensor]], None]) -> Tensor:
-        """Sum the gradients and extras over the workers; returns the extras, (E,)."""
+    def reduce(self, all_reduce: Callable[[list[Tensor]], None], *, in_bf16: bool = False) -> Tensor:
+        """Sum the gradients and extras over the workers; returns the extras, (E,). `in_bf16`: the gradients as bf16
+        numbers; the extras always in their own type."""
         self.check_homes()
-        all_reduce(self._reduced)
+        if in_bf16:
+            sent = [gradient.bfloat16() for gradient in self._gradients]
+            all_reduce(sent)
+            for gradient, total in zip(self._gradients, sent, strict=True):
+                gradient.copy_(total)
+            all_reduce([self._extras])
+        else:
+            all_reduce(self._reduced)
         return self._extras.clone()
 
     def check_homes(self) -> None:

@@ -23,8 +23,9 @@ class DdpParameters(SeparateParameters):
 
     _reductions = 0
 
-    def reduce(self, all_reduce: Callable[[list[Tensor]], None]) -> Tensor:
+    def reduce(self, all_reduce: Callable[[list[Tensor]], None], *, in_bf16: bool = False) -> Tensor:
         """Return the extras summed over the workers; DDP has summed the gradients."""
+        assert not in_bf16, "refused by TrainConfig"
         self._reductions += 1
         if not self._sums_itself:
             for parameter in self._parameters.values():

@@ -62,8 +62,10 @@ def test_the_variables_follow_precision_and_nodes() -> None:
         "NEURON_FUSE_SOFTMAX": "1",
         "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB": "50",
     }
-    assert environment(DeviceOptions("bf16-sr"), nodes=1, given={})["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"
-    for precision in ("autocast", "auto"):
+    for precision, rounding in (("bf16-sr", "1"), ("autocast-sr", "1"), ("bf16-master", "0"), ("auto", "0")):
+        found = environment(DeviceOptions(precision), nodes=1, given={})
+        assert found["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == rounding
+    for precision in ("autocast", "autocast-sr", "auto"):
         flags = environment(DeviceOptions(precision), nodes=1, cache=Path("/c"), given={})["NEURON_CC_FLAGS"].split()
         assert flags[2:] == ["--auto-cast=none", "--cache_dir=/c"]
     many = environment(DeviceOptions("fp32"), nodes=2, given={})
@@ -130,6 +132,33 @@ def test_the_kernel_agrees_about_the_limit_of_open_files() -> None:
     code = "from trainer.devices.neuron_xla import *; print(raise_open_files()[:14], resource.getrlimit(7))"
     done = command("-c", f"import resource; resource.setrlimit(7, (512, 600)); {code}")
     assert done.stdout == "ulimit -n 600  (600, 600)\n", done.stderr
+
+
+@pytest.mark.parametrize("precision", ["autocast-sr", "bf16-sr"])
+def test_hardware_that_does_not_round_is_refused(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a checkpoint of such a precision is resumed with `auto`, for which the runtime has been set not to."""
+    device = NeuronXlaDevice.__new__(NeuronXlaDevice)
+    monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0")
+    with pytest.raises(UserError, match=rf"{precision} needs NEURON_RT_STOCHASTIC_ROUNDING_EN=1, but it is 0; unset"):
+        device.require_precision(precision)
+    device.require_precision("autocast")
+    monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
+    for allowed in (precision, "autocast", "fp32"):
+        device.require_precision(allowed)
+
+
+def test_autocast_computes_the_same_without_the_hardware(work: list[str], tmp_path: Path) -> None:
+    """With `autocast-sr` our graphs are those of `autocast`; XLA's CPU does not round stochastically."""
+    curves = []
+    for precision in ("autocast", "autocast-sr"):
+        out = tmp_path / precision
+        done = command(
+            "-m", "trainer", *work, "--precision", precision, "--output_dir", str(out), env=machine(tmp_path)
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"NEURON_RT_STOCHASTIC_ROUNDING_EN={int(precision == 'autocast-sr')};" in done.stdout
+        curves.append(losses(out))
+    assert curves[0] == curves[1]
 
 
 def test_the_runtime_rounds_where_it_can() -> None:

@@ -33,7 +33,7 @@ def _start(rank: int, port: int, log: str) -> None:
     mesh.disconnect()
 
 
-def _all_end(target: Callable[..., None], count: int, *arguments: str) -> None:
+def all_end(target: Callable[..., None], count: int, *arguments: object) -> None:
     """Run `target(rank, port, …)` in so many processes, all of which must end well."""
     port = free_port()
     workers = [FORKS.Process(target=target, args=(rank, port, *arguments)) for rank in range(count)]
@@ -63,7 +63,7 @@ def _reduce(rank: int, port: int) -> None:
 
 
 def test_small_and_large_tensors_are_reduced_as_numpy_does() -> None:
-    _all_end(_reduce, 3)
+    all_end(_reduce, 3)
 
 
 def _reduce_repeatedly(rank: int, port: int, folder: str) -> None:
@@ -86,7 +86,7 @@ def test_sums_have_the_same_bytes_on_every_worker_and_in_every_run(tmp_path: Pat
     """Replicas stay equal and resumes bit-exact only if gloo adds in an order fixed by tensor size and worker count."""
     for run in ("first", "second"):
         (tmp_path / run).mkdir()
-        _all_end(_reduce_repeatedly, 4, str(tmp_path / run))
+        all_end(_reduce_repeatedly, 4, str(tmp_path / run))
     assert len({path.read_text() for path in tmp_path.glob("*/*")}) == 1
 
 
@@ -103,12 +103,12 @@ def _reduce_in_groups(rank: int, port: int) -> None:
 
 
 def test_groups_reduce_among_their_own_workers() -> None:
-    _all_end(_reduce_in_groups, 4)
+    all_end(_reduce_in_groups, 4)
 
 
 def test_no_more_than_so_many_load_at_once_and_all_do(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    _all_end(_start, 5, str(log))
+    all_end(_start, 5, str(log))
     inside: set[str] = set()
     done = []
     for line in log.read_text().splitlines():
