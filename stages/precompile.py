@@ -39,9 +39,7 @@ GRAPHS, CACHE, _TRIAL = "graphs.json", "cache", "trial"
 #: Marker that a machine writes when its part of the cache is compiled.
 _NODE_DONE = "node-{}.json"
 #: Optimizer steps of a trial; Neuron's value is the tutorial's. All graphs of this project occur within two steps.
-_STEPS = {"neuron": 10, "neuron-xla": 10, "xla": 3}
-#: The devices whose graphs neuron_parallel_compile compiles.
-_NEURON = ("neuron", "neuron-xla")
+_STEPS = {"neuron-xla": 10, "neuron-native": 3, "xla": 3}
 #: The same for torch.compile on the other devices.
 _COMPILE_STEPS = 2
 #: Extracts the graphs of a command, then compiles them in parallel.
@@ -155,7 +153,7 @@ def graphs_of(command: Sequence[str]) -> Graphs | None:
 def versions() -> dict[str, str]:
     """Versions of the packages that trace and compile graphs."""
     found = {}
-    for package in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc"):
+    for package in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "nki"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
@@ -163,7 +161,7 @@ def versions() -> dict[str, str]:
 
 def flags(device: str) -> dict[str, str]:
     """The user's Neuron compiler flags, which are part of its cache keys; empty on other devices."""
-    given = os.environ.get(CC_FLAGS, "") if device in (*_NEURON, "auto") else ""
+    given = os.environ.get(CC_FLAGS, "") if device.startswith(("neuron", "auto")) else ""
     return {CC_FLAGS: given} if given else {}
 
 
@@ -180,7 +178,7 @@ def precompile(work: StageDirectory, *, device: str, compiles: bool, nodes: int,
     else:
         try_out(work.path, device=device, compiles=compiles, command=command)
         _await_nodes(work.path, nodes)
-        if device in _NEURON:
+        if device == "neuron-xla":
             # All machines compile the same graphs, so the first one's list stands for all.
             parts = [compiled_modules(node_cache(work.path / CACHE, node)) for node in range(nodes)]
             write_json(graphs, {**(read_json(graphs) or {}), "modules": parts[0]})
@@ -213,7 +211,7 @@ def try_out(directory: Path, *, device: str, compiles: bool, command: list[str])
         "--compile_cache": str(directory / CACHE),
     }
     trial = [sys.executable, *command, "--trial", *(word for option in options.items() for word in option)]
-    if device not in _NEURON:
+    if device != "neuron-xla":
         _run(trial, {PARENT_VARIABLE: str(os.getpid())})
     else:
         cache = node_cache(directory / CACHE, node)
@@ -282,10 +280,10 @@ def main() -> None:
     args = parser().parse_args()
     options = from_namespace(PrecompileOptions, args, command=tuple(args.command))
     device = options.device
-    if device == "auto":
-        from trainer.devices.select import automatic  # imports torch, which only "auto" needs
+    if device in ("auto", "neuron"):
+        from trainer.devices.select import resolve  # imports torch, which only these need
 
-        device = automatic()
+        device = resolve(device)
     if (device in _STEPS or options.compile) and not options.command:
         raise UserError(f"device {device} needs the training command to try: … -- -m trainer --data_dir …")
     compiles, command = options.compile, list(options.command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,17 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
     yield Disk(path)
     subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.fixture(scope="session")
+def native_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The device of the stand-in for native torch-neuronx, compiled once for all processes of a test run."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++, which compiles the stand-in for native torch-neuronx, is not installed")
+    from tests.standins.neuron_native.machine import build
+
+    base = tmp_path_factory.getbasetemp()
+    return build((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "neuron-native")
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from common.errors import EXIT_INTERRUPTED, AgreedError, Interrupted, UserError
 from common.lock import hold, is_held_for_us
 from common.process import die_with_starter, stop_early_on_signals
+from trainer.launch.environment import use_compile_cache
 
 if TYPE_CHECKING:
     from trainer.config import TrainConfig
@@ -28,6 +29,7 @@ def main() -> int:
     """Train with the options of the command line; returns the exit status."""
     die_with_starter()
     stop_early_on_signals()
+    use_compile_cache(sys.argv[1:])
     # Imported late because it takes 2 s: an orphaned or stopped worker has ended by then.
     from trainer.launch.failure import end
     from trainer.launch.spawn import spawn

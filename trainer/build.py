@@ -116,7 +116,7 @@ def build_parameters(
             tensor_parallel.region,
         )  # fmt: skip
     layout = SeparateParameters if device.compiles_steps else FlatParameters
-    forward = model if device.inductor is None else device.inductor.compile(model)
+    forward = model if device.compiler is None else device.compiler.compile(model)
     return AllReduceModel(forward), layout(model, has_weight_decay, extras, precision, shared, replicas, is_matrix)
 
 
@@ -126,7 +126,7 @@ def build_optimizer(run: Run, parameters: Parameters, number: Callable[[float], 
         run.config.optimizer,
         parameters,
         weight_decay=run.config.weight_decay,
-        number=number if run.device.compiles_steps else None,
+        number=number if run.device.compiles_shapes else None,
     )
 
 
@@ -153,4 +153,4 @@ def build_doctor(run: Run, model: Model, parameters: Parameters) -> Doctor | Non
     weights = parameters.masters() or dict(model.named_parameters())
     matrices = {name: tensor for name, tensor in weights.items() if run.workload.is_hidden_matrix(name)}
     # On a device that compiles, every look at the weights would be another graph.
-    return Doctor(run.config, run.workload.vocab_size, None if run.device.compiles_steps else matrices)
+    return Doctor(run.config, run.workload.vocab_size, None if run.device.compiles_shapes else matrices)

@@ -96,7 +96,7 @@ class ModelConfig:
 
 #: Values of `--optimizer`, `--precision` …; the pipeline's settings and the stages allow the same.
 OPTIMIZERS = tuple(registry.OPTIMIZERS)
-DEVICES = ("auto", *registry.DEVICES)
+DEVICES = ("auto", "neuron", *registry.DEVICES)
 _TRAIN, _TRAIN_HOW = {"group": "training"}, {"group": "training", "decides": False}
 _CKPT, _MACHINE = ({"group": group, "decides": False} for group in ("checkpoints", "machine"))
 
@@ -232,8 +232,12 @@ class TrainConfig:
         "DistributedDataParallel, sums during the backward pass, for models whose all-reduce takes long; with more "
         "than 2 workers a resumed run then ends with other bytes, as its buckets are reordered after the first step",
     )  # fmt: skip
-    compile: bool = option(False, **_MACHINE, help="compile the model with torch.compile, on cpu and cuda")
+    compile: bool = option(False, **_MACHINE, help="compile the model with torch.compile; xla always compiles")
     compile_cache: str | None = option(None, **_MACHINE, help="directory of compiled graphs (default: the compiler's)")
+    allow_fallbacks: tuple[str, ...] = option(
+        (), **_MACHINE, nargs="+", metavar="NAME",
+        help="operations that may run on the CPU on neuron-native, which otherwise refuses to train with any",
+    )  # fmt: skip
     batches_per_execution: int = option(
         1, **_MACHINE, least=1, unit="micro-batches", help="micro-batches in one compiled graph, on xla and neuron"
     )

@@ -41,6 +41,7 @@ class Trainer:
         self.model = build.build_model(run, self.state, start, self.precision, self.tensor_parallel)
         self.forward, self.parameters = build.build_parameters(run, self.model, self.precision, self.tensor_parallel)
         self._number = functools.partial(run.device.number, dtype=self.precision.dtype)
+        self._all_reduce = functools.partial(run.device.all_reduce, group=run.mesh.data_parallel_group)
         self.optimizer = build.build_optimizer(run, self.parameters, self._number)
         self.lr_schedule = build.build_lr_schedule(run.config)
         self.state = resume(run, self.state, start, self.optimizer, self.tensor_parallel)
@@ -98,17 +99,17 @@ class Trainer:
         """
         config = self.config
         self.metrics.begin_step(step)
-        weights = [self._number(1 / max(1, count)) for count in counts[: len(self.workload.losses)]]
+        factors, divisor = self.device.loss_factors(counts[: len(self.workload.losses)])
+        weights = [self._number(factor) for factor in factors]
         failpoint(f"batch:{step.batch}.{self.mesh.rank}", lambda: weights.__setitem__(0, self._number(math.nan)))
         for ustep, batch in enumerate(step.micro_batches):
             if self.agreement.stops_before(ustep):
                 return False
             self.micro_step(ustep, batch, weights, is_last=ustep + 1 == step.micro_steps)
         self.device.end_micro_steps()
-        losses = self.parameters.reduce(
-            lambda tensors: self.device.all_reduce(tensors, self.mesh.data_parallel_group),
-            in_bf16=config.grad_reduce_in_bf16 and self.mesh.data_parallel_size > 1,
-        )
+        factor = None if divisor == 1 else self._number(1 / divisor)
+        in_bf16 = config.grad_reduce_in_bf16 and self.mesh.data_parallel_size > 1
+        losses = self.parameters.reduce(self._all_reduce, factor, in_bf16=in_bf16)
         norm = self.parameters.clip(self._number(config.max_grad_norm) if config.max_grad_norm else None)
         lr = self.lr_schedule(step.index)
         self._seed(derive_seed(config.seed, "stochastic rounding", self.state.global_step))

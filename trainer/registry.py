@@ -12,13 +12,13 @@ from typing import Any
 
 from common.errors import UserError
 
-#: Subclasses of `trainer.devices.base.Device`.
+#: Subclasses of `trainer.devices.base.Device`. `neuron` is the one whose packages are installed (devices/select.py).
 DEVICES = {
     "cpu": "trainer.devices.cpu:CpuDevice",
     "cuda": "trainer.devices.cuda:CudaDevice",
     "xla": "trainer.devices.xla:XlaDevice",
-    "neuron": "trainer.devices.neuron_xla:NeuronXlaDevice",
     "neuron-xla": "trainer.devices.neuron_xla:NeuronXlaDevice",
+    "neuron-native": "trainer.devices.neuron_native:NeuronNativeDevice",
 }
 #: Implementations of `trainer.optim.select.Optimizer`. Two of them are the tutorials' names, which say a precision too.
 OPTIMIZERS = {

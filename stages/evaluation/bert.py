@@ -48,7 +48,7 @@ def evaluate(
     samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit samples all shards evenly
     vocab_size = model.config.vocab_size
     next_sentence = model.config.next_sentence and shards.next_sentence
-    reader = BatchReader(shards, vocab_size=vocab_size, static_shapes=device.compiles_steps)
+    reader = BatchReader(shards, vocab_size=vocab_size, static_shapes=device.static_shapes)
     sums, sequences = np.zeros(3 if next_sentence else 1), 0
     masked_by_piece, right_by_piece = np.zeros((2, vocab_size), np.int64)
     model.to(device.torch_device).eval()

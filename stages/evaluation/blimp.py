@@ -165,7 +165,7 @@ def pseudo_log_likelihoods(
     Sentences of one length are scored together, so that no time is spent on padding.
     """
     lengths = np.array([len(ids) for ids in sentences])
-    multiple = _LENGTH_MULTIPLE if device.compiles_steps else 1
+    multiple = _LENGTH_MULTIPLE if device.static_shapes else 1
     padded = np.minimum(-(-lengths // multiple) * multiple, model.config.max_position_embeddings)
     scores = np.zeros(len(sentences))
     model.to(device.torch_device).eval()
@@ -181,13 +181,13 @@ def pseudo_log_likelihoods(
             at_once = max(1, _TOKENS_AT_ONCE // int(length))
             for start in range(0, len(rows), at_once):
                 row, place = rows[start : start + at_once], places[start : start + at_once]
-                size = at_once if device.compiles_steps else len(row)
+                size = at_once if device.static_shapes else len(row)
                 batch = device.put(masked_batch(ids[row], scored[row] + 2, place, mask, size))
                 logits = at_least_fp32(model.logits(batch)[0])
                 losses = torch.nn.functional.cross_entropy(
                     logits, batch.masked_labels, ignore_index=IGNORED, reduction="none"
                 )
-                gains = -losses.double().cpu().numpy()[: len(row)]
+                gains = -losses.cpu().double().numpy()[: len(row)]
                 scores[of_length] += np.bincount(row, weights=gains, minlength=len(of_length))
                 bar.update(len(row))
     return scores

@@ -15,9 +15,10 @@ from tests.helpers.killer import check_end, digest, torment
 @pytest.mark.parametrize("workers", [1, 2])
 def test_random_kills_change_nothing(tmp_path: Path, workers: int) -> None:
     chain = Chain(tmp_path)
-    chain.run("BertPhase2", "--Cluster-nproc-per-node", str(workers))
+    words = ["--Cluster-nproc-per-node", str(workers)]
+    chain.run("BertPhase2", *words)
     wanted = digest(chain)
     shutil.rmtree(chain.work)
-    assert torment(chain, random.Random(workers), workers, longest_s=5.0, most=8) > 0
+    assert torment(chain, random.Random(workers), words, longest_s=5.0, most=8) > 0
     assert digest(chain) == wanted
     check_end(chain)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -32,10 +33,10 @@ def digest(chain: Chain) -> str:
     return hashlib.sha256((chain.latest("merge_shards") / MODEL).read_bytes()).hexdigest()
 
 
-def begin(chain: Chain, workers: int) -> subprocess.Popen[bytes]:
+def begin(chain: Chain, words: Sequence[str]) -> subprocess.Popen[bytes]:
     with said(chain).open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, *LUIGI, "BertPhase2", "--Cluster-nproc-per-node", str(workers)],
+            [sys.executable, *LUIGI, "BertPhase2", *words],
             cwd=ROOT,
             env={**os.environ, "LUIGI_CONFIG_PATH": str(chain.config)},
             stdout=log,
@@ -66,11 +67,11 @@ def check_end(chain: Chain) -> None:
     chain.ask("report")
 
 
-def torment(chain: Chain, rng: random.Random, workers: int, longest_s: float, most: int) -> int:
-    """Start the chain and kill a random process of it, until it ends well or `most` kills are spent; returns the
-    kills. After the last it is left alone."""
+def torment(chain: Chain, rng: random.Random, words: Sequence[str], longest_s: float, most: int) -> int:
+    """Start the chain with `words` and kill a random process of it, until it ends well or `most` kills are spent; then it
+    is left alone. Returns the kills."""
     kills = 0
-    process = begin(chain, workers)
+    process = begin(chain, words)
     while True:
         try:
             process.wait(timeout=rng.uniform(0.1, longest_s) if kills < most else 300)
@@ -87,7 +88,7 @@ def torment(chain: Chain, rng: random.Random, workers: int, longest_s: float, mo
         if process.returncode == 0:
             return kills
         assert process.returncode in (-9, 30, 75), f"luigi ended with {process.returncode}: {said(chain).read_text()}"
-        process = begin(chain, workers)
+        process = begin(chain, words)
 
 
 def main() -> None:
@@ -98,15 +99,16 @@ def main() -> None:
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
     rng = random.Random(args.seed)
+    words = ["--Cluster-nproc-per-node", str(args.workers)]
     kills = rounds = 0
     with tempfile.TemporaryDirectory(prefix="killer-") as name:
         chain = Chain(Path(name))
-        assert torment(chain, rng, args.workers, 300, 0) == 0
+        assert torment(chain, rng, words, 300, 0) == 0
         wanted = digest(chain)
         began = time.monotonic()
         while kills < args.kills:
             shutil.rmtree(chain.work)
-            kills += torment(chain, rng, args.workers, args.longest, args.kills - kills)
+            kills += torment(chain, rng, words, args.longest, args.kills - kills)
             rounds += 1
             assert digest(chain) == wanted, "the model has other bytes"
             check_end(chain)

@@ -47,7 +47,7 @@ PAIRS = {
 class PaddingDevice(CpuDevice):
     """A CPU that asks for static shapes, as devices that compile do."""
 
-    compiles_steps = True
+    compiles_shapes = True
 
 
 def write_model(directory: Path, vocabulary: list[str], **changes: Any) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from common.errors import UserError
 from trainer.data.batch import B
 from trainer.data.loader import Step
+from trainer.devices.compiler import Compiler
 from trainer.devices.inductor import Inductor
 from trainer.models.operations import Operations
 from trainer.optim.rounding import stochastically_rounded
@@ -40,6 +41,8 @@ class DeviceOptions:
     count_operations: bool = False
     #: Whether to use torch.compile.
     compile: bool = False
+    #: Operations that may run on the CPU instead, where the device would otherwise refuse to train.
+    allow_fallbacks: tuple[str, ...] = ()
     #: Most CPU threads that the workload can use; None: no limit.
     threads: int | None = None
     #: Seed of stochastic rounding in hardware; the same on all workers, so that replicas stay equal.
@@ -59,16 +62,18 @@ class Device(abc.ABC):
     #: Whether torch's DistributedDataParallel works on it.
     has_ddp: bool = True
     #: torch.compile, if it was requested.
-    inductor: Inductor | None = None
-    #: Whether a new tensor shape, or a new constant in the program, triggers a compilation.
+    compiler: Compiler | None = None
+    #: Whether whole steps are recorded and compiled.
     compiles_steps: bool = False
+    #: Whether a new tensor shape, or a new constant in the program, triggers a compilation.
+    compiles_shapes: bool = False
 
     @classmethod
     def of(cls, mesh: Mesh, options: DeviceOptions) -> Self:
         """This worker's device. Raises `UserError`."""
         return cls()
 
-    def compiler(self, cache: str | None) -> Inductor:
+    def make_compiler(self, cache: str | None) -> Compiler:
         """What `--compile` compiles with; `cache`: directory for compiled code, None: the compiler's own.
 
         Raises `UserError` if it is not installed.
@@ -78,7 +83,7 @@ class Device(abc.ABC):
     @property
     def static_shapes(self) -> bool:
         """Whether all micro-batches need the same shapes, so that one graph serves them."""
-        return self.compiles_steps or self.inductor is not None
+        return self.compiles_shapes or self.compiler is not None
 
     def start(self, mesh: Mesh) -> None:  # noqa: B027 (most are ready once constructed)
         """Initialise the device, after `mesh` has connected. Raises `UserError`."""
@@ -110,15 +115,20 @@ class Device(abc.ABC):
 
     def compiled_graphs(self) -> int | None:
         """Number of graphs compiled by this process; None on devices that compile nothing."""
-        return None if self.inductor is None else len(self.inductor.graphs)
+        return None if self.compiler is None else len(self.compiler.graphs)
 
     def graphs(self) -> list[dict[str, Any]]:
         """The graphs compiled by this process: hash, operations, seconds; empty if nothing is compiled."""
-        return [] if self.inductor is None else self.inductor.graphs
+        return [] if self.compiler is None else self.compiler.graphs
 
     def graph_hashes(self) -> list[str]:
         """Hashes of the graphs compiled by this process, in order."""
         return [graph["hash"] for graph in self.graphs()]
+
+    def loss_factors(self, counts: Sequence[int]) -> tuple[list[float], int]:
+        """The factor of each loss before the backward pass, and what the gradients are divided by after their
+        reduction; together they make each loss, a sum, a mean over its count in the global batch."""
+        return [1 / max(1, count) for count in counts], 1
 
     def number(self, value: float, dtype: torch.dtype) -> float | torch.Tensor:
         """A value that changes every step, in a form that is not compiled into the graph as a constant; may be (1,)."""

@@ -1,7 +1,7 @@
 """Which of AWS's two lanes to Trainium is installed, whether it is whole, and whether it fits this machine.
 
 Both are called torch-neuronx. `neuron-xla` is PyTorch/XLA: trained with up to SDK 2.29.1, on trn1 and trn2.
-`neuron-native` is a device of torch's own, for trn2 and trn3; this trainer recognises it, but has no device for it yet.
+`neuron-native` is a device of torch's own, for trn2 and trn3.
 
 Versions, Python versions and instances are those of AWS's documentation (SDK 2.33) and of aws-neuron/aws-neuron-sdk.
 Private betas 2.11 and 2.12 are said to have been native, too: there `torch.neuron` decides.
@@ -34,7 +34,6 @@ PACKAGES = {
     XLA: ("torch-neuronx", "torch-xla", "neuronx-cc", "libneuronxla"),
     NATIVE: ("torch-neuronx", "neuronx-cc", "nki"),
 }
-_INSTALL = f"pip install --extra-index-url=https://{REPOSITORY} '.[{XLA}]' (docs/trainium.md)"
 #: The first public version of the native lane, and the first of its private betas.
 _NATIVE, _NATIVE_BETA = (2, 13), (2, 11)
 #: Python versions that AWS builds each lane for.
@@ -88,10 +87,10 @@ def lane_of(found: Installation) -> tuple[str, str]:
     if found.empty:
         raise UserError(
             f"{', '.join(f'{name} {found.versions[name]}' for name in found.empty)} from the public registry are empty "
-            f"stand-ins; pip uninstall -y {' '.join(found.empty)}, then {_INSTALL}"
+            f"stand-ins; pip uninstall -y {' '.join(found.empty)}, then {_install(XLA)}"
         )
     if "torch-neuronx" not in found.versions:
-        raise UserError(f"device neuron needs torch-neuronx, which is not installed; {_INSTALL}")
+        raise UserError(f"device neuron needs torch-neuronx, which is not installed; {_install(XLA)}")
     name, release = f"torch-neuronx {found.versions['torch-neuronx']}", found.release("torch-neuronx")
     if release >= _NATIVE:
         return NATIVE, f"{name} is native, as all from 2.13 on"
@@ -103,16 +102,10 @@ def lane_of(found: Installation) -> tuple[str, str]:
 def problems(found: Installation) -> list[str]:
     """What keeps this machine from training with what is installed, and the way out: a line each."""
     try:
-        lane, reason = lane_of(found)
+        lane, _ = lane_of(found)
     except UserError as error:
         return [str(error)]
-    lines = [*_wrong_packages(found, lane), *_wrong_machine(found, lane)]
-    if lane == NATIVE:
-        lines.append(
-            f"{reason}, and this trainer has a device for {XLA} only; on {' or '.join(_INSTANCES[XLA])} make a new "
-            f"environment and {_INSTALL}"
-        )
-    return lines
+    return [*_wrong_packages(found, lane), *_wrong_machine(found, lane), *_wrong_python(found, lane)]
 
 
 def _wrong_packages(found: Installation, lane: str) -> Iterator[str]:
@@ -129,27 +122,36 @@ def _wrong_packages(found: Installation, lane: str) -> Iterator[str]:
 
 
 def _wrong_machine(found: Installation, lane: str) -> Iterator[str]:
-    lowest, highest = _PYTHONS[lane]
-    if not lowest <= found.python <= highest:
-        made, this = f"{_dotted(lowest)} to {_dotted(highest)}", _dotted(found.python)
-        yield f"{lane} is made for Python {made}, this is {this}; make a new environment"
     family = found.instance.partition(".")[0]
     if family.startswith(("trn", "inf")) and not family.startswith(_INSTANCES[lane]):
         fitting = " and ".join(_INSTANCES[lane])
         yield f"{lane} does not train on {found.instance}, but on {fitting}; take one of those, or the other lane"
 
 
-def require_xla_lane(found: Installation) -> str:
-    """How the XLA lane was told. Raises `UserError` unless it is installed, whole and fits the machine."""
-    for problem in problems(found):
+def _wrong_python(found: Installation, lane: str) -> Iterator[str]:
+    lowest, highest = _PYTHONS[lane]
+    if not lowest <= found.python <= highest:
+        made, this = f"{_dotted(lowest)} to {_dotted(highest)}", _dotted(found.python)
+        yield f"{lane} is made for Python {made}, this is {this}; make a new environment"
+
+
+def require_lane(found: Installation, wanted: str) -> str:
+    """How the lane `wanted` was told. Raises `UserError` unless it is installed, whole and fits the machine.
+
+    Python's version is no reason here: what has been imported runs with it.
+    """
+    lane, reason = lane_of(found)
+    if lane != wanted:
+        raise UserError(
+            f"device {wanted}, but {reason}; choose device {lane}, or in a new environment {_install(wanted)}"
+        )
+    for problem in (*_wrong_packages(found, lane), *_wrong_machine(found, lane)):
         raise UserError(problem)
-    return lane_of(found)[1]
+    return reason
 
 
 def _install(lane: str) -> str:
-    if lane == XLA:
-        return _INSTALL
-    return f"pip install --extra-index-url=https://{REPOSITORY} {' '.join(PACKAGES[NATIVE])}"
+    return f"pip install --extra-index-url=https://{REPOSITORY} '.[{lane}]' (docs/trainium.md)"
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.process import node_rank
 from trainer.devices.base import DeviceOptions
 from trainer.devices.neuron_cache import CC_FLAGS, merge_flags, node_cache, use_cache
-from trainer.devices.neuron_lane import XLA, Installation, cores, peak_of, require_xla_lane
+from trainer.devices.neuron_lane import XLA, Installation, cores, peak_of, require_lane
 from trainer.devices.xla import XlaDevice, buckets
 from trainer.parallel.mesh import Group, Mesh
 
@@ -168,7 +168,7 @@ class NeuronXlaDevice(XlaDevice):
 
     def __init__(self, mesh: Mesh, options: DeviceOptions) -> None:
         """Sets the runtime's environment variables and loads it. Raises `UserError`."""
-        self._lane = require_xla_lane(Installation.of_machine())
+        self._lane = require_lane(Installation.of_machine(), XLA)
         if mesh.local_rank == 0:
             check_workers(mesh.local_world_size, cores(), os.environ.get("NEURON_RT_VISIBLE_CORES"))
         cache = None if options.compile_cache is None else node_cache(Path(options.compile_cache), node_rank())

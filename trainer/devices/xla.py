@@ -25,7 +25,7 @@ _FETCHED_BYTES = 256 << 20
 class XlaDevice(Device):
     """XLA on the CPU (`PJRT_DEVICE=CPU`), where workers reduce host copies through gloo."""
 
-    compiles_steps = True
+    compiles_steps = compiles_shapes = True
     #: DDP reduces while the graph is recorded, and gloo's collectives cannot be part of it.
     has_ddp = False
     backend = "gloo"

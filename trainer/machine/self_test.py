@@ -195,7 +195,7 @@ def _verdict(outcomes: dict[str, Outcome], path: Path) -> str:
 
 def _record(subject: Subject, outcomes: dict[str, Outcome]) -> dict[str, Any]:
     versions = {}
-    for package in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "transformers"):
+    for package in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "nki", "transformers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {

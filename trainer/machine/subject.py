@@ -98,7 +98,7 @@ def fetch(device: Device, *tensors: Tensor) -> list[Tensor]:
 
 def program(device: Device, module: nn.Module) -> Callable[..., Tensor]:
     """`module` as training on this device would run it: compiled if the device is set to compile."""
-    return module if device.inductor is None else device.inductor.compile(module)
+    return module if device.compiler is None else device.compiler.compile(module)
 
 
 def relative_error(measured: Tensor, expected: Tensor) -> float:

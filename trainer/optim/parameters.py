@@ -140,9 +140,15 @@ class Parameters(abc.ABC):
         """Add `values` (E,), which are summed over micro-steps and workers like gradients."""
         self._extras += values.to(self._extras.dtype)
 
-    def reduce(self, all_reduce: Callable[[list[Tensor]], None], *, in_bf16: bool = False) -> Tensor:
-        """Sum the gradients and extras over the workers; returns the extras, (E,). `in_bf16`: the gradients as bf16
-        numbers; the extras always in their own type."""
+    def reduce(
+        self,
+        all_reduce: Callable[[list[Tensor]], None],
+        factor: float | Tensor | None = None,
+        *,
+        in_bf16: bool = False,
+    ) -> Tensor:
+        """Sum the gradients and extras over the workers, and multiply them by `factor`; returns the extras, (E,).
+        `in_bf16`: the gradients as bf16 numbers; the extras always in their own type."""
         self.check_homes()
         if in_bf16:
             sent = [gradient.bfloat16() for gradient in self._gradients]
@@ -152,6 +158,12 @@ class Parameters(abc.ABC):
             all_reduce([self._extras])
         else:
             all_reduce(self._reduced)
+        return self._scaled(factor)
+
+    def _scaled(self, factor: float | Tensor | None) -> Tensor:
+        if factor is not None:
+            for tensor in self._reduced:
+                tensor.mul_(factor)
         return self._extras.clone()
 
     def check_homes(self) -> None:

@@ -23,8 +23,14 @@ class DdpParameters(SeparateParameters):
 
     _reductions = 0
 
-    def reduce(self, all_reduce: Callable[[list[Tensor]], None], *, in_bf16: bool = False) -> Tensor:
-        """Return the extras summed over the workers; DDP has summed the gradients."""
+    def reduce(
+        self,
+        all_reduce: Callable[[list[Tensor]], None],
+        factor: float | Tensor | None = None,
+        *,
+        in_bf16: bool = False,
+    ) -> Tensor:
+        """Return the extras summed over the workers; DDP has summed the gradients. Both are multiplied by `factor`."""
         assert not in_bf16, "refused by TrainConfig"
         self._reductions += 1
         if not self._sums_itself:
@@ -34,7 +40,7 @@ class DdpParameters(SeparateParameters):
             self._settle()
         self.check_homes()
         all_reduce([self._extras])
-        return self._extras.clone()
+        return self._scaled(factor)
 
     def own_sums(self) -> dict[Tensor, Tensor] | None:
         """Parameter → our sum of its gradients; None if DDP's buckets hold the sums."""

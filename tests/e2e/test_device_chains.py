@@ -1,0 +1,60 @@
+"""The whole chain on devices that compile, through the real luigi."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.chain import Chain
+from tests.helpers.killer import check_end, digest, torment
+from tests.helpers.support import metrics
+from tests.standins.neuron_native.machine import native_machine
+
+
+def test_both_phases_train_on_xla_and_compile_only_what_precompile_listed(tmp_path: Path) -> None:
+    pytest.importorskip("torch_xla")
+    chain = Chain(tmp_path)
+    done = chain.run("BertPhase2", "--Cluster-device", "xla")
+    assert "warning: graph" not in done.stderr
+    assert "model: " in done.stderr
+    for phase in (1, 2):
+        assert chain.manifest(f"precompile-phase{phase}")["counts"] == {"graphs": 2}
+        assert metrics(chain.latest(f"pretrain-phase{phase}"))[-1]["compiled_graphs"] == 2
+
+
+@pytest.fixture
+def native(tmp_path: Path, native_library: Path, monkeypatch: pytest.MonkeyPatch) -> Chain:
+    """A chain on a machine with native torch-neuronx."""
+    for name, value in native_machine(tmp_path / "machine", native_library).items():
+        monkeypatch.setenv(name, value)
+    return Chain(tmp_path)
+
+
+def test_the_native_lane_trains_the_graphs_that_precompile_compiled(native: Chain) -> None:
+    done = native.run("BertPhase2", "--Cluster-device", "neuron", "--Cluster-compile", "true")
+    assert "warning: graph" not in done.stderr
+    for phase in (1, 2):
+        directory = native.latest(f"precompile-phase{phase}")
+        graphs = json.loads((directory / "graphs.json").read_text())["graphs"]
+        assert metrics(native.latest(f"pretrain-phase{phase}"))[-1]["compiled_graphs"] == len(graphs) == 1
+        # A forward and a backward pass, compiled before training and only once.
+        assert len(list((directory / "cache" / "node-0" / "neff").glob("MODULE_*/model.neff"))) == 2
+    log = (native.latest("pretrain-phase1") / "logs").glob("*")
+    assert any("device neuron-native, since torch-neuronx 2.14" in path.read_text() for path in log)
+    assert native.manifest("evaluate")["counts"]
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_random_kills_change_nothing_on_the_native_lane(native: Chain, tensor_parallel_size: int) -> None:
+    words = ["--Cluster-device", "neuron", "--Cluster-nproc-per-node", "2"]
+    words += ["--Cluster-tensor-parallel-size", str(tensor_parallel_size)]
+    native.run("BertPhase2", *words)
+    wanted = digest(native)
+    shutil.rmtree(native.work)
+    assert torment(native, random.Random(tensor_parallel_size), words, longest_s=5.0, most=6) > 0
+    assert digest(native) == wanted
+    check_end(native)

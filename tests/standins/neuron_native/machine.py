@@ -1,0 +1,78 @@
+"""A stand-in for a machine with native torch-neuronx: the package beside this file, as if it were installed.
+
+The device is torch's own PrivateUse1 device, registered by device.cpp as AWS's package registers its device, on the
+host's memory. The code under test runs whole; not real are the arithmetic units, their compiler and their links.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from tests.helpers.neuron_machine import hardware, install_package
+
+_HERE = Path(__file__).parent
+#: An environment holds one lane. Here torch-xla is installed for other tests: on this machine it is not.
+_HIDE = """
+from importlib import metadata
+_found = metadata.Distribution.from_name.__func__
+
+def from_name(cls, name):
+    if name in ("torch-xla", "libneuronxla"):
+        raise metadata.PackageNotFoundError(name)
+    return _found(cls, name)
+
+metadata.Distribution.from_name = classmethod(from_name)
+"""
+_ENTRY_POINTS = """
+[torch.backends]
+torch_neuronx = torch_neuronx:_autoload
+[torch_dynamo_backends]
+neuron = torch_neuronx:_compile
+"""
+
+
+def build(folder: Path) -> Path:
+    """Compile device.cpp into `folder`, once for all processes that name it; returns the module."""
+    folder.mkdir(parents=True, exist_ok=True)
+    module = folder / "_device.so"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not module.exists():
+            home = Path(torch.__file__).parent
+            headers = [home / "include", home / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+            subprocess.run(
+                [
+                    *("g++", "-O0", "-std=c++17", "-shared", "-fPIC", "-DTORCH_EXTENSION_NAME=_device"),
+                    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+                    *(f"-isystem{header}" for header in headers),
+                    *(str(_HERE / "device.cpp"), "-o", str(module.with_suffix(".part")), f"-L{home / 'lib'}"),
+                    *("-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"),
+                ],
+                check=True,
+                timeout=300,
+            )
+            module.with_suffix(".part").rename(module)
+    return module
+
+
+def native_machine(folder: Path, module: Path, *, cores: int = 2) -> dict[str, str]:
+    """The environment of the machine; `module`: from `build`."""
+    site = folder / "site"
+    shutil.copytree(_HERE / "torch_neuronx", site / "torch_neuronx", ignore=shutil.ignore_patterns("__pycache__"))
+    (site / "torch_neuronx" / "_device.so").symlink_to(module)
+    # From 2.13 on the packages are native; torch itself is the real one, of another release.
+    install_package(site, "torch_neuronx", "2.14.3.0.1", "Stand-in.")
+    (site / "torch_neuronx.py").unlink()
+    (site / "torch_neuronx-2.14.3.0.1.dist-info" / "entry_points.txt").write_text(_ENTRY_POINTS)
+    install_package(site, "torch", "2.14.0+cpu", "Stand-in.")
+    (site / "torch.py").unlink()
+    install_package(site, "neuronx_cc", "2.28.7631.0", "Stand-in.")
+    install_package(site, "nki", "0.7.0", "Stand-in.")
+    (site / "sitecustomize.py").write_text(_HIDE)
+    return {**hardware(folder, cores=[cores]), "STANDIN_CORES": str(cores)}

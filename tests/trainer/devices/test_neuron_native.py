@@ -1,0 +1,187 @@
+"""The native lane on a stand-in for torch-neuronx: a device of torch's own, whose operations the CPU's kernels run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.neuron_machine import machine
+from tests.helpers.support import (
+    assert_one_line_error,
+    command,
+    losses,
+    options,
+    train,
+    write_dataset,
+    write_model_config,
+)
+from tests.standins.neuron_native.machine import native_machine
+from trainer.devices.neuron_native import NeuronNativeDevice
+
+
+@pytest.fixture
+def native(tmp_path: Path, native_library: Path) -> dict[str, str]:
+    return native_machine(tmp_path / "machine", native_library)
+
+
+def train_there(env: dict[str, str], workers: int = 1, **given: object) -> subprocess.CompletedProcess[str]:
+    """`python -m trainer` in a new process, since the packages are found when torch is imported."""
+    spawned = {"spawn": workers} if workers > 1 else {}
+    return command("-m", "trainer", *options(**spawned, **given), env=env)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> dict[str, object]:
+    data, model = write_dataset(tmp_path / "data", [60]), write_model_config(tmp_path)
+    return {
+        "data_dir": data, "model_config": model, "batch_size": 4, "max_steps": 6, "warmup_steps": 1, "max_pred_len": 5,
+        "precision": "fp32", "lr": 1e-3, "grad_accum_usteps": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("workers", "more"),
+    [
+        (1, {"compile": True}),
+        (1, {"optimizer": "Muon"}),
+        (2, {}),
+        (2, {"tensor_parallel_size": 2}),
+        (2, {"data_parallel": "ddp"}),
+    ],
+    ids=["compiled", "Muon", "2 workers", "tensor-parallel", "ddp"],
+)
+def test_the_losses_are_the_cpus(
+    native: dict[str, str], work: dict[str, object], tmp_path: Path, workers: int, more: dict[str, object]
+) -> None:
+    """Without dropout, of which each device has its own."""
+    replicas = workers // int(str(more.get("tensor_parallel_size", 1)))
+    given = {**work, "disable_dropout": True, "optimizer": more.get("optimizer", "AdamW")}
+    assert train(**given, device="cpu", output_dir=tmp_path / "cpu").returncode == 0
+    done = train_there(
+        native, workers, **{**given, **more, "grad_accum_usteps": 2 // replicas}, device="neuron",
+        output_dir=tmp_path / "neuron",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "device neuron-native, since torch-neuronx 2.14.3.0.1 is native" in done.stdout
+    expected, found = losses(tmp_path / "cpu"), losses(tmp_path / "neuron")
+    assert len(found) == 6
+    # Sums in another order, divided after them instead of before: a few roundings of fp32 (6e-8) of losses near 6.
+    assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < 1e-6 * max(expected)
+
+
+def test_the_self_test_passes(native: dict[str, str], work: dict[str, object], tmp_path: Path) -> None:
+    given = {**work, "device": "neuron", "output_dir": tmp_path / "out", "seq_len": 32}
+    done = command("-m", "trainer", "--self-test", "--spawn", "2", *options(**given), env=native)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "out" / "self-test.json").read_text())
+    assert record["device"].startswith("neuron-native")
+    assert not record["not_compiled"]
+
+
+@pytest.mark.parametrize("draws_on_host", ["0", "1"])
+def test_dropout_is_seeded_whichever_generator_it_draws_from(native: dict[str, str], draws_on_host: str) -> None:
+    program = """
+from types import SimpleNamespace
+import torch
+from trainer.devices.select import select_alone
+from trainer.machine.randomness import check_dropout_independence, check_dropout_rate
+device = select_alone("neuron")
+subject = SimpleNamespace(device=device, devices={"eager": device})
+findings = [*check_dropout_rate(subject), *check_dropout_independence(subject)]
+print(len(findings), [finding for finding in findings if not finding.passed])
+"""
+    done = command("-c", program, env={**native, "STANDIN_DRAWS_ON_HOST": draws_on_host})
+    assert done.stdout == "22 []\n", done.stdout + done.stderr
+
+
+def test_operations_on_the_cpu_are_refused_unless_they_are_named(
+    native: dict[str, str], work: dict[str, object], tmp_path: Path
+) -> None:
+    given = {**work, "device": "neuron-native"}
+    env = {**native, "STANDIN_FALLBACKS": "aten::gelu,aten::never_run"}
+    refused = train_there(env, **given, output_dir=tmp_path / "refused")
+    assert_one_line_error(refused, "aten::gelu ran on the CPU", "--allow_fallbacks aten::gelu")
+    assert "never_run" not in refused.stdout
+    allowed = train_there(env, **given, output_dir=tmp_path / "allowed", allow_fallbacks="aten::gelu")
+    assert allowed.returncode == 0, allowed.stdout
+
+
+def test_precompile_is_a_warm_up_whose_graphs_training_is_held_to(
+    native: dict[str, str], work: dict[str, object], tmp_path: Path
+) -> None:
+    out = tmp_path / "compiled"
+    given = {**work, "device": "neuron", "compile": True}
+    done = command(
+        "-m", "stages.precompile", "--out", str(out), "--device", "neuron", "--compile", "--", "-m", "trainer",
+        *options(**given), env={**native, "TORCH_NEURONX_NEFF_CACHE_DIR": "/nowhere"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    cache, graphs = out / "cache", out / "graphs.json"
+    compiled = sorted((cache / "node-0" / "neff").rglob("model.neff"))
+    assert len(compiled) == 2  # forward and backward
+    times = [path.stat().st_mtime_ns for path in compiled]
+
+    held = {**given, "graphs": graphs, "compile_cache": cache}
+    trained = train_there(native, **held, output_dir=tmp_path / "same")
+    assert trained.returncode == 0, trained.stdout
+    assert "warning" not in trained.stdout
+    assert sorted((cache / "node-0" / "neff").rglob("model.neff")) == compiled
+    assert times == [path.stat().st_mtime_ns for path in compiled]
+    other = train_there(native, **{**held, "batch_size": 2}, output_dir=tmp_path / "other")
+    assert "is not in" in other.stdout, other.stdout
+
+
+@pytest.mark.parametrize(
+    ("workers", "more", "words"),
+    [
+        (1, {"precision": "fp64"}, ["precision fp64 on neuron-native"]),
+        (3, {}, ["asks for NeuronCore 2, but torch sees 2"]),
+        (1, {"device": "neuron-xla"}, ["device neuron-xla, but torch-neuronx 2.14.3.0.1 is native", "choose device"]),
+    ],
+)
+def test_what_the_lane_cannot_do_is_refused(
+    native: dict[str, str], work: dict[str, object], tmp_path: Path, workers: int, more: dict[str, object],
+    words: list[str],
+) -> None:  # fmt: skip
+    given = {**work, "device": "neuron-native", **more}
+    refused = train_there(native, workers, **given, output_dir=tmp_path / "out")
+    assert refused.returncode == 1
+    for word in words:
+        assert word in refused.stdout + refused.stderr
+    assert "Traceback" not in refused.stdout + refused.stderr
+
+
+def test_the_native_lane_is_not_trained_with_the_other_ones_packages(work: dict[str, object], tmp_path: Path) -> None:
+    pytest.importorskip("torch_xla")
+    refused = train_there(machine(tmp_path / "machine"), **work, device="neuron-native", output_dir=tmp_path / "out")
+    assert_one_line_error(refused, "device neuron-native, but torch-neuronx 2.9", "choose device neuron-xla")
+
+
+def test_losses_are_scaled_by_powers_of_two_before_the_backward_pass() -> None:
+    """Of one loss; the factors and the division together make means, in exact arithmetic."""
+    factors = NeuronNativeDevice.loss_factors(NeuronNativeDevice.__new__(NeuronNativeDevice), [301])
+    assert factors == ([1.0], 301)
+    before, after = NeuronNativeDevice.loss_factors(NeuronNativeDevice.__new__(NeuronNativeDevice), [301, 16])
+    means = [factor / after for factor in before]
+    assert torch.allclose(
+        torch.tensor(means, dtype=torch.float64), torch.tensor([1 / 301, 1 / 16], dtype=torch.float64)
+    )
+    assert NeuronNativeDevice.loss_factors(NeuronNativeDevice.__new__(NeuronNativeDevice), [0]) == ([1.0], 1)
+
+
+def test_the_device_is_not_used_before_the_process_group(native: dict[str, str]) -> None:
+    """As AWS asks; the stand-in counts what has been allocated."""
+    program = """
+import torch, torch_neuronx
+from trainer.devices.base import DeviceOptions
+from trainer.devices.select import select
+from trainer.parallel.mesh import Mesh
+device = select("neuron", Mesh(), DeviceOptions(compile=True))
+print(torch.neuron.max_memory_allocated(), device.torch_device)
+"""
+    done = command("-c", program, env=native)
+    assert done.stdout.split() == ["0", "neuron:0"], done.stderr
