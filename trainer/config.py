@@ -223,9 +223,7 @@ class TrainConfig:
         "needs; earlier ones keep it, so that an interrupted phase can continue",
     )  # fmt: skip
     device: str = option("auto", **_MACHINE, choices=DEVICES, help="what to train on")
-    tensor_parallel_size: int = option(
-        1, **_MACHINE, least=1, unit="workers", help="workers that share a copy of the model"
-    )
+    tensor_parallel_size: int = option(1, **_MACHINE, least=1, unit="workers", help="workers that share a model copy")
     data_parallel: str = option(
         "allreduce", **_MACHINE, choices=DATA_PARALLEL,
         help="allreduce (recommended) sums the gradients in a fixed order after the last micro-step. ddp, torch's "
@@ -235,9 +233,8 @@ class TrainConfig:
     compile: bool = option(False, **_MACHINE, help="compile the model with torch.compile; xla always compiles")
     compile_cache: str | None = option(None, **_MACHINE, help="directory of compiled graphs (default: the compiler's)")
     allow_fallbacks: tuple[str, ...] = option(
-        (), **_MACHINE, nargs="+", metavar="NAME",
-        help="operations that may run on the CPU on neuron-native, which otherwise refuses to train with any",
-    )  # fmt: skip
+        (), **_MACHINE, nargs="+", metavar="NAME", help="operations that neuron-native may run on the CPU; else refused"
+    )
     batches_per_execution: int = option(
         1, **_MACHINE, least=1, unit="micro-batches", help="micro-batches in one compiled graph, on xla and neuron"
     )
@@ -245,9 +242,8 @@ class TrainConfig:
         False, **_MACHINE, help="only compile the graphs: no checkpoint, log or metric is written, losses mean nothing"
     )
     graphs: Path | None = option(
-        None, **_MACHINE, metavar="FILE",
-        help="list of compiled graphs, JSON: written with --trial; else a graph that is not in it causes a warning",
-    )  # fmt: skip
+        None, **_MACHINE, metavar="FILE", help="compiled graphs, JSON: written with --trial; else others cause a warning"
+    )
     collective_timeout_s: float = option(
         600.0, **_MACHINE, names=("--collective_timeout",), least=1, unit="seconds", help="limit of a collective, in s"
     )

@@ -68,8 +68,8 @@ def check_end(chain: Chain) -> None:
 
 
 def torment(chain: Chain, rng: random.Random, words: Sequence[str], longest_s: float, most: int) -> int:
-    """Start the chain with `words` and kill a random process of it, until it ends well or `most` kills are spent; then it
-    is left alone. Returns the kills."""
+    """Start the chain with `words` and kill a random process of it, until it ends well or `most` kills are spent; then
+    leave it alone. Returns the kills."""
     kills = 0
     process = begin(chain, words)
     while True:
