@@ -223,7 +223,7 @@ class TrainConfig:
         "needs; earlier ones keep it, so that an interrupted phase can continue",
     )  # fmt: skip
     device: str = option("auto", **_MACHINE, choices=DEVICES, help="what to train on")
-    tensor_parallel_size: int = option(1, **_MACHINE, least=1, unit="workers", help="workers that share a model copy")
+    tensor_parallel_size: int = option(1, **_MACHINE, least=1, unit="workers", help="workers that share one model")
     data_parallel: str = option(
         "allreduce", **_MACHINE, choices=DATA_PARALLEL,
         help="allreduce (recommended) sums the gradients in a fixed order after the last micro-step. ddp, torch's "
@@ -242,7 +242,7 @@ class TrainConfig:
         False, **_MACHINE, help="only compile the graphs: no checkpoint, log or metric is written, losses mean nothing"
     )
     graphs: Path | None = option(
-        None, **_MACHINE, metavar="FILE", help="compiled graphs, JSON: written with --trial; else others cause a warning"
+        None, **_MACHINE, metavar="FILE", help="list of graphs, JSON: --trial writes it; others cause a warning"
     )
     collective_timeout_s: float = option(
         600.0, **_MACHINE, names=("--collective_timeout",), least=1, unit="seconds", help="limit of a collective, in s"
