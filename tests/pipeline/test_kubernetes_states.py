@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from common.errors import UserError
 from pipeline.launchers import find_job, jobs
+from pipeline.launchers.base import StageCommand
 from pipeline.launchers.jobs import STATE, Job, State
 from pipeline.launchers.kubernetes import KubernetesScheduler
+from pipeline.settings.cluster import Kubernetes
 from stages.directory.lock import JOB
 from tests.helpers.kubernetes.cluster import Cluster, workload
 
@@ -148,6 +151,22 @@ def test_what_was_submitted_is_found_and_deleted_with_what_is_around_it(
     job.cancel()
     assert {path.stem for path in cluster.state.glob("*.json")} == {"status"}
     assert not job.is_alive()
+
+
+def test_a_job_is_not_submitted_to_a_queue_that_kueue_does_not_have(cluster: Cluster, tmp_path: Path) -> None:
+    values = {name: "" for name, _ in Kubernetes.get_params()} | {
+        "namespace": "nlp",
+        "mount_path": "/",
+        "queue": "team",
+    }
+    scheduler = KubernetesScheduler(Kubernetes(**{**values, "gang": "kueue", "start_timeout_s": 1.0}), 2020)
+    work = StageCommand("pretrain-phase1", tmp_path, -1, "0" * 64, [], 1, True, None)
+    try:
+        with pytest.raises(UserError, match="queue = team is no LocalQueue of namespace nlp"):
+            Job.submit(work, scheduler)
+        assert not (tmp_path / JOB).exists()
+    finally:
+        (cluster.state / "deleted").touch()
 
 
 class Queued:

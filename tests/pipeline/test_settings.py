@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -219,6 +220,57 @@ def test_the_fast_trainium_config_changes_the_recipe_and_keeps_the_layout() -> N
         "dynamic", "0.3", "0.15",
     )  # fmt: skip
     assert "NOT RUN ON TRAINIUM" in (ROOT / "configs" / "trn1-bert-large-fast.cfg").read_text().split("[corpus]")[0]
+
+
+NATIVE = {
+    # name: (machines, tensor-parallel size); each has 64 logical cores.
+    "trn2-bert-large": (1, 1),
+    "trn2-bert-large-tp4": (1, 4),
+    "trn3-bert-large": (1, 1),
+    "trn3-bert-large-tp4": (1, 4),
+    "slurm-trn2-two-nodes": (2, 1),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_the_native_trainium_configs_train_as_the_tutorial_with_the_workers_of_their_instance(name: str) -> None:
+    native, tutorial = (configparser.ConfigParser(interpolation=None) for _ in range(2))
+    native.read(ROOT / "configs" / f"{name}.cfg")
+    tutorial.read(ROOT / "configs" / "trn1-bert-large.cfg")
+    assert dict(native["model"]) == dict(tutorial["model"])
+    for phase in ("phase1", "phase2"):
+        ours, theirs = dict(native[phase]), dict(tutorial[phase])
+        for values in (ours, theirs):
+            del values["optimizer"], values["micro_batch_size"]
+        assert ours == theirs
+        assert native[phase]["optimizer"] == "AdamW"
+    cluster = native["cluster"]
+    assert (cluster["device"], cluster["compile"], native["precision"]["mode"]) == ("neuron-native", "true", "autocast")
+    nodes, size = NATIVE[name]
+    layout = [int(cluster.get(key, "1")) for key in ("nnodes", "nproc_per_node", "tensor_parallel_size")]
+    assert layout == [nodes, 64, size]
+    header = (ROOT / "configs" / f"{name}.cfg").read_text().split("\n\n")[0]
+    assert "NOT RUN ON TRAINIUM" in header
+    assert re.search(r"trn[23]", header)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if re.search("trn|slurm", path.stem)], ids=lambda path: path.stem
+)
+def test_the_batches_of_a_config_are_what_its_comments_multiply(path: Path) -> None:
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read(path)
+    cluster = parser["cluster"]
+    copies = (
+        int(cluster["nproc_per_node"])
+        * int(cluster.get("nnodes", "1"))
+        // int(cluster.get("tensor_parallel_size", "1"))
+    )
+    said = re.findall(r"# (\d+) (?:sequences|rows) × (\d+) micro-steps × (\d+) (?:workers|copies)", path.read_text())
+    for phase, numbers in zip(("phase1", "phase2"), said, strict=True):
+        micro, usteps, workers = map(int, numbers)
+        assert (micro, workers) == (int(parser[phase]["micro_batch_size"]), copies)
+        assert micro * usteps * workers == int(parser[phase]["global_batch_size"])
 
 
 def test_the_wikipedia_config_makes_the_tutorials_data_from_a_dump() -> None:
