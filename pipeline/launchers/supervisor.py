@@ -65,7 +65,9 @@ class Supervisor:
         for signum in filter(None, (self._surroundings.limit_signal, signal.SIGTERM)):
             signal.signal(signum, self._note_early)
         restarts = Restarts(**self._state.get("restarts", {}))
-        if self._surroundings.is_restarted or self._state.get("starts"):
+        # A start that its scheduler stopped, to preempt or evict the job, is no failed attempt.
+        was_stopped = (self._state.get("result") or {}).get("stopped_by") is not None
+        if (self._surroundings.is_restarted or self._state.get("starts")) and not was_stopped:
             restarts = restarts.at(self._step())
         error = self._state.get("error", "it was started again by its scheduler")
         while not restarts.are_too_many:

@@ -36,16 +36,6 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
     assert not (tmp_path / "work").exists()
 
 
-def pods(device: str, resources: str, *, nodes: int = 1) -> str:
-    """32 workers on each of these trn1.32xlarge of Kubernetes."""
-    return (
-        f"[cluster]\nlauncher = kubernetes\ndevice = {device}\nnnodes = {nodes}\nnproc_per_node = 32\n[kubernetes]\n"
-        f"image = i\nvolume_claim = v\nmount_path = /\npod_resources = {resources}\n"
-        f"node_selector = node.kubernetes.io/instance-type=trn1.32xlarge\n"
-        f"[phase1]\nglobal_batch_size = 1024\n[phase2]\nglobal_batch_size = 1024"
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
@@ -119,6 +109,26 @@ def pods(device: str, resources: str, *, nodes: int = 1) -> str:
             ["sbatch_lines: --mem=0 --nodes=4 is not allowed"],
         ),
         ("[cluster]\nlauncher = kubernetes", ["[kubernetes] image is empty"]),
+        ("[corpus]\nvocab_file = /no/vocab.txt", ["/no/vocab.txt"]),
+    ],
+)
+def test_what_cannot_work_is_one_line(tmp_path: Path, text: str, fragments: list[str]) -> None:
+    refused(tmp_path, text, *fragments)
+
+
+def pods(device: str, resources: str, *, nodes: int = 1) -> str:
+    """32 workers on each of these trn1.32xlarge of Kubernetes."""
+    return (
+        f"[cluster]\nlauncher = kubernetes\ndevice = {device}\nnnodes = {nodes}\nnproc_per_node = 32\n[kubernetes]\n"
+        f"image = i\nvolume_claim = v\nmount_path = /\npod_resources = {resources}\n"
+        f"node_selector = node.kubernetes.io/instance-type=trn1.32xlarge\n"
+        f"[phase1]\nglobal_batch_size = 1024\n[phase2]\nglobal_batch_size = 1024"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
         (
             pods("neuron", "aws.amazon.com/neurondevice=16"),
             ["neurondevice is not what AWS's plugins register", "allowed"],
@@ -130,10 +140,9 @@ def pods(device: str, resources: str, *, nodes: int = 1) -> str:
         (pods("neuron-xla", "aws.amazon.com/neuron=15"), ["has at most 30 NeuronCores", "nproc_per_node = 32"]),
         (pods("neuron", "aws.amazon.com/neuroncore=31"), ["has at most 31 NeuronCores", "nproc_per_node = 32"]),
         (pods("neuron", "aws.amazon.com/neuron=16", nodes=2), ["has no vpc.amazonaws.com/efa", "nnodes = 2", "add"]),
-        ("[corpus]\nvocab_file = /no/vocab.txt", ["/no/vocab.txt"]),
     ],
 )
-def test_what_cannot_work_is_one_line(tmp_path: Path, text: str, fragments: list[str]) -> None:
+def test_pods_request_what_trainium_needs(tmp_path: Path, text: str, fragments: list[str]) -> None:
     refused(tmp_path, text, *fragments)
 
 

@@ -27,6 +27,13 @@ if len(words) > 1:
 print("error: it broke", flush=True)
 sys.exit(int(words[0]))
 """
+#: Is told to stop by the scheduler, as the whole job is.
+PREEMPTED = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
 
 
 class StandIn:
@@ -104,6 +111,18 @@ def test_restarts_of_the_scheduler_count_too(tmp_path: Path) -> None:
         (tmp_path / "job-state.json").write_text(json.dumps(state))
     assert run(tmp_path, StandIn()) == 70
     assert result(tmp_path)["is_final"]
+
+
+def test_a_job_may_be_preempted_any_number_of_times(tmp_path: Path) -> None:
+    """Before its first checkpoint, too, as while a long compilation runs; afterwards it may still fail three times."""
+    job(tmp_path)
+    record = json.loads((tmp_path / "job.json").read_text())
+    (tmp_path / "job.json").write_text(json.dumps({**record, "words": ["-c", PREEMPTED]}))
+    for _ in range(6):
+        assert run(tmp_path, StandIn()) == 75
+        assert (result(tmp_path)["stopped_by"], result(tmp_path)["is_final"]) == (signal.SIGTERM, False)
+    job(tmp_path, 70)
+    assert [run(tmp_path, StandIn()) for _ in range(4)] == [None, None, None, 70]
 
 
 def test_a_spot_notice_to_a_worker_puts_the_job_back(tmp_path: Path) -> None:

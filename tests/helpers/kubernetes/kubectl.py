@@ -83,9 +83,9 @@ def controller() -> int:
     note(controller=os.getpid(), pods=0)
     while left or stuck:
         time.sleep(0.1)
-        if (STATE / "deleted").exists():
+        if (STATE / "deleted").exists() or not path.exists():  # or the test is over
             end(pods)
-            path.unlink()
+            path.unlink(missing_ok=True)
             return 0
         suspended = queued and not (STATE / "admitted").exists()
         if suspended != document["spec"].get("suspend", False):
@@ -114,7 +114,8 @@ def end(pods: dict[int, subprocess.Popen[bytes]]) -> None:
     for pod in pods.values():
         pod.wait()
     pods.clear()
-    note(pods=0)
+    if STATE.exists():
+        note(pods=0)
 
 
 def start_pod(job: dict[str, Any], index: int) -> subprocess.Popen[bytes]:
