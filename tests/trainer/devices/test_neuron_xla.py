@@ -149,12 +149,10 @@ def test_hardware_that_does_not_round_is_refused(precision: str, monkeypatch: py
 
 def test_autocast_computes_the_same_without_the_hardware(work: list[str], tmp_path: Path) -> None:
     """With `autocast-sr` our graphs are those of `autocast`; XLA's CPU does not round stochastically."""
-    curves = []
+    env, curves = machine(tmp_path), []
     for precision in ("autocast", "autocast-sr"):
         out = tmp_path / precision
-        done = command(
-            "-m", "trainer", *work, "--precision", precision, "--output_dir", str(out), env=machine(tmp_path)
-        )
+        done = command("-m", "trainer", *work, "--precision", precision, "--output_dir", str(out), env=env)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"NEURON_RT_STOCHASTIC_ROUNDING_EN={int(precision == 'autocast-sr')};" in done.stdout
         curves.append(losses(out))
@@ -299,16 +297,18 @@ def test_the_doctor_gives_the_next_command(tmp_path: Path) -> None:
 
 
 def test_the_device_trains_with_a_stand_in_runtime(work: list[str], tmp_path: Path) -> None:
-    """One worker, its graphs on XLA's CPU: the order of things up to the first step is the real one."""
+    """One worker, its graphs on XLA's CPU: the order of things up to the first step is the real one. It is on the
+    second machine, which has a cache of its own."""
     env = {
         **machine(tmp_path), "NEURON_RT_EXEC_TIMEOUT": "77", "NEURON_RT_VISIBLE_CORES": "0",
-        "NEURON_CC_FLAGS": "--model-type=transformer -O1",
+        "NEURON_CC_FLAGS": "--model-type=transformer -O1", "GROUP_RANK": "1",
     }  # fmt: skip
-    done = command("-m", "trainer", *work, env=env)
+    done = command("-m", "trainer", *work, "--compile_cache", str(tmp_path / "cache"), env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NEURON_RT_EXEC_TIMEOUT=77 (yours; ours would be 600)" in done.stdout
     assert "NEURON_RT_STOCHASTIC_ROUNDING_EN=0;" in done.stdout
-    assert "NEURON_CC_FLAGS=--model-type=transformer -O1 --retry_failed_compilation --auto-cast=none" in done.stdout
+    flags = f"--retry_failed_compilation --auto-cast=none --cache_dir={tmp_path}/cache/node-1"
+    assert f"NEURON_CC_FLAGS=--model-type=transformer -O1 {flags}" in done.stdout
     assert "precision autocast" in done.stdout
     assert (tmp_path / "out" / "checkpoints" / "ckpt_3" / "manifest.json").exists()
 
