@@ -330,6 +330,17 @@ def test_workers_meet_through_torch_xla_and_reduce(work: list[str], tmp_path: Pa
     assert (tmp_path / "log").exists()
 
 
+def test_the_self_test_of_two_workers_passes(tmp_path: Path) -> None:
+    """Through the same rendezvous; nothing of it falls back to another device."""
+    env = {**machine(tmp_path), "ALL_REDUCES": str(tmp_path / "log")}
+    given = options(debug=True, vocab_size=100, batch_size=2, device="neuron", output_dir=tmp_path / "out")
+    done = command("-m", "trainer", "--self-test", "--spawn", "2", *given, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 worker(s)" in done.stdout
+    assert "self-test passed" in done.stdout.splitlines()[-1]
+    assert (tmp_path / "log").exists()
+
+
 def test_a_runtime_that_sees_other_workers_is_refused(work: list[str], tmp_path: Path) -> None:
     """XLA's CPU sees one device in each process: torch_xla's rendezvous calls every worker the only one."""
     env = machine(tmp_path)
