@@ -295,7 +295,9 @@ def test_the_tutorials_names(data: Path, model: Path, tmp_path: Path, given: dic
 def test_contradictions_are_one_line(
     data: Path, model: Path, tmp_path: Path, given: dict[str, object], fragments: list[str]
 ) -> None:
-    done = train(data_dir=data, model_config=model, output_dir=tmp_path, grad_accum_usteps=1, **COMMON, **given)
+    done = train(
+        data_dir=data, model_config=model, output_dir=tmp_path, max_steps=2, grad_accum_usteps=1, **COMMON, **given
+    )
     assert_one_line_error(done, *fragments)
 
 
