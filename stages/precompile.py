@@ -11,7 +11,6 @@ others and alone writes the manifest.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 import shutil
@@ -20,7 +19,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,6 +32,7 @@ from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, stage_parser
 from trainer.config import DEVICES
 from trainer.devices.neuron_cache import CC_FLAGS, compiled_modules, merge_flags, node_cache, use_cache
+from trainer.machine.kind import SELF_TESTS, test_once, versions
 
 GRAPHS, CACHE, _TRIAL = "graphs.json", "cache", "trial"
 #: Marker that a machine writes when its part of the cache is compiled.
@@ -85,6 +84,11 @@ class PrecompileOptions(StageOptions):
 
     device: str = option("cpu", choices=DEVICES, help="device the phase will be trained on")
     compile: bool = option(False, help="on cpu and cuda: set if the training command has --compile")
+    self_test: bool = option(
+        True,
+        decides=False,
+        help="on Trainium, first check that the device computes correctly: once for a kind of machine",
+    )
     nodes: int = option(1, unit="machines", least=1, decides=False, help="machines that run this command together")
     phase: int | None = option(
         None, help="pretraining phase it is for; part of the identity", decides=False, least=1, most=2
@@ -148,15 +152,6 @@ def graphs_of(command: Sequence[str]) -> Graphs | None:
         nnodes=machines.nnodes,
         nproc_per_node=machines.nproc_per_node,
     )
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that trace and compile graphs."""
-    found = {}
-    for package in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "nki"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
 
 
 def flags(device: str) -> dict[str, str]:
@@ -291,6 +286,8 @@ def main() -> None:
         try_out(args.out, device=device, compiles=compiles, command=command)
         return
     with StageDirectory.begin(args.out, options.identity) as work:
+        if options.self_test and device.startswith("neuron"):
+            test_once(args.out.parent / SELF_TESTS, device, command, nodes=options.nodes)
         precompile(work, device=device, compiles=compiles, nodes=options.nodes, command=command)
 
 

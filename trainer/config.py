@@ -232,8 +232,8 @@ class TrainConfig:
     )  # fmt: skip
     compile: bool = option(False, **_MACHINE, help="compile the model with torch.compile; xla always compiles")
     compile_cache: str | None = option(None, **_MACHINE, help="directory of compiled graphs (default: the compiler's)")
-    allow_fallbacks: tuple[str, ...] = option(
-        (), **_MACHINE, nargs="+", metavar="NAME", help="operations that neuron-native may run on the CPU; else refused"
+    allow_fallbacks: str | None = option(
+        None, **_MACHINE, metavar="A,B", help="operations that neuron-native may run on the CPU; others are refused"
     )
     batches_per_execution: int = option(
         1, **_MACHINE, least=1, unit="micro-batches", help="micro-batches in one compiled graph, on xla and neuron"

@@ -159,7 +159,7 @@ def device_options(config: TrainConfig, workload: Workload, mesh: Mesh) -> Devic
         reports=config.output_dir if mesh.is_root and config.graphs is not None else None,
         count_operations=config.trial,
         compile=config.compile,
-        allow_fallbacks=config.allow_fallbacks,
+        allow_fallbacks=tuple(filter(None, (config.allow_fallbacks or "").split(","))),
         threads=workload.threads,
         rounding_seed=derive_seed(config.seed, "Neuron stochastic rounding"),
     )

@@ -9,7 +9,8 @@ from typing import Any
 import luigi
 
 from common.errors import UserError
-from pipeline.settings.parameters import Choice, number, setting, whole
+from pipeline.settings.parameters import Choice, TextOrEmpty, number, setting, whole
+from stages.precompile import PrecompileOptions
 from trainer.config import TrainConfig
 
 LAUNCHERS = ("local", "slurm", "kubernetes")
@@ -42,6 +43,8 @@ class Cluster(luigi.Config):
     data_parallel: str = setting(TrainConfig, "data_parallel")
     batches_per_execution: int = setting(TrainConfig, "batches_per_execution")
     compile: bool = setting(TrainConfig, "compile")
+    self_test: bool = setting(PrecompileOptions, "self_test")
+    allow_fallbacks = TextOrEmpty()
     collective_timeout_s: float = setting(TrainConfig, "collective_timeout_s")
     hang_timeout_s: float = number(1)
     spot_watch: bool = setting(TrainConfig, "spot_watch")

@@ -90,6 +90,13 @@ class Switch(Setting[bool]):
         return states[x.lower()]
 
 
+class TextOrEmpty(Setting[str | None]):
+    """A text, or None."""
+
+    def parse(self, x: str) -> str | None:
+        return x.strip() or None
+
+
 class DurationOrEmpty(Setting[Duration | None]):
     """A time, or empty."""
 

@@ -72,8 +72,9 @@ class Precompile(ModelStage):
             **cluster.layout,
         )
         return PrecompileOptions(
-            device=cluster.device, compile=cluster.compile, nodes=self.nodes, phase=self.phase, graphs=graphs
-        )
+            device=cluster.device, compile=cluster.compile, self_test=cluster.self_test, nodes=self.nodes,
+            phase=self.phase, graphs=graphs,
+        )  # fmt: skip
 
     def command(self) -> list[str]:
         trial = self.sibling(Pretrain, phase=self.phase).trial_command(self.directory)

@@ -35,8 +35,15 @@ def native(tmp_path: Path, native_library: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_native_lane_trains_the_graphs_that_precompile_compiled(native: Chain) -> None:
-    done = native.run("BertPhase2", "--Cluster-device", "neuron", "--Cluster-compile", "true")
+    words = ["--Cluster-device", "neuron", "--Cluster-compile", "true", "--Cluster-nproc-per-node", "2"]
+    done = native.run("BertPhase2", *words)
     assert "warning: graph" not in done.stderr
+    # The first Precompile tests the device, with the configured model and number of workers.
+    (record,) = (native.work / "self-tests").iterdir()
+    tested = json.loads(record.read_text())
+    assert tested["passed"]
+    assert (tested["workers"], tested["not_compiled"], tested["model"]["hidden_size"]) == (2, "", 32)
+    assert done.stderr.count("self-test: passed before on this kind of machine") == 1
     for phase in (1, 2):
         directory = native.latest(f"precompile-phase{phase}")
         graphs = json.loads((directory / "graphs.json").read_text())["graphs"]
@@ -49,7 +56,7 @@ def test_the_native_lane_trains_the_graphs_that_precompile_compiled(native: Chai
 
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_random_kills_change_nothing_on_the_native_lane(native: Chain, tensor_parallel_size: int) -> None:
-    words = ["--Cluster-device", "neuron", "--Cluster-nproc-per-node", "2"]
+    words = ["--Cluster-device", "neuron", "--Cluster-nproc-per-node", "2", "--Cluster-self-test", "false"]
     words += ["--Cluster-tensor-parallel-size", str(tensor_parallel_size)]
     native.run("BertPhase2", *words)
     wanted = digest(native)

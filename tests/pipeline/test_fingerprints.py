@@ -157,6 +157,8 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("precision", "grad_reduce_in_bf16", "true", MODEL),
     # Graphs are of a device and of a layout; what is trained is not.
     ("cluster", "spot_watch", "true", NOTHING),
+    ("cluster", "self_test", "false", NOTHING),
+    ("cluster", "allow_fallbacks", "aten::gelu", NOTHING),
     # What a night takes over from an earlier one: its checkpoint, held-out shards, and documents not to train on.
     ("run", "start_from", "{tmp}/parent", ("pretrain-phase1", "evaluate", *TOKENS)),
     ("nights", "start_from", "previous", NOTHING),

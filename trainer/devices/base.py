@@ -96,6 +96,10 @@ class Device(abc.ABC):
     def automatic_precision(self) -> tuple[str, str]:
         """The precision that `auto` selects, and why."""
 
+    def resumes_exactly(self, precision: str) -> bool:
+        """Whether a resumed run ends with the bytes of an uninterrupted one."""
+        return True
+
     def require_precision(self, name: str) -> None:
         """Raise `UserError` if this device does not compute in the precision `name`."""
         if name == "autocast-sr":

@@ -55,8 +55,6 @@ class NeuronNativeDevice(Device):
         """Does not use the device, since the process group must come first. Raises `UserError`."""
         self._lane = require_lane(Installation.of_machine(), NATIVE)
         self._neuron: Any = torch.get_device_module("neuron")
-        if options.precision == "fp64":
-            raise UserError(f"precision fp64 on {NATIVE}, which has no fp64; allowed: auto, fp32, autocast, bf16-…")
         count = self._neuron.device_count()
         if mesh.local_rank >= count:
             raise UserError(
@@ -89,6 +87,11 @@ class NeuronNativeDevice(Device):
     def automatic_precision(self) -> tuple[str, str]:
         return "autocast", "NeuronCores multiply in bf16"
 
+    def require_precision(self, name: str) -> None:
+        super().require_precision(name)
+        if name == "fp64":
+            raise UserError(f"precision fp64 on {NATIVE}, which computes in fp32 at most; use fp32")
+
     def loss_factors(self, counts: Sequence[int]) -> tuple[list[float], int]:
         """The gradients are divided by the first count: a third party saw wrong gradients where a loss was scaled by a
         number that is no power of two before a compiled backward pass. The others' factors are relative to it."""
@@ -105,7 +108,7 @@ class NeuronNativeDevice(Device):
         if refused := sorted(set(self.fallbacks() or ()) - self._allowed):
             raise UserError(
                 f"{', '.join(refused)} ran on the CPU instead of the NeuronCore, which is slow; if that is acceptable, "
-                f"--allow_fallbacks {' '.join(refused)}"
+                f"--allow_fallbacks {','.join(refused)}"
             )
 
     def seed(self, seed: int) -> None:

@@ -209,6 +209,10 @@ class NeuronXlaDevice(XlaDevice):
                 f"is yours, and name the precision on the command line (--precision {name})"
             )
 
+    def resumes_exactly(self, precision: str) -> bool:
+        """The state of the hardware's rounding cannot be saved."""
+        return precision not in _ROUNDED
+
     def round_stochastically(self, x: torch.Tensor) -> torch.Tensor:
         """Returns `x`: the runtime rounds wherever fp32 becomes bf16 (`NEURON_RT_STOCHASTIC_ROUNDING_EN`)."""
         return x

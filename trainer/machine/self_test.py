@@ -6,7 +6,6 @@ Options of the command line name the device, the model and its micro-batch; the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import shutil
@@ -14,7 +13,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from trainer.config import TrainConfig
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.select import select
 from trainer.machine import arithmetic, collectives, randomness, training
+from trainer.machine.kind import FILE, versions
 from trainer.machine.sample import sample_rows, write_sample
 from trainer.machine.subject import Finding, Subject
 from trainer.options import CommandLine, to_config
@@ -33,7 +32,6 @@ from trainer.workloads.bert import BertOptions, model_of
 #: Micro-steps in the step whose gradients are checked.
 _USTEPS = 2
 _DEFAULT_SEQ_LEN = 128
-FILE = "self-test.json"
 
 #: In the order in which they run: the cause of a failure comes before its consequences.
 CHECKS: dict[str, Callable[[Subject], Iterator[Finding]]] = {
@@ -194,10 +192,6 @@ def _verdict(outcomes: dict[str, Outcome], path: Path) -> str:
 
 
 def _record(subject: Subject, outcomes: dict[str, Outcome]) -> dict[str, Any]:
-    versions = {}
-    for package in ("torch", "torch-xla", "torch-neuronx", "neuronx-cc", "nki", "transformers"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
     return {
         "passed": all(outcome.passed for outcome in outcomes.values()),
         "device": subject.device.describe(),
@@ -207,7 +201,7 @@ def _record(subject: Subject, outcomes: dict[str, Outcome]) -> dict[str, Any]:
         "optimizer": subject.config.optimizer,
         "model": subject.model.to_dict(),
         "not_compiled": subject.not_compiled,
-        "versions": versions,
+        "versions": versions(),
         "time": time.time(),
         "checks": {name: _check_record(outcome) for name, outcome in outcomes.items()},
     }

@@ -73,15 +73,6 @@ def test_the_losses_are_the_cpus(
     assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < 1e-6 * max(expected)
 
 
-def test_the_self_test_passes(native: dict[str, str], work: dict[str, object], tmp_path: Path) -> None:
-    given = {**work, "device": "neuron", "output_dir": tmp_path / "out", "seq_len": 32}
-    done = command("-m", "trainer", "--self-test", "--spawn", "2", *options(**given), env=native)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((tmp_path / "out" / "self-test.json").read_text())
-    assert record["device"].startswith("neuron-native")
-    assert not record["not_compiled"]
-
-
 @pytest.mark.parametrize("draws_on_host", ["0", "1"])
 def test_dropout_is_seeded_whichever_generator_it_draws_from(native: dict[str, str], draws_on_host: str) -> None:
     program = """
@@ -116,7 +107,7 @@ def test_precompile_is_a_warm_up_whose_graphs_training_is_held_to(
     out = tmp_path / "compiled"
     given = {**work, "device": "neuron", "compile": True}
     done = command(
-        "-m", "stages.precompile", "--out", str(out), "--device", "neuron", "--compile", "--", "-m", "trainer",
+        "-m", "stages.precompile", "--out", str(out), "--device", "neuron", "--compile", "--no-self-test", "--", "-m", "trainer",
         *options(**given), env={**native, "TORCH_NEURONX_NEFF_CACHE_DIR": "/nowhere"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -133,6 +124,28 @@ def test_precompile_is_a_warm_up_whose_graphs_training_is_held_to(
     assert times == [path.stat().st_mtime_ns for path in compiled]
     other = train_there(native, **{**held, "batch_size": 2}, output_dir=tmp_path / "other")
     assert "is not in" in other.stdout, other.stdout
+
+
+def test_a_machine_that_computes_wrongly_is_not_compiled_for(
+    native: dict[str, str], work: dict[str, object], tmp_path: Path
+) -> None:
+    out = tmp_path / "work" / "compiled"
+    words = ["-m", "stages.precompile", "--out", str(out), "--device", "neuron", "--", "-m", "trainer"]
+    words += options(**work, device="neuron", seq_len=32, disable_dropout=True)
+    failed = command(*words, env={**native, "STANDIN_STUCK_SEED": "1"})
+    assert_one_line_error(failed, "failed its self-test", "docs/trainium.md", "--no-self-test")
+    assert "dropout independence" in failed.stdout
+    assert not (out / "graphs.json").exists()
+    (record,) = (tmp_path / "work" / "self-tests").iterdir()
+    found = json.loads(record.read_text())
+    assert not found["passed"]
+    assert found["kind"]["torch-neuronx"] == "2.14.3.0.1"
+    # One that has passed is not tested again.
+    record.write_text(json.dumps({**found, "passed": True}))
+    done = command(*words, env=native)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed before on this kind of machine" in done.stderr
+    assert json.loads(record.read_text())["passed"]
 
 
 @pytest.mark.parametrize(

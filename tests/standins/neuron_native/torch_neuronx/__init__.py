@@ -5,6 +5,7 @@ operation by operation, and leaves a file for each in the cache that TORCH_NEURO
 imported. What tests choose, by the environment:
 
 STANDIN_DRAWS_ON_HOST=1     random numbers come from the CPU's generator
+STANDIN_STUCK_SEED=1        every seed starts the same random numbers
 STANDIN_FALLBACKS=a,b       operations that are reported to have run on the CPU, if they ran at all
 STANDIN_CORES=n             logical cores, 2 by default
 STANDIN_NAME=trn3           the kind of chip
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from . import _device  # type: ignore[attr-defined]
 
 _CORES = int(os.environ.get("STANDIN_CORES", "2"))
+_STUCK = os.environ.get("STANDIN_STUCK_SEED") == "1"
 #: Read once, as the real package does: later changes have no effect.
 _CACHE = os.environ.get("TORCH_NEURONX_NEFF_CACHE_DIR", "/tmp/neuron-standin-cache")
 
@@ -64,7 +66,7 @@ def _device_module() -> ModuleType:
         "set_device": lambda device: _device.set_device(index_of(device)),
         "get_device_name": lambda device=None: _Properties.name,
         "get_device_properties": lambda device=None: _Properties(),
-        "manual_seed_all": lambda seed: [_device.seed(index, seed % 2**64) for index in range(_CORES)],
+        "manual_seed_all": lambda seed: [_device.seed(index, 0 if _STUCK else seed % 2**64) for index in range(_CORES)],
         "get_rng_state": lambda device=None: _device.get_state(index_of(device)),
         "set_rng_state": lambda state, device=None: _device.set_state(index_of(device), state),
         "synchronize": lambda device=None: None,
