@@ -107,8 +107,8 @@ def test_precompile_is_a_warm_up_whose_graphs_training_is_held_to(
     out = tmp_path / "compiled"
     given = {**work, "device": "neuron", "compile": True}
     done = command(
-        "-m", "stages.precompile", "--out", str(out), "--device", "neuron", "--compile", "--no-self-test", "--", "-m", "trainer",
-        *options(**given), env={**native, "TORCH_NEURONX_NEFF_CACHE_DIR": "/nowhere"},
+        "-m", "stages.precompile", "--out", str(out), "--device", "neuron", "--compile", "--no-self-test", "--", "-m",
+        "trainer", *options(**given), env={**native, "TORCH_NEURONX_NEFF_CACHE_DIR": "/nowhere"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     cache, graphs = out / "cache", out / "graphs.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,8 +30,8 @@ def self_test(folder: Path, fault: str, workers: int = 1, **values: object) -> t
     return done.returncode, failed, done.stdout
 
 
-@pytest.mark.parametrize(("workers", "values"), [(1, {}), (2, {}), (2, {"tensor_parallel_size": 2})])
-def test_a_sound_device_passes(tmp_path: Path, workers: int, values: dict[str, int]) -> None:
+@pytest.mark.parametrize(("workers", "values"), [(1, {"optimizer": "Muon"}), (2, {}), (2, {"tensor_parallel_size": 2})])
+def test_a_sound_device_passes(tmp_path: Path, workers: int, values: dict[str, Any]) -> None:
     status, failed, output = self_test(tmp_path, "Sound", workers, **values)
     assert (status, failed) == (0, set()), output
     assert output.splitlines()[-1].startswith("self-test passed: ")
