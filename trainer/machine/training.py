@@ -37,8 +37,8 @@ from trainer.run import Run
 _GRADIENT_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 #: The same of a step's change of a parameter. Adam's quotient magnifies the error of gradients near 0.
 _UPDATE_LIMIT = 0.02
-#: Of Muon's: five Newton-Schulz steps in bf16 magnify its rounding (2⁻⁹) about 3.4 times each for small singular values,
-#: which the reference computes in fp64. The worst seen is 0.16; an update that is lost has 1.
+#: Of Muon's: five Newton-Schulz steps in bf16 magnify its rounding (2⁻⁹) about 3.4 times each for small singular
+#: values; the reference is in fp64. The worst seen is 0.16; an update that is lost has 1.
 _MUON_LIMIT = 0.4
 #: A tensor whose norm is less than a share of the average (a key's bias, whose gradient is 0 but for rounding) is
 #: measured against that share: of gradients in fp32, and of all else.
@@ -142,6 +142,8 @@ def check_updates(subject: Subject) -> Iterator[Finding]:
     """Five steps of a small model in fp32: each changes every weight as on the CPU in fp64."""
     model = _small(subject.model).without_dropout()
     steps: dict[str, Any] = {"max_steps": _STEPS, "stop_step": _STEPS, "warmup_steps": 2}
+    if subject.config.optimizer == "SGD":
+        steps["lr"] = 0.1  # its steps with a small one are as small as the rounding of fp32 weights
     # One worker that takes the micro-steps of all.
     usteps = subject.config.grad_accum_usteps * subject.mesh.data_parallel_size
     exact = subject.run(
