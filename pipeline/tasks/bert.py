@@ -71,10 +71,8 @@ class Precompile(ModelStage):
             **self.settings.precision.options,
             **cluster.layout,
         )
-        return PrecompileOptions(
-            device=cluster.device, compile=cluster.compile, self_test=cluster.self_test, nodes=self.nodes,
-            phase=self.phase, graphs=graphs,
-        )  # fmt: skip
+        given = {name: getattr(cluster, name) for name in ("device", "compile", "self_test")}
+        return PrecompileOptions(**given, nodes=self.nodes, phase=self.phase, graphs=graphs)
 
     def command(self) -> list[str]:
         trial = self.sibling(Pretrain, phase=self.phase).trial_command(self.directory)
