@@ -15,7 +15,7 @@ import torch
 from common.errors import UserError
 from common.process import available_cores
 from trainer.devices.cpu import cpu_flags
-from trainer.devices.neuron_lane import Installation, cores, lane_of, problems
+from trainer.devices.neuron_lane import NATIVE, Installation, cores, lane_of, problems
 
 _RUN = "luigi --module pipeline BertPhase2"
 
@@ -45,10 +45,9 @@ def examine(log: Callable[[str], None]) -> int:
 def _examine_neuron(log: Callable[[str], None], commands: list[str]) -> list[str]:
     """What must be fixed for Trainium; nothing where there is neither a NeuronCore nor a package. A machine with cores
     puts its command first."""
-    installation, has_cores = Installation.of_machine(), True
+    installation, has_cores, config = Installation.of_machine(), True, "trn1"
     try:
         log(f"neuron  {cores()} NeuronCores")
-        commands.insert(0, f"LUIGI_CONFIG_PATH=configs/trn1-bert-large.cfg {_RUN}")
     except UserError as error:
         log(f"neuron  {error}")
         has_cores = False
@@ -57,6 +56,10 @@ def _examine_neuron(log: Callable[[str], None], commands: list[str]) -> list[str
     with contextlib.suppress(UserError):
         lane, reason = lane_of(installation)
         log(f"lane    {lane}: {reason}")
+        if lane == NATIVE:
+            config = "trn3" if installation.instance.startswith("trn3") else "trn2"
+    if has_cores:
+        commands.insert(0, f"LUIGI_CONFIG_PATH=configs/{config}-bert-large.cfg {_RUN}")
     return problems(installation)
 
 

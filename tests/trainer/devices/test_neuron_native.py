@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -198,3 +199,14 @@ print(torch.neuron.max_memory_allocated(), device.torch_device)
 """
     done = command("-c", program, env=native)
     assert done.stdout.split() == ["0", "neuron:0"], done.stderr
+
+
+def test_doctor_tells_the_lane(native: dict[str, str]) -> None:
+    examined = command("-m", "trainer", "--doctor", env=native)
+    assert "lane    neuron-native: torch-neuronx 2.14.3.0.1 is native" in examined.stdout, examined.stderr
+    missing = [line for line in examined.stdout.splitlines() if line.startswith("missing")]
+    if sys.version_info < (3, 12):
+        assert ["neuron-native is made for Python 3.12 to 3.14" in line for line in missing] == [True]
+    else:
+        assert not missing
+        assert examined.stdout.splitlines()[-1].startswith("next    LUIGI_CONFIG_PATH=configs/trn2-bert-large.cfg")
