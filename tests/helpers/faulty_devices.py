@@ -26,7 +26,7 @@ from trainer.parallel.mesh import Group, Mesh
 class Sound(CpuDevice):
     """No fault. It does not compile, which would take most of the time."""
 
-    def compiler(self, cache: str | None) -> Inductor:
+    def make_compiler(self, cache: str | None) -> Inductor:
         raise UserError("this stand-in has no compiler")
 
 
@@ -83,7 +83,7 @@ class StaleGraph(CpuDevice):
 
             return run
 
-    def compiler(self, cache: str | None) -> Any:
+    def make_compiler(self, cache: str | None) -> Any:
         return self.Stale()
 
 

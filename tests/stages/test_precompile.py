@@ -187,7 +187,7 @@ def test_a_bad_word_of_the_training_command_is_refused_before_the_trial(
 def test_what_is_missing_is_one_line(work: dict[str, object], tmp_path: Path) -> None:
     assert_one_line_error(precompile(tmp_path / "a", "xla"), "device xla needs the training command")
     done = precompile(tmp_path / "b", "neuron", "-m", "trainer", *options(**work))
-    assert_one_line_error(done, "neuron_parallel_compile is not here", "docs/trainium.md")
+    assert_one_line_error(done, "device neuron needs torch-neuronx", "docs/trainium.md")
 
 
 def test_torch_compiles_once_and_its_code_is_found_again(work: dict[str, object], tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_killed_compiled_run_ends_with_the_same_bytes(work: dict[str, object],
 
 @pytest.mark.parametrize(
     ("values", "fragment"),
-    [({"device": "xla"}, "compile is for cpu and cuda"), ({"data_parallel": "ddp"}, "ddp supports neither")],
+    [({"device": "xla"}, "device xla always compiles"), ({"data_parallel": "ddp"}, "ddp supports neither")],
 )
 def test_what_does_not_go_with_compile_is_one_line(
     work: dict[str, object], tmp_path: Path, values: dict[str, str], fragment: str
