@@ -57,7 +57,8 @@ def _odd_ones(ranks: list[int], found: list[tuple[str, str]]) -> list[int]:
 
 
 def flip_a_bit(tensor: Tensor) -> None:
-    """Simulate a memory fault, for tests: flip the lowest bit of one element's fraction."""
+    """Simulate a memory fault, for tests: flip a bit of one element's fraction; not the lowest, which the next update
+    may round away."""
     value = tensor.detach().view(-1)[:1].cpu()
-    value.view(torch.uint8)[0] ^= 1
+    value.view(torch.uint8)[0] ^= 0x40
     tensor.detach().view(-1)[:1] = value.to(tensor.device)

@@ -27,10 +27,10 @@ def ready_chain(tmp_path: Path) -> tuple[Chain, list[str]]:
 
 
 def test_the_vocabulary_goes_beside_the_model_and_a_minimal_checkpoint_is_enough(tmp_path: Path) -> None:
-    """Phase 1 is killed between its checkpoints, and goes on; its last one has weights only."""
+    """Phase 1 is killed after a checkpoint, and goes on; its last one has weights only."""
     chain, options = ready_chain(tmp_path)
     (tmp_path / "token").touch()
-    env = {"FAILPOINT": "step:5.0", "FAILPOINT_TOKEN": str(tmp_path / "token")}
+    env = {"FAILPOINT": "rename-after:ckpt_3", "FAILPOINT_TOKEN": str(tmp_path / "token")}
     done = chain.run("BertPhase2", *options, "--Phase1-minimal-ckpt", "true", **env)
     assert "starting again" in done.stderr
     assert "resuming from checkpoint" in done.stderr

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -124,7 +125,8 @@ def _compile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], *, options
     def leave(part: str, traced: torch.fx.GraphModule, _: Any) -> Any:
         if any(not isinstance(extent, int) for shape in shapes if isinstance(shape, tuple) for extent in shape):
             raise RuntimeError("dynamic=True is not supported by the backend neuron")
-        name = hashlib.sha256(f"{part}{traced.code}{shapes}".encode()).hexdigest()[:20]
+        code = re.sub(r"device\(type='neuron', index=\d+\)", "neuron", traced.code)  # a NEFF runs on any core
+        name = hashlib.sha256(f"{part}{code}{shapes}".encode()).hexdigest()[:20]
         module = Path(_CACHE) / f"MODULE_{name}"
         if not (module / "model.neff").exists():
             module.mkdir(parents=True, exist_ok=True)
