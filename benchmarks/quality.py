@@ -60,10 +60,13 @@ _OURS = {
 }
 #: As short as it can be and still have BERT's loss; and as long as BERT's takes.
 SHORT = Recipe(
-    "ours, short", {**_OURS, "grad_accum_usteps": 1, "warmup_steps": 10, "max_steps": 100}, "dynamic", embeds=True
+    "ours, short", {**_OURS, "grad_accum_usteps": 1, "warmup_steps": 10, "max_steps": 70}, "dynamic", embeds=True
 )
 LONG = Recipe(
-    "ours, long", {**_OURS, "grad_accum_usteps": 2, "warmup_steps": 50, "max_steps": 1150}, "dynamic", embeds=True
+    "ours, long",
+    {**_OURS, "lr": 5e-3, "grad_accum_usteps": 2, "warmup_steps": 50, "max_steps": 1150},
+    "dynamic",
+    embeds=True,
 )
 #: Trainer's own defaults, and the best that we found for it.
 TRAINER = {
