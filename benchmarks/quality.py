@@ -64,7 +64,7 @@ SHORT = Recipe(
 )
 LONG = Recipe(
     "ours, long",
-    {**_OURS, "lr": 5e-3, "grad_accum_usteps": 2, "warmup_steps": 50, "max_steps": 1150},
+    {**_OURS, "lr": 3e-3, "grad_accum_usteps": 2, "warmup_steps": 50, "max_steps": 1300},
     "dynamic",
     embeds=True,
 )
