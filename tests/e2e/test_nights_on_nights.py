@@ -112,7 +112,7 @@ def test_each_night_continues_the_last_accepted_one(nights: Nights) -> None:
     end = TrainState.read(after / "checkpoints" / "ckpt_8")
     assert (end.steps_before, end.step, end.origin) == (4, 8, identity)
     # It takes the checkpoint before the decay, so its learning rate is at the top from the first step on.
-    assert [record["learning_rate"] for record in metrics(after)[:4]] == [0.01] * 4
+    assert [record["learning_rate"] for record in metrics(after)[:4]] == [0.005] * 4
     third = TrainState.read(nights.stage(REJECTED, "pretrain-phase1") / "checkpoints" / "ckpt_4")
     assert third.steps_before == 8, "the 4 stable ones of both nights before it"
     parent = decided(nights.path / BEGUN)

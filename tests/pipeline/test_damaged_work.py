@@ -182,4 +182,4 @@ def test_commands_print_where_the_terminal_has_no_unicode(
     for words in ("report", "status", "why Pretrain --phase 1 --Phase1-lr 5e-4"):
         changed = "--Phase1-lr" in words
         said = chain.ask(*words.split(), status=int(changed), PYTHONIOENCODING=encoding).stdout
-        assert not changed or "lr: 0.01 ? 0.0005" in said
+        assert not changed or "lr: 0.005 ? 0.0005" in said

@@ -33,7 +33,7 @@ def test_a_stage_has_the_name_that_status_gives_it(chain: Chain) -> None:
 @pytest.mark.parametrize(
     ("task", "change", "line"),
     [
-        ("pretrain-phase2", ("--Phase2-lr", "1e-4"), "lr: 0.005 → 0.0001"),
+        ("pretrain-phase2", ("--Phase2-lr", "1e-4"), "lr: 0.01 → 0.0001"),
         ("pretrain-phase1", ("--Model-hidden-size", "64"), "model.hidden_size: 32 → 64"),
         ("precompile-phase1", ("--Cluster-nproc-per-node", "2"), "accumulates: True → False"),
         ("shard_dataset-phase1", ("--Dataset-dupe-factor", "4"), "dupe_factor: 1 → 4"),
@@ -42,7 +42,7 @@ def test_a_stage_has_the_name_that_status_gives_it(chain: Chain) -> None:
             ("--Dataset-dupe-factor", "4"),
             "its upstream shard_dataset-phase2 would change: dupe_factor: 1 → 4",
         ),
-        ("evaluate", ("--Phase1-lr", "9e-4"), "its upstream pretrain-phase1 would change: lr: 0.01 → 0.0009"),
+        ("evaluate", ("--Phase1-lr", "9e-4"), "its upstream pretrain-phase1 would change: lr: 0.005 → 0.0009"),
         (
             "merge_shards",
             ("--Corpus-vocab-size", "280"),
