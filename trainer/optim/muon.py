@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -20,10 +21,10 @@ _EPSILON = 1e-7
 ADAMW_RATE = 0.3
 
 
-def orthogonalised(matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Replace the singular values of each of `matrices` (L, rows, columns) by values in about 0.7 … 1.2.
 
-    Newton-Schulz iteration in `dtype`, as `torch.optim.Muon` does it; a zero matrix stays zero.
+    Newton-Schulz iteration in `dtype` (`torch.optim.Muon`'s is always bf16); a zero matrix stays zero.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
@@ -53,6 +54,7 @@ class Muon:
         self._weight_decay = weight_decay
         self._number = number or (lambda value: value)
         self._parameters = parameters
+        self._dtype = parameters.precision.products
         self._buffers = [group.zeros() for group in self._groups]
         self._adamw = AdamW(
             parameters, weight_decay=weight_decay, number=number, are_updated=lambda group: not group.is_matrix
@@ -95,7 +97,8 @@ class Muon:
             by_shape.setdefault(matrix.shape, []).append(name)
         found: dict[str, tuple[Tensor, torch.Size]] = {}
         stacks = [torch.stack([whole[name] for name in names]) for names in by_shape.values()]
-        for (shape, names), stack in zip(by_shape.items(), self._replicas.share(stacks, _orthogonalised), strict=True):
+        shared = self._replicas.share(stacks, functools.partial(orthogonalised, dtype=self._dtype))
+        for (shape, names), stack in zip(by_shape.items(), shared, strict=True):
             for name, matrix in zip(names, stack.unbind(), strict=True):
                 mine = matrix if self._shared is None else self._shared.piece(name, matrix)
                 found[name] = (mine, shape)
@@ -109,7 +112,3 @@ class Muon:
     def set_steps_done(self, steps: int) -> None:
         """Restore the number of updates, which AdamW's bias correction depends on."""
         self._adamw.set_steps_done(steps)
-
-
-def _orthogonalised(stack: Tensor) -> Tensor:
-    return orthogonalised(stack, torch.float64 if stack.dtype == torch.float64 else torch.bfloat16)

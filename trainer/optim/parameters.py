@@ -95,7 +95,7 @@ class Parameters(abc.ABC):
         parameters form groups of their own, for Muon."""
         self.shared, self.replicas = shared, replicas
         self._is_matrix = is_matrix
-        self._precision = precision
+        self.precision = precision
         self._parameters = dict(model.named_parameters())
         self._has_weight_decay = has_weight_decay
         #: Where the gradients are summed.
@@ -120,7 +120,7 @@ class Parameters(abc.ABC):
     @property
     def _sums_itself(self) -> bool:
         """Whether autograd's own gradient sums have the right type."""
-        return self._precision.weights == self._precision.dtype
+        return self.precision.weights == self.precision.dtype
 
     def _sum_into(self, name: str, home: Tensor) -> None:
         """Have the gradients of a parameter, already in its final type, added to `home`."""
@@ -195,7 +195,7 @@ class Parameters(abc.ABC):
 
     def masters(self) -> dict[str, Tensor]:
         """The weights in `Precision.dtype`, by name and in the model's order; empty where it keeps none."""
-        if not self._precision.keeps_master:
+        if not self.precision.keeps_master:
             return {}
         views = dict(self.named([group.masters for group in self.groups]))
         return {name: views[name] for name in self._parameters}
@@ -209,7 +209,7 @@ def _move_gradient(parameter: Tensor, home: Tensor) -> None:
 
 class FlatParameters(Parameters):
     def _lay_out(self, extras: int) -> None:
-        precision = self._precision
+        precision = self.precision
         total = sum(parameter.numel() for parameter in self._parameters.values())
         device = next(iter(self._parameters.values())).device
         weights = torch.empty(total, dtype=precision.weights, device=device)
@@ -247,7 +247,7 @@ def _views(
 
 class SeparateParameters(Parameters):
     def _lay_out(self, extras: int) -> None:
-        precision = self._precision
+        precision = self.precision
         self._masters: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             if precision.weights != precision.dtype:
@@ -274,7 +274,7 @@ class SeparateParameters(Parameters):
             [self._homes[name] for name in names],
             decays,
             is_matrix,
-            self._precision,
+            self.precision,
             lambda tensors: zip(names, tensors, strict=True),
             [self._masters[name] for name in names if name in self._masters],
             self._region(is_split=is_split),

@@ -13,12 +13,12 @@ from trainer.machine.self_test import CHECKS, FILE
 
 
 def self_test(folder: Path, fault: str, workers: int = 1, **values: object) -> tuple[int, set[str], str]:
-    """(exit status, the checks that failed, output) of the self-test of a device of `tests.helpers.faulty_devices`."""
+    """(exit status, the checks that failed, output) of the self-test of a device of `tests.helpers.faulty.devices`."""
     words = options(
         model_config=write_model_config(folder), seq_len=32, max_pred_len=5, batch_size=4, device="cpu",
         precision="fp32", output_dir=folder / "out", **values,
     )  # fmt: skip
-    done = Workers(workers, "tests.helpers.faulty_devices", [fault, "--self-test", *words], {}).wait()
+    done = Workers(workers, "tests.helpers.faulty.devices", [fault, "--self-test", *words], {}).wait()
     assert done.returncode in (0, 1), done.stdout
     record = json.loads((folder / "out" / FILE).read_text())
     assert record["checks"].keys() == CHECKS.keys()
