@@ -5,6 +5,7 @@ Exception
 └── UserError            bad input: one line, exit 1, no traceback
     ├── DiskError        a write failed (full disk, I/O error, no permission)
     ├── LockHeld         another process is at work on the same directory
+    │   └── LeaseLost    another machine has taken this one's turn to make a stage: exit 73
     ├── NodeMissing      a machine did not join the run: exit 69
     ├── CheckpointError  a checkpoint cannot be used
     └── AgreedError      all workers raise it together; the root reports it
@@ -29,6 +30,8 @@ EXIT_INTERRUPTED = 75
 EXIT_NODE_MISSING = 69
 #: Exit status when workers' copies of the weights differ (EX_OSERR of sysexits.h): a restart may succeed.
 EXIT_REPLICAS = 71
+#: Exit status of a command whose turn another machine has taken (EX_CANTCREAT of sysexits.h).
+EXIT_LEASE_LOST = 73
 #: Exit status of an unexpected exception (EX_SOFTWARE of sysexits.h).
 EXIT_SOFTWARE = 70
 #: Exit status of a command that refuses its input.
@@ -51,6 +54,12 @@ class UserError(Exception):
 
 class LockHeld(UserError):
     """Another process is at work on the same directory."""
+
+
+class LeaseLost(LockHeld):
+    """Another machine has taken this one's turn to make a stage."""
+
+    exit_status = EXIT_LEASE_LOST
 
 
 class NodeMissing(UserError):

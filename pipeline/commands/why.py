@@ -44,6 +44,8 @@ def explain(task: StageTask, stage_dirs: StageDirs, *, verify: bool) -> str | No
         of = "" if task.max_steps is None else f" of {task.max_steps}"
         at = f", and goes on from step {step}{of}" if step is not None else ""
         return f"{task.label} would run: it was interrupted{at}"
+    if task.stored is not None:
+        return f"{task.label} would be fetched: it is in the store"
     changed = cause(task, stage_dirs)
     if changed is not None:
         stable = next(stable_checkpoints(task, stage_dirs), None)

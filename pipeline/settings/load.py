@@ -180,6 +180,7 @@ def _check_together(settings: Settings) -> None:
     """Check settings against each other. Raises `UserError`."""
     cluster = settings.cluster
     cluster.check()
+    settings.store.check()
     if cluster.launcher == "slurm":
         settings.slurm.check()
     if cluster.launcher == "kubernetes":

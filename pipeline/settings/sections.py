@@ -29,11 +29,14 @@ from stages.embed import INITIAL_WORD_EMBEDDINGS
 from stages.evaluate import EvaluateOptions
 from stages.mnist import MnistOptions
 from stages.shard import ShardOptions
+from stages.store.options import StoreOptions
 from stages.text.corpus import TokenizeOptions
 from stages.transfer.urls import Transport
 from trainer.config import PRESETS, ModelConfig, TrainConfig
 from trainer.registry import INITIAL_ATTENTION
 
+#: Values of [store] push and pull.
+STORED_STAGES = ("all", "shards", "models", "none")
 #: Value of [nights] start_from.
 PREVIOUS = "previous"
 
@@ -167,6 +170,31 @@ class Evaluation(luigi.Config):
     blimp_samples: int = setting(EvaluateOptions, "blimp_samples")
 
 
+class Store(luigi.Config):
+    url = Address()
+    push = Choice(STORED_STAGES)
+    pull = Choice(STORED_STAGES)
+    s3_profile = luigi.StrParameter()
+    s3_endpoint = Address()
+    connections: int = setting(StoreOptions, "connections")
+    encryption: str = setting(StoreOptions, "encryption")
+    kms_key = luigi.StrParameter()
+    lease_s: float = setting(StoreOptions, "lease_s")
+
+    def check(self) -> None:
+        """Raise `UserError` unless the settings agree."""
+        _ = self.options
+
+    @property
+    def options(self) -> StoreOptions | None:
+        """How the store is reached; None: there is none."""
+        return (
+            StoreOptions(**{n: v for n, v in self.param_kwargs.items() if n not in ("push", "pull")})
+            if self.url
+            else None
+        )
+
+
 class Mnist(luigi.Config):
     url = Address()
     checksums: str = setting(MnistOptions, "checksums")
@@ -187,7 +215,7 @@ class Nights(luigi.Config):
 
 SECTIONS: tuple[type[luigi.Config], ...] = (
     *(Run, Corpus, Dataset, Model, Phase1, Phase2),
-    *(Precision, Cluster, Slurm, Kubernetes, Evaluation, Mnist, Nights),
+    *(Precision, Cluster, Slurm, Kubernetes, Evaluation, Store, Mnist, Nights),
 )
 
 
@@ -206,6 +234,7 @@ class Settings:
     slurm: Slurm
     kubernetes: Kubernetes
     evaluation: Evaluation
+    store: Store
     mnist: Mnist
     nights: Nights
 

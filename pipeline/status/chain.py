@@ -32,7 +32,10 @@ class StageTask(PlacedStage, Protocol):
     def max_steps(self) -> int | None: ...
     @property
     def resumes(self) -> bool: ...
+    @property
+    def stored(self) -> object | None: ...
     def requires(self) -> Mapping[str, StageTask]: ...
+    def needs(self) -> Mapping[str, StageTask]: ...
     def ends(self) -> Sequence[StageTask]: ...
     def manifest(self) -> dict[str, Any]: ...
 
@@ -69,13 +72,14 @@ def is_complete(stage: StageTask) -> bool:
 
 
 def would_run(task: ChainTask) -> list[StageTask]:
-    """The stages that a run of `task` would start, in running order: luigi does not look behind a complete one."""
+    """The stages that a run of `task` would make or fetch, in running order: luigi does not look behind one that is
+    complete, or that the store has."""
     needed: set[StageTask] = set()
 
     def need(stage: StageTask) -> None:
         if stage not in needed and not is_complete(stage):
             needed.add(stage)
-            for upstream in stage.requires().values():
+            for upstream in stage.needs().values():
                 need(upstream)
 
     for stage in task.ends():

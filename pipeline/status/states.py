@@ -51,6 +51,8 @@ def _status(task: StageTask, stage_dirs: StageDirs, *, needed: bool) -> StageSta
     else:
         missing = [up.label for up in task.requires().values() if not is_complete(up)]
         details = [f"for {', '.join(missing)}"] if missing else ["its turn is next"]
+    if task.stored is not None:
+        details = [*(details if stale else []), "in the store"]
     if needed and (stable := next(stable_checkpoints(task, stage_dirs), None)) is not None:
         details.append(f"would go on from {stable}")
     if not needed:

@@ -47,6 +47,7 @@ class Precompile(ModelStage):
 
     phase = luigi.IntParameter(description="1 or 2")
     on_cluster = on_all_nodes = True
+    stored_as = None  # compiled for the machine at hand
 
     def requires(self) -> dict[str, Stage]:
         return {"dataset": dataset_of(self, self.phase), **self.vocabulary(self.phase)}
@@ -143,7 +144,7 @@ class Pretrain(ModelStage, Training):
     def result_line(self) -> str:
         """The phase's line in the final summary."""
         if not self.complete():
-            return f"phase {self.phase}: {self.directory} was removed; the model made from it is still there"
+            return f"phase {self.phase}: {self.directory} is not here; the model made from it is"
         return summary.phase_line(self.counts(), self.phase)
 
     def trial_command(self, directory: Path) -> list[str]:

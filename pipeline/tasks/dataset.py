@@ -71,6 +71,8 @@ def _require_one_vocabulary(settings: Settings) -> None:
 class TokenizeCorpus(Stage):
     """Text → a vocabulary and token ids, once for both phases; held-out documents are kept apart first."""
 
+    stored_as = "shards"
+
     def options(self) -> TokenizeOptions:
         corpus, run = self.settings.corpus, self.settings.run
         return TokenizeOptions(
@@ -98,6 +100,7 @@ class TokenizeCorpus(Stage):
 class ShardDataset(Stage):
     """Token ids → the examples of one phase, as HDF5 shards."""
 
+    stored_as = "shards"
     phase = luigi.IntParameter(description="1 or 2")
 
     def requires(self) -> dict[str, Stage]:
@@ -126,6 +129,7 @@ class ShardDataset(Stage):
 class DownloadDataset(Stage):
     """Ready HDF5 shards of one phase, from an archive or a folder; every file checked."""
 
+    stored_as = "shards"
     phase = luigi.IntParameter(description="1 or 2")
 
     @property

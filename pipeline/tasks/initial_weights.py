@@ -16,6 +16,8 @@ from trainer.config import ModelConfig
 class EmbedWords(Stage):
     """Makes phase 1's initial word embeddings from the text."""
 
+    stored_as = "shards"
+
     def requires(self) -> dict[str, Stage]:
         return {"dataset": dataset_of(self, 1)}
 

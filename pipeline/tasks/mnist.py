@@ -16,6 +16,8 @@ from stages.mnist import MnistOptions
 class DownloadMnist(Stage):
     """The four files of MNIST, checked."""
 
+    stored_as = "shards"
+
     def options(self) -> MnistOptions:
         mnist, transport = self.settings.mnist, self.settings.dataset.transport
         return MnistOptions(url=mnist.url, checksums=mnist.checksums, **transport)

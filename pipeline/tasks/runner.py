@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Protocol
 
 from common.console import log
@@ -29,8 +30,11 @@ class RunnableStage(PlacedStage, Protocol):
     def nodes(self) -> int: ...
     @property
     def hang_timeout_s(self) -> float | None: ...
+    @property
+    def stored(self) -> object | None: ...
     def command(self) -> list[str]: ...
     def finish(self, start: StartTime) -> None: ...
+    def making(self) -> contextlib.AbstractContextManager[bool]: ...
 
 
 class CommandFailed(UserError):
@@ -40,6 +44,14 @@ class CommandFailed(UserError):
         """`error`: the command's own error message."""
         super().__init__(message)
         self.error = error
+
+
+class UpstreamMissing(Exception):
+    """Stages that must be complete before another can be made."""
+
+    def __init__(self, tasks: Sequence[object]) -> None:
+        super().__init__()
+        self.tasks = tasks
 
 
 class Runner:
@@ -64,7 +76,7 @@ class Runner:
                 is_complete = (stage.directory / MANIFEST).exists()
                 if is_complete:
                     latest.link(stage.label, stage.directory)
-        except (LockHeld, Interrupted):
+        except (LockHeld, Interrupted, UpstreamMissing):
             raise
         except Exception as error:
             attempts.record_failure(stage.directory, error.error if isinstance(error, CommandFailed) else str(error))
@@ -78,7 +90,7 @@ class Runner:
         """
         stage = self._stage
         failures_before = attempts.failures(stage.directory)
-        if stage.nodes > 1:
+        if stage.nodes > 1 and stage.stored is None:
             log(f"{stage.label}: node {node} of {stage.nodes}, in {stage.directory}")
             stage.directory.mkdir(parents=True, exist_ok=True)
             with (stage.directory / LOCK).open("a", encoding="utf-8") as unlocked:
@@ -96,8 +108,10 @@ class Runner:
             claim(stage.directory, stage.identity)
             log(f"{stage.label}: started in {stage.directory}")
             start = StartTime.now()
-        self._run_command(lock, job)
-        stage.finish(start)
+        with stage.making() as was_fetched:
+            if not was_fetched:
+                self._run_command(lock, job)
+                stage.finish(start)
 
     def _find_job(self) -> Job | None:
         """The live job of an earlier run, if any. Raises `AlreadyComplete` if a finished one completed the stage."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import luigi
 
@@ -15,12 +16,16 @@ from pipeline import launchers
 from pipeline.luigi_adapters import exits, luigid_release
 from pipeline.luigi_adapters.luigid_progress import reports
 from pipeline.status import latest
+from pipeline.store.shared import Kind, SharedStage, SharedStore
 from pipeline.tasks.base import ChainTask
 from pipeline.tasks.input_hashes import input_hashes
-from pipeline.tasks.runner import Runner
+from pipeline.tasks.runner import Runner, UpstreamMissing
 from stages.directory.manifest import MANIFEST, Identity, StartTime, why_incomplete
 from stages.directory.options import StageOptions
 from stages.directory.records import read_manifest
+
+if TYPE_CHECKING:
+    from stages.store.records import StageRecord
 
 
 class Stage(ChainTask):
@@ -36,6 +41,8 @@ class Stage(ChainTask):
     on_all_nodes: ClassVar[bool] = False
     #: Whether its command resumes when restarted.
     resumes: ClassVar[bool] = False
+    #: What it counts as in [store] push and pull; None: it stays on its machine.
+    stored_as: ClassVar[Kind] = "models"
 
     # Overridden by subclasses.
 
@@ -103,6 +110,50 @@ class Stage(ChainTask):
         """The requirements whose outputs affect this stage's result."""
         return self.requires()
 
+    @functools.cached_property
+    def store(self) -> SharedStore | None:
+        return SharedStore.of(self.settings.store)
+
+    @property
+    def shared(self) -> SharedStage:
+        """The stage as the store knows it."""
+        siblings = tuple(task.directory.name for task in self.requires().values())
+        return SharedStage(
+            self.label, self.identity.fingerprint, self.directory, self.stored_as, self.resumes, siblings
+        )
+
+    @functools.cached_property
+    def stored(self) -> StageRecord | None:
+        """What the store had of this stage when it was first asked. Raises `UserError`."""
+        return self.store.find(self.shared) if self.store is not None else None
+
+    def needs(self) -> dict[str, Stage]:
+        """The stages that must be complete before this one can be made or fetched. Raises `UserError`."""
+        every = self.requires()
+        if self.stored is None:
+            return every
+        return {role: task for role, task in every.items() if task.directory.name in self.stored.beside}
+
+    def deps(self) -> list[Stage]:
+        """What luigi runs first."""
+        with exits.while_scheduling():
+            return list(self.needs().values())
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[bool]:
+        """Around making the stage, whose lock is held; yields whether it was fetched from the store instead.
+
+        Raises `UpstreamMissing` if it was to be fetched and cannot be.
+        """
+        if self.store is None:
+            yield False
+            return
+        with self.store.making(self.shared) as was_fetched:
+            missing = [] if was_fetched else [task for task in self.requires().values() if not task.complete()]
+            if missing:
+                raise UpstreamMissing(missing)
+            yield was_fetched
+
     def output(self) -> luigi.LocalTarget:
         return luigi.LocalTarget(str(self.directory / MANIFEST))
 
@@ -117,6 +168,8 @@ class Stage(ChainTask):
                 return False
             if latest.is_older(self.label, self.directory):
                 latest.link(self.label, self.directory)  # a run was killed after its manifest, before the link
+            if self.store is not None:
+                self.store.push_later(self.shared)
             return True
 
     def manifest(self) -> dict[str, Any]:
@@ -138,10 +191,16 @@ class Stage(ChainTask):
         """Context manager around the stage's run."""
         return contextlib.nullcontext()
 
-    def run(self) -> None:
-        """Complete the stage. Raises `UserError`, which fails the task."""
-        with exits.while_running(), contextlib.nullcontext() if self.settings.cluster.follows else reports(self):
-            self.make()
+    def run(self) -> Iterator[Sequence[object]] | None:
+        """Complete the stage. Raises `UserError`, which fails the task. Returns what luigi is to run first, and then
+        this again, if the store could not give what it had promised."""
+        try:
+            with exits.while_running(), contextlib.nullcontext() if self.settings.cluster.follows else reports(self):
+                self.make()
+        except UpstreamMissing as error:
+            self.__dict__["stored"] = None
+            return (tasks for tasks in [error.tasks])
+        return None
 
     def make(self) -> None:
         """`run` outside a luigi worker. Raises `Interrupted`, `LockHeld`, `UserError`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from common.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from common.errors import EXIT_INTERRUPTED, UserError
 from common.process import die_with_starter, print_in_any_locale
 from common.secrets import redact_tracebacks
 from stages.directory.manifest import AlreadyComplete
@@ -22,7 +22,7 @@ def run(main: Callable[[], None]) -> None:
         print("complete already; nothing to do", file=sys.stderr)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(error.exit_status)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)

@@ -204,6 +204,7 @@ def claim(path: Path, identity: Identity) -> None:
         LOCK,
         ATTEMPTS,
         "failure.json",  # of earlier versions
+        "lease.json",  # the maker's name in a shared store
         *(name + end for name in (IDENTITY, PROGRESS, ALIVE) for end in ("", TEMPORARY_SUFFIX)),
     }
     ours = (".log", TEMPORARY_SUFFIX) if before is not None else (".log",)

@@ -32,12 +32,12 @@ from trainer.checkpoint.directory import why_invalid
 
 @pytest.fixture(scope="module", autouse=True)
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The compiled tests/helpers/faulty_io.c, preloaded into every process that is forked for these tests."""
+    """The compiled tests/helpers/faulty/io.c, preloaded into every process that is forked for these tests."""
     compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("no C compiler to build tests/helpers/faulty_io.c with")
+        pytest.skip("no C compiler to build tests/helpers/faulty/io.c with")
     library = tmp_path_factory.mktemp("shim") / "faulty_io.so"
-    source = ROOT / "tests" / "helpers" / "faulty_io.c"
+    source = ROOT / "tests" / "helpers" / "faulty" / "io.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_PRELOAD", str(library))

@@ -197,6 +197,16 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("evaluation", "blimp", "{tmp}/a.txt", ("evaluate",)),
     # Of BLiMP, which by default is not scored.
     ("evaluation", "blimp_samples", "100", NOTHING),
+    ("store", "url", "{tmp}/store", NOTHING),
+    ("store", "push", "none", NOTHING),
+    ("store", "pull", "shards", NOTHING),
+    ("store", "s3_profile", "writer", NOTHING),
+    ("store", "s3_endpoint", "http://localhost:9000", NOTHING),
+    ("store", "connections", "3", NOTHING),
+    # Of a store in S3, and by default there is none.
+    ("store", "encryption", "AES256", NOTHING),
+    ("store", "kms_key", "", NOTHING),
+    ("store", "lease_s", "5", NOTHING),
     ("mnist", "url", "s3://no-bucket/mnist", ("download_mnist",)),
     ("mnist", "checksums", "none", ("download_mnist",)),
     ("mnist", "epochs", "5", MLP),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ DONE = ProcessResult(0, None, False, "")
 class Stage:
     """Complete once its command has succeeded."""
 
-    label, nodes, hang_timeout_s = "example", 1, 20.0
+    label, nodes, hang_timeout_s, stored = "example", 1, 20.0, None
 
     def __init__(self, work_dir: Path, *, resumes: bool) -> None:
         self.directory, self.resumes = work_dir / "example-0", resumes
@@ -39,6 +40,9 @@ class Stage:
 
     def finish(self, start: StartTime) -> None:
         finish(self.directory, self.identity, [], {}, start=start)
+
+    def making(self) -> contextlib.AbstractContextManager[bool]:
+        return contextlib.nullcontext(False)
 
     def why_incomplete(self) -> str | None:
         return why_incomplete(self.directory, self.identity.fingerprint)

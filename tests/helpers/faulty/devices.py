@@ -1,6 +1,6 @@
 """Devices that are wrong in one way each: the CPU with a fault.
 
-`python -m tests.helpers.faulty_devices FAULT …` is `python -m trainer …` where the device cpu is the faulty one.
+`python -m tests.helpers.faulty.devices FAULT …` is `python -m trainer …` where the device cpu is the faulty one.
 """
 
 from __future__ import annotations
@@ -134,6 +134,6 @@ class LostUpdate(Sound):
 
 
 if __name__ == "__main__":
-    registry.DEVICES["cpu"] = f"tests.helpers.faulty_devices:{sys.argv[1]}"
+    registry.DEVICES["cpu"] = f"tests.helpers.faulty.devices:{sys.argv[1]}"
     sys.argv = ["trainer", *sys.argv[2:]]
     runpy.run_module("trainer", run_name="__main__", alter_sys=True)

@@ -1,0 +1,163 @@
+"""`python -m pipeline store`: what the shared store holds; verify it, prune it, or see what a run would move."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import re
+from typing import TYPE_CHECKING
+
+from common.console import log
+from common.duration import Duration
+from common.errors import UserError
+from pipeline.settings.load import load
+from pipeline.status.chain import chain, is_complete, would_run
+from pipeline.store.shared import SharedStore, counted
+from pipeline.tasks.everything import Everything
+from pipeline.tasks.stage import Stage
+from stages.view.text import size
+
+if TYPE_CHECKING:
+    from stages.store.maintenance import Contents
+
+SUMMARY = "what the shared store ([store] url) holds; verify, prune, or what a run would fetch and push"
+_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", metavar="list|plan|verify|prune")
+    verbs.add_parser("list", help="complete stages and checkpoints (the default)")
+    verbs.add_parser("plan", help="what a run with these settings would fetch, make and push")
+    verify = verbs.add_parser("verify", help="compare what is there with its records; exit status 1 if it differs")
+    verify.add_argument("--read", action="store_true", help="read every file and compare its sha256, too")
+    verify.add_argument("--remove", action="store_true", help="remove what is damaged; the next run pushes it again")
+    prune = verbs.add_parser("prune", help="what is old or too much; removes it only with --remove")
+    prune.add_argument("--older-than", type=_duration, metavar="TIME", help="stages pushed longer ago, as 30d or 12h")
+    prune.add_argument("--max-size", type=_bytes, metavar="SIZE", help="oldest stages above so much, as 500G or 2T")
+    prune.add_argument("--keep", type=_count, metavar="N", help="of each stage, all but the N pushed last")
+    prune.add_argument("--remove", action="store_true", help="remove them, and files that nothing refers to")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `UserError`."""
+    shared = SharedStore.of(load().store)
+    if shared is None:
+        raise UserError("[store] url is empty: there is no store; give one, as --Store-url s3://bucket/prefix")
+    return {None: _list, "list": _list, "plan": _plan, "verify": _verify, "prune": _prune}[args.verb](shared, args)
+
+
+def _list(shared: SharedStore, args: argparse.Namespace) -> int:
+    from stages.store import maintenance
+
+    contents = maintenance.read(shared.backend)
+    rows = [("stage", "files", "size", "pushed (UTC)", "from")]
+    for stage in contents.stages:
+        record = stage.record
+        rows.append((stage.name, f"{len(record.files):,}", size(record.total_bytes), record.pushed, record.host))
+    for training in contents.trainings:
+        turn = training.turn
+        if turn.checkpoints or turn.holder is not None:
+            newest = turn.checkpoints[-1] if turn.checkpoints else None
+            moved = size(sum(file.bytes for file in newest.files)) if newest else ""
+            who = str(turn.holder) if turn.holder else "nobody makes it now"
+            rows.append((training.name, newest.name if newest else "", moved, "not complete", who))
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    listed = sum(stage.record.total_bytes for stage in contents.stages)
+    print(f"{shared.backend.url}: {size(contents.total_bytes)} in {len(contents.files):,} files, "
+          f"for {size(listed)} of complete stages")  # fmt: skip
+    for key, why in contents.damaged.items():
+        print(f"damaged: {key}: {why}")
+    return 0
+
+
+def _plan(shared: SharedStore, args: argparse.Namespace) -> int:
+    needed = {task.label for task in would_run(Everything())}
+    for task in chain(Everything()):
+        assert isinstance(task, Stage)
+        stage = task.shared
+        pushed = "pushed" if shared.pushes(stage) else "not pushed"
+        if is_complete(task):
+            stored = shared.find(stage) is not None
+            said = "complete here" + ("" if stored or not shared.pulls(stage) else f"; not in the store: {pushed}")
+        elif task.label not in needed:
+            said = "not needed"
+        elif (record := shared.find(stage)) is not None:
+            said = f"fetched: {size(record.total_bytes)} in {len(record.files):,} files"
+        else:
+            said = f"made here; {pushed}"
+        print(f"{task.label:24} {said}")
+    return 0
+
+
+def _verify(shared: SharedStore, args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from stages.store import maintenance
+
+    contents = maintenance.read(shared.backend)
+    if args.read:
+        with tqdm(desc="verify", total=contents.total_bytes, unit=" B", unit_scale=True, ncols=100) as bar:
+            wrong = maintenance.verify(shared.backend, contents, read_all=True, report=counted(bar.update))
+    else:
+        wrong = maintenance.verify(shared.backend, contents, read_all=False)
+    for key, why in sorted(wrong.items()):
+        print(f"{key}: {why}")
+    files = f"{len(contents.files):,} files, {size(contents.total_bytes)}"
+    if not wrong:
+        print(f"{shared.backend.url} is whole: {files}{'' if args.read else ' (sizes only; --read compares bytes)'}")
+        return 0
+    if args.remove:
+        names = maintenance.remove_damaged(shared.backend, contents, wrong)
+        print(f"removed; {', '.join(names) or 'no complete stage'} will be pushed again by whoever has it")
+    return 1
+
+
+def _prune(shared: SharedStore, args: argparse.Namespace) -> int:
+    from stages.store import maintenance
+
+    contents = maintenance.read(shared.backend)
+    now = maintenance.now_of(contents)
+    gone = maintenance.superfluous(
+        contents, older_than_s=args.older_than, most_bytes=args.max_size, newest=args.keep, now=now
+    )
+    for stage in gone:
+        print(f"{stage.name}: {size(stage.record.total_bytes)}, pushed {_ago(now - stage.written)} ago")
+    freed = sum(entry.bytes for entry in maintenance.unreferenced(contents, gone, now))
+    if args.remove:
+        freed = maintenance.remove(shared.backend, contents, gone, now)
+        log(f"removed {len(gone)} stages: {size(freed)} are free")
+    else:
+        log(f"{len(gone)} stages could be removed: {size(freed)}; --remove does it")
+    _note_damaged(contents)
+    return 0
+
+
+def _note_damaged(contents: Contents) -> None:
+    if contents.damaged:
+        log(f"note: {len(contents.damaged)} damaged records; see python -m pipeline store verify")
+
+
+def _ago(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _duration(text: str) -> int:
+    try:
+        return Duration.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; allowed: a whole number, 1 or more")
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text} is not a size; allowed: a whole number with K, M, G or T, as 500G")
+    return int(found[1]) * _UNITS.get(found[2], 1)

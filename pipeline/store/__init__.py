@@ -1,0 +1,1 @@
+"""The shared store, as luigi uses it."""

@@ -1,0 +1,217 @@
+"""What the store has is fetched, what is made is pushed beside the run (`[store]`).
+
+Around the making of a stage, whose lock is held, `making` takes the turn to make it, fetches what the store has, and
+starts a companion process that keeps the turn and pushes. That process outlives the stage until all is pushed; luigi
+waits for it at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from common.console import log
+from common.errors import LeaseLost, UserError
+from pipeline.settings.sections import Store
+from pipeline.store.background import CompanionProcess, push_at_exit
+from stages.directory.manifest import MANIFEST
+from stages.store.options import StoreOptions
+
+if TYPE_CHECKING:
+    from stages.store.backend import Backend
+    from stages.store.lease import Holder, Lease
+    from stages.store.records import StageRecord
+
+#: What a stage counts as in [store] push and pull; None: it stays on its machine.
+Kind = Literal["shards", "models"] | None
+#: Seconds between two looks at another machine that has the turn, and between lines on a wait.
+_LOOK_S, _SAY_EVERY_S = 2.0, 30.0
+#: Seconds between lines on the last push of an interrupted training.
+_REPORT_EVERY_S = 5.0
+
+
+@dataclass(frozen=True)
+class SharedStage:
+    """A stage, as far as the store needs it."""
+
+    label: str
+    fingerprint: str
+    directory: Path
+    kind: Kind
+    resumes: bool
+    #: Names of the directories of the stages that it requires.
+    siblings: tuple[str, ...]
+
+
+class SharedStore:
+    """The store that [store] names."""
+
+    def __init__(self, settings: Store, options: StoreOptions) -> None:
+        self._settings, self.options = settings, options
+        #: Fingerprints of stages that could not be fetched.
+        self._unusable: set[str] = set()
+
+    @classmethod
+    def of(cls, settings: Store) -> SharedStore | None:
+        """None if there is no store."""
+        options = settings.options
+        return cls(settings, options) if options is not None else None
+
+    @functools.cached_property
+    def backend(self) -> Backend:
+        """Imports boto3 for a store in S3, which takes 0.3 s."""
+        from stages.store.open import open_store
+
+        return open_store(self.options)
+
+    def pushes(self, stage: SharedStage) -> bool:
+        return stage.kind is not None and self._settings.push in ("all", stage.kind)
+
+    def push_later(self, stage: SharedStage) -> None:
+        """Push the complete stage at the end of this process, if no run has pushed it yet."""
+        if self.pushes(stage):
+            push_at_exit(self.options, stage.label, stage.directory)
+
+    def pulls(self, stage: SharedStage) -> bool:
+        return stage.kind is not None and self._settings.pull in ("all", stage.kind)
+
+    def find(self, stage: SharedStage) -> StageRecord | None:
+        """What the store has of the stage, if it may be fetched. Raises `UserError`."""
+        from stages.store.complete import find_stage
+
+        if stage.fingerprint in self._unusable:
+            return None
+        return find_stage(self.backend, stage.label, stage.fingerprint) if self.pulls(stage) else None
+
+    def fetch(self, stage: SharedStage) -> bool:
+        """Fetch the complete stage, if the store has it whole; whether it did. Raises `UserError`."""
+        from stages.directory.progress import Progress
+        from stages.store.complete import fetch_stage
+        from stages.store.files import NotUsable
+
+        record = self.find(stage)
+        if record is None:
+            return False
+        log(f"{stage.label}: fetched from {self.backend.url} ({record.total_bytes:,} bytes), pushed by {record.host}")
+        progress = stage.directory / "progress.json"
+        try:
+            with Progress(progress, f"fetch {stage.label}", record.total_bytes, "B", 0) as bar:
+                fetch_stage(self.backend, record, stage.directory, siblings=stage.siblings, report=counted(bar.update))
+        except NotUsable as error:
+            log(f"{stage.label}: note: {error}; it is made here instead")
+            self._unusable.add(stage.fingerprint)
+            return False
+        finally:
+            progress.unlink(missing_ok=True)
+        return True
+
+    @contextlib.contextmanager
+    def making(self, stage: SharedStage) -> Iterator[bool]:
+        """Around the making of a stage whose lock is held. Yields whether it was fetched and nothing is to be made.
+
+        Waits while another machine makes it. Raises `LeaseLost` if that takes over meanwhile; `UserError`.
+        """
+        if self.fetch(stage):
+            yield True
+            return
+        if not self.pushes(stage):
+            if stage.resumes and self.pulls(stage):
+                self._fetch_checkpoint(stage, None)
+            yield False
+            return
+        lease = self._take_turn(stage)
+        assert lease.turn.holder is not None
+        holder = lease.turn.holder.id
+        companion = CompanionProcess(self.options, stage.label, stage.directory, holder, lease.token)
+        try:
+            was_fetched = self.fetch(stage)  # another machine may have completed it meanwhile
+            if stage.resumes and not was_fetched:
+                self._fetch_checkpoint(stage, lease)
+            yield was_fetched
+        except BaseException:
+            companion.stop()
+            if companion.lost:
+                raise LeaseLost(companion.lost) from None
+            self._hand_over(stage, lease)
+            raise
+        if (stage.directory / MANIFEST).exists():
+            companion.leave()
+        else:
+            companion.stop()
+            self._hand_over(stage, lease)
+
+    def _take_turn(self, stage: SharedStage) -> Lease:
+        from stages.store.lease import Lease, name_holder, turn_key
+
+        said = -_SAY_EVERY_S
+
+        def wait(holder: Holder) -> None:
+            nonlocal said
+            if time.monotonic() - said >= _SAY_EVERY_S:
+                said = time.monotonic()
+                log(f"{stage.label}: {holder}, is making it; waiting (--Store-push none makes it here, too)")
+            time.sleep(_LOOK_S)
+
+        holder, key = name_holder(stage.directory), turn_key(stage.label, stage.fingerprint)
+        return Lease.acquire(self.backend, key, holder, self.options.lease_s, wait=wait)
+
+    def _fetch_checkpoint(self, stage: SharedStage, lease: Lease | None) -> None:
+        from stages.store.checkpoints import fetch_checkpoint
+        from stages.store.lease import Turn, turn_key
+
+        key, name = turn_key(stage.label, stage.fingerprint), f"{stage.label}-{stage.fingerprint}"
+        turn = lease.turn if lease is not None else Turn.read(self.backend, key)
+        found = fetch_checkpoint(self.backend, turn, name, stage.directory)
+        if found is None and lease is None:  # whoever trains may have replaced all that was listed
+            found = fetch_checkpoint(self.backend, Turn.read(self.backend, key), name, stage.directory)
+        if found is not None:
+            log(f"{stage.label}: goes on from {found.name}, fetched from {self.backend.url}")
+
+    def _hand_over(self, stage: SharedStage, lease: Lease) -> None:
+        """Push the newest checkpoint, then let another machine take the turn. A store that does not answer is noted:
+        the work directory has everything."""
+        from stages.store.companion import Companion
+        from stages.store.lease import Lease as LeaseOf
+        from stages.store.lease import turn_key
+
+        assert lease.turn.holder is not None
+        try:
+            key = turn_key(stage.label, stage.fingerprint)
+            again = LeaseOf.resume(self.backend, key, lease.turn.holder.id, lease.token)
+            last = Companion(self.backend, again, stage.directory, stage.label, stage.fingerprint)
+            if stage.resumes:
+                last.push_newest(_said(f"{stage.label}: pushing the newest checkpoint"))
+            again.release()
+        except UserError as error:
+            log(f"{stage.label}: note: {error}; the newest checkpoint may not be in the store")
+
+
+def _said(what: str) -> Callable[[int], None]:
+    """Log how far a transfer is, from time to time."""
+    moved, said = 0, time.monotonic()
+
+    def report(some: int) -> None:
+        nonlocal moved, said
+        moved += some
+        if time.monotonic() - said >= _REPORT_EVERY_S:
+            said = time.monotonic()
+            log(f"{what}: {moved:,} bytes are in the store")
+
+    return counted(report)
+
+
+def counted(update: Callable[[int], object]) -> Callable[[int], None]:
+    """For the threads of a transfer: one at a time."""
+    lock = threading.Lock()
+
+    def counted(moved: int) -> None:
+        with lock:
+            update(moved)
+
+    return counted

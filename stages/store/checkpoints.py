@@ -1,0 +1,134 @@
+"""Checkpoints of trainings that are not complete, in a store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from common.console import log
+from common.disk_space import require_disk_space
+from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory, rename_durably
+from stages.store.backend import Altered, Backend, Missing, Report
+from stages.store.files import NotUsable, download, ignore, measured, reason, snapshot, upload
+from stages.store.lease import Lease, StoredCheckpoint, Turn
+from stages.store.records import CHECKPOINTS as PREFIX
+from stages.store.records import RESUMED_RECORDS, Damaged, StoredFile
+from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, checkpoint_step, whole_checkpoints
+
+#: Checkpoints of a training that the store keeps.
+KEPT = 2
+
+
+def push_checkpoint(
+    backend: Backend,
+    lease: Lease,
+    name: str,
+    directory: Path,
+    path: Path,
+    *,
+    alone: contextlib.AbstractContextManager[object],
+    report: Report = ignore,
+) -> None:
+    """Push the checkpoint `path` of the training in `directory`, called `name` (`<label>-<fingerprint>`); the newest
+    `KEPT` stay in the store. `alone`: entered while the lease is used.
+
+    Raises `NotUsable` for one that is gone or damaged by now; `LeaseLost`; `UserError`.
+    """
+    place = f"{PREFIX}/{name}/{lease.token}"
+    resumed = [one for one in RESUMED_RECORDS if (directory / one).is_file()]
+    try:
+        with (
+            snapshot(path, [file.name for file in path.iterdir()], directory / "push-links", copies=False) as links,
+            snapshot(directory, resumed, directory / "push-copies", copies=True) as copies,
+        ):
+            files = _files(links[MANIFEST])
+            records = [measured(copy, one) for one, copy in copies.items()]
+            paths = {f"{place}/{file.sha256}": links[file.path] for file in files}
+            paths |= {f"{place}/{file.sha256}": copies[file.path] for file in records}
+            upload(backend, {f"{place}/{file.sha256}": file for file in (*files, *records)}, paths, report)
+    except (FileNotFoundError, KeyError) as error:
+        raise NotUsable(f"{path} is gone or damaged: {error}") from None
+    failpoint("store-checkpoint")
+    new = StoredCheckpoint(path.name, lease.token, tuple(files), tuple(records))
+    with alone:
+        before = lease.turn.checkpoints
+        lease.keep((*[one for one in before if one.step < new.step][-(KEPT - 1) :], new))
+        dropped = _keys(name, before) - _keys(name, lease.turn.checkpoints)
+    backend.delete(dropped)
+
+
+def fetch_checkpoint(
+    backend: Backend, turn: Turn, name: str, directory: Path, report: Report = ignore
+) -> StoredCheckpoint | None:
+    """Fetch the newest checkpoint that can be used, if it is newer than those in `directory`, whose lock is held.
+
+    None: nothing was fetched. What cannot be used is logged. Raises `UserError`.
+    """
+    here = next((step for step, _ in whole_checkpoints(directory / CHECKPOINTS)), -1)
+    for checkpoint in reversed(turn.checkpoints):
+        if checkpoint.step <= here:
+            return None
+        try:
+            _fetch(backend, checkpoint, name, directory, report)
+        except (Damaged, Missing, Altered) as error:
+            log(f"note: {checkpoint.name} in the store cannot be used: {reason(error)}")
+            continue
+        return checkpoint
+    return None
+
+
+def _fetch(backend: Backend, checkpoint: StoredCheckpoint, name: str, directory: Path, report: Report) -> None:
+    if checkpoint_step(Path(checkpoint.name)) is None:
+        raise Damaged(f"its name is {checkpoint.name}")
+    place = f"{PREFIX}/{name}/{checkpoint.token}"
+    final = directory / CHECKPOINTS / checkpoint.name
+    temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
+    every = (*checkpoint.files, *checkpoint.records)
+    require_disk_space(directory, sum(file.bytes for file in every), f"{checkpoint.name} of the store needs")
+    with disk_errors(final):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    targets: dict[str, list[Path]] = {}
+    for file in checkpoint.files:
+        targets.setdefault(f"{place}/{file.sha256}", []).append(temporary / file.path)
+    records = {directory / f"{file.path}.fetched{TEMPORARY_SUFFIX}": file for file in checkpoint.records}
+    for path, file in records.items():
+        targets.setdefault(f"{place}/{file.sha256}", []).append(path)
+    download(backend, {f"{place}/{file.sha256}": file for file in every}, targets, report)
+    fsync_directory(temporary)
+    for path, file in records.items():  # now that all of it is here
+        rename_durably(path, directory / file.path)
+    with disk_errors(final):
+        if final.exists():  # a damaged one, or this one would not be fetched
+            shutil.rmtree(final)
+    failpoint("store-fetched-checkpoint")
+    rename_durably(temporary, final)
+
+
+def forget_checkpoints(
+    backend: Backend, lease: Lease, name: str, alone: contextlib.AbstractContextManager[object]
+) -> None:
+    """Remove the checkpoints of a training that is complete, and what killed pushes of them have left.
+
+    Those of later turns stay: by now another machine may have taken the turn, and brought new ones.
+    """
+    with alone:
+        lease.keep(())
+    turns = {str(token) for token in range(1, lease.token + 1)}
+    keys = {entry.key for entry in backend.list(f"{PREFIX}/{name}/")}
+    backend.delete({key for key in keys if key.split("/")[-2] in turns})
+
+
+def _keys(name: str, checkpoints: Iterable[StoredCheckpoint]) -> set[str]:
+    """The keys of the files of a training's checkpoints."""
+    return {f"{PREFIX}/{name}/{one.token}/{file.sha256}" for one in checkpoints for file in one.files + one.records}
+
+
+def _files(manifest: Path) -> list[StoredFile]:
+    """The files of a checkpoint, by its manifest."""
+    content = json.loads(manifest.read_bytes())
+    listed = [StoredFile(entry["path"], entry["bytes"], entry["sha256"]) for entry in content["files"]]
+    return [*listed, measured(manifest, MANIFEST)]

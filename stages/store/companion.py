@@ -1,0 +1,110 @@
+"""What runs beside the making of a stage: keeps the turn, pushes new checkpoints, and at the end the complete stage."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from common.console import log
+from common.errors import LeaseLost, UserError
+from stages.directory.manifest import MANIFEST
+from stages.store.backend import Backend, Report
+from stages.store.checkpoints import forget_checkpoints, push_checkpoint
+from stages.store.complete import push_stage
+from stages.store.files import NotUsable, ignore
+from stages.store.lease import Lease
+from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
+
+#: Seconds between two looks at the stage directory, and after a push that failed.
+_LOOK_S, _AGAIN_S = 1.0, 15.0
+#: A lease is renewed so many times before it would expire.
+_RENEWALS = 4
+#: How often the complete stage is tried.
+_TRIES = 3
+
+
+class Companion:
+    """`label`, `fingerprint`: of the stage in `directory`."""
+
+    def __init__(self, backend: Backend, lease: Lease, directory: Path, label: str, fingerprint: str) -> None:
+        self._backend, self._lease, self._directory, self._label = backend, lease, directory, label
+        self._name = f"{label}-{fingerprint}"
+        #: Entered by whichever thread uses the lease.
+        self._alone = threading.Lock()
+        self._refused: set[Path] = set()
+
+    def run(self) -> None:
+        """Until the stage is complete and pushed. Raises `UserError`; ends the process if the turn is lost."""
+        threading.Thread(target=self._keep_turn, daemon=True).start()
+        while not (self._directory / MANIFEST).exists():
+            try:
+                pushed = self.push_newest()
+            except LeaseLost as error:
+                _end(error)
+            except UserError as error:
+                log(f"note: {error}; trying again in {_AGAIN_S:g} s")
+                time.sleep(_AGAIN_S)
+                continue
+            if not pushed:
+                time.sleep(_LOOK_S)
+        self._push_stage()
+
+    def push_newest(self, report: Report = ignore) -> bool:
+        """Push the newest checkpoint if the store has none as new; returns whether it did. Raises `LeaseLost`,
+        `UserError`."""
+        stored = max((one.step for one in self._lease.turn.checkpoints), default=-1)
+        found = next(iter(whole_checkpoints(self._directory / CHECKPOINTS)), None)
+        if found is None or found[0] <= stored or found[1] in self._refused:
+            return False
+        began = time.monotonic()
+        try:
+            push_checkpoint(
+                self._backend, self._lease, self._name, self._directory, found[1], alone=self._alone, report=report
+            )
+        except NotUsable as error:
+            self._refused.add(found[1])
+            log(f"note: {error}; it is not pushed")
+            return False
+        log(f"{found[1].name} is in the store ({time.monotonic() - began:.1f} s)")
+        return True
+
+    def _push_stage(self) -> None:
+        for left in reversed(range(_TRIES)):
+            try:
+                record = push_stage(self._backend, self._directory, self._label)
+                break
+            except UserError as error:
+                if not left:
+                    raise
+                log(f"note: {error}; trying again in {_AGAIN_S:g} s")
+                time.sleep(_AGAIN_S)
+        log(f"{self._label} is in the store: {len(record.files):,} files, {record.total_bytes:,} bytes")
+        forget_checkpoints(self._backend, self._lease, self._name, self._alone)
+        with self._alone:
+            self._lease.release()
+
+    def _keep_turn(self) -> None:
+        is_noted = False
+        while True:
+            time.sleep(self._lease.turn.lease_s / _RENEWALS)
+            try:
+                with self._alone:
+                    if self._lease.turn.holder is None:
+                        return
+                    self._lease.renew()
+                is_noted = False
+            except LeaseLost as error:
+                _end(error)
+            except UserError as error:  # nobody else can take the turn while the store does not answer either
+                if not is_noted:
+                    log(f"note: {error}")
+                is_noted = True
+
+
+def _end(error: LeaseLost) -> None:
+    """End this process: whatever it is pushing belongs to a turn that is over."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    os._exit(error.exit_status)

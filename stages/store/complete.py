@@ -1,0 +1,165 @@
+"""Complete stages in a store: found by fingerprint, pushed whole, fetched whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Collection
+from pathlib import Path
+
+from common.console import log
+from common.disk_space import require_disk_space
+from common.errors import UserError
+from common.files import (
+    TEMPORARY_SUFFIX,
+    disk_errors,
+    failpoint,
+    fsync_directory,
+    read_json,
+    rename_durably,
+    sha256_of,
+    utc_now,
+    write_json,
+)
+from stages.directory.attempts import ATTEMPTS
+from stages.directory.manifest import IDENTITY, MANIFEST, why_incomplete
+from stages.directory.records import read_manifest
+from stages.store.backend import Altered, Backend, Conflict, Missing, Report
+from stages.store.files import NotUsable, download, ignore, measured, reason, snapshot, upload
+from stages.store.records import RESUMED_RECORDS, Damaged, StageRecord, StoredFile, require_inside, stage_key
+
+#: Files of a complete stage that its manifest does not list as outputs.
+_RECORDS = (IDENTITY, ATTEMPTS, *RESUMED_RECORDS, "results.json", "config.json", "settings.json")
+#: In a stage directory: {"url"} of the store that has it.
+STORED = "stored.json"
+
+
+def find_stage(backend: Backend, label: str, fingerprint: str) -> StageRecord | None:
+    """The record of a complete stage; None if there is none. A damaged one is logged and counts as none.
+
+    Raises `UserError`.
+    """
+    key = stage_key(label, fingerprint)
+    try:
+        return StageRecord.decode(backend.read(key)[0], label, fingerprint)
+    except Missing:
+        return None
+    except Damaged as error:
+        log(f"note: {backend.url}/{key} is damaged ({error}); it is not used")
+        return None
+
+
+def push_stage(backend: Backend, directory: Path, label: str, report: Report = ignore) -> StageRecord:
+    """Push the complete stage in `directory`: its files, then its record. What the store has is not sent again.
+
+    Raises `UserError`, also for a stage that is not complete or whose files were altered.
+    """
+    manifest = read_manifest(directory)
+    why = "never finished" if manifest is None else why_incomplete(directory, manifest["fingerprint"])
+    if manifest is None or why is not None:
+        raise UserError(f"{directory} is not complete ({why}); only complete stages are pushed")
+    outputs = [StoredFile(output["path"], output["bytes"], output["sha256"]) for output in manifest["outputs"]]
+    # Files that people edit, such as the model card beside the model, or that grow.
+    listed = {output.path for output in outputs}
+    names = [name for name in (*_RECORDS, *manifest.get("present", ())) if (directory / name).is_file()]
+    names = [name for name in names if name not in listed]
+    with snapshot(directory, names, directory / "push", copies=True) as copies:
+        records = [measured(copies[name], name) for name in names]
+        files = (*outputs, *records, measured(directory / MANIFEST, MANIFEST))
+        record = StageRecord(label, manifest["fingerprint"], files, utc_now(), socket.gethostname())
+        paths = {file.key: copies.get(file.path, directory / file.path) for file in files}
+        upload(backend, {file.key: file for file in files}, paths, report)
+    failpoint("store-record")
+    _write_record(backend, record)
+    _mark(directory, backend)
+    return record
+
+
+def _write_record(backend: Backend, record: StageRecord) -> None:
+    """Whoever comes first writes it: both have the same outputs. A damaged one is replaced."""
+    while True:
+        version = None
+        with contextlib.suppress(Missing):
+            data, version = backend.read(record.key)
+            with contextlib.suppress(Damaged):
+                keys = {file.key for file in StageRecord.decode(data, record.label, record.fingerprint).files}
+                if backend.present(keys) == keys:
+                    return
+        with contextlib.suppress(Conflict):
+            backend.write(record.key, record.encode(), replaces=version)
+            return
+
+
+def fetch_stage(
+    backend: Backend,
+    record: StageRecord,
+    directory: Path,
+    *,
+    siblings: Collection[str] = (),
+    report: Report = ignore,
+) -> None:
+    """Fetch a complete stage into `directory`, whose lock is held; its manifest is put there last.
+
+    `siblings`: names of directories beside it that it may put files into. Files that are there already, of the right
+    sha256, are not fetched. Raises `NotUsable`, `UserError`.
+    """
+    *files, last = record.files
+    manifest = directory / (MANIFEST + TEMPORARY_SUFFIX)
+    try:
+        require_inside(files, siblings)
+        if last.path != MANIFEST:
+            raise Damaged(f"its last file is {last.path}, not {MANIFEST}")
+        download(backend, {last.key: last}, {last.key: [manifest]})
+        times = _modification_times(manifest, record)
+        wanted = [file for file in files if not _is_there(directory, file)]
+        require_disk_space(directory, sum(file.bytes for file in wanted), f"{record.label} of the store needs")
+        targets: dict[str, list[Path]] = {}
+        for file in wanted:
+            targets.setdefault(file.key, []).append(directory / file.path)
+        report(record.total_bytes - sum(file.bytes for file in wanted))
+        download(backend, {file.key: file for file in wanted}, targets, report)
+    except (Damaged, Missing, Altered) as error:
+        raise NotUsable(f"{backend.url}/{record.key}: {reason(error)}") from None
+    with disk_errors(directory):
+        for path, ns in times.items():
+            os.utime(directory / path, ns=(ns, ns))
+    for parent in {(directory / file.path).parent for file in wanted}:
+        fsync_directory(parent)
+    failpoint("store-fetched")
+    rename_durably(manifest, directory / MANIFEST)
+    _mark(directory, backend)
+
+
+def is_marked(directory: Path, url: str) -> bool:
+    """Whether the stage directory notes that the store at `url` has the stage."""
+    return (read_json(directory / STORED) or {}).get("url") == url
+
+
+def _mark(directory: Path, backend: Backend) -> None:
+    write_json(directory / STORED, {"url": backend.url})
+
+
+def _is_there(directory: Path, file: StoredFile) -> bool:
+    path = directory / file.path
+    try:
+        return path.stat().st_size == file.bytes and sha256_of(path) == file.sha256
+    except OSError:
+        return False
+
+
+def _modification_times(manifest: Path, record: StageRecord) -> dict[str, int]:
+    """Times that outputs in the fetched manifest must have, by path. Raises `Damaged` for a manifest of another stage,
+    or with other outputs than the record's."""
+    listed = {(file.path, file.sha256) for file in record.files}
+    try:
+        content = json.loads(manifest.read_bytes())
+        is_its = content["fingerprint"] == record.fingerprint
+        is_its &= {(output["path"], output["sha256"]) for output in content["outputs"]} <= listed
+        times = {output["path"]: int(output["mtime_ns"]) for output in content["outputs"] if "mtime_ns" in output}
+    except (ValueError, KeyError, TypeError):
+        is_its, times = False, {}
+    if not is_its:
+        raise Damaged("its manifest is of something else")
+    return times

@@ -1,0 +1,122 @@
+"""Move many files to a store and from it, in parallel; what is fetched is believed by its sha256 alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from common.errors import UserError
+from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, sha256_of
+from stages.store.backend import Altered, Backend, Missing, Report
+from stages.store.records import StoredFile
+
+
+class NotUsable(Exception):
+    """What the store has, or what is to be pushed, is damaged or gone; the reason."""
+
+
+def ignore(moved: int) -> None:
+    """A `Report` for nobody."""
+
+
+def upload(backend: Backend, files: Mapping[str, StoredFile], paths: Mapping[str, Path], report: Report) -> None:
+    """Upload the files, by key, that the store does not have. Raises `UserError` for one that was altered."""
+    there = backend.present(files.keys())
+    report(sum(files[key].bytes for key in there))
+
+    def send(key: str) -> None:
+        file = files[key]
+        try:
+            backend.upload(key, paths[key], file.bytes, file.sha256, report)
+        except Altered:
+            raise UserError(f"{paths[key]} is not what its manifest says any more; it is not pushed") from None
+        failpoint("store-uploaded")
+
+    _each(backend.connections, send, sorted(files.keys() - there, key=lambda key: -files[key].bytes))
+
+
+def download(
+    backend: Backend, files: Mapping[str, StoredFile], targets: Mapping[str, Sequence[Path]], report: Report = ignore
+) -> None:
+    """Download files by key, each to all of its targets. Raises `Missing`, `Altered`, `UserError`."""
+
+    def fetch(key: str) -> None:
+        file, (first, *others) = files[key], targets[key]
+        temporary = first.with_name(first.name + TEMPORARY_SUFFIX)
+        with disk_errors(first):
+            first.parent.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)
+        backend.download(key, temporary, file.bytes, file.sha256, report)
+        for other in others:
+            with disk_errors(other):
+                other.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(temporary, other)
+        with disk_errors(first):
+            os.replace(temporary, first)
+        failpoint("store-downloaded")
+
+    _each(backend.connections, fetch, sorted(files, key=lambda key: -files[key].bytes))
+
+
+def _each(connections: int, work: Callable[[str], None], keys: Iterable[str]) -> None:
+    """`work` for each key, in parallel; after an error nothing new is begun."""
+    stop = threading.Event()
+
+    def guarded(key: str) -> None:
+        if stop.is_set():
+            return
+        try:
+            work(key)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(connections) as threads:
+        futures = [threads.submit(guarded, key) for key in keys]
+    for future in futures:
+        future.result()
+
+
+@contextlib.contextmanager
+def snapshot(directory: Path, names: Iterable[str], place: Path, *, copies: bool) -> Iterator[dict[str, Path]]:
+    """Copies of files of `directory`, or hard links where those will do, in the new directory `place`, by name: they
+    stay when the files change or are removed. Raises FileNotFoundError, `DiskError`."""
+    place = place.with_name(place.name + TEMPORARY_SUFFIX)
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        with disk_errors(place):
+            place.mkdir()
+        found = {name: place / str(number) for number, name in enumerate(names)}
+        for name, path in found.items():
+            if copies or not _link(directory / name, path):
+                shutil.copyfile(directory / name, path)
+        yield found
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Whether the file system has hard links. Raises FileNotFoundError."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def measured(path: Path, name: str) -> StoredFile:
+    return StoredFile(name, path.stat().st_size, sha256_of(path))
+
+
+def reason(error: Exception) -> str:
+    """Why something in the store cannot be used."""
+    if isinstance(error, Missing):
+        return f"{error} is not there"
+    return f"{error} has other bytes than its sha256 says" if isinstance(error, Altered) else str(error)

@@ -1,0 +1,152 @@
+"""A store in a folder, which several machines may share (NFS)."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import uuid
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from common.errors import UserError
+from common.files import TEMPORARY_SUFFIX, HashingFile, disk_errors, failpoint, fsync_directory
+from stages.store.backend import Altered, Conflict, Entry, Missing, Report
+from stages.store.options import StoreOptions
+
+_CHUNK_BYTES = 1 << 20
+#: In each directory of small objects: locked while one of them is compared and replaced.
+_LOCK = ".lock"
+
+
+class FolderBackend:
+    def __init__(self, options: StoreOptions) -> None:
+        self.url, self.connections = options.place, options.connections
+        self.root = Path(self.url)
+
+    def read(self, key: str) -> tuple[bytes, str]:
+        with _readable(self.root / key):
+            data = (self.root / key).read_bytes()
+        return data, _version(data)
+
+    def write(self, key: str, data: bytes, *, replaces: str | None) -> str:
+        path = self.root / key
+        with self._exclusive(path):
+            try:
+                before: str | None = self.read(key)[1]
+            except Missing:
+                before = None
+            if before != replaces:
+                raise Conflict(key)
+            with _new_file(path) as file:
+                file.write(data)
+        return _version(data)
+
+    @contextlib.contextmanager
+    def _exclusive(self, path: Path) -> Iterator[None]:
+        """Hold an advisory lock that all writers of small objects in a directory take. The system frees that of a
+        killed one."""
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path.parent / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                yield
+            finally:
+                os.close(fd)
+
+    def delete(self, keys: Collection[str]) -> None:
+        for key in keys:
+            with disk_errors(self.root / key):
+                (self.root / key).unlink(missing_ok=True)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        # Only the directory that the prefix names is read.
+        folder = prefix.rpartition("/")[0]
+        for parent, _, names in os.walk(self.root / folder):
+            for name in names:
+                path = Path(parent) / name
+                key = path.relative_to(self.root).as_posix()
+                if name == _LOCK or name.endswith(TEMPORARY_SUFFIX) or not key.startswith(prefix):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    stat = path.stat()
+                    yield Entry(key, stat.st_size, stat.st_mtime)
+
+    def present(self, keys: Collection[str]) -> set[str]:
+        return {key for key in keys if (self.root / key).exists()}
+
+    def upload(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
+        final = self.root / key
+        with disk_errors(final):
+            final.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("rb") as source, _new_file(final) as copy:
+            _copy(source, copy, key, size, sha256, report)
+
+    def download(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
+        with _readable(self.root / key):
+            source = (self.root / key).open("rb")
+        try:
+            with source, disk_errors(path), path.open("xb") as raw:
+                copy = HashingFile(raw)
+                _copy(source, copy, key, size, sha256, report)
+                raw.flush()
+                os.fsync(raw.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def sweep(self, before: float) -> int:
+        swept = 0
+        for parent, _, names in os.walk(self.root):
+            for name in names:
+                path = Path(parent) / name
+                with contextlib.suppress(FileNotFoundError):
+                    if name.endswith(TEMPORARY_SUFFIX) and path.stat().st_mtime < before:
+                        path.unlink()
+                        swept += 1
+        return swept
+
+
+def _copy(source, copy: HashingFile, key: str, size: int, sha256: str, report: Report) -> None:  # type: ignore[no-untyped-def]
+    while chunk := source.read(_CHUNK_BYTES):
+        copy.write(chunk)
+        report(len(chunk))
+        if copy.bytes > size:
+            break
+    if (copy.bytes, copy.sha256) != (size, sha256):
+        raise Altered(key)
+
+
+@contextlib.contextmanager
+def _new_file(final: Path) -> Iterator[HashingFile]:
+    """A file that appears under its name whole and durable, or not at all; any number of writers may do so at once."""
+    temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
+    try:
+        with disk_errors(final), temporary.open("xb") as raw:
+            yield HashingFile(raw)
+            raw.flush()
+            os.fsync(raw.fileno())
+        failpoint(f"store-rename:{final.name}")
+        with disk_errors(final):
+            os.replace(temporary, final)
+            fsync_directory(final.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise Missing(str(path)) from None
+    except OSError as error:
+        raise UserError(f"the store's {path} cannot be read: {error.strerror}; check its permissions") from error
+
+
+def _version(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

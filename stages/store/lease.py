@@ -1,0 +1,201 @@
+"""Whose turn it is to make a stage, and the checkpoints of a training: one record, replaced in one step.
+
+    turns/<label>-<fingerprint>.json    token, holder, beat, lease_s, checkpoints
+
+A machine that wants to make a stage takes its turn by writing the record with the next token, and shows that it is
+alive by raising `beat`. Every write replaces exactly the version that the writer has read (compare and swap), and a
+writer gives up as soon as it reads another token than its own: so whoever has lost its turn, even without noticing, can
+change nothing any more. The token is the fencing token: files of a turn's checkpoints have it in their keys, and nobody
+deletes files of a later turn than its own.
+
+No clocks are compared. A machine that waits measures, on its own monotonic clock, how long the record has stayed the
+same; after the holder's `lease_s` without a beat it takes the turn. A process that was killed gets its turn back at
+once: the name of the holder is kept in its stage directory, whose lock admits one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import LeaseLost, UserError
+from common.files import failpoint, read_json, utc_now, write_json
+from stages.store.backend import Backend, Conflict, Missing
+from stages.store.records import TURNS, Damaged, StoredFile, require_inside, seal, unseal
+
+#: In a stage directory: the name under which its maker holds the turn.
+HOLDER = "lease.json"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has the turn: a name drawn at random for the stage directory, and for people where that is."""
+
+    id: str
+    host: str
+    pid: int
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint of a training that is not complete."""
+
+    #: `ckpt_<step>`.
+    name: str
+    #: The turn that brought it.
+    token: int
+    #: Of the checkpoint's own directory.
+    files: tuple[StoredFile, ...]
+    #: Beside `checkpoints/`: metrics and other records of the training.
+    records: tuple[StoredFile, ...]
+
+    @property
+    def step(self) -> int:
+        return int(self.name.removeprefix("ckpt_"))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The record. `version`: of the bytes that were read; None: there were none."""
+
+    token: int = 0
+    holder: Holder | None = None
+    beat: int = 0
+    #: Seconds without a beat after which the turn is free.
+    lease_s: float = 0.0
+    #: Oldest first.
+    checkpoints: tuple[StoredCheckpoint, ...] = ()
+    version: str | None = None
+
+    def encode(self) -> bytes:
+        return seal({name: value for name, value in dataclasses.asdict(self).items() if name != "version"})
+
+    @classmethod
+    def read(cls, backend: Backend, key: str) -> Turn:
+        """The record under `key`; an empty one if there is none. Raises `UserError` for a damaged one."""
+        try:
+            data, version = backend.read(key)
+        except Missing:
+            return cls()
+        try:
+            content = unseal(data)
+            found = [_checkpoint(record) for record in content["checkpoints"]]
+            holder = Holder(**content["holder"]) if content["holder"] else None
+            return cls(
+                int(content["token"]), holder, int(content["beat"]), float(content["lease_s"]), tuple(found), version
+            )
+        except (Damaged, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{backend.url}/{key} is damaged ({error}); remove it and run the same again") from None
+
+
+def _checkpoint(record: dict[str, Any]) -> StoredCheckpoint:
+    files, records = (tuple(map(StoredFile.of_record, record[name])) for name in ("files", "records"))
+    require_inside((*files, *records))
+    found = StoredCheckpoint(str(record["name"]), int(record["token"]), files, records)
+    assert found.step >= 0
+    return found
+
+
+def turn_key(label: str, fingerprint: str) -> str:
+    return f"{TURNS}/{label}-{fingerprint}.json"
+
+
+def turn_of_key(key: str) -> tuple[str, str] | None:
+    """Label and fingerprint of a `turn_key`; None for other keys."""
+    found = re.fullmatch(rf"{TURNS}/([a-z0-9_-]+)-([0-9a-f]{{64}})\.json", key)
+    return (found[1], found[2]) if found else None
+
+
+def name_holder(directory: Path) -> Holder:
+    """The holder for the stage directory, whose lock this process has. Raises `DiskError`."""
+    record = read_json(directory / HOLDER)
+    if record is None or not isinstance(record.get("id"), str):
+        record = {"id": uuid.uuid4().hex}
+        write_json(directory / HOLDER, record)
+    return Holder(record["id"], socket.gethostname(), os.getpid(), utc_now())
+
+
+class Lease:
+    """A turn that this machine has taken. One thread or process at a time may use it."""
+
+    def __init__(self, backend: Backend, key: str, turn: Turn) -> None:
+        self._backend, self._key, self.turn = backend, key, turn
+
+    @property
+    def token(self) -> int:
+        return self.turn.token
+
+    @classmethod
+    def acquire(
+        cls, backend: Backend, key: str, holder: Holder, lease_s: float, *, wait: Callable[[Holder], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Lease:  # fmt: skip
+        """Take the turn as soon as nobody has it. While another one has it, `wait` is called again and again: it
+        sleeps, and may raise. Raises `UserError`."""
+        seen: tuple[str | None, float] | None = None
+        while True:
+            turn = Turn.read(backend, key)
+            other = turn.holder if turn.holder is not None and turn.holder.id != holder.id else None
+            if other is not None:
+                if seen is None or seen[0] != turn.version:
+                    seen = turn.version, clock()
+                if clock() - seen[1] <= turn.lease_s:
+                    wait(other)
+                    continue
+            mine = dataclasses.replace(turn, token=turn.token + 1, holder=holder, beat=0, lease_s=lease_s)
+            try:
+                version = backend.write(key, mine.encode(), replaces=turn.version)
+            except Conflict:
+                continue
+            failpoint("lease-taken")
+            return cls(backend, key, dataclasses.replace(mine, version=version))
+
+    @classmethod
+    def resume(cls, backend: Backend, key: str, holder_id: str, token: int) -> Lease:
+        """The turn that another process of this stage directory has taken. Raises `LeaseLost`."""
+        lease = cls(backend, key, Turn(token=token, holder=Holder(holder_id, "", 0, "")))
+        lease._read()
+        return lease
+
+    def renew(self) -> None:
+        """Show that this machine is at work. Raises `LeaseLost`, `UserError`."""
+        self._change(lambda turn: dataclasses.replace(turn, beat=turn.beat + 1))
+
+    def keep(self, checkpoints: tuple[StoredCheckpoint, ...]) -> None:
+        """List these checkpoints instead of those before. Raises `LeaseLost`, `UserError`."""
+        self._change(lambda turn: dataclasses.replace(turn, beat=turn.beat + 1, checkpoints=checkpoints))
+
+    def release(self) -> None:
+        """Let the next one take its turn at once. Raises `LeaseLost`, `UserError`."""
+        self._change(lambda turn: dataclasses.replace(turn, holder=None))
+
+    def _change(self, change: Callable[[Turn], Turn]) -> None:
+        while True:
+            turn = change(self.turn)
+            try:
+                version = self._backend.write(self._key, turn.encode(), replaces=self.turn.version)
+            except Conflict:
+                self._read()
+                continue
+            self.turn = dataclasses.replace(turn, version=version)
+            return
+
+    def _read(self) -> None:
+        turn, mine = Turn.read(self._backend, self._key), self.turn.holder
+        assert mine is not None
+        if turn.token != self.token or turn.holder is None or turn.holder.id != mine.id:
+            who = f"{turn.holder} has taken it" if turn.holder else "it was given to another"
+            raise LeaseLost(f"{self._backend.url}/{self._key}: this machine has lost its turn: {who}")
+        self.turn = turn

@@ -1,0 +1,140 @@
+"""What the store says of a complete stage, and the keys under which everything is kept.
+
+    stages/<label>/<fingerprint>.json     `StageRecord`, written once, after its files
+    objects/<aa>/<sha256>                 files of complete stages
+    turns/<label>-<fingerprint>.json      who makes a stage now, and the checkpoints of a training (`lease`)
+    checkpoints/<label>-<fingerprint>/<token>/<sha256>   files of those, by the turn that brought them
+
+Records are sealed: each holds the sha256 of its own content, so that damage is noticed. Files are named by their
+sha256. There is no pickle in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+STAGES, OBJECTS, TURNS, CHECKPOINTS = "stages", "objects", "turns", "checkpoints"
+#: Of a training, beside its checkpoints: what a resume on another machine goes on with.
+RESUMED_RECORDS = ("metrics.jsonl", "budget.json", "extended_from.json")
+_FORMAT = 1
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+class Damaged(Exception):
+    """A record of the store is not what was written."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file: path relative to the stage directory (or to the checkpoint), size in bytes, sha256 in hex."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+    @property
+    def key(self) -> str:
+        """Of a file of a complete stage."""
+        return f"{OBJECTS}/{self.sha256[:2]}/{self.sha256}"
+
+    @classmethod
+    def of_record(cls, record: Any) -> StoredFile:
+        """Raises `Damaged`."""
+        try:
+            file = cls(str(record["path"]), int(record["bytes"]), str(record["sha256"]))
+        except (KeyError, TypeError, ValueError):
+            raise Damaged("it has no list of files") from None
+        if not _SHA256.fullmatch(file.sha256) or file.bytes < 0:
+            raise Damaged(f"{file.path} has no sha256 or size")
+        return file
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """A complete stage."""
+
+    label: str
+    fingerprint: str
+    #: In the order in which they are fetched: the manifest is the last.
+    files: tuple[StoredFile, ...]
+    #: When it was pushed (UTC) and from which host, for people.
+    pushed: str
+    host: str
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def key(self) -> str:
+        return stage_key(self.label, self.fingerprint)
+
+    @property
+    def beside(self) -> set[str]:
+        """Names of the directories beside its own into which it puts files."""
+        paths = (PurePosixPath(file.path).parts for file in self.files)
+        return {parts[1] for parts in paths if parts[:1] == ("..",) and len(parts) > 1}
+
+    def encode(self) -> bytes:
+        return seal(dataclasses.asdict(self))
+
+    @classmethod
+    def decode(cls, data: bytes, label: str, fingerprint: str) -> StageRecord:
+        """Raises `Damaged`, also for the record of another stage."""
+        content = unseal(data)
+        if (content.get("label"), content.get("fingerprint")) != (label, fingerprint):
+            raise Damaged(f"it is of {content.get('label')} {str(content.get('fingerprint'))[:10]}")
+        files = tuple(StoredFile.of_record(file) for file in content.get("files", ()))
+        return cls(label, fingerprint, files, str(content.get("pushed")), str(content.get("host")))
+
+
+def stage_key(label: str, fingerprint: str) -> str:
+    return f"{STAGES}/{label}/{fingerprint}.json"
+
+
+def stage_of_key(key: str) -> tuple[str, str] | None:
+    """Label and fingerprint of a `stage_key`; None for other keys."""
+    found = re.fullmatch(rf"{STAGES}/([a-z0-9_-]+)/([0-9a-f]{{64}})\.json", key)
+    return (found[1], found[2]) if found else None
+
+
+def require_inside(files: Iterable[StoredFile], siblings: Collection[str] = ()) -> None:
+    """Raise `Damaged` unless each path stays in its directory, or in one of the directories `siblings` beside it."""
+    for file in files:
+        parts = PurePosixPath(file.path).parts
+        if parts[:1] == ("..",) and len(parts) > 2 and parts[1] in siblings:
+            parts = parts[2:]
+        if not parts or file.path.startswith("/") or "\0" in file.path or ".." in parts:
+            raise Damaged(f"it has a file {file.path!r}, which would be outside its directory")
+
+
+def seal(content: dict[str, Any]) -> bytes:
+    """JSON with the sha256 of its content."""
+    content = {"format": _FORMAT, **content}
+    return (json.dumps({"content": content, "sha256": _digest(content)}, indent=1) + "\n").encode()
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The content. Raises `Damaged`."""
+    try:
+        record = json.loads(data)
+        content: dict[str, Any] = record["content"]
+        intact = isinstance(content, dict) and record["sha256"] == _digest(content)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise Damaged("its sha256 is not that of its content")
+    if content.get("format") != _FORMAT:
+        raise Damaged(f"its format is {content.get('format')}, this version reads {_FORMAT}")
+    return content
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

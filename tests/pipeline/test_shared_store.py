@@ -1,0 +1,218 @@
+"""The chain on machines that share a store: work directories of their own, nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from common.files import read_json
+from tests.helpers.chain import STAGES, Chain, wait_until, write_corpus
+from tests.helpers.support import assert_same_bytes
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+STORED = {stage for stage in STAGES if not stage.startswith("precompile")}
+#: Enough steps for a kill in the middle.
+LONG = ("--Phase1-max-steps", "60", "--Phase1-ckpt-interval-steps", "5")
+
+
+def machine(directory: Path, store: Path, extra: str = "") -> Chain:
+    """A machine with the same text and configuration, and a work directory of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_corpus(directory / "corpus.txt")
+    return Chain(directory, f"\n[store]\nurl = {store}\nlease_s = 3\n{extra}")
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts luigi on a machine; whatever is left of it is killed afterwards."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(chain: Chain, *words: str, **env: str) -> subprocess.Popen[bytes]:
+        started.append(chain.start(*words, **env))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """A machine that has made everything."""
+    directory = tmp_path_factory.mktemp("machines")
+    chain = machine(directory / "first", directory / "store")
+    chain.run("BertPhase2")
+    return chain
+
+
+def stored(store: Path) -> set[str]:
+    return {path.parent.name for path in (store / "stages").rglob("*.json")}
+
+
+def test_everything_but_compiled_graphs_is_in_the_store(first: Chain) -> None:
+    store = first.directory.parent / "store"
+    assert stored(store) == STORED
+    assert "is whole" in first.ask("store", "verify", "--read").stdout
+    assert not list((store / "checkpoints").rglob("*.*")), "checkpoints of complete trainings are removed"
+    secret = [path for path in store.rglob("*") if path.suffix in (".pt", ".pkl", ".pickle", ".bin")]
+    assert not secret
+
+
+def test_a_finished_chain_is_fetched_and_nothing_is_made(first: Chain, tmp_path: Path) -> None:
+    other = machine(tmp_path / "other", first.directory.parent / "store")
+    rows = other.status()
+    assert {stage for stage, row in rows.items() if "in the store" in row["detail"]} == {
+        "merge_shards", "evaluate", "report",
+    }  # fmt: skip
+    assert "merge_shards would be fetched: it is in the store" in other.ask("why", "BertPhase2", status=1).stdout
+    assert "fetched: " in other.ask("store", "plan").stdout
+    program = "import luigi; luigi.run(['BertPhase2', '--module', 'pipeline'])\n"
+    done = other.without_torch(program)
+    assert "is not here; the model made from it is" in done.stderr
+    assert {path.name.split("-")[0] for path in other.work.glob("*-*")} == {"merge_shards", "evaluate", "report"}
+    for stage in ("merge_shards", "evaluate", "report"):
+        assert other.manifest(stage) == first.manifest(stage)
+        other.ask("why", stage, "--verify")
+    again = other.run("BertPhase2")
+    assert "fetched" not in again.stderr
+    # Its training, fetched in its turn, shows when it was trained, and where.
+    other.run("Pretrain", "--phase", "1")
+    assert other.manifest("pretrain-phase1") == first.manifest("pretrain-phase1")
+
+
+def test_what_is_poisoned_is_made_here_with_the_same_bytes(first: Chain, tmp_path: Path) -> None:
+    shutil.copytree(first.directory.parent / "store", tmp_path / "store")
+    outputs = first.manifest("shard_dataset-phase1")["outputs"]
+    for output in outputs:  # type: ignore[attr-defined]
+        path = tmp_path / "store/objects" / output["sha256"][:2] / output["sha256"]
+        path.write_bytes(path.read_bytes()[::-1])
+    other = machine(tmp_path / "other", tmp_path / "store")
+    assert "its sha256 is not its name's" in other.ask("store", "verify", "--read", status=1).stdout
+    done = other.run("ShardDataset", "--phase", "1")
+    assert "has other bytes than its sha256 says; it is made here instead" in done.stderr
+    assert other.manifest("shard_dataset-phase1")["outputs"] == outputs
+    other.ask("store", "verify", "--read", "--remove", status=1)
+    other.run("ShardDataset", "--phase", "1", "--Run-work-dir", str(tmp_path / "other/again"))
+    assert "is whole" in other.ask("store", "verify", "--read").stdout
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_machine_that_is_lost_with_its_disk_is_continued_by_another(
+    start: Start, tmp_path: Path, workers: int
+) -> None:
+    """Killed anywhere in phase 1, its work directory gone: another one ends with the bytes of an undisturbed training,
+    from a checkpoint of the store."""
+    layout = ("--Cluster-nproc-per-node", str(workers), "--Cluster-tensor-parallel-size", str(workers))
+    undisturbed = machine(tmp_path / "undisturbed", Path("unused"), "push = none\npull = none\n")
+    undisturbed.run("Pretrain", "--phase", "1", *LONG, *layout)
+    lost = machine(tmp_path / "lost", tmp_path / "store")
+    process = start(lost, "Pretrain", "--phase", "1", *LONG, *layout)
+    wait_until(lambda: "goes on" in _log(lost) or len(_turn(tmp_path / "store").get("checkpoints", ())) > 0)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    shutil.rmtree(lost.work)
+    other = machine(tmp_path / "other", tmp_path / "store")
+    done = other.run("Pretrain", "--phase", "1", *LONG, *layout)
+    assert "pretrain-phase1: process " in done.stderr  # waited for the lost one's lease
+    assert "pretrain-phase1: goes on from ckpt_" in done.stderr
+    assert "tokenize_corpus: fetched" in done.stderr or "shard_dataset-phase1: fetched" in done.stderr
+    last = "checkpoints/ckpt_60"
+    assert_same_bytes(other.latest("pretrain-phase1") / last, undisturbed.latest("pretrain-phase1") / last)
+    lines = (other.latest("pretrain-phase1") / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == sorted(set(steps)) == list(range(1, 61)), "each step once, those of the lost one too"
+
+
+def test_an_interrupted_run_leaves_its_newest_checkpoint_in_the_store(start: Start, tmp_path: Path) -> None:
+    chain = machine(tmp_path / "first", tmp_path / "store")
+    process = start(chain, "Pretrain", "--phase", "1", "--Phase1-max-steps", "100000")
+    wait_until(lambda: "LOG" in _log(chain))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75, _log(chain)
+    (directory,) = chain.work.glob("pretrain-phase1-*")
+    newest = max(int(path.name.removeprefix("ckpt_")) for path in (directory / "checkpoints").iterdir())
+    turn = _turn(tmp_path / "store")
+    assert turn["checkpoints"][-1]["name"] == f"ckpt_{newest}"
+    assert turn["holder"] is None, "another machine goes on at once"
+    listing = chain.ask("store").stdout
+    assert f"ckpt_{newest}" in listing
+    assert "nobody makes it now" in listing
+
+
+def test_of_two_machines_that_train_the_same_one_waits_and_fetches(start: Start, tmp_path: Path) -> None:
+    machines = [machine(tmp_path / name, tmp_path / "store") for name in ("a", "b")]
+    processes = [start(chain, "Pretrain", "--phase", "1") for chain in machines]
+    assert [process.wait() for process in processes] == [0, 0], [_log(chain) for chain in machines]
+    logs = [_log(chain) for chain in machines]
+    for stage in ("tokenize_corpus", "shard_dataset-phase1", "pretrain-phase1"):
+        assert sum(f"{stage}: fetched from" in log for log in logs) == 1, "\n".join(logs)
+    assert any("is making it; waiting" in log for log in logs)
+
+
+def test_whoever_has_lost_its_turn_stops_and_changes_nothing(start: Start, tmp_path: Path) -> None:
+    """A machine that stood still for longer than its lease: another one trains on, and it ends with one line."""
+    slow = machine(tmp_path / "slow", tmp_path / "store")
+    slow.run("Precompile", "--phase", "1")
+    process = start(slow, "Pretrain", "--phase", "1", "--Phase1-max-steps", "100000", FAILPOINT="companion",
+                         FAILPOINT_ACTION="stop", FAILPOINT_TOKEN=str(_token(tmp_path)))  # fmt: skip
+    wait_until(lambda: "LOG" in _log(slow))
+    fast = machine(tmp_path / "fast", tmp_path / "store")
+    other = start(fast, "Pretrain", "--phase", "1", "--Phase1-max-steps", "100000")
+    wait_until(lambda: "LOG" in _log(fast))
+    for pid in _stopped(slow):
+        os.kill(pid, signal.SIGCONT)
+    assert process.wait() == 10, _log(slow)
+    assert "this machine has lost its turn: process" in _log(slow)
+    token = _turn(tmp_path / "store")["token"]
+    other.send_signal(signal.SIGTERM)
+    assert other.wait() == 75
+    assert _turn(tmp_path / "store")["token"] == token
+
+
+def test_a_store_that_cannot_be_used_is_one_line_before_anything_starts(tmp_path: Path) -> None:
+    chain = machine(tmp_path / "first", tmp_path / "store")
+    (tmp_path / "store").write_text("a file")
+    done = chain.run("ShardDataset", "--phase", "1", status=35)
+    assert "is a file; give a folder, or s3://bucket/prefix" in done.stderr
+    assert not chain.work.exists()
+    (tmp_path / "store").unlink()
+    chain.run("ShardDataset", "--phase", "1", "--Store-push", "models", "--Store-pull", "none")
+    assert not (tmp_path / "store").exists()
+    # What was not pushed when it was made is pushed by a later run.
+    done = chain.run("ShardDataset", "--phase", "1")
+    assert stored(tmp_path / "store") == {"shard_dataset-phase1"}
+
+
+def _log(chain: Chain) -> str:
+    return (chain.directory / "luigi.log").read_text(errors="replace")
+
+
+def _turn(store: Path) -> dict:  # type: ignore[type-arg]
+    """The turn of phase 1's training."""
+    found = list((store / "turns").glob("pretrain-phase1-*.json"))
+    return (read_json(found[0]) or {"content": {}})["content"] if found else {}
+
+
+def _token(directory: Path) -> Path:
+    path = directory / "once"
+    path.write_text("")
+    return path
+
+
+def _stopped(chain: Chain) -> list[int]:
+    import psutil
+
+    return [
+        process.pid
+        for process in psutil.process_iter(["status", "cmdline"])
+        if process.info["status"] == psutil.STATUS_STOPPED
+        and str(chain.work) in " ".join(process.info["cmdline"] or ())
+    ]
