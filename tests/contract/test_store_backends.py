@@ -1,4 +1,4 @@
-"""What every place that a store is kept in promises: a folder, and S3 over HTTP (moto's server)."""
+"""What every place that a store is kept in promises: a folder, and S3 over HTTP (moto's server and SeaweedFS)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from stages.store.backend import Altered, Backend, Conflict, Missing
 from stages.store.files import ignore
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
+from tests.helpers.stores.seaweedfs import seaweedfs
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +31,17 @@ def endpoint() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(scope="module")
+def other_endpoint() -> Iterator[str]:
+    with seaweedfs() as address:
+        yield address
+
+
+@pytest.fixture(params=["folder", "endpoint", "other_endpoint"], ids=["folder", "moto", "seaweedfs"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Backend:
     if request.param == "folder":
         return open_store(StoreOptions(url=Secret.address(str(tmp_path / "store"))))
-    address = request.getfixturevalue("endpoint")
+    address = request.getfixturevalue(request.param)
     for name, value in (("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret"), ("AWS_REGION", "us-east-1")):
         monkeypatch.setenv(name, value)
     bucket = f"b{hashlib.md5(str(tmp_path).encode()).hexdigest()[:20]}"
