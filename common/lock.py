@@ -15,6 +15,8 @@ from common.errors import DiskError, LockHeld
 from common.files import disk_errors, read_json, utc_now
 
 LOCK = "lock"
+#: The name under which the maker of a stage has its turn in a shared store (`stages.store.lease`).
+HOLDER = "lease.json"
 #: The identity of a stage directory's result; the lock's holder writes it.
 IDENTITY = "stage.json"
 #: Environment variable: a process that holds a directory's lock passes the directory's fingerprint to the commands that

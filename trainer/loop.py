@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from trainer.data.loader import Step
 from trainer.devices.graphs import GraphList
 from trainer.launch.agreement import Agreement
 from trainer.launch.preemption import Requests
-from trainer.metrics.metrics import Metrics, StepRecord
+from trainer.metrics.metrics import CHECKPOINT_STALL, DATA_WAIT, Metrics, StepRecord
 from trainer.replicas import ReplicaCheck, flip_a_bit
 from trainer.resume import initial_state, resolve_precision, resume
 from trainer.run import Run
@@ -67,8 +67,7 @@ class Trainer:
 
     def _train(self) -> None:
         self.agreement.begin()
-        steps = self.device.feed(self.dataloader.steps(self.state.step, self.config.stop_step))
-        for step in steps:
+        for step in self._steps():
             decision = self.agreement.before_step(
                 step.counts, not_finite=self.metrics.saw_non_finite, save=self.checkpointer.is_due(self.state)
             )
@@ -89,6 +88,15 @@ class Trainer:
         self.checkpointer.close()
         self.metrics.close(self.state)
         self.graphs.close()
+
+    def _steps(self) -> Iterator[Step]:
+        steps = self.device.feed(self.dataloader.steps(self.state.step, self.config.stop_step))
+        while True:
+            with self.metrics.waiting(DATA_WAIT):
+                step = next(steps, None)
+            if step is None:
+                return
+            yield step
 
     def train_step(self, step: Step, counts: list[int]) -> bool:
         """One optimizer step. `counts`: what each loss is a sum over in the global batch, then the workload's others.
@@ -139,8 +147,9 @@ class Trainer:
             return
         self._require_sound()
         self.metrics.flush(durable=True)  # a checkpoint's steps are all recorded
-        failpoint(f"recorded:{self.state.global_step}")
-        self.checkpointer.save(self.state)
+        with self.metrics.waiting(CHECKPOINT_STALL):
+            failpoint(f"recorded:{self.state.global_step}")
+            self.checkpointer.save(self.state)
 
     def _require_sound(self) -> None:
         """Find a step that went wrong, on any worker, before it is saved. Raises `AgreedError`."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from common.errors import LockHeld, UserError
 from common.files import ALIVE, PROGRESS, TEMPORARY_SUFFIX
+from common.lock import HOLDER
 from pipeline.launchers import find_job
 from pipeline.status.chain import StageTask, chain, is_complete
 from pipeline.status.differences import first_difference
@@ -39,7 +40,7 @@ from trainer.checkpoint.directory import CHECKPOINTS
 _REMOVAL = f"removal{TEMPORARY_SUFFIX}"
 _TRAININGS = ("pretrain", "train_mlp")
 #: Files of stage directories that are no results.
-_RECORDS = (LOCK, IDENTITY, MANIFEST, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json", "failure.json")
+_RECORDS = (LOCK, HOLDER, IDENTITY, MANIFEST, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json", "failure.json")
 SUMMARY = "what is superseded, its size and why; removes it only with --remove"
 
 

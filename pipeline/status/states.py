@@ -8,7 +8,7 @@ from typing import Literal
 
 from common.console import clock
 from common.errors import UserError
-from common.files import parse_utc, utc
+from common.files import METRICS, parse_utc, utc
 from pipeline.status.chain import ChainTask, StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
 from pipeline.status.extension import extended_from, stable_checkpoints
@@ -16,6 +16,8 @@ from pipeline.status.stage_dirs import StageDirs, abandoned_checkpoints, holder,
 from stages.directory.attempts import last_failure, last_sign_of_life
 from stages.directory.manifest import IDENTITY, MANIFEST
 from stages.directory.records import read_progress
+from stages.view.curves import MetricsFile
+from stages.view.goodput import goodput
 from stages.view.status import StageStatus
 from stages.view.text import size
 
@@ -129,6 +131,8 @@ def _interrupted(task: StageTask, status: StageStatus) -> StageStatus | None:
 def _with_history(task: StageTask, status: StageStatus) -> StageStatus:
     """`status` with the training that this one went on from, and the checkpoints it has set aside, which take space."""
     details, places = [status.detail], abandoned_checkpoints(task.directory)
+    if task.resumes and status.state != "complete":  # of a complete one the report has it
+        details.append(str(goodput(status.attempts, MetricsFile(task.directory / METRICS).read())))
     if (origin := extended_from(task.directory)) is not None:
         details.append(f"went on from {origin}")
     if places:

@@ -8,14 +8,16 @@ from typing import Any, ClassVar
 import luigi
 
 from common.errors import UserError
-from common.files import read_json
+from common.files import METRICS, read_json
 from common.options import fields_of, name_of
 from pipeline.launchers.torchrun import trainer_command
 from pipeline.luigi_adapters.luigid_progress import has_audience
 from pipeline.status.extension import EXTENDED_FROM
 from pipeline.tasks.stage import Stage
-from stages.directory import manifest
+from stages.directory import attempts, manifest
 from stages.directory.manifest import StartTime
+from stages.view.curves import MetricsFile
+from stages.view.goodput import goodput
 from trainer.config import TrainConfig
 
 
@@ -79,7 +81,11 @@ class Training(Stage):
             raise UserError(f"{self.directory / name} is missing although training ended; run the same again")
         outputs = [manifest.Output(f"{name}/{e['path']}", e["bytes"], e["sha256"]) for e in entries["files"]]
         extended = read_json(self.directory / EXTENDED_FROM)
-        counts = {**results, "checkpoint": name, **({"extended_from": extended} if extended else {})}
+        spent = goodput(
+            attempts.read(self.directory, running=False, complete=True), MetricsFile(self.directory / METRICS).read()
+        )
+        counts = {**results, "checkpoint": name, "goodput": spent.record()}
+        counts |= {"extended_from": extended} if extended else {}
         manifest.finish(self.directory, self.identity, outputs, counts, start=start)
 
 

@@ -39,7 +39,7 @@ from common.files import (
     utc_now,
     write_json,
 )
-from common.lock import HELD_FINGERPRINT_VARIABLE, LOCK
+from common.lock import HELD_FINGERPRINT_VARIABLE, HOLDER, LOCK
 from common.lock import IDENTITY as IDENTITY
 from stages.directory.attempts import ATTEMPTS
 from stages.directory.lock import hold
@@ -204,7 +204,7 @@ def claim(path: Path, identity: Identity) -> None:
         LOCK,
         ATTEMPTS,
         "failure.json",  # of earlier versions
-        "lease.json",  # the maker's name in a shared store
+        HOLDER,
         *(name + end for name in (IDENTITY, PROGRESS, ALIVE) for end in ("", TEMPORARY_SUFFIX)),
     }
     ours = (".log", TEMPORARY_SUFFIX) if before is not None else (".log",)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from common.console import log
 from common.disk_space import require_disk_space
-from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory, rename_durably
+from common.files import METRICS, TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory, rename_durably
 from stages.store.backend import Altered, Backend, Missing, Report
 from stages.store.files import NotUsable, download, ignore, measured, reason, snapshot, upload
 from stages.store.lease import Lease, StoredCheckpoint, Turn
@@ -101,11 +102,19 @@ def _fetch(backend: Backend, checkpoint: StoredCheckpoint, name: str, directory:
     fsync_directory(temporary)
     for path, file in records.items():  # now that all of it is here
         rename_durably(path, directory / file.path)
+    _date_metrics(directory / METRICS)
     with disk_errors(final):
         if final.exists():  # a damaged one, or this one would not be fetched
             shutil.rmtree(final)
     failpoint("store-fetched-checkpoint")
     rename_durably(temporary, final)
+
+
+def _date_metrics(path: Path) -> None:
+    """Give metrics.jsonl the time of its last record: until then the machine that wrote it gave signs of life."""
+    with contextlib.suppress(FileNotFoundError, IndexError, KeyError, TypeError, ValueError):
+        written = float(json.loads(path.read_bytes().splitlines()[-1])["time"])
+        os.utime(path, (written, written))
 
 
 def forget_checkpoints(

@@ -23,7 +23,6 @@ from common.files import (
     utc_now,
     write_json,
 )
-from stages.directory.attempts import ATTEMPTS
 from stages.directory.manifest import IDENTITY, MANIFEST, why_incomplete
 from stages.directory.records import read_manifest
 from stages.store.backend import Altered, Backend, Conflict, Missing, Report
@@ -31,7 +30,7 @@ from stages.store.files import NotUsable, download, ignore, measured, reason, sn
 from stages.store.records import RESUMED_RECORDS, Damaged, StageRecord, StoredFile, require_inside, stage_key
 
 #: Files of a complete stage that its manifest does not list as outputs.
-_RECORDS = (IDENTITY, ATTEMPTS, *RESUMED_RECORDS, "results.json", "config.json", "settings.json")
+_RECORDS = (IDENTITY, *RESUMED_RECORDS, "results.json", "config.json", "settings.json")
 #: In a stage directory: {"url"} of the store that has it.
 STORED = "stored.json"
 

@@ -28,11 +28,9 @@ from typing import Any
 
 from common.errors import LeaseLost, UserError
 from common.files import failpoint, read_json, utc_now, write_json
+from common.lock import HOLDER
 from stages.store.backend import Backend, Conflict, Missing
 from stages.store.records import TURNS, Damaged, StoredFile, require_inside, seal, unseal
-
-#: In a stage directory: the name under which its maker holds the turn.
-HOLDER = "lease.json"
 
 
 @dataclass(frozen=True)

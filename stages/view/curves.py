@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 #: Fields kept from each step's record.
-NAMES = ("loss", "masked_lm_loss", "next_sentence_loss", "learning_rate", "throughput", "grad_norm", "step_time_s")
+NAMES = (
+    *("loss", "masked_lm_loss", "next_sentence_loss", "learning_rate", "throughput", "grad_norm", "step_time_s"),
+    *("data_wait_s", "checkpoint_stall_s", "compiled_graphs"),
+)
 
 
 @dataclass

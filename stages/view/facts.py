@@ -7,6 +7,7 @@ from typing import Any
 
 from common.files import read_json
 from common.secrets import redact
+from stages.view.goodput import goodput
 from stages.view.run import Run
 from stages.view.text import duration, number, percent, size
 
@@ -112,6 +113,12 @@ def training_table(run: Run) -> list[list[str]]:
     rates = [one.values["throughput"] for one in curves.values()]
     row("sequences a second, mean", [number(round(sum(values) / len(values), 2)) for values in rates])
     row("time at work", [duration(run.trainings[phase].seconds_at_work) for phase in curves])
+    spent = [goodput(run.trainings[phase].attempts, one) for phase, one in curves.items()]
+    row(
+        "goodput: share of it in steps that counted",
+        [None if one.share is None else percent(one.share) for one in spent],
+    )
+    row("lost, most first", [", ".join(f"{part} {duration(s)}" for part, s in one.losses[:3]) for one in spent])
     row("interruptions", [str(run.trainings[phase].stops) for phase in curves])
     row("workers", [number(one["num_workers"]) if "num_workers" in one else None for one in counts.values()])
     row("precision", [one.get("precision") for one in counts.values()])

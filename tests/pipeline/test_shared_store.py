@@ -7,12 +7,14 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from common.files import read_json
+from stages.directory.attempts import read
 from tests.helpers.chain import STAGES, Chain, wait_until, write_corpus
 from tests.helpers.support import assert_same_bytes
 
@@ -117,6 +119,7 @@ def test_a_machine_that_is_lost_with_its_disk_is_continued_by_another(
     process = start(lost, "Pretrain", "--phase", "1", *LONG, *layout)
     wait_until(lambda: "goes on" in _log(lost) or len(_turn(tmp_path / "store").get("checkpoints", ())) > 0)
     process.send_signal(signal.SIGKILL)
+    killed_at = time.time()
     process.wait()
     shutil.rmtree(lost.work)
     other = machine(tmp_path / "other", tmp_path / "store")
@@ -128,6 +131,14 @@ def test_a_machine_that_is_lost_with_its_disk_is_continued_by_another(
     assert_same_bytes(other.latest("pretrain-phase1") / last, undisturbed.latest("pretrain-phase1") / last)
     lines = (other.latest("pretrain-phase1") / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
+    # The time line begins on the machine that was lost.
+    attempts = read(other.latest("pretrain-phase1"), running=False, complete=True)
+    assert [attempt.how for attempt in attempts] == ["killed", "complete"]
+    assert attempts[0].started < killed_at < attempts[1].started
+    assert attempts[0].ended <= killed_at
+    spent = other.manifest("pretrain-phase1")["counts"]["goodput"]["seconds"]  # type: ignore[index]
+    assert spent["down"] > 3, "the lease of the lost machine"
+    assert sum(spent.values()) == pytest.approx(attempts[1].ended - attempts[0].started, abs=0.1)
     assert steps == sorted(set(steps)) == list(range(1, 61)), "each step once, those of the lost one too"
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ THROUGHPUT_WINDOW = 10
 _WRITE_INTERVAL_S = 1.0
 #: Least seconds between points in TensorBoard, which draws a thousand at most; metrics.jsonl has every step.
 _BOARD_INTERVAL_S = 0.05
+
+#: Parts of a step's time, in seconds: waiting for its batch, and for a checkpoint before it to be copied.
+DATA_WAIT, CHECKPOINT_STALL = "data_wait_s", "checkpoint_stall_s"
 
 #: json.dumps would create an encoder for every line.
 _encode = json.JSONEncoder(allow_nan=False).encode
@@ -64,6 +68,8 @@ class Metrics:
         self._written = self._drawn = 0.0
         #: The first step of the phase, from 0, that was not finite, and the message about it.
         self._not_finite: tuple[int, str] | None = None
+        #: Seconds since the last record that the loop has waited, by name of the record's field.
+        self._waited: dict[str, float] = {}
         #: Recorded but not yet written.
         self._lines: list[str] = []
         self._progress: dict[str, Any] = {}
@@ -88,10 +94,20 @@ class Metrics:
         """`step` begins; the clock starts with the first one. Raises `DiskError`."""
         if self._last is None:
             self._last = time.monotonic()
+            self._waited.clear()  # part of the start
             if self._is_root:
                 self._train_time.start()
         if self._config.record_samples:
             record_samples(step, self._config.output_dir / f"samples-{self._mesh.rank}.jsonl")
+
+    @contextlib.contextmanager
+    def waiting(self, name: str) -> Iterator[None]:
+        """The block's time is recorded with the next step, in the field `name`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited[name] = self._waited.get(name, 0.0) + time.monotonic() - began
 
     def record(self, record: StepRecord, values: list[float]) -> None:
         """`values`: the workload's losses (nats, means over the global batch), then the gradient norm; meaningless in a
@@ -120,6 +136,7 @@ class Metrics:
             "grad_norm": norm,
             **rates,
             "step_time_s": step_time,
+            **{name: self._waited.pop(name, 0.0) for name in (DATA_WAIT, CHECKPOINT_STALL)},
         }
         if record.compiled_graphs is not None:
             scalars["compiled_graphs"] = record.compiled_graphs

@@ -1,0 +1,121 @@
+"""Where a training's time went, from its attempts and the records of its steps.
+
+Goodput is the share of the time since the first start in which steps were computed that counted. The rest is lost: to
+steps that were done again, to starting, to waiting for data or checkpoints, to compilation, to being down.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stages.directory.attempts import Attempt
+from stages.view.curves import Curves
+from stages.view.text import duration, percent
+
+#: The parts, in the order of a step's life; each second belongs to one of them.
+STEPS, DATA, STALL, COMPILING, STARTING, LOST, ENDING, DOWN = (
+    *("computing", "waiting for data", "waiting for checkpoints", "compiling", "starting"),
+    *("steps done again", "ending", "down"),
+)
+#: Ends of an attempt after which its last steps are done again.
+_IS_LOST = ("killed", "failed", "hung")
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds from the first start to the end, or to now, by part."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def share(self) -> float | None:
+        """None before the first step."""
+        return self.seconds[STEPS] / self.total_s if self.seconds.get(STEPS) else None
+
+    @property
+    def losses(self) -> list[tuple[str, float]]:
+        """What was lost, in seconds, the most first."""
+        found = [(part, seconds) for part, seconds in self.seconds.items() if part != STEPS and seconds > 0]
+        return sorted(found, key=lambda one: -one[1])
+
+    def record(self) -> dict[str, Any]:
+        """For a manifest."""
+        share = None if self.share is None else round(self.share, 4)
+        return {"share": share, "seconds": {part: round(seconds, 3) for part, seconds in self.seconds.items()}}
+
+    def __str__(self) -> str:
+        """`goodput 91.3%; lost: starting 1 min 10 s, down 31 s`."""
+        if self.share is None:
+            return ""
+        lost = ", ".join(f"{part} {duration(seconds)}" for part, seconds in self.losses[:3])
+        return f"goodput {percent(self.share)}" + (f"; lost: {lost}" if lost else "")
+
+
+def goodput(attempts: Sequence[Attempt], curves: Curves) -> Goodput:
+    """`attempts`: oldest first. Steps recorded before the first attempt belong to another training or machine."""
+    if not attempts:
+        return Goodput()
+    parts = dict.fromkeys((STEPS, DATA, STALL, COMPILING, STARTING, LOST, ENDING, DOWN), 0.0)
+    usual_s = _usual_step(curves)
+    before: Attempt | None = None
+    for attempt in attempts:
+        if before is not None:
+            parts[DOWN] += max(0.0, attempt.started - before.ended)
+        began = attempt.started if before is None else max(attempt.started, before.ended)
+        _add_attempt(parts, attempt, began, _steps_of(attempt, curves), curves, usual_s)
+        before = attempt
+    return Goodput(parts)
+
+
+def _add_attempt(
+    parts: dict[str, float], attempt: Attempt, began: float, steps: Sequence[int], curves: Curves, usual_s: float
+) -> None:
+    at, values = began, curves.values
+    for number, index in enumerate(steps):
+        ended = max(at, min(curves.times[index], attempt.ended))
+        step_s = min(values["step_time_s"][index], ended - at)
+        # Before the first step the process starts; between two, steps were given up that were not finite.
+        parts[STARTING if number == 0 else LOST] += ended - at - step_s
+        data_s = min(_number(values["data_wait_s"][index]), step_s)
+        stall_s = min(_number(values["checkpoint_stall_s"][index]), step_s - data_s)
+        rest_s = step_s - data_s - stall_s
+        compiled_s = max(0.0, rest_s - usual_s) if _compiled(curves, steps, number) else 0.0
+        for part, seconds in ((DATA, data_s), (STALL, stall_s), (COMPILING, compiled_s), (STEPS, rest_s - compiled_s)):
+            parts[part] += seconds
+        at = ended
+    if steps:
+        parts[LOST if attempt.how in _IS_LOST else ENDING] += max(0.0, attempt.ended - at)
+    else:  # nothing of it counted
+        parts[LOST if attempt.how in _IS_LOST else STARTING] += max(0.0, attempt.ended - at)
+
+
+def _steps_of(attempt: Attempt, curves: Curves) -> range:
+    """Indices of the steps that were recorded during the attempt."""
+    first = next((i for i, time in enumerate(curves.times) if time > attempt.started), len(curves.times))
+    last = next((i for i in range(first, len(curves.times)) if curves.times[i] > attempt.ended), len(curves.times))
+    return range(first, last)
+
+
+def _compiled(curves: Curves, steps: Sequence[int], number: int) -> bool:
+    """Whether graphs were compiled in the step."""
+    now = curves.values["compiled_graphs"][steps[number]]
+    before = curves.values["compiled_graphs"][steps[number - 1]] if number else 0.0
+    return _number(now) > _number(before)
+
+
+def _usual_step(curves: Curves) -> float:
+    """The median time of a step, in seconds."""
+    return statistics.median(curves.values["step_time_s"]) if curves.steps else 0.0
+
+
+def _number(value: float) -> float:
+    """0 for what older records lack."""
+    return 0.0 if math.isnan(value) else value

@@ -1,0 +1,135 @@
+"""Loses machines at random moments: `python -m tests.helpers.stores.lost_machines --losses 50`.
+
+Each loss is a SIGKILL of luigi in the middle of a whole chain, with all that it has started, and the removal of its
+work directory. The next run starts with an empty one, and the store. The model must have the bytes of an undisturbed
+run without a store, a training must go on from the newest checkpoint that was pushed, and at the end each of its steps
+must be recorded once. Half of the losses with two data-parallel workers, half with two tensor-parallel ones. Exit
+status 0 if all that always held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from common.files import read_json
+from tests.helpers.chain import Chain
+from tests.helpers.killer import begin, digest, said
+from tests.helpers.support import metrics
+
+#: Fewer steps would be over between two losses.
+_STEPS = ("--Phase1-max-steps", "40", "--Phase2-max-steps", "20", "--Phase1-ckpt-interval-steps", "4")
+
+
+def pushed(store: Path) -> dict[str, int]:
+    """The newest checkpoint of each training that is under way, by phase."""
+    found = {}
+    for path in (store / "turns").glob("pretrain-phase*.json"):
+        checkpoints = (read_json(path) or {"content": {}})["content"].get("checkpoints")
+        if checkpoints:
+            found[path.name[: len("pretrain-phase1")]] = int(checkpoints[-1]["name"].removeprefix("ckpt_"))
+    return found
+
+
+def lose(process: subprocess.Popen[bytes], chain: Chain) -> None:
+    """Kill luigi and all that it has started, then remove its disk."""
+    try:
+        root = psutil.Process(process.pid)
+        every = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        every = []
+    for one in every:
+        try:
+            one.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait()
+    psutil.wait_procs(every, timeout=30)
+    shutil.rmtree(chain.work, ignore_errors=True)
+
+
+def torment(chain: Chain, store: Path, rng: random.Random, words: Sequence[str], longest_s: float, most: int) -> int:
+    """Run the chain with `words` and lose its machine, until it ends well or `most` losses are spent; then leave it
+    alone. Returns the losses."""
+    losses, expected = 0, dict[str, int]()
+    process = begin(chain, words)
+    while True:
+        try:
+            process.wait(timeout=rng.uniform(0.5, longest_s) if losses < most else 600)
+        except subprocess.TimeoutExpired:
+            assert losses < most, "the chain did not end within 600 s when left alone"
+            require_continued(chain, expected)
+            lose(process, chain)
+            losses += 1
+            expected = pushed(store)
+            process = begin(chain, words)
+            continue
+        assert process.returncode == 0, said(chain).read_text()
+        require_continued(chain, expected)
+        return losses
+
+
+def require_continued(chain: Chain, expected: dict[str, int]) -> None:
+    """A training of the last run that has begun did so from the newest checkpoint pushed before."""
+    text = said(chain).read_text()
+    for label, step in expected.items():
+        if f"{label}: started" in text and "starting phase" in text.partition(f"{label}: started")[2]:
+            assert f"{label}: goes on from ckpt_{step}, fetched" in text or f"{label}: fetched from" in text, text
+
+
+def check_end(chain: Chain, words: Sequence[str]) -> None:
+    """The last run has said so, and the records of both trainings are whole, wherever their steps were trained."""
+    assert "BERT is pretrained." in said(chain).read_text()
+    for phase in (1, 2):
+        chain.run("Pretrain", "--phase", str(phase), *words)  # fetched, if this machine did not need it
+        directory = chain.latest(f"pretrain-phase{phase}")
+        manifest = read_json(directory / "manifest.json")
+        assert manifest is not None
+        steps = [record["step"] for record in metrics(directory)]
+        last = manifest["counts"]["global_step"]
+        assert steps == list(range(last - manifest["counts"]["steps"] + 1, last + 1))
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--losses", type=int, default=50, help="machines to lose, at least")
+    p.add_argument("--longest", type=float, default=20.0, help="seconds between two losses, at most")
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args()
+    rng = random.Random(args.seed)
+    losses = rounds = 0
+    with tempfile.TemporaryDirectory(prefix="lost-machines-") as name:
+        for tensor_parallel in (1, 2):
+            layout = ["--Cluster-nproc-per-node", "2", "--Cluster-tensor-parallel-size", str(tensor_parallel)]
+            words = [*layout, *_STEPS]
+            undisturbed = Path(name) / f"undisturbed-{tensor_parallel}"
+            undisturbed.mkdir()
+            chain = Chain(undisturbed)
+            chain.run("BertPhase2", *words)
+            wanted = digest(chain)
+            began, goal = time.monotonic(), args.losses * tensor_parallel // 2
+            while losses < goal:
+                directory = Path(name) / f"round-{rounds}"
+                directory.mkdir()
+                store = directory / "store"
+                chain = Chain(directory, f"\n[store]\nurl = {store}\nlease_s = 2\n")
+                losses += torment(chain, store, rng, words, args.longest, goal - losses)
+                rounds += 1
+                assert digest(chain) == wanted, "the model has other bytes"
+                check_end(chain, words)
+                shutil.rmtree(directory)
+                print(
+                    f"{losses} losses, {rounds} whole chains, same bytes, {time.monotonic() - began:.0f} s", flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()

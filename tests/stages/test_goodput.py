@@ -1,0 +1,118 @@
+"""The ledger of a training's time: every second in one part, and the parts are what happened."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from stages.directory.attempts import Attempt, How
+from stages.view.curves import NAMES, Curves
+from stages.view.goodput import Goodput, goodput
+
+
+def curves(*steps: dict[str, float]) -> Curves:
+    """Steps with a `time` and any of the fields of metrics.jsonl."""
+    found = Curves()
+    for number, step in enumerate(steps, 1):
+        found.steps.append(number)
+        found.times.append(step["time"])
+        for name in NAMES:
+            found.values[name].append(step.get(name, math.nan))
+    return found
+
+
+def parts(found: Goodput) -> dict[str, float]:
+    return {part: round(seconds, 6) for part, seconds in found.seconds.items() if seconds}
+
+
+def test_an_undisturbed_training() -> None:
+    attempts = [Attempt(100.0, 120.0, "complete")]
+    steps = curves(
+        {"time": 108.0, "step_time_s": 3.0},
+        {"time": 112.0, "step_time_s": 4.0, "data_wait_s": 0.5, "checkpoint_stall_s": 1.0},
+        {"time": 115.0, "step_time_s": 3.0},
+    )
+    found = goodput(attempts, steps)
+    assert parts(found) == {
+        "starting": 5.0, "computing": 8.5, "waiting for data": 0.5, "waiting for checkpoints": 1.0, "ending": 5.0,
+    }  # fmt: skip
+    assert found.total_s == 20.0
+    assert found.share == 8.5 / 20
+    assert [part for part, _ in found.losses][:2] in (["starting", "ending"], ["ending", "starting"])
+    assert str(found).startswith("goodput 42.5%; lost: ")
+
+
+def test_a_kill_costs_the_steps_since_the_last_checkpoint_and_the_time_until_the_next_start() -> None:
+    """Of the steps after the checkpoint only the second attempt's records are left."""
+    attempts = [Attempt(0.0, 30.0, "killed"), Attempt(45.0, 60.0, "complete")]
+    steps = curves(
+        {"time": 10.0, "step_time_s": 5.0},
+        {"time": 15.0, "step_time_s": 5.0},
+        {"time": 54.0, "step_time_s": 5.0},  # was done at 20 and 25, too
+        {"time": 59.0, "step_time_s": 5.0},
+    )
+    assert parts(goodput(attempts, steps)) == {
+        "starting": 5.0 + 4.0, "computing": 20.0, "steps done again": 15.0, "down": 15.0, "ending": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "part"), [("failed", "steps done again"), ("hung", "steps done again"),
+                                           ("interrupted", "ending"), ("running", "ending")])  # fmt: skip
+def test_what_comes_after_the_last_step_depends_on_how_it_ended(how: How, part: str) -> None:
+    assert parts(goodput([Attempt(0.0, 10.0, how)], curves({"time": 4.0, "step_time_s": 4.0}))) == {
+        "computing": 4.0,
+        part: 6.0,
+    }
+
+
+def test_an_attempt_without_a_step_that_counted_is_lost() -> None:
+    attempts = [Attempt(0.0, 8.0, "killed"), Attempt(8.0, 14.0, "complete")]
+    found = goodput(attempts, curves({"time": 14.0, "step_time_s": 2.0}))
+    assert parts(found) == {"steps done again": 8.0, "starting": 4.0, "computing": 2.0}
+    assert parts(goodput([Attempt(0.0, 8.0, "running")], curves())) == {"starting": 8.0}
+    assert goodput([Attempt(0.0, 8.0, "running")], curves()).share is None
+    assert str(goodput([], curves())) == ""
+
+
+def test_steps_that_were_given_up_in_a_process_are_lost() -> None:
+    """After a step that was not finite, training goes back to the last checkpoint."""
+    steps = curves({"time": 3.0, "step_time_s": 2.0}, {"time": 12.0, "step_time_s": 2.0})
+    assert parts(goodput([Attempt(0.0, 12.0, "complete")], steps)) == {
+        "starting": 1.0, "computing": 4.0, "steps done again": 7.0,
+    }  # fmt: skip
+
+
+def test_what_a_step_with_a_new_graph_takes_more_is_compilation() -> None:
+    times = [{"time": 20.0, "step_time_s": 18.0, "compiled_graphs": 2.0}]
+    times += [{"time": 22.0 + 2 * n, "step_time_s": 2.0, "compiled_graphs": 2.0} for n in range(8)]
+    assert parts(goodput([Attempt(0.0, 36.0, "complete")], curves(*times))) == {
+        "starting": 2.0, "compiling": 16.0, "computing": 18.0,
+    }  # fmt: skip
+
+
+def test_steps_of_another_training_or_machine_do_not_count() -> None:
+    """An extended training has the records of the one that it goes on from."""
+    steps = curves({"time": 50.0, "step_time_s": 5.0}, {"time": 110.0, "step_time_s": 5.0})
+    assert parts(goodput([Attempt(100.0, 110.0, "complete")], steps)) == {"starting": 5.0, "computing": 5.0}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_every_second_belongs_to_one_part(seed: int) -> None:
+    """Whatever the clocks and records say."""
+    rng = random.Random(seed)
+    attempts, steps, at = [], [], 1000.0
+    for number in range(rng.randint(1, 5)):
+        began = at = at + rng.uniform(0, 20)
+        for _ in range(rng.randint(0, 6)):
+            at += rng.uniform(0, 5)
+            field = {name: rng.uniform(0, 6) for name in ("step_time_s", "data_wait_s", "checkpoint_stall_s")}
+            steps.append({"time": at + rng.uniform(-1, 1), "compiled_graphs": float(number), **field})
+        at += rng.uniform(0, 5)
+        how: How = rng.choice(["killed", "complete", "interrupted", "hung"])
+        attempts.append(Attempt(began, at, how))
+    steps.sort(key=lambda step: step["time"])
+    found = goodput(attempts, curves(*steps))
+    assert all(seconds >= 0 for seconds in found.seconds.values())
+    assert math.isclose(found.total_s, attempts[-1].ended - attempts[0].started, abs_tol=1e-6)
