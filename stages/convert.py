@@ -117,10 +117,6 @@ def convert(work: StageDirectory, args: ConvertOptions) -> dict[str, Any]:
             with disk_errors(temporary):
                 temporary.mkdir()
             found, counts = written(work, source, temporary, args.to, options)
-            if args.to == "hf":
-                from trainer.checkpoint.interop.write import meets_hugging_face
-
-                meets_hugging_face(temporary)
             rename_durably(temporary, target)
             outputs = [Output(f"{target.name}/{output.path}", output.bytes, output.sha256) for output in found]
     work.finish(outputs, counts)

@@ -97,7 +97,7 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
     import torch
 
     from stages.tokens.wordpiece import save_tokenizer
-    from trainer.checkpoint.interop.write import WriteOptions, bytes_needed, meets_hugging_face
+    from trainer.checkpoint.interop.write import WriteOptions, bytes_needed
 
     options = WriteOptions(
         step=args.step,
@@ -122,7 +122,6 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
             vocabulary = _vocabulary_of(args.vocab_file, source.config.vocab_size)
             save_tokenizer(temporary, vocabulary, lower_case=args.lower_case)
         outputs, counts = written(work, source, temporary, "hf", options)
-    meets_hugging_face(temporary)
     if (target / CARD).exists():  # a rebuilt model keeps its model card, which people edit
         shutil.copyfile(target / CARD, temporary / CARD)
     rename_durably(temporary, target)

@@ -6,13 +6,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from common import forked
+from tests.helpers.support import command
 
 # One thread a process, here and in all that is started: many tests run at the same time. Read when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -42,6 +44,7 @@ def scratch() -> Iterator[None]:
     ):
         patch.setenv("TMPDIR", name)
         yield
+        forked.stop()
 
 
 @pytest.fixture
@@ -82,9 +85,6 @@ def stage() -> Stage:
     """Runs `python -m stages.NAME arguments…`, with environment variables as keywords."""
 
     def run(name: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", f"stages.{name}", *map(str, arguments)],
-            cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=120,
-        )  # fmt: skip
+        return command("-m", f"stages.{name}", *map(str, arguments), env=environment, timeout=120)
 
     return run

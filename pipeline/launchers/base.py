@@ -27,6 +27,8 @@ class StageCommand:
     resumes: bool
     #: Seconds without a sign of life after which it is killed; None: never.
     hang_timeout_s: float | None
+    #: Whether it is worth forking from a process that has imported torch.
+    imports_torch: bool = False
 
 
 class Launcher(Protocol):

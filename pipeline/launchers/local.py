@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from common import forked
 from common.console import log
 from common.errors import NodeMissing, UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
@@ -28,6 +29,8 @@ class Local:
         self._cluster = cluster
 
     def run(self, work: StageCommand) -> ProcessResult:
+        if work.imports_torch:
+            forked.start()
         start = start_on_node(self._cluster.node_rank, self._cluster.master_addr) if work.nodes > 1 else None
         # Node 0 alone records attempts.
         with contextlib.nullcontext() if self._cluster.follows else attempts.recording(work.directory) as record:

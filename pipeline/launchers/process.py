@@ -22,6 +22,7 @@ from common import console
 from common.console import log
 from common.errors import EXIT_INTERRUPTED
 from common.files import ALIVE, PROGRESS, disk_errors
+from common.forked import Forked, NewInterpreter, start_python
 from common.lock import HELD_FINGERPRINT_VARIABLE
 from common.process import PARENT_VARIABLE, is_ignored
 from common.secrets import hidden_words, redact
@@ -108,15 +109,18 @@ class Command:
             **({} if start.prefix else {PARENT_VARIABLE: str(os.getpid())}),
             "PYTHONUNBUFFERED": "1",
         }
-        self.process = subprocess.Popen(
-            [*start.prefix, sys.executable, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            pass_fds=keep_open,
-            start_new_session=True,
-        )
+        output, written = os.pipe()
+        self.output = open(output, "rb", buffering=0)  # noqa: SIM115 (closed in `end`)
+        try:
+            if start.prefix:
+                self.process: Forked | NewInterpreter = NewInterpreter(
+                    [*start.prefix, sys.executable, *words], stdin=subprocess.DEVNULL, stdout=written, stderr=written,
+                    env=environment, pass_fds=keep_open, start_new_session=True,
+                )  # fmt: skip
+            else:
+                self.process = start_python(words, environment=environment, output=written, keep_open=keep_open)
+        finally:
+            os.close(written)
         self.stopped_by: int | None = None
         self._stopped_at = 0.0
         self._stop_signal = start.stop_signal
@@ -134,8 +138,13 @@ class Command:
 
     def send(self, signum: signal.Signals) -> None:
         """Signal the command's process group; its workers die with it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signum)
+        self.process.signal_group(signum)
+
+    def end(self) -> None:
+        """Leave nothing of it running."""
+        self.send(signal.SIGKILL)
+        self.process.wait()
+        self.output.close()
 
 
 def run(
@@ -163,8 +172,7 @@ def run(
                 _show(command, log_path, watch, silent=not start.is_shown)
             status = command.process.wait()
         finally:
-            command.send(signal.SIGKILL)  # leave nothing running, whatever failed here
-            command.process.communicate()
+            command.end()
     return ProcessResult(status, command.stopped_by, watch.hung, _last_error(log_path, began))
 
 
@@ -244,8 +252,7 @@ def _lines(command: Command, watch: _Watch) -> Iterator[tuple[str, bool]]:
 
 def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
     """The command's output, until it closes it or is killed for a hang."""
-    assert command.process.stdout is not None
-    output = command.process.stdout.fileno()
+    output = command.output.fileno()
     while True:
         ready, _, _ = select.select([output], [], [], 0.5)
         if ready:

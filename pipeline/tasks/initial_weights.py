@@ -17,6 +17,7 @@ class EmbedWords(Stage):
     """Makes phase 1's initial word embeddings from the text."""
 
     stored_as = "shards"
+    imports_torch = True
 
     def requires(self) -> dict[str, Stage]:
         return {"dataset": dataset_of(self, 1)}

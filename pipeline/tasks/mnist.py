@@ -68,7 +68,7 @@ class TrainMlp(Training):
 class EvaluateMlp(Stage):
     """The accuracy of the saved model on the images that were kept apart."""
 
-    on_cluster = True
+    on_cluster = imports_torch = True
 
     def requires(self) -> dict[str, Stage]:
         return {"train_mlp": TrainMlp(), "download_mnist": DownloadMnist()}

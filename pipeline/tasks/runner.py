@@ -31,6 +31,8 @@ class RunnableStage(PlacedStage, Protocol):
     @property
     def hang_timeout_s(self) -> float | None: ...
     @property
+    def imports_torch(self) -> bool: ...
+    @property
     def stored(self) -> object | None: ...
     def command(self) -> list[str]: ...
     def finish(self, start: StartTime) -> None: ...
@@ -162,6 +164,7 @@ class Runner:
                 stage.nodes,
                 stage.resumes,
                 stage.hang_timeout_s,
+                stage.imports_torch,
             )
         )
 

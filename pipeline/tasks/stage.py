@@ -41,6 +41,8 @@ class Stage(ChainTask):
     on_all_nodes: ClassVar[bool] = False
     #: Whether its command resumes when restarted.
     resumes: ClassVar[bool] = False
+    #: Whether its command imports torch, which takes seconds unless it is forked from a process that has it.
+    imports_torch: ClassVar[bool] = False
     #: What it counts as in [store] push and pull; None: it stays on its machine.
     stored_as: ClassVar[Kind] = "models"
 

@@ -26,7 +26,7 @@ class Training(Stage):
 
     #: Increment when the same settings produce a different training.
     format_version: ClassVar[int] = 1
-    on_cluster = on_all_nodes = resumes = True
+    on_cluster = on_all_nodes = resumes = imports_torch = True
 
     def parameters(self) -> dict[str, Any]:
         """The settings that identify the result."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
-import runpy
+import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from common.forked import PRELOADED, Forked, NewInterpreter, start, start_python
 from common.process import free_port
 from trainer.data.shards import write_shard
 from trainer.machine.sample import sample_rows
@@ -71,72 +70,69 @@ def options(**values: Any) -> list[str]:
 
 
 def command(*words: str, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run `python words…` from the repository root; both outputs are captured, nothing is checked."""
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    """Run `python words…` from the repository root, forked where it can be; both outputs are captured, nothing is
+    checked."""
+    start_fork_server()
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = start_python(
+            words, environment={**os.environ, **(env or {})}, output=output.fileno(), errors=errors.fileno(),
+            directory=ROOT,
+        )  # fmt: skip
+        try:
+            status = process.wait(timeout)
+        finally:
+            process.signal_group(signal.SIGKILL)
+        texts = [file.seek(0) or file.read().decode() for file in (output, errors)]
+    return subprocess.CompletedProcess(list(words), status, *texts)
+
+
+def start_fork_server() -> None:
+    """One for all that a process of the test run starts: it has imported torch, and what luigi imports."""
+    libraries = ("requests", "jsonschema", "jinja2", "tenacity", "tornado.ioloop", "prometheus_client", "yaml", "tqdm")
+    start((*PRELOADED, *libraries))
 
 
 class Workers:
-    """`python -m module words…` in one or more processes, as torchrun would start them, but forked from one that has
-    imported torch: a start takes 0.1 s instead of 4. The e2e tests go through torchrun itself.
-    """
+    """`python -m module words…` in one or more processes, as torchrun would start them. The e2e tests go through
+    torchrun itself."""
 
     def __init__(self, count: int, module: str, words: list[str], env: dict[str, str]) -> None:
-        self._log = tempfile.NamedTemporaryFile(prefix="workers-", suffix=".log")  # noqa: SIM115 (closed in `wait`)
-        self.processes = []
+        start_fork_server()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `wait`)
+        self._processes: list[Forked | NewInterpreter] = []
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
         for rank in range(count):
             variables = {**env, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
-            process = FORKS.Process(target=_work, args=(module, words, variables, self._log.name), daemon=True)
-            process.start()
-            self.processes.append(process)
+            process = start_python(
+                ["-m", module, *words], environment={**os.environ, **variables}, output=self._output.fileno(),
+                directory=ROOT,
+            )  # fmt: skip
+            self._processes.append(process)
 
     def wait(self, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         """Join all; a worker that fails takes the others with it, as under torchrun. The status is the first's."""
         deadline = time.monotonic() + timeout
-        alive, status = list(self.processes), 0
+        alive, status = list(self._processes), 0
         while alive and time.monotonic() < deadline:
-            multiprocessing.connection.wait([process.sentinel for process in alive], timeout=1)
-            for process in [process for process in alive if not process.is_alive()]:
+            for process in [process for process in alive if process.poll() is not None]:
                 alive.remove(process)
-                if process.exitcode and not status:
-                    status = process.exitcode
+                if process.returncode and not status:
+                    status = process.returncode
                     for other in alive:
-                        other.terminate()
+                        other.signal_group(signal.SIGTERM)
+            time.sleep(0.01)
         for process in alive:
-            process.kill()
-        text = Path(self._log.name).read_text()
-        self._log.close()
+            process.signal_group(signal.SIGKILL)
+        self._output.seek(0)
+        with self._output as output:
+            text = output.read().decode()
         assert not alive, f"still running after {timeout} s:\n{text}"
         return subprocess.CompletedProcess([], status, text, "")
 
 
-#: Starts processes that have imported torch already.
+#: Starts functions in processes that have imported torch already.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        *("trainer.loop", "trainer.options", "trainer.devices.select", "tensorboard.summary", "stages.evaluate"),
-        # What loading a merged model imports: seconds, each time.
-        *("transformers.models.bert.modeling_bert", "accelerate.big_modeling"),
-    ]
-)
-
-
-def _work(module: str, words: list[str], variables: dict[str, str], log: str) -> None:
-    os.chdir(ROOT)
-    os.environ.update(variables)
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.argv = [module, *words]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+FORKS.set_forkserver_preload(["trainer.loop", "trainer.devices.select"])
 
 
 def train(workers: int = 1, *, env: dict[str, str] | None = None, **values: Any) -> subprocess.CompletedProcess[str]:

@@ -4,18 +4,21 @@ stop signals without a deadline (torchrun kills workers after 30 s). With severa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import threading
+from typing import Any
 
-import psutil
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.run import main, parse_args
 
 from common.errors import EXIT_INTERRUPTED, EXIT_NODE_MISSING, EXIT_SOFTWARE, EXIT_USER_ERROR, NodeMissing, UserError
+from common.forked import Forked, NewInterpreter, start_python
 from common.process import (
     IGNORED_VARIABLE,
     PARENT_VARIABLE,
@@ -38,6 +41,7 @@ def run() -> int:
     threading.Thread(target=_forward_signals, args=(heeded,), daemon=True).start()
     # Workers report their own errors; torchrun's log would repeat them as a table and a traceback.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    SubprocessHandler._popen = _start_worker  # type: ignore[assignment, method-assign]
     try:
         store = _meet_others()
         # torchrun's log directory would stay in /tmp after a kill, and nothing is written there.
@@ -53,6 +57,17 @@ def run() -> int:
         print(f"error: lost the other nodes: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
         return EXIT_SOFTWARE
     return 0
+
+
+_workers: list[Forked | NewInterpreter] = []
+
+
+def _start_worker(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
+    """In place of torchrun's way to start one: forked from a process that has imported torch, if there is one."""
+    words = [word for word in args[1:3] if word != "-u"]
+    worker = start_python([*words, *args[3:]], environment={**env, "PYTHONUNBUFFERED": "1"}, output=1, errors=2)
+    _workers.append(worker)
+    return worker
 
 
 def _meet_others() -> TCPStore | None:
@@ -80,11 +95,12 @@ def _forward_signals(heeded: frozenset[signal.Signals]) -> None:
     """Forward stop signals to the workers; they are blocked in this process, so torchrun's handlers never run."""
     while True:
         signal.sigwait(heeded)
-        workers = psutil.Process().children()
-        if not workers:
+        if not _workers:
             os._exit(EXIT_INTERRUPTED)
-        for worker in workers:
-            worker.send_signal(signal.SIGTERM)
+        for worker in _workers:
+            if worker.returncode is None:
+                with contextlib.suppress(ProcessLookupError, ConnectionError):
+                    os.kill(worker.pid, signal.SIGTERM)
 
 
 if __name__ == "__main__":

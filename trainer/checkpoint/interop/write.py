@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from common.errors import CheckpointError
-from common.files import read_json, sha256_of, write_json
+from common.files import sha256_of, write_json
 from trainer.checkpoint.format import tensor_file, write_manifest
 from trainer.checkpoint.interop import pt_file
 from trainer.checkpoint.interop.chunks import Chunk
@@ -211,20 +210,6 @@ def bytes_needed(source: Checkpoint, options: WriteOptions) -> int:
             dtype = options.dtype if kind == MODEL and options.dtype else spec.dtype
             total += spec.numel * dtype.itemsize
     return total
-
-
-def meets_hugging_face(directory: Path) -> None:
-    """Load a finished directory with the class that its config names, on the meta device; raises `CheckpointError` if
-    keys mismatch."""
-    transformers: Any = importlib.import_module("transformers")
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    (architecture,) = (read_json(directory / CONFIG) or {})["architectures"]
-    model = getattr(transformers, architecture)
-    _, report = model.from_pretrained(directory, device_map="meta", output_loading_info=True)
-    for what, names in report.items():
-        if names:
-            raise CheckpointError(f"{directory}: Hugging Face reports {what.replace('_', ' ')}: {sorted(names)[0]}")
 
 
 #: Format → its writer, which raises `CheckpointError`, `DiskError`, `UserError`.

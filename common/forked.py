@@ -1,0 +1,246 @@
+"""Start commands by forking a process that has imported torch: they begin in milliseconds instead of seconds.
+
+`start_python` starts `python -m module …` through the fork server of this process, or of the one that started it; and
+as a new interpreter where there is none, or where the command needs variables that are read when Python or a library
+starts. A forked command has its starter's directory, signal handling, cores and limits. It is killed when its starter
+ends, or when the server does.
+
+Linux only: elsewhere every command is a new interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.fork_server import LIMITS
+from common.process import PARENT_VARIABLE
+
+#: Environment variable: the descriptor on which a command's descendants reach the server.
+VARIABLE = "FORK_SERVER"
+#: What commands that use torch import; none of them is run as a command.
+PRELOADED = (
+    *("torch", "torch.distributed.run", "h5py", "tensorboard.summary.writer.record_writer", "trainer.launch.failure"),
+    *("trainer.options", "trainer.loop", "trainer.devices.select", "trainer.checkpoint.interop.write"),
+    *("stages.evaluation.bert",),
+)
+#: Variables, by how their names start, that Python, the C library, torch and what torch links read once, at the start.
+_READ_AT_START = (
+    *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "TZ", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
+    *("ATEN_", "DNNL_", "ONEDNN_", "TORCH", "PYTORCH_", "C10_", "HDF5_"),
+)
+#: Of these, what a forked command takes from its own environment.
+_TAKEN_OVER = ("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHELASTIC_")
+_SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+
+
+class Forked:
+    """A command that the server has forked or is about to. Its process group and session are its own."""
+
+    def __init__(self, words: Sequence[str], reply: socket.socket) -> None:
+        """`reply`: the server sends the process's id, then its exit status."""
+        self.args = list(words)
+        self.returncode: int | None = None
+        self._reply = reply
+        self._pid: int | None = None
+        self._receiving = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        """Waits until the server has forked. Raises `ConnectionError` if it died before that."""
+        while self._pid is None and self.returncode is None:
+            self._receive(None)
+        if self._pid is None:
+            raise ConnectionError("the fork server has ended")
+        return self._pid
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(TimeoutError):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, as `subprocess.Popen` gives it; that of SIGKILL if it died with the server.
+
+        Raises `TimeoutError`.
+        """
+        ends = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            if not self._receive(None if ends is None else max(0.0, ends - time.monotonic())):
+                raise TimeoutError
+        return self.returncode
+
+    def signal_group(self, signum: signal.Signals) -> None:
+        """Signal its process group; one that is not forked yet never will be."""
+        if self._pid is None and not self._receive(0):
+            self._end(-signum)
+        if self._pid is not None:  # also after its end: workers of its group may be left
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signum)
+
+    def _receive(self, timeout: float | None) -> bool:
+        """Take what the server says next; returns whether it said something in time."""
+        with contextlib.suppress(ValueError, OSError):  # another thread has seen the end
+            select.select([self._reply], [], [], timeout)
+        with self._receiving:
+            if self.returncode is not None:
+                return True
+            if not select.select([self._reply], [], [], 0)[0]:
+                return False
+            self._take(self._reply.recv(64))
+            return True
+
+    def _take(self, said: bytes) -> None:
+        if not said:
+            self._end(-signal.SIGKILL)
+        elif self._pid is None:
+            self._pid = int(said)
+        else:
+            self._end(int(said))
+
+    def _end(self, status: int) -> None:
+        self.returncode = status
+        self._reply.close()
+
+
+class NewInterpreter(subprocess.Popen[bytes]):
+    """A command with an interpreter of its own."""
+
+    def signal_group(self, signum: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signum)
+
+
+@dataclass
+class _Client:
+    """The server that this process uses."""
+
+    control: socket.socket
+    #: What the server's environment was when it started.
+    environment: Mapping[str, str]
+    process: subprocess.Popen[bytes] | None = None
+
+
+_client: _Client | None = None
+
+
+def start(preloaded: Sequence[str] = PRELOADED) -> None:
+    """Start the server of this process and of the commands that it starts, unless it has one. Returns at once."""
+    global _client
+    if _client is not None and _client.process is not None and _client.process.poll() is not None:
+        stop()
+    if not hasattr(os, "pidfd_open") or _current() is not None:
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "common.fork_server", str(theirs.fileno()), *preloaded],
+            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        )  # fmt: skip
+    _client = _Client(ours, dict(os.environ), process)
+
+
+def stop() -> None:
+    """End the server that this process has started, and with it what it has forked."""
+    global _client
+    if _client is not None and _client.process is not None:
+        _client.control.close()
+        _client.process.kill()
+        _client.process.wait()
+        _client = None
+
+
+def _current() -> _Client | None:
+    """The server of this process: its own, or the one that it was given."""
+    global _client
+    given = os.environ.pop(VARIABLE, "")
+    if _client is None and given:
+        descriptor, inode, environment = given.split(" ", 2)
+        # Children that do not inherit the descriptor may inherit the variable.
+        with contextlib.suppress(OSError):
+            if os.fstat(int(descriptor)).st_ino == int(inode):
+                _client = _Client(socket.socket(fileno=int(descriptor)), json.loads(environment))
+    return _client
+
+
+def start_python(
+    words: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    output: int,
+    errors: int | None = None,
+    keep_open: Sequence[int] = (),
+    directory: Path | None = None,
+) -> Forked | NewInterpreter:
+    """Start `python words…` in a session of its own, its output and errors going to descriptors.
+
+    `errors`: None: as `output`; `keep_open`: further descriptors that it inherits; `directory`: None: this process's.
+    """
+    client = _current()
+    errors = output if errors is None else errors
+    variables = dict(environment)
+    if client is not None:
+        control = client.control.fileno()
+        keep_open = [*keep_open, control]
+        variables[VARIABLE] = f"{control} {os.fstat(control).st_ino} {json.dumps(_read_at_start(client.environment))}"
+        if words[:1] == ["-m"] and _read_at_start(environment) == _read_at_start(client.environment):
+            with contextlib.suppress(OSError):  # it has died, or the command is too long for a message
+                return _fork(client, words, variables, directory, {0: None, 1: output, 2: errors, **_same(keep_open)})
+    return NewInterpreter(
+        [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=variables,
+        pass_fds=keep_open, cwd=directory, start_new_session=True,
+    )  # fmt: skip
+
+
+def _same(descriptors: Sequence[int]) -> dict[int, int | None]:
+    return {number: number for number in descriptors}
+
+
+def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_AT_START) and not name.startswith(_TAKEN_OVER)
+    }
+
+
+def _fork(
+    client: _Client,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    directory: Path | None,
+    descriptors: Mapping[int, int | None],
+) -> Forked:
+    """`descriptors`: the command's → this process's; None: /dev/null. Raises `OSError`."""
+    request = {
+        "words": list(words),
+        "environment": dict(environment),
+        "directory": str(directory or os.getcwd()),
+        "ignored": [signum for signum in _SIGNALS if signal.getsignal(signum) == signal.SIG_IGN],
+        "blocked": [int(signum) for signum in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        "cores": list(os.sched_getaffinity(0)),
+        "limits": [resource.getrlimit(limit) for limit in LIMITS],
+        "descriptors": list(descriptors),
+    }
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, open(os.devnull, "rb") as nothing:
+        sources = [nothing.fileno() if source is None else source for source in descriptors.values()]
+        try:
+            socket.send_fds(client.control, [json.dumps(request).encode()], [theirs.fileno(), *sources])
+        except OSError:
+            ours.close()
+            raise
+    return Forked(words, ours)
