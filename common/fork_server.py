@@ -4,6 +4,7 @@ socket (`common.forked`); a forked child becomes `python -m module …`, with th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -19,20 +20,27 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
+from setproctitle import setproctitle
+
 from common.process import PARENT_VARIABLE, STOP_SIGNALS, die_with_parent, die_with_starter
 
 _MOST_BYTES, _MOST_DESCRIPTORS = 1 << 18, 64
 #: Limits that a request carries, in this order.
 LIMITS = tuple(sorted(value for name, value in vars(resource).items() if name.startswith("RLIMIT_")))
 
+#: The last argument: a process's name in `ps` is written over its arguments.
+ROOM_FOR_NAMES = "." * 8192
+
 
 def main() -> NoReturn:
     """Import, then fork what is asked for; a forked child returns from `_serve` and becomes the command."""
     die_with_starter()
+    atexit.register(_end)  # the first, so called last
     # It ends with whoever started it. A signal to a child that has just been forked waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    setproctitle("python -m common.fork_server")
     control = socket.socket(fileno=int(sys.argv[1]))
-    for name in sys.argv[2:]:
+    for name in sys.argv[2:-1]:
         with contextlib.suppress(ImportError):  # the command that needs it says so
             importlib.import_module(name)
     gc.collect()
@@ -40,8 +48,33 @@ def main() -> NoReturn:
     server = os.getpid()
     request = _serve(control)
     _become(request, server)
-    runpy.run_module(request["words"][1], run_name="__main__", alter_sys=True)
+    global _status
+    try:
+        runpy.run_module(request["words"][1], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        _status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+    except KeyboardInterrupt:
+        _status = -signal.SIGINT
+        raise
+    except BaseException:
+        _status = 1
+        raise
     sys.exit()
+
+
+_status = 0
+
+
+def _end() -> None:
+    """End a child with its status, but without freeing what it has imported, which takes half a second with torch."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more; closed by the command
+            stream.flush()
+    if _status < 0:
+        signal.signal(-_status, signal.SIG_DFL)
+        os.kill(os.getpid(), -_status)
+    os._exit(_status)
 
 
 def _serve(control: socket.socket) -> dict[str, Any]:
@@ -128,20 +161,13 @@ def _become(request: dict[str, Any], server: int) -> None:
     at_once = bool(environment.get("PYTHONUNBUFFERED"))
     sys.stdin = open(0, encoding=sys.stdin.encoding, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = _stream(1, sys.stdout, at_once), _stream(2, sys.stderr, at_once)
-    _name(["python", *words])
+    setproctitle(" ".join(["python", *words]))  # in place of the server's
 
 
 def _stream(descriptor: int, like: TextIO, at_once: bool) -> TextIO:
     stream = open(descriptor, "w", encoding=like.encoding, errors=like.errors, closefd=False)  # noqa: SIM115
     stream.reconfigure(line_buffering=stream.isatty() or descriptor == 2, write_through=at_once)
     return stream
-
-
-def _name(words: Sequence[str]) -> None:
-    """Show the command in `ps` in place of the server's."""
-    from setproctitle import setproctitle
-
-    setproctitle(" ".join(words))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Linux only: elsewhere every command is a new interpreter.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -25,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.fork_server import LIMITS
+from common.fork_server import LIMITS, ROOM_FOR_NAMES
 from common.process import PARENT_VARIABLE
 
 #: Environment variable: the descriptor on which a command's descendants reach the server.
@@ -146,11 +147,12 @@ def start(preloaded: Sequence[str] = PRELOADED) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "common.fork_server", str(theirs.fileno()), *preloaded],
+            [sys.executable, "-m", "common.fork_server", str(theirs.fileno()), *preloaded, ROOM_FOR_NAMES],
             stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
         )  # fmt: skip
     _client = _Client(ours, dict(os.environ), process)
+    atexit.register(stop)
 
 
 def stop() -> None:
@@ -191,22 +193,26 @@ def start_python(
     """
     client = _current()
     errors = output if errors is None else errors
-    variables = dict(environment)
-    if client is not None:
-        control = client.control.fileno()
-        keep_open = [*keep_open, control]
-        variables[VARIABLE] = f"{control} {os.fstat(control).st_ino} {json.dumps(_read_at_start(client.environment))}"
-        if words[:1] == ["-m"] and _read_at_start(environment) == _read_at_start(client.environment):
-            with contextlib.suppress(OSError):  # it has died, or the command is too long for a message
-                return _fork(client, words, variables, directory, {0: None, 1: output, 2: errors, **_same(keep_open)})
+    way, control = way_to_server()
+    variables, keep_open = {**environment, **way}, [*keep_open, *control]
+    if client is not None and words[0] == "-m" and _read_at_start(environment) == _read_at_start(client.environment):
+        with contextlib.suppress(OSError):  # it has died, or the command is too long for a message
+            descriptors = {0: None, 1: output, 2: errors, **{number: number for number in keep_open}}
+            return _fork(client, words, variables, directory, descriptors)
     return NewInterpreter(
         [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=variables,
         pass_fds=keep_open, cwd=directory, start_new_session=True,
     )  # fmt: skip
 
 
-def _same(descriptors: Sequence[int]) -> dict[int, int | None]:
-    return {number: number for number in descriptors}
+def way_to_server() -> tuple[dict[str, str], list[int]]:
+    """The variable and the descriptor by which a child process reaches this one's server, if it has one."""
+    client = _current()
+    if client is None:
+        return {}, []
+    control = client.control.fileno()
+    fixed = json.dumps(_read_at_start(client.environment))
+    return {VARIABLE: f"{control} {os.fstat(control).st_ino} {fixed}"}, [control]
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:

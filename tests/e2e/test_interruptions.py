@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.chain import LUIGI, Chain, prepared_chain
+from tests.helpers.chain import Chain, prepared_chain, start_luigi
 from tests.helpers.support import ROOT, TORCHRUN, assert_same_bytes, metrics, options, write_dataset, write_model_config
 
 #: Enough steps that a signal sent when the first are done arrives in the middle.
@@ -38,14 +38,10 @@ def start(prepared: Chain) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(*words: str, **env: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *LUIGI, "Pretrain", "--phase", "1", *words],
-            cwd=ROOT,
-            env={**os.environ, "LUIGI_CONFIG_PATH": str(prepared.config), **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        process = start_luigi(
+            prepared.config, "Pretrain", "--phase", "1", *words,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **env,
+        )  # fmt: skip
         started.append(process)
         return process
 
@@ -124,8 +120,8 @@ def test_nothing_is_left_of_a_killed_luigi(prepared, start, layout: tuple[int, i
 def test_nothing_is_left_of_a_killed_torchrun(prepared, start) -> None:  # type: ignore[no-untyped-def]
     process = start(*LONG, "--Phase1-lr", "0.02", "--Cluster-nproc-per-node", "2")
     directory = training_directory(prepared, 0.02)
-    (launcher,) = [p for p in ours(str(directory)) if "trainer.launch.torchrun" in p.cmdline()]
-    workers = launcher.children()
+    (launcher,) = [p for p in ours(str(directory)) if "trainer.launch.torchrun" in " ".join(p.cmdline())]
+    workers = [process for process in ours(str(directory)) if process != launcher]
     assert len(workers) == 2
     # luigi starts it again; stop that before it comes so far.
     process.send_signal(signal.SIGSTOP)

@@ -8,7 +8,6 @@ import pty
 import select
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +16,8 @@ import psutil
 import pytest
 
 from stages.directory.lock import hold
-from tests.helpers.chain import LUIGI, Chain, prepared_chain, wait_until
+from tests.helpers.chain import Chain, prepared_chain, start_luigi, wait_until
 from tests.helpers.luigid import luigid
-from tests.helpers.support import ROOT
 
 #: Trains until it is stopped.
 LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "0")
@@ -75,10 +73,7 @@ def cluster(workers: int) -> tuple[str, ...]:
 def in_terminal(chain: Chain, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
     """Luigi in the foreground of a terminal, and what closes the terminal."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        ["setsid", "--ctty", sys.executable, *LUIGI, *words], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
-        env={**os.environ, "LUIGI_CONFIG_PATH": str(chain.config)},
-    )  # fmt: skip
+    process = start_luigi(chain.config, *words, prefix=("setsid", "--ctty"), stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     closing = threading.Event()
 
@@ -127,10 +122,7 @@ def test_a_closed_terminal_loses_nothing_with_several_luigi_workers(chain: Chain
 
 def test_a_console_that_nobody_reads_any_more_does_not_stop_a_run(chain: Chain) -> None:
     """`luigi … | head -1`: the rest is in the log."""
-    process = subprocess.Popen(
-        [sys.executable, *LUIGI, "Pretrain", "--phase", "1"], cwd=ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={**os.environ, "LUIGI_CONFIG_PATH": str(chain.config)},
-    )  # fmt: skip
+    process = start_luigi(chain.config, "Pretrain", "--phase", "1", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
@@ -143,12 +135,9 @@ def test_under_nohup_a_run_goes_on(chain: Chain, workers: int) -> None:
     """The signal reaches luigi, torchrun and the workers, none of which ends."""
     with (chain.directory / "luigi.log").open("wb") as log:
         words = ("Pretrain", "--phase", "1", *LONG, *cluster(workers))
-        process = subprocess.Popen(
-            ["nohup", sys.executable, *LUIGI, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            env={**os.environ, "LUIGI_CONFIG_PATH": str(chain.config)},
-        )  # fmt: skip
+        process = start_luigi(chain.config, *words, prefix=("nohup",), stdout=log, stderr=log)
     directory = training(chain)
-    processes = [found for found in running(str(chain.directory)) if "-m" in found.cmdline()]
+    processes = [found for found in running(str(chain.directory)) if " -m " in " ".join(found.cmdline())]
     assert len(processes) >= 1 + workers
     for found in processes:
         found.send_signal(signal.SIGHUP)

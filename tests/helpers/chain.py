@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.support import ROOT, command
+from common.forked import way_to_server
+from tests.helpers.support import ROOT, command, start_fork_server
 
 LUIGI = ("-m", "luigi", "--module", "pipeline")
 WORDS = "time year people way day man thing woman life child world school state family student group country problem"
@@ -101,10 +102,7 @@ class Chain:
     def start(self, *words: str, log: str = "luigi.log", **env: str) -> subprocess.Popen[bytes]:
         """Start luigi; what it says goes to a file of the chain's directory."""
         with (self.directory / log).open("wb") as file:
-            return subprocess.Popen(
-                [sys.executable, *LUIGI, *words], cwd=ROOT, stdout=file, stderr=file,
-                env={**os.environ, "LUIGI_CONFIG_PATH": str(self.config), **env},
-            )  # fmt: skip
+            return start_luigi(self.config, *words, stdout=file, stderr=file, **env)
 
     def ask(self, *words: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
         """`python -m pipeline words…`"""
@@ -135,6 +133,25 @@ class Chain:
     def directories(self) -> set[str]:
         """The names of all stage directories."""
         return {path.name for path in self.work.iterdir() if (path / "stage.json").exists()}
+
+
+def start_luigi(
+    config: Path,
+    *words: str,
+    stdout: Any = None,
+    stderr: Any = None,
+    text: bool = False,
+    prefix: tuple[str, ...] = (),
+    stdin: Any = subprocess.DEVNULL,
+    **env: str,
+) -> subprocess.Popen[Any]:
+    """Start `luigi words…`, whose stages are forked by the test run's server."""
+    start_fork_server()
+    way, control = way_to_server()
+    return subprocess.Popen(
+        [*prefix, sys.executable, *LUIGI, *words], cwd=ROOT, stdin=stdin, stdout=stdout, stderr=stderr, text=text,
+        pass_fds=control, env={**os.environ, "LUIGI_CONFIG_PATH": str(config), **way, **env},
+    )  # fmt: skip
 
 
 def finished_chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
