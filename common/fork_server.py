@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import resource
@@ -159,15 +160,16 @@ def _become(request: dict[str, Any], server: int) -> None:
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
     # The server's streams know of its own files what is not true of these.
     at_once = bool(environment.get("PYTHONUNBUFFERED"))
-    sys.stdin = open(0, encoding=sys.stdin.encoding, closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = _stream(1, sys.stdout, at_once), _stream(2, sys.stderr, at_once)
-    setproctitle(" ".join(["python", *words]))  # in place of the server's
+    # In place of the server's.
+    setproctitle(" ".join(["python", *words]).encode(errors="replace").decode())
 
 
 def _stream(descriptor: int, like: TextIO, at_once: bool) -> TextIO:
-    stream = open(descriptor, "w", encoding=like.encoding, errors=like.errors, closefd=False)  # noqa: SIM115
-    stream.reconfigure(line_buffering=stream.isatty() or descriptor == 2, write_through=at_once)
-    return stream
+    binary = open(descriptor, "wb", buffering=0 if at_once else -1, closefd=False)  # noqa: SIM115
+    is_live = not at_once and (binary.isatty() or descriptor == 2)
+    return io.TextIOWrapper(binary, like.encoding, like.errors, line_buffering=is_live, write_through=at_once)
 
 
 if __name__ == "__main__":

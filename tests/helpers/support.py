@@ -99,7 +99,7 @@ class Workers:
     def __init__(self, count: int, module: str, words: list[str], env: dict[str, str]) -> None:
         start_fork_server()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `wait`)
-        self._processes: list[Forked | NewInterpreter] = []
+        self.processes: list[Forked | NewInterpreter] = []
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
         for rank in range(count):
             variables = {**env, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
@@ -107,12 +107,12 @@ class Workers:
                 ["-m", module, *words], environment={**os.environ, **variables}, output=self._output.fileno(),
                 directory=ROOT,
             )  # fmt: skip
-            self._processes.append(process)
+            self.processes.append(process)
 
     def wait(self, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         """Join all; a worker that fails takes the others with it, as under torchrun. The status is the first's."""
         deadline = time.monotonic() + timeout
-        alive, status = list(self._processes), 0
+        alive, status = list(self.processes), 0
         while alive and time.monotonic() < deadline:
             for process in [process for process in alive if process.poll() is not None]:
                 alive.remove(process)
