@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from common.fork_server import LIMITS, ROOM_FOR_NAMES
@@ -138,11 +139,14 @@ _client: _Client | None = None
 
 
 def start(preloaded: Sequence[str] = PRELOADED) -> None:
-    """Start the server of this process and of the commands that it starts, unless it has one. Returns at once."""
+    """Start the server of this process and of the commands that it starts, unless it has one. Returns at once.
+
+    Does nothing where importing torch imports a device's package too, which may not survive a fork.
+    """
     global _client
     if _client is not None and _client.process is not None and _client.process.poll() is not None:
         stop()
-    if not hasattr(os, "pidfd_open") or _current() is not None:
+    if not hasattr(os, "pidfd_open") or _current() is not None or entry_points(group="torch.backends"):
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:

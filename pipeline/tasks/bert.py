@@ -176,8 +176,6 @@ class ConvertCheckpoint(ModelStage):
     """What phase 2 starts from, as one whole checkpoint on the CPU: phase 1's, from whatever devices and layout; or
     the one that [phase2] start_from names, of whatever format, in place of phase 1."""
 
-    imports_torch = True
-
     @property
     def given(self) -> Secret:
         """The checkpoint that replaces phase 1's; empty: phase 1's is used."""
@@ -209,8 +207,6 @@ class ConvertCheckpoint(ModelStage):
 
 class MergeShards(ModelStage):
     """Phase 2's checkpoint, its tensor-parallel shards joined, as one Hugging Face directory with its tokenizer."""
-
-    imports_torch = True
 
     def requires(self) -> dict[str, Stage]:
         return {"pretrain": self.sibling(Pretrain, phase=2), **self.vocabulary(2)}

@@ -158,6 +158,8 @@ class DownloadDataset(Stage):
 class UsesModel(Stage):
     """A stage that needs the model's config."""
 
+    imports_torch = True
+
     def vocabulary(self, phase: int) -> dict[str, Stage]:
         """The stage that provides the vocabulary and tokenizer; none for downloaded shards."""
         dataset = dataset_of(self, phase)

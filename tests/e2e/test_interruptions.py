@@ -13,8 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.chain import Chain, prepared_chain, start_luigi
-from tests.helpers.support import ROOT, TORCHRUN, assert_same_bytes, metrics, options, write_dataset, write_model_config
+from common.forked import start_python
+from tests.helpers.chain import LUIGI, Chain, prepared_chain, start_luigi
+from tests.helpers.support import (
+    ROOT,
+    TORCHRUN,
+    assert_same_bytes,
+    metrics,
+    options,
+    start_fork_server,
+    write_dataset,
+    write_model_config,
+)
 
 #: Enough steps that a signal sent when the first are done arrives in the middle.
 LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "500")
@@ -98,7 +108,7 @@ def test_a_stopped_run_has_saved_its_last_step(prepared, start, layout: tuple[in
     process = start(*LONG, "--Phase1-lr", str(lr), *cluster(*layout))
     directory = training_directory(prepared, lr)
     process.send_signal(signum)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 75, output
     assert "Traceback" not in output
     steps = [record["step"] for record in metrics(directory)]
@@ -175,20 +185,25 @@ def test_a_crash_loop_ends_with_the_workers_own_traceback(prepared, start) -> No
     assert 'trainer/loop.py", line' in last
 
 
-def test_of_100_simultaneous_starts_one_runs(prepared, start) -> None:  # type: ignore[no-untyped-def]
-    starts = [start(*LONG, "--Phase1-lr", "0.006") for _ in range(100)]
+def test_of_100_simultaneous_starts_one_runs(prepared: Chain, tmp_path: Path) -> None:
+    words = [*LUIGI, "Pretrain", "--phase", "1", *LONG, "--Phase1-lr", "0.006"]
+    environment = {**os.environ, "LUIGI_CONFIG_PATH": str(prepared.config)}
+    start_fork_server()
+    starts = []
+    for number in range(100):
+        with (tmp_path / str(number)).open("wb") as output:
+            starts.append(start_python(words, environment=environment, output=output.fileno(), directory=ROOT))
     wait_for(lambda: sum(process.poll() is None for process in starts) == 1, timeout=300)
     (running,) = [process for process in starts if process.poll() is None]
-    for process in starts:
+    for number, process in enumerate(starts):
         if process is not running:
-            output, _ = process.communicate()
-            assert process.returncode == 10, output
-            assert f"is being made by process {running.pid} on " in output
-            assert "Traceback" not in output
+            said = (tmp_path / str(number)).read_text()
+            assert process.returncode == 10, said
+            assert f"is being made by process {running.pid} on " in said
+            assert "Traceback" not in said
     directory = training_directory(prepared, 0.006)
-    running.send_signal(signal.SIGTERM)
-    output, _ = running.communicate(timeout=60)
-    assert running.returncode == 75, output
+    os.kill(running.pid, signal.SIGTERM)
+    assert running.wait(60) == 75
     steps = [record["step"] for record in metrics(directory)]
     assert steps == list(range(1, len(steps) + 1))
 

@@ -11,6 +11,7 @@ import traceback
 from torch.distributed import DistError
 
 from common.errors import EXIT_SOFTWARE, AgreedError, UserError
+from trainer.launch.preemption import signalled
 from trainer.parallel.mesh import Mesh
 
 #: Seconds that a worker which lost another waits for torchrun to see the other's exit status.
@@ -35,8 +36,10 @@ def end(error: Exception, mesh: Mesh) -> int:
         reason = str(error).splitlines()[0]
         sys.stderr.write(f"worker {mesh.rank} lost the connection to another worker and stops: {reason}\n")
         sys.stderr.flush()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # sent by torchrun once it has seen the failed worker
-        time.sleep(_PATIENCE_S)
+        # Sent by torchrun once it has seen the failed worker, which may have been before this one saw the loss.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not signalled.is_set():
+            time.sleep(_PATIENCE_S)
     else:
         traceback.print_exception(error)
     sys.stdout.flush()

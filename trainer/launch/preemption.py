@@ -28,6 +28,10 @@ _NOTICES = {"spot/instance-action": True, "events/recommendations/rebalance": Fa
 _FILE_POLL_S = 1.0
 
 
+#: Set once this process was asked to stop by a signal.
+signalled = threading.Event()
+
+
 class Requests(Protocol):
     """What this worker is asked to do at the end of a step; the loop combines the requests of all workers."""
 
@@ -82,6 +86,7 @@ class Interruptions:
         return True
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        signalled.set()
         self.ask(stop=True)
 
 
