@@ -19,7 +19,8 @@ from benchmarks.work import ROOT, others_cores
 
 ALL = (
     "train_cpu", "packed", "xla", "utilization", "data_wait", "startup", "workers", "gpu", "compile",
-    "checkpoint", "data", "merge", "mlp", "precision", "packing", "scale", "quality",
+    "checkpoint", "data", "merge", "mlp", "precision", "packing", "scale", "faults.recovery", "faults.goodput",
+    "quality",
 )  # fmt: skip
 
 

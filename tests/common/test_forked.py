@@ -190,13 +190,18 @@ time.sleep(100)
 """
 
 
-def starter(tmp_path: Path, commands: int = 1) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def starter(tmp_path: Path, commands: int = 1, program: str = STARTER) -> Iterator[subprocess.Popen[str]]:
     (tmp_path / "program.py").write_text("import time; time.sleep(100)")
     variables = {name: value for name, value in os.environ.items() if name != PARENT_VARIABLE}
-    return subprocess.Popen(
-        [sys.executable, "-c", STARTER, str(tmp_path), str(commands)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path), str(commands)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
         env=variables,
-    )  # fmt: skip
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def answer(process: subprocess.Popen[str]) -> tuple[str, int]:
@@ -231,7 +236,6 @@ def test_a_lost_server_takes_its_commands_along_and_the_next_one_starts_all_the_
         kind, command = answer(process)
         assert kind == "NewInterpreter"
         os.kill(command, signal.SIGKILL)
-        process.kill()
 
 
 def test_one_that_is_stopped_before_it_is_forked_never_runs(tmp_path: Path) -> None:
@@ -261,14 +265,8 @@ time.sleep(4)
 
 
 def test_a_module_that_cannot_be_imported_does_not_stop_the_server(tmp_path: Path) -> None:
-    program = STARTER.replace('("json",)', '("no_such_module",)')
-    (tmp_path / "program.py").write_text("print('Forked 0')")
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path), "1"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        assert ("Forked", 0) in (answer(process), answer(process))  # what starts it and what it says
-        process.kill()
+    with starter(tmp_path, program=STARTER.replace("json", "no_such_module")) as process:
+        assert answer(process)[0] == "Forked"
 
 
 def test_a_variable_without_its_descriptor_is_passed_over(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What faults cost: benchmarks that kill processes of a running training."""
