@@ -27,6 +27,7 @@ check: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_taste.py
 
 bench: $(INSTALLED)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[bench]'
 	$(BIN)/python -m benchmarks
 
 mutants: $(INSTALLED)

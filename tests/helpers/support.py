@@ -69,7 +69,7 @@ def options(**values: Any) -> list[str]:
     return words
 
 
-def command(*words: str, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def command(*words: str, env: dict[str, str] | None = None, timeout: float = 590) -> subprocess.CompletedProcess[str]:
     """Run `python words…` from the repository root, forked where it can be; both outputs are captured, nothing is
     checked."""
     start_fork_server()
