@@ -7,12 +7,12 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
 from common.files import sweep_temporaries
+from common.forked import stop
 from tests.e2e.test_failpoints import TRAINING, outputs
 from tests.helpers.chain import write_corpus
 from tests.helpers.support import (
@@ -41,9 +41,9 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_PRELOAD", str(library))
-        forkserver._forkserver._stop()  # the next process starts a new one, with the library
+        stop()  # the next command starts a new fork server, with the library
         yield
-    forkserver._forkserver._stop()
+    stop()
 
 
 def faulty(prefix: Path, n: int) -> dict[str, str]:
