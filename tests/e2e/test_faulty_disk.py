@@ -180,7 +180,7 @@ def test_download_at_every_write(tmp_path: Path) -> None:
 def test_training_at_every_write(tmp_path: Path, size: int, rank: int, apart: int, least: int) -> None:
     """A few of its writes are TensorBoard's and progress.json's: those end the run in the same way. With two ranks
     only some of the writes fail, for time's sake."""
-    data, model = write_dataset(tmp_path / "data", [21]), write_model_config(tmp_path)
+    data, model = write_dataset(tmp_path / "data", [21]), write_model_config(tmp_path, num_hidden_layers=1)
     values = {**TRAINING, "data_dir": data, "model_config": model, "grad_accum_usteps": 1, "max_steps": 2,
               "ckpt_interval_steps": 1, "tensor_parallel_size": size}  # fmt: skip
     assert train(size, output_dir=tmp_path / "straight", **values).returncode == 0
