@@ -44,7 +44,7 @@ _READ_AT_START = (
     *("ATEN_", "DNNL_", "ONEDNN_", "TORCH", "PYTORCH_", "C10_", "HDF5_"),
 )
 #: Of these, what a forked command takes from its own environment.
-_TAKEN_OVER = ("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHELASTIC_")
+_TAKEN_OVER = ("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHELASTIC_", "TORCH_NCCL_")
 _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from common import forked
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
 from common.files import read_json, write_json
 from common.process import shell_status
@@ -99,13 +100,16 @@ class Supervisor:
         first = self._surroundings.rank == 0
         with attempts.recording(self._directory) if first else contextlib.nullcontext() as record:
             try:
+                start = self._surroundings.start(self._job["nodes"], end_together=self._job["resumes"])
+                if not start.prefix:
+                    forked.start()
                 result = process.run(
                     self._job["words"],
                     directory=self._directory,
                     fingerprint=self._job["fingerprint"],
                     keep_open=(),
                     hang_timeout_s=self._job["hang_timeout_s"],
-                    start=self._surroundings.start(self._job["nodes"], end_together=self._job["resumes"]),
+                    start=start,
                 )
             except UserError as error:
                 result = ProcessResult(EXIT_SOFTWARE, None, False, str(error))

@@ -10,15 +10,10 @@ import os
 import signal
 import sys
 import threading
-from typing import Any
-
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.run import main, parse_args
+from typing import TYPE_CHECKING, Any
 
 from common.errors import EXIT_INTERRUPTED, EXIT_NODE_MISSING, EXIT_SOFTWARE, EXIT_USER_ERROR, NodeMissing, UserError
-from common.forked import Forked, NewInterpreter, start_python
+from common.forked import Forked, NewInterpreter, start, start_python
 from common.process import (
     IGNORED_VARIABLE,
     PARENT_VARIABLE,
@@ -27,7 +22,10 @@ from common.process import (
     heeded_signals,
     shell_status,
 )
-from trainer.launch.rendezvous import choose_interface, meet
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 
 def run() -> int:
@@ -39,6 +37,16 @@ def run() -> int:
     os.environ[IGNORED_VARIABLE] = " ".join(str(int(signum)) for signum in STOP_SIGNALS - heeded)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_forward_signals, args=(heeded,), daemon=True).start()
+    start()  # imports torch while this process does
+    return _torchrun()
+
+
+def _torchrun() -> int:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    from torch.distributed.run import main
+
     # Workers report their own errors; torchrun's log would repeat them as a table and a traceback.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     SubprocessHandler._popen = _start_worker  # type: ignore[assignment, method-assign]
@@ -72,6 +80,10 @@ def _start_worker(handler: SubprocessHandler, args: tuple[str, ...], env: dict[s
 
 def _meet_others() -> TCPStore | None:
     """Wait for the other nodes, if any. Raises `UserError`."""
+    from torch.distributed.run import parse_args
+
+    from trainer.launch.rendezvous import choose_interface, meet
+
     args = parse_args(sys.argv[1:])
     nodes = int(args.nnodes) if args.nnodes.isdigit() else 1
     if nodes == 1 or args.rdzv_backend != "static":
