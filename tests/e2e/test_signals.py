@@ -38,7 +38,7 @@ def running(directory: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            named = [*process.cmdline(), process.environ().get("LUIGI_CONFIG_PATH", "")]
+            named = [*" ".join(process.cmdline()).split(), process.environ().get("LUIGI_CONFIG_PATH", "")]
             ours = process.pid != os.getpid() and any(word.startswith(directory) for word in named)
             if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
