@@ -29,7 +29,7 @@ DONE = ProcessResult(0, None, False, "")
 class Stage:
     """Complete once its command has succeeded."""
 
-    label, nodes, hang_timeout_s, stored = "example", 1, 20.0, None
+    label, nodes, hang_timeout_s, stored, imports_torch = "example", 1, 20.0, None, False
 
     def __init__(self, work_dir: Path, *, resumes: bool) -> None:
         self.directory, self.resumes = work_dir / "example-0", resumes
