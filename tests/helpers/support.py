@@ -82,6 +82,7 @@ def command(*words: str, env: dict[str, str] | None = None, timeout: float = 590
             status = process.wait(timeout)
         finally:
             process.signal_group(signal.SIGKILL)
+            process.wait()
         texts = [file.seek(0) or file.read().decode() for file in (output, errors)]
     return subprocess.CompletedProcess(list(words), status, *texts)
 
