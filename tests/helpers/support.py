@@ -122,13 +122,18 @@ class Workers:
                     for other in alive:
                         other.signal_group(signal.SIGTERM)
             time.sleep(0.01)
-        for process in alive:
-            process.signal_group(signal.SIGKILL)
         self._output.seek(0)
-        with self._output as output:
-            text = output.read().decode()
+        text = self._output.read().decode()
+        self.end()
         assert not alive, f"still running after {timeout} s:\n{text}"
         return subprocess.CompletedProcess([], status, text, "")
+
+    def end(self) -> None:
+        """Leave nothing of them running."""
+        for process in self.processes:
+            process.signal_group(signal.SIGKILL)
+            process.wait()
+        self._output.close()
 
 
 #: Starts functions in processes that have imported torch already.

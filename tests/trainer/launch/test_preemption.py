@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import socket
 import threading
 import time
@@ -102,9 +101,7 @@ def training(workers: int = 1, *, env: dict[str, str] | None = None, **values: A
     try:
         yield running
     finally:
-        for process in running.processes:
-            process.signal_group(signal.SIGKILL)
-            process.wait()
+        running.end()
 
 
 def checkpoints(out: Path) -> list[int]:
