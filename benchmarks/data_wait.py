@@ -48,7 +48,7 @@ def main() -> None:
             if args.gzip:
                 gzip_shards(data)
             options = trainer_options(work, data, model, directory / "out", steps=args.steps, precision=args.precision)
-            python(*launcher(args.workers), "-m", "benchmarks.timed", str(directory / "timed"), *options)
+            python(*launcher(args.workers), "-m", "benchmarks.references.timed", str(directory / "timed"), *options)
             of_workers = [json.loads(path.read_text())[WARM_UP:-1] for path in (directory / "timed").iterdir()]
         assert len(of_workers) == args.workers
         waits = [(sum(step["data"] for step in steps), sum(step["wall"] for step in steps)) for steps in of_workers]

@@ -13,8 +13,8 @@ import json
 import os
 import statistics
 
+from benchmarks.references.timed import INSIDE, MATRIX_RATE
 from benchmarks.results import Result, say
-from benchmarks.timed import INSIDE, MATRIX_RATE
 from benchmarks.work import BASE, metrics, on_cores, pairs_parser, python, scratch, trainer_options
 
 LEAST_SHARE, MOST_OUTSIDE = 75.0, 2.0
@@ -30,7 +30,7 @@ def main() -> None:
     for _ in range(args.pairs):
         with scratch(BASE, rows=1024) as (directory, data, model), on_cores(args.cores):
             options = trainer_options(BASE, data, model, directory / "out", steps=args.steps, precision="fp32")
-            python("-m", "benchmarks.timed", str(directory / "timed"), *options)
+            python("-m", "benchmarks.references.timed", str(directory / "timed"), *options)
             steps = json.loads((directory / "timed" / "0.json").read_text())
             recorded = metrics(directory / "out")
         *taken, end = steps

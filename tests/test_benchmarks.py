@@ -74,7 +74,7 @@ def test_the_parts_of_a_timed_step_are_there_and_within_it(tmp_path: Path) -> No
         "model_config": write_model_config(tmp_path), "device": "cpu", "batch_size": 4, "grad_accum_usteps": 2,
         "max_steps": 4, "warmup_steps": 1, "precision": "fp32",
     }  # fmt: skip
-    done = forked("benchmarks.timed", tmp_path / "timed", *options(**values))
+    done = forked("benchmarks.references.timed", tmp_path / "timed", *options(**values))
     assert done.returncode == 0, done.stdout
     *steps, end = json.loads((tmp_path / "timed" / "0.json").read_text())
     assert len(steps) == 4

@@ -1,4 +1,4 @@
-"""`python -m trainer` with its parts timed: `-m benchmarks.timed DIRECTORY …`, then the trainer's own options.
+"""`python -m trainer` with its parts timed: `-m benchmarks.references.timed DIRECTORY …`, then the trainer's options.
 
 Each worker writes DIRECTORY/<rank>.json: for each step the seconds from the end of the one before to its own, and how
 many of them were in which part; last, what came after the steps, and the process's matrix rate before and after
