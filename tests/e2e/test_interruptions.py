@@ -208,19 +208,30 @@ def test_of_100_simultaneous_starts_one_runs(prepared: Chain, tmp_path: Path) ->
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_workers_do_not_outlive_a_launcher_killed_while_they_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_forked", [True, False])
+def test_workers_do_not_outlive_a_launcher_killed_while_they_start(tmp_path: Path, is_forked: bool) -> None:
     """Before they have asked to die with their parent, it is dead already: they notice."""
+    out = tmp_path / "out"
     values = {"data_dir": write_dataset(tmp_path / "data", [40]), "model_config": write_model_config(tmp_path),
-              "output_dir": tmp_path / "out", "max_pred_len": 5, "grad_accum_usteps": 1}  # fmt: skip
-    # Workers take a second to start.
+              "output_dir": out, "max_pred_len": 5, "grad_accum_usteps": 1}  # fmt: skip
+    # New interpreters take a second to start.
     (tmp_path / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ: time.sleep(1)\n")
+    if not is_forked:  # torch would import a device's package, so no process is forked
+        device = tmp_path / "device-1.dist-info"
+        device.mkdir()
+        (device / "METADATA").write_text("Metadata-Version: 2.1\nName: device\nVersion: 1\n")
+        (device / "entry_points.txt").write_text("[torch.backends]\ndevice = device:autoload\n")
     launcher = subprocess.Popen(
         [sys.executable, *TORCHRUN, *options(**values)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         stdout=subprocess.DEVNULL,
     )
-    wait_for(lambda: len(psutil.Process(launcher.pid).children()) == 2)
-    launcher.kill()
-    launcher.wait()
-    wait_for(lambda: not ours(str(tmp_path / "out")), timeout=10)
+    with launcher:
+        try:
+            wait_for(lambda: len([process for process in ours(str(out)) if process.pid != launcher.pid]) == 2)
+            (parent,) = {process.ppid() for process in ours(str(out)) if process.pid != launcher.pid}
+            assert (parent != launcher.pid) == is_forked
+        finally:
+            launcher.kill()
+    wait_for(lambda: not ours(str(out)), timeout=10)
