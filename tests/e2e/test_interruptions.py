@@ -108,7 +108,7 @@ def test_a_stopped_run_has_saved_its_last_step(prepared, start, layout: tuple[in
     process = start(*LONG, "--Phase1-lr", str(lr), *cluster(*layout))
     directory = training_directory(prepared, lr)
     process.send_signal(signum)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert "Traceback" not in output
     steps = [record["step"] for record in metrics(directory)]
@@ -203,7 +203,7 @@ def test_of_100_simultaneous_starts_one_runs(prepared: Chain, tmp_path: Path) ->
             assert "Traceback" not in said
     directory = training_directory(prepared, 0.006)
     os.kill(running.pid, signal.SIGTERM)
-    assert running.wait(60) == 75
+    assert running.wait(60) == 75, (tmp_path / str(starts.index(running))).read_text()
     steps = [record["step"] for record in metrics(directory)]
     assert steps == list(range(1, len(steps) + 1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import socket
 import threading
 import time
@@ -29,6 +30,8 @@ from tests.helpers.support import (
 SPOT, REBALANCE = "/latest/meta-data/spot/instance-action", "/latest/meta-data/events/recommendations/rebalance"
 #: Seconds in which a checkpoint has to be durable after a notice; Amazon takes the instance away after 120.
 DURABLE_S = 60
+#: Of a service that accepts a connection and does not answer.
+SILENCE = "Read timed out. (read timeout=2.0)"
 
 
 class Metadata:
@@ -138,6 +141,10 @@ def test_notices_make_it_save_and_the_last_one_ends_it(metadata: Metadata, value
     assert metadata.asked_for("/latest/api/token", 200) == 2, "one token at first, one when it was forgotten"
 
 
+def unanswered(said: str) -> list[str]:
+    return [line for line in said.splitlines() if "no answer from the instance metadata" in line]
+
+
 @pytest.mark.parametrize("service", ["closed", "silent", "another cloud"])
 def test_a_service_without_an_answer_disturbs_nothing(values: dict[str, Any], metadata: Metadata, service: str) -> None:
     """Nobody listens there; somebody listens and never answers; or every path is 404."""
@@ -147,8 +154,30 @@ def test_a_service_without_an_answer_disturbs_nothing(values: dict[str, Any], me
         done = train(env={"AWS_EC2_METADATA_SERVICE_ENDPOINT": url}, spot_watch=True, **{**values, "max_steps": 20})
     assert done.returncode == 0, done.stdout
     assert checkpoints(values["output_dir"]) == [20]
-    if service != "silent":  # it is given up after 2 s, which a training on a busy machine may take
-        assert ("no answer from the instance metadata" in done.stdout) == (service == "closed")
+    reports = unanswered(done.stdout)
+    if service == "silent":  # given up after 2 s, before which a training this short may end
+        assert all(SILENCE in report for report in reports)
+    else:
+        assert len(reports) == (service == "closed")
+    assert "Traceback" not in done.stdout
+
+
+def test_a_service_that_never_answers_is_reported_while_training_goes_on(values: dict[str, Any]) -> None:
+    out = values["output_dir"]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        with training(env=env, spot_watch=True, **values) as running:
+            wait_until(lambda: recorded(out) > 0)
+            # It is asked when training begins, and given up after 2 s.
+            wait_until(lambda: unanswered(running.said()) != [], timeout_s=20)
+            seen = recorded(out)
+            wait_until(lambda: recorded(out) > seen)
+            running.processes[0].signal_group(signal.SIGTERM)
+            done = running.wait()
+    assert done.returncode == 75, done.stdout
+    (report,) = unanswered(done.stdout)
+    assert SILENCE in report
+    assert checkpoints(out) == [recorded(out)]
     assert "Traceback" not in done.stdout
 
 
