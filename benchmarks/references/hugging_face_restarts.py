@@ -1,5 +1,5 @@
-"""Hugging Face's Trainer with checkpoints, as torchrun restarts it: goes on from the last one in OUT, if there is one.
-Appends "step seconds-since-1970" to OUT/steps at the end of each step."""
+"""Hugging Face's Trainer with checkpoints, as torchrun restarts it: goes on from the last whole one in OUT, if there
+is one. Appends "step seconds-since-1970" to OUT/steps at the end of each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.trainer_utils import get_last_checkpoint
 
 from benchmarks.references.hugging_face import Rows, parser
 
@@ -40,7 +39,9 @@ def main() -> None:
     trainer = transformers.Trainer(
         model, settings, train_dataset=Rows(args.data), callbacks=[Journal(args.out / "steps")]
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(args.out)))  # type: ignore[no-untyped-call]
+    # It writes trainer_state.json last; resuming from a checkpoint without it would fail for ever.
+    whole = {int(path.parent.name.rpartition("-")[2]): path.parent for path in args.out.glob("*/trainer_state.json")}
+    trainer.train(resume_from_checkpoint=str(whole[max(whole)]) if whole else None)
 
 
 if __name__ == "__main__":

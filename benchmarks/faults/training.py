@@ -1,0 +1,92 @@
+"""A training that is killed: its command, its processes and its steps, whoever trains."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from benchmarks.work import ROOT
+
+#: Bytes at the end of metrics.jsonl that hold the latest steps: a hundred or so.
+_TAIL = 40_000
+#: (step, seconds since 1970 at its end), in the order in which they were done.
+Steps = list[tuple[int, float]]
+
+
+class Training:
+    """A command that trains, in processes of its own, and the steps that it has recorded."""
+
+    def __init__(
+        self, words: Sequence[str], environment: dict[str, str], log: Path, steps: Callable[[int | None], Steps]
+    ) -> None:
+        """`words`: after `python`; `steps`: what is in the last bytes of its record, in all of it for None."""
+        self._words, self._log, self.steps = list(words), log, steps
+        self._mark = uuid.uuid4().hex
+        self._environment = {**os.environ, "USE_TORCH_XLA": "0", **environment, "BENCHMARK_MARK": self._mark}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def keep_running(self) -> None:
+        """Start it, or start it again if its command has ended, after what is left of it has been killed."""
+        if self.has_ended:
+            self.end()
+            with self._log.open("ab") as file:
+                self._process = subprocess.Popen(
+                    [sys.executable, *self._words], cwd=ROOT, stdout=file, stderr=file, env=self._environment
+                )
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    @property
+    def said(self) -> str:
+        """The end of what it has written."""
+        return self._log.read_text()[-2000:]
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run now, whatever has become of the ones that started them."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("BENCHMARK_MARK") == self._mark:
+                    found.append(process)
+        return found
+
+    def end(self) -> None:
+        while left := self.processes():
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            if self._process is not None:
+                self._process.wait()
+            time.sleep(0.05)
+
+
+def luigi_training(directory: Path, config: str) -> Training:
+    """Phase 1 under luigi, with these settings, in `directory`."""
+    file = directory / "luigi.cfg"
+    file.write_text(f"[run]\nwork_dir = {directory}/work\n{config}")
+
+    def steps(tail: int | None) -> Steps:
+        for path in (directory / "work").glob("pretrain-phase1-*/metrics.jsonl"):
+            lines = path.read_bytes()[-(tail or 0) :].split(b"\n")
+            # The first may be cut, the last be unfinished.
+            records = [json.loads(line) for line in lines[1 if tail else 0 : -1]]
+            return [(record["step"], record["time"]) for record in records]
+        return []
+
+    words = ("-m", "luigi", "--module", "pipeline", "Pretrain", "--phase", "1")
+    return Training(words, {"LUIGI_CONFIG_PATH": str(file)}, directory / "luigi.log", lambda tail: steps(tail))
+
+
+def latest_steps(training: Training) -> Steps:
+    return training.steps(_TAIL)
