@@ -210,6 +210,10 @@ class InPod:
     def start(self, nodes: int, *, end_together: bool) -> LaunchSpec:
         return start_on_node(self.rank, os.environ[MASTER_ADDR_VARIABLE])
 
+    def keeps_nodes(self) -> bool:
+        """A lost pod is replaced by its Job, and the others wait for it."""
+        return True
+
     def requeue(self) -> str | None:
         """Restart in place: the remaining pods rendezvous again with those that replace the others."""
         return None

@@ -136,6 +136,11 @@ class InJob:
             stop_signal=signal.SIGUSR1,
         )
 
+    def keeps_nodes(self) -> bool:
+        """Not if one does not answer ("allocated*"), is down, or is to be taken out ("draining")."""
+        found = _slurm("sinfo", "--noheader", "--Node", f"--nodes={os.environ['SLURM_JOB_NODELIST']}", "--format=%T")
+        return found.returncode == 0 and set(found.stdout.split()) <= {"allocated", "mixed"}
+
     def requeue(self) -> str | None:
         """Requeue this job, which ends this process; returns Slurm's message if it refuses."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -41,6 +41,10 @@ class Surroundings(Protocol):
         """How to start the command; `end_together`: on all nodes it ends at about the same time."""
         ...
 
+    def keeps_nodes(self) -> bool:
+        """Whether all nodes of the job are there and sound, as far as the scheduler knows."""
+        ...
+
     def requeue(self) -> str | None:
         """Requeue the job, which ends this process. Returns the scheduler's message if it refuses; None if the command
         is to be restarted here instead."""
@@ -80,7 +84,7 @@ class Supervisor:
             self._note(error=error)
             restarts = restarts.at(self._step())
             if not restarts.are_too_many:
-                refusal = self._surroundings.requeue()
+                refusal = None if self._may_stay(result, restarts) else self._surroundings.requeue()
                 if refusal is not None:  # the waiting luigi may submit it again
                     return self._end(
                         ProcessResult(EXIT_SOFTWARE, None, result.hung, f"{error} (not requeued: {refusal})")
@@ -121,6 +125,12 @@ class Supervisor:
         if result.stopped_by is not None:
             return result.stopped_by == self._surroundings.limit_signal
         return bool(self._job["resumes"]) and result.status not in FINAL_STATUSES
+
+    def _may_stay(self, result: ProcessResult, restarts: Restarts) -> bool:
+        """Whether the command is started again on the same nodes, without waiting in the queue: the first time that it
+        fails at a step, by itself. After a second time other nodes may do better."""
+        was_told = result.stopped_by is not None or result.status == EXIT_INTERRUPTED  # time limit, spot notice
+        return not was_told and not result.hung and restarts.count == 1 and self._surroundings.keeps_nodes()
 
     def _step(self) -> int:
         return newest_checkpoint(self._directory) if self._job["resumes"] else 0

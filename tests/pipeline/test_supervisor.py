@@ -47,6 +47,9 @@ class StandIn:
     def start(self, nodes: int, *, end_together: bool) -> LaunchSpec:
         return LaunchSpec(is_shown=False)
 
+    def keeps_nodes(self) -> bool:
+        return False
+
     def requeue(self) -> str | None:
         self.requeued += 1
         raise Requeued
@@ -136,6 +139,35 @@ def test_what_a_person_has_to_put_right_is_not_tried_again(tmp_path: Path, statu
     job(tmp_path, status)
     assert run(tmp_path, StandIn()) == status
     assert (result(tmp_path)["status"], result(tmp_path)["error"]) == (status, "it broke")
+
+
+class Sound(StandIn):
+    """All nodes are there."""
+
+    def keeps_nodes(self) -> bool:
+        return True
+
+
+def test_a_crash_keeps_its_nodes_once_at_each_step(tmp_path: Path) -> None:
+    job(tmp_path, 70)
+    scheduler = Sound()
+    assert [run(tmp_path, scheduler) for _ in range(3)] == [None, None, 70]
+    assert scheduler.requeued == 2
+    starts = json.loads((tmp_path / "job-state.json").read_text())["starts"]
+    assert starts == 4  # three restarts, the first of them without a requeue
+
+
+@pytest.mark.parametrize("status", [75, "hung"])
+def test_a_spot_notice_or_a_hang_gives_the_nodes_back(tmp_path: Path, status: int | str) -> None:
+    job(tmp_path, 75 if status == 75 else 70)
+    if status == "hung":
+        record = json.loads((tmp_path / "job.json").read_text())
+        words = ["-c", "import time; time.sleep(60)"]
+        (tmp_path / "job.json").write_text(json.dumps({**record, "words": words, "hang_timeout_s": 0.5}))
+    scheduler = Sound()
+    assert run(tmp_path, scheduler) is None
+    assert scheduler.requeued == 1
+    assert json.loads((tmp_path / "job-state.json").read_text())["starts"] == 1
 
 
 def test_what_starts_from_nothing_is_not_tried_again(tmp_path: Path) -> None:
