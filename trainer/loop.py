@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from trainer.data.batch import Batch
 from trainer.data.loader import Step
 from trainer.devices.graphs import GraphList
 from trainer.launch.agreement import Agreement
+from trainer.launch.failure import is_loss
 from trainer.launch.preemption import Requests
 from trainer.metrics.metrics import CHECKPOINT_STALL, DATA_WAIT, Metrics, StepRecord
 from trainer.replicas import ReplicaCheck, flip_a_bit
@@ -53,6 +55,8 @@ class Trainer:
         self.metrics = Metrics(run, self.state, doctor)
         self.graphs = GraphList(run.config, run.device, run.log, is_root=run.mesh.is_root)
         self.agreement = Agreement(run.mesh, requests)
+        #: Whether weights and moments are those of `state`.
+        self._is_whole = True
 
     def train(self) -> bool:
         """Train; True when `stop_step` is reached, False when a signal ended it earlier. The state is saved in both
@@ -62,6 +66,10 @@ class Trainer:
         except UserError:
             with contextlib.suppress(UserError):
                 self.checkpointer.finish()  # a checkpoint under way is still good
+            raise
+        except Exception as error:
+            if is_loss(error):
+                self._save_alone()
             raise
         return self.state.step >= self.config.stop_step
 
@@ -121,9 +129,12 @@ class Trainer:
         norm = self.parameters.clip(self._number(config.max_grad_norm) if config.max_grad_norm else None)
         lr = self.lr_schedule(step.index)
         self._seed(derive_seed(config.seed, "stochastic rounding", self.state.global_step))
+        self.optimizer.prepare()
+        self._is_whole = False
         self.optimizer.step(lr)
-        self.parameters.zero_gradients()
         self.state = self.state.advanced(step.epoch, len(step.samples) * self.mesh.data_parallel_size)
+        self._is_whole = True
+        self.parameters.zero_gradients()
         failpoint(f"step:{self.state.global_step}.{self.mesh.rank}", lambda: flip_a_bit(next(self.model.parameters())))
         record = StepRecord(self.state, lr, counts, self.device.compiled_graphs())
         self.device.step_closure(functools.partial(self.metrics.record, record), torch.cat([losses, norm[None]]))
@@ -150,6 +161,14 @@ class Trainer:
         with self.metrics.waiting(CHECKPOINT_STALL):
             failpoint(f"recorded:{self.state.global_step}")
             self.checkpointer.save(self.state)
+
+    def _save_alone(self) -> None:
+        """After the loss of another worker: save the last whole step, where this one can still read it."""
+        if self._is_whole and self.device.outlives_collectives and not self.metrics.saw_non_finite:
+            try:
+                self.checkpointer.save_alone(self.state, self.metrics.record_alone)
+            except UserError as error:
+                sys.stderr.write(f"worker {self.mesh.rank} could not save step {self.state.global_step}: {error}\n")
 
     def _require_sound(self) -> None:
         """Find a step that went wrong, on any worker, before it is saved. Raises `AgreedError`."""

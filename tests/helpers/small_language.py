@@ -111,19 +111,29 @@ class _Workload(BertWorkload):
 
 
 def train_here(
+    data: Path, out: Path, *, prepare: Callable[[Model], None] = lambda model: None, **given: Any
+) -> list[str]:
+    """Train as `trainer_here` says; returns the lines that the log got. `prepare`: changes the model before the first
+    step."""
+    trainer, lines = trainer_here(data, out, **given)
+    prepare(trainer.model)
+    assert trainer.train()
+    return lines
+
+
+def trainer_here(
     data: Path,
     out: Path,
     *,
     steps: int = 200,
     fault: Fault | None = None,
-    prepare: Callable[[Model], None] = lambda model: None,
     model: dict[str, int] | None = None,
     rates: Sequence[float | None] = (None, None),
     vocab_size: int = VOCAB,
     **options: Any,
-) -> list[str]:
-    """Train `steps` steps; returns the lines that the log got. `prepare`: changes the model before the first step;
-    `rates`: the first and last share of masked tokens."""
+) -> tuple[Trainer, list[str]]:
+    """What trains `steps` steps in this process, and the lines that the log gets. `rates`: the first and last share of
+    masked tokens."""
     shards = ShardSet.open(data)
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
     config = ModelConfig(
@@ -149,9 +159,7 @@ def train_here(
         Run(train_config, workload, CpuDevice(threads=1), Mesh(), lines.append),
         Interruptions(out, is_root=True, watches_spot=False),
     )
-    prepare(trainer.model)
-    assert trainer.train()
-    return lines
+    return trainer, lines
 
 
 def replaced(batch: BertBatch, **fields: Any) -> BertBatch:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable
 
 from torch import Tensor
 
+from common.errors import UserError
 from common.files import METRICS
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume_point import ResumePoint, agree_on_start, checkpoint_directory, left_behind
-from trainer.checkpoint.snapshot import HostCopy
+from trainer.checkpoint.snapshot import HostCopy, Snapshot
 from trainer.config import TrainConfig
 from trainer.devices.base import Device
 from trainer.optim.schedule import stable_steps
@@ -19,6 +21,10 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.shares import without_padding
 from trainer.parallel.tensor import TensorParallel
 from trainer.state import TrainState
+
+#: Seconds that one tensor-parallel rank waits for the others' shares after the loss of a worker. torchrun kills the
+#: workers that are left after 30.
+_PATIENCE_S = 20.0
 
 
 class Checkpointer:
@@ -35,6 +41,9 @@ class Checkpointer:
             rank=mesh.tensor_parallel_rank, size=mesh.tensor_parallel_size, timeout_s=config.collective_timeout_s,
         )  # fmt: skip
         self._host_copy: HostCopy | None = None
+        #: This worker's state, and what of each tensor is stored; None in a trial.
+        self._live: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+        self._stored: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
         self._saved_at, self._saved_step = time.monotonic(), -1
         if mesh.is_root and not config.trial:
             self._manager.prepare()
@@ -62,11 +71,12 @@ class Checkpointer:
             return
         if mesh.is_root:
             self._manager.set_aside(left_behind(config, self._manager, start), config.output_dir / METRICS)
+        self._live = tensors
+        self._stored = functools.partial(without_padding, vocab_size=vocab_size, ranks=tensor_parallel)
         if mesh.data_parallel_rank == 0:
             if config.minimal_ckpt:
                 self._log("the checkpoint that ends the phase will hold the weights only")
-            stored = functools.partial(without_padding, vocab_size=vocab_size, ranks=tensor_parallel)
-            self._host_copy = HostCopy(*tensors, self._device.host_memory, stored)
+            self._host_copy = HostCopy(*tensors, self._device.host_memory, self._stored)
             self._manager.begin(self._host_copy.touch)
 
     def is_due(self, state: TrainState) -> bool:
@@ -86,9 +96,32 @@ class Checkpointer:
         self.wait()
         if self._host_copy is not None:
             self._manager.finish()
-            snapshot = self._host_copy.take(state, self._device.copy_to_host)
-            is_last = state.step >= self._config.max_steps
-            self._manager.save(snapshot.minimal() if is_last and self._config.minimal_ckpt else snapshot)
+            self._manager.save(self._to_store(self._host_copy.take(state, self._device.copy_to_host)))
+
+    def save_alone(self, state: TrainState, record: Callable[[TrainState], None]) -> None:
+        """After the loss of a worker: save `state` from the live tensors, if this worker's model has replicas.
+
+        The workers that are left do not speak to each other any more: of those that hold the same, the first to come
+        here does it. `record` is called before, by one of them, to record the steps up to `state`. At most the step
+        under way is then done again (just-in-time checkpointing: Gupta et al. 2024, doi:10.1145/3627703.3650085).
+        Raises `DiskError`.
+        """
+        directory, mesh = self._manager.directory, self._mesh
+        if self._live is None or mesh.data_parallel_size == 1 or state.step == 0 or not directory.is_dir():
+            return
+        if mesh.tensor_parallel_size == 1:  # else a write under way may wait for a lost worker
+            with contextlib.suppress(UserError):
+                self._manager.finish()
+        stored = ({name: self._stored(name, t) for name, t in tensors.items()} for tensors in self._live)
+        manager = CheckpointManager(
+            directory, keep=-1, rank=mesh.tensor_parallel_rank, size=mesh.tensor_parallel_size, timeout_s=_PATIENCE_S
+        )
+        if manager.save_alone(self._to_store(Snapshot(state, *stored)), functools.partial(record, state)):
+            print(f"worker {mesh.rank} has saved step {state.global_step}: another worker is lost", flush=True)
+
+    def _to_store(self, snapshot: Snapshot) -> Snapshot:
+        is_last = snapshot.state.step >= self._config.max_steps
+        return snapshot.minimal() if is_last and self._config.minimal_ckpt else snapshot
 
     def check(self) -> None:
         """Raise the error of a failed write, without waiting for one in progress."""

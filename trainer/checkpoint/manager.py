@@ -103,7 +103,28 @@ class CheckpointManager:
 
     def save(self, snapshot: Snapshot) -> None:
         """Start writing `snapshot` after the previous write; raises the previous write's error."""
-        self.begin(functools.partial(self._write, snapshot))
+        final = self._path_of(snapshot)
+        self.begin(functools.partial(self._write, snapshot, final.with_name(final.name + TEMPORARY_SUFFIX)))
+
+    def save_alone(self, snapshot: Snapshot, record: Callable[[], None]) -> bool:
+        """Write `snapshot` in this thread, unless another worker writes the same or has; `record` is called before, by
+        one of the writers. Returns whether this worker has completed it. Raises `DiskError`."""
+        final = self._path_of(snapshot)
+        claim = final.with_name(f"{final.name}.rank-{self._rank}{TEMPORARY_SUFFIX}")  # swept at the next start
+        with disk_errors(claim):
+            try:
+                claim.touch(exist_ok=False)
+            except FileExistsError:
+                return False
+        if final.exists():
+            return False
+        if self._rank == 0:
+            record()
+        self._write(snapshot, final.with_name(f"{final.name}.alone{TEMPORARY_SUFFIX}"))
+        return self._rank == 0
+
+    def _path_of(self, snapshot: Snapshot) -> Path:
+        return self.directory / f"ckpt_{snapshot.state.global_step}"
 
     def begin(self, work: Callable[[], None]) -> None:
         """Start `work` in the writer thread after the previous write; raises the previous write's error."""
@@ -126,9 +147,8 @@ class CheckpointManager:
         if pending is not None:
             pending.result()
 
-    def _write(self, snapshot: Snapshot) -> None:
-        final = self.directory / f"ckpt_{snapshot.state.global_step}"
-        temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
+    def _write(self, snapshot: Snapshot, temporary: Path) -> None:
+        final = self._path_of(snapshot)
         try:
             with disk_errors(temporary):
                 temporary.mkdir(exist_ok=self._size > 1)

@@ -61,6 +61,8 @@ class Device(abc.ABC):
     operations: Operations = Operations()
     #: Whether torch's DistributedDataParallel works on it.
     has_ddp: bool = True
+    #: Whether the state can be read after a collective has failed: no kernel waits for a lost worker.
+    outlives_collectives: bool = False
     #: torch.compile, if it was requested.
     compiler: Compiler | None = None
     #: Whether whole steps are recorded and compiled.

@@ -104,6 +104,7 @@ class CpuDevice(Device):
     operations: Operations = CpuOperations()
     torch_device = torch.device("cpu")
     backend = "gloo"
+    outlives_collectives = True
 
     def __init__(self, local_world_size: int = 1, threads: int | None = None) -> None:
         """Divides the cores of this machine among its `local_world_size` workers, at most `threads` each, unless

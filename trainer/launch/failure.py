@@ -32,7 +32,7 @@ def end(error: Exception, mesh: Mesh) -> int:
         if not isinstance(error, AgreedError) or mesh.is_root:
             who = "" if alone or isinstance(error, AgreedError) else f"worker {mesh.rank}: "
             sys.stderr.write(f"error: {who}{error}\n")  # one write: other workers may print at the same time
-    elif not alone and _is_loss(error):
+    elif not alone and is_loss(error):
         reason = str(error).splitlines()[0]
         sys.stderr.write(f"worker {mesh.rank} lost the connection to another worker and stops: {reason}\n")
         sys.stderr.flush()
@@ -51,7 +51,7 @@ def end(error: Exception, mesh: Mesh) -> int:
     os._exit(status)
 
 
-def _is_loss(error: Exception) -> bool:
+def is_loss(error: Exception) -> bool:
     """Whether a collective failed because of another worker."""
     if isinstance(error, DistError):
         return True

@@ -78,6 +78,9 @@ class _Captured:
         self._device, self._parameters = device, parameters
         self.gradients: dict[str, Tensor] = {}
 
+    def prepare(self) -> None:
+        pass
+
     def step(self, learning_rate: float) -> None:
         views = dict(self._parameters.named([group.gradients for group in self._parameters.groups]))
         self.gradients = dict(zip(views, fetch(self._device, *views.values()), strict=True))

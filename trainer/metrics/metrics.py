@@ -19,7 +19,7 @@ from common.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, r
 from trainer.data.loader import Step, record_samples
 from trainer.metrics.event_file import EventFile
 from trainer.metrics.plateau import Diagnosis, Doctor
-from trainer.metrics.results import TrainTime, phase_results, recorded_steps, steps_of_phase
+from trainer.metrics.results import TrainTime, append_missing, phase_results, recorded_steps, steps_of_phase
 from trainer.run import Run
 from trainer.state import TrainState
 from trainer.workloads.base import MASKED_LM_LOSS, StepCost
@@ -33,6 +33,9 @@ _BOARD_INTERVAL_S = 0.05
 
 #: Parts of a step's time, in seconds: waiting for its batch, and for a checkpoint before it to be copied.
 DATA_WAIT, CHECKPOINT_STALL = "data_wait_s", "checkpoint_stall_s"
+
+#: Lines that a worker other than the root keeps: of more than a second of the shortest steps.
+_KEPT = 4096
 
 #: json.dumps would create an encoder for every line.
 _encode = json.JSONEncoder(allow_nan=False).encode
@@ -60,7 +63,7 @@ class Metrics:
         self._config, self._workload, self._log = run.config, run.workload, run.log
         self._is_root, self._doctor = run.is_root, doctor
         self._device, self._mesh = run.device, run.mesh
-        peak = run.device.peak_flops_per_s(start.precision) if self._is_root else None
+        peak = run.mesh.broadcast_object(run.device.peak_flops_per_s(start.precision) if self._is_root else None)
         #: Of all workers' devices together; None where it is not known.
         self._peak_flops_per_s = peak and peak * run.mesh.world_size
         #: When the last step ended; None before the first one.
@@ -70,15 +73,16 @@ class Metrics:
         self._not_finite: tuple[int, str] | None = None
         #: Seconds since the last record that the loop has waited, by name of the record's field.
         self._waited: dict[str, float] = {}
-        #: Recorded but not yet written.
-        self._lines: list[str] = []
+        #: (global step, line) of those recorded but not yet written. Only the root writes them; the other workers keep
+        #: more than it can have left unwritten, in case it is lost.
+        self._lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=None if self._is_root else _KEPT)
         self._progress: dict[str, Any] = {}
         #: (seconds, cost) of the latest steps.
         self._recent: collections.deque[tuple[float, StepCost]] = collections.deque(maxlen=THROUGHPUT_WINDOW)
-        if not self._is_root:
-            return
         config = run.config
         self._path = config.output_dir / METRICS
+        if not self._is_root:
+            return
         self._was_over = start.step >= config.stop_step
         with disk_errors(self._path):
             if not self._was_over:
@@ -126,8 +130,6 @@ class Metrics:
         assert self._last is not None
         step_time, self._last = now - self._last, now
         self._recent.append((step_time, self._workload.work(record.counts)))
-        if not self._is_root:
-            return
         rates = self._rates()
         scalars = {
             "loss": sum(losses),
@@ -140,7 +142,14 @@ class Metrics:
         }
         if record.compiled_graphs is not None:
             scalars["compiled_graphs"] = record.compiled_graphs
-        self._write(state, scalars, self._diagnoses(state, scalars))
+        diagnoses = self._diagnoses(state, scalars)
+        self._lines.append((state.global_step, self._line(state, scalars, diagnoses)))
+        if self._is_root:
+            self._write(state, scalars)
+
+    def record_alone(self, state: TrainState) -> None:
+        """Record the steps up to `state` that the root, which may be lost, has not. Raises `DiskError`."""
+        append_missing(self._path, {step: line for step, line in self._lines if step <= state.global_step})
 
     @property
     def saw_non_finite(self) -> bool:
@@ -177,14 +186,16 @@ class Metrics:
             rates |= {"mfu": flops / self._peak_flops_per_s, "mfu_usual": usual_flops / self._peak_flops_per_s}
         return rates
 
-    def _write(self, state: TrainState, scalars: dict[str, float], diagnoses: list[Diagnosis]) -> None:
-        step = state.global_step
-        place = {"step": step, "epoch": state.epoch, "samples": state.samples_consumed}
+    def _line(self, state: TrainState, scalars: dict[str, float], diagnoses: list[Diagnosis]) -> str:
+        place = {"step": state.global_step, "epoch": state.epoch, "samples": state.samples_consumed}
         line: dict[str, Any] = {**place, **scalars, "time": time.time()}
         if diagnoses:
             line["diagnoses"] = [vars(one) for one in diagnoses]
+        return _encode(line) + "\n"
+
+    def _write(self, state: TrainState, scalars: dict[str, float]) -> None:
+        step = state.global_step
         condition = f", {self._doctor.condition}" if self._doctor is not None and self._doctor.condition else ""
-        self._lines.append(_encode(line) + "\n")
         self._progress = {
             "label": f"phase {state.phase}, loss {scalars['loss']:.3f}{condition}",
             "done": state.step,
@@ -217,10 +228,11 @@ class Metrics:
         """Write what is recorded to the files, so that it survives a crash of this process; if `durable`, of the
         machine. Raises `DiskError`."""
         self._written = time.monotonic()
-        if self._lines:
-            lines, self._lines = self._lines, []
+        if self._lines and self._is_root:
+            text = "".join(line for _, line in self._lines)
+            self._lines.clear()
             with disk_errors(self._path):
-                self._file.write("".join(lines))
+                self._file.write(text)
                 self._file.flush()
                 if self._board is not None:
                     self._board.flush()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.files import read_json, replace_json
+from common.errors import DiskError
+from common.files import disk_errors, read_json, replace_json
 from trainer.state import TrainState
 
 #: File with the training time of each phase, in seconds, by phase number.
@@ -61,6 +64,24 @@ def recorded_steps(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             if not line.endswith(b"\n") or not isinstance(record, dict) or not record.keys() >= _KEYS:
                 return
             yield record, len(line)
+
+
+def append_missing(path: Path, lines: dict[int, str]) -> None:
+    """Append, durably, those of `lines` (by global step) that come after the last record of a metrics file. Several
+    processes may do so at once. Raises `DiskError`, also if steps between the record and the lines are missing."""
+    with disk_errors(path), path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        last = kept = 0
+        for record, size in recorded_steps(path):
+            last, kept = record["step"], kept + size
+        missing = [step for step in sorted(lines) if step > last]
+        if missing and last and missing[0] != last + 1:
+            raise DiskError(f"{path} ends with step {last}, and this worker knows steps from {missing[0]} on only")
+        file.truncate(kept)
+        file.seek(kept)
+        file.write("".join(lines[step] for step in missing).encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def steps_of_phase(path: Path, state: TrainState) -> list[dict[str, Any]]:

@@ -59,6 +59,9 @@ class AdamW:
         self._weight_decay = weight_decay
         self._number = number
 
+    def prepare(self) -> None:
+        """Nothing: an update needs no other worker."""
+
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Update the parameters from their gradients."""

@@ -29,6 +29,9 @@ class Lamb:
         self._weight_decay = weight_decay
         self._number = number or (lambda value: value)
 
+    def prepare(self) -> None:
+        """Nothing: the norms that tensor-parallel ranks add up are of moments already updated."""
+
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Update the parameters from their gradients."""

@@ -56,6 +56,8 @@ class Muon:
         self._parameters = parameters
         self._dtype = parameters.precision.products
         self._buffers = [group.zeros() for group in self._groups]
+        #: The update of each matrix, or of this rank's share of it, and the shape of the whole matrix.
+        self._directions: dict[str, tuple[Tensor, torch.Size]] = {}
         self._adamw = AdamW(
             parameters, weight_decay=weight_decay, number=number, are_updated=lambda group: not group.is_matrix
         )
@@ -66,26 +68,34 @@ class Muon:
         return [group for group in self._parameters.groups if group.is_matrix]
 
     @torch.no_grad()
+    def prepare(self) -> None:
+        """Orthogonalise the momenta, together with the other workers."""
+        self._directions = self._orthogonalise(self._momenta())
+
+    @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Update the parameters from their gradients."""
+        """Update the parameters from their gradients, after `prepare`."""
         self._adamw.step(ADAMW_RATE * learning_rate)
-        directions = self._orthogonalise(self._momenta())
         rate = self._number(learning_rate)
-        for group in self._groups:
+        for group, buffers in zip(self._groups, self._buffers, strict=True):
+            for gradient, buffer in zip(group.gradients, buffers, strict=True):
+                buffer.lerp_(gradient, 1 - MOMENTUM)
             with group.opened() as weights:
                 for name, weight in group.named(weights):
                     if group.has_weight_decay:
                         weight.mul_(1 - rate * self._weight_decay)
-                    direction, (rows, columns) = directions[name]
+                    direction, (rows, columns) = self._directions[name]
                     weight.sub_(direction.to(weight.dtype) * (0.2 * math.sqrt(max(rows, columns)) * rate))
+        self._directions.clear()
 
     def _momenta(self) -> dict[str, Tensor]:
-        """Nesterov's momentum of each matrix, or of this rank's share of it."""
+        """Nesterov's momentum of each matrix, or of this rank's share of it, after this step."""
         found: dict[str, Tensor] = {}
         for group, buffers in zip(self._groups, self._buffers, strict=True):
-            for gradient, buffer in zip(group.gradients, buffers, strict=True):
-                buffer.lerp_(gradient, 1 - MOMENTUM)
-            ahead = [torch.lerp(g, b, MOMENTUM) for g, b in zip(group.gradients, buffers, strict=True)]
+            ahead = [
+                torch.lerp(gradient, buffer.lerp(gradient, 1 - MOMENTUM), MOMENTUM)
+                for gradient, buffer in zip(group.gradients, buffers, strict=True)
+            ]
             found |= dict(group.named(ahead))
         return found
 

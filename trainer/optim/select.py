@@ -14,8 +14,12 @@ from trainer.optim.parameters import Parameters
 class Optimizer(Protocol):
     """What the loop asks of an optimizer."""
 
+    def prepare(self) -> None:
+        """Do what needs other workers, before anything is changed: if one of them is lost, the state is still whole."""
+        ...
+
     def step(self, learning_rate: float) -> None:
-        """Update the parameters from their gradients."""
+        """Update the parameters from their gradients, after `prepare`."""
         ...
 
     def state(self) -> dict[str, Tensor]:

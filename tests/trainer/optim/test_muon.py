@@ -82,6 +82,7 @@ def test_updates_equal_torchs_muon_and_adamw(layout: Layout) -> None:
                 group["lr"] = rate * share
         fake_backward(ours, step)
         fake_backward(theirs, step)
+        optimizer.prepare()
         optimizer.step(rate)
         muon.step()
         adamw.step()
@@ -113,6 +114,7 @@ def test_fp32_multiplies_in_fp32() -> None:
         generator = torch.Generator().manual_seed(3)
         for parameter in model.parameters():
             (parameter * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)).sum().backward()
+        optimizer.prepare()
         optimizer.step(1.0)
         updates[precision] = weight.detach().double() - before
     torch.testing.assert_close(updates["fp32"], updates["fp64"], rtol=0, atol=1e-4)
@@ -123,7 +125,9 @@ def test_weight_decay_is_decoupled() -> None:
     model = small_model()
     weight = model.bert.encoder.layer[0].intermediate.dense.weight
     before = weight.detach().clone()
-    make(model, precision="fp64").step(0.5)
+    optimizer = make(model, precision="fp64")
+    optimizer.prepare()
+    optimizer.step(0.5)
     torch.testing.assert_close(weight.detach(), before * (1 - 0.5 * 0.1), rtol=1e-12, atol=0)
 
 
@@ -145,6 +149,7 @@ def test_it_learns_in_every_precision(precision: str) -> None:
         for parameter in model.parameters():
             goal = target.to(weight.dtype) if parameter is weight else parameter.detach()
             (parameter - goal).square().sum().backward()
+        optimizer.prepare()
         optimizer.step(2e-2 * (1 - step / 50))
     assert distances[-1] < distances[0] / 4
 
@@ -175,6 +180,8 @@ def _work(rank: int, port: int, tensor_parallel: int) -> None:
         whole = {name: parameter.grad for name, parameter in alone.named_parameters()}
         for name, parameter in mine.named_parameters():
             put_share(parameter.grad, name, whole[name], ranks)
+        one.prepare()
+        two.prepare()
         one.step(rate)
         two.step(rate)
     for name, parameter in mine.named_parameters():

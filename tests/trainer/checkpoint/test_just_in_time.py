@@ -1,0 +1,134 @@
+"""A worker is killed: one that is left saves the last whole step, and only the step under way is done again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import DiskError
+from tests.helpers.small_language import trainer_here
+from tests.helpers.support import FORKS, assert_same_bytes, metrics, train
+from trainer.metrics.results import append_missing, recorded_steps
+from trainer.parallel.mesh import Mesh
+
+STEPS = 8
+GIVEN: dict[str, Any] = {
+    "batch_size": 2, "warmup_steps": 1, "max_pred_len": 5, "device": "cpu", "max_steps": STEPS,
+    "num_ckpts_to_keep": -1, "precision": "fp32", "lr": 1e-3, "ckpt_interval_steps": 0,
+}  # fmt: skip
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir() if path.suffix != ".tmp")
+
+
+@pytest.mark.parametrize(
+    ("workers", "size", "victim", "optimizer"),
+    [
+        (2, 1, 0, "AdamW"), (2, 1, 1, "LAMB"), (4, 1, 0, "AdamW"), (4, 1, 2, "Muon"),
+        (4, 2, 0, "AdamW"), (4, 2, 1, "LAMB"), (4, 2, 3, "Muon"),
+    ],
+)  # fmt: skip
+def test_the_last_whole_step_is_saved(
+    data: Path, model: Path, tmp_path: Path, workers: int, size: int, victim: int, optimizer: str
+) -> None:
+    given = {
+        **GIVEN, "data_dir": data, "model_config": model, "optimizer": optimizer, "tensor_parallel_size": size,
+        "grad_accum_usteps": 8 * size // workers,
+    }  # fmt: skip
+    straight = train(workers, **{**given, "output_dir": tmp_path / "straight", "ckpt_interval_steps": 1})
+    assert straight.returncode == 0, straight.stdout
+    out = tmp_path / "out"
+    given["output_dir"] = out
+    done = train(workers, env={"FAILPOINT": f"micro-step:5.1.{victim}"}, **given)
+    assert done.returncode, done.stdout
+    assert names(out) == ["ckpt_5"], done.stdout
+    assert done.stdout.count("has saved step 5: another worker is lost") == 1
+    assert_same_bytes(out / "checkpoints" / "ckpt_5", tmp_path / "straight" / "checkpoints" / "ckpt_5")
+    assert [record["step"] for record in metrics(out)] == [1, 2, 3, 4, 5]
+    done = train(workers, resume_ckpt=True, **given)
+    assert done.returncode == 0, done.stdout
+    assert f"resuming from checkpoint {out / 'checkpoints' / 'ckpt_5'}" in done.stdout
+    assert names(out) == ["ckpt_5", f"ckpt_{STEPS}"]
+    assert_same_bytes(out / "checkpoints" / f"ckpt_{STEPS}", tmp_path / "straight" / "checkpoints" / f"ckpt_{STEPS}")
+    same = {"step", "epoch", "samples", "loss", "grad_norm", "learning_rate"}
+    found, wanted = metrics(out), metrics(tmp_path / "straight")
+    assert [[record[key] for key in same] for record in found] == [[record[key] for key in same] for record in wanted]
+    assert {tuple(record) for record in found} == {tuple(record) for record in wanted}
+
+
+@pytest.mark.parametrize(("workers", "size"), [(1, 1), (2, 2)])
+def test_without_a_replica_nothing_is_saved(data: Path, model: Path, tmp_path: Path, workers: int, size: int) -> None:
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path, "grad_accum_usteps": 4}
+    done = train(workers, env={"FAILPOINT": "micro-step:5.1.0"}, tensor_parallel_size=size, **given)
+    assert done.returncode, done.stdout
+    assert names(tmp_path) == []
+
+
+def test_a_step_that_is_not_finite_is_not_saved(data: Path, model: Path, tmp_path: Path) -> None:
+    """The third loss is not a number; worker 1 dies before the workers have told each other."""
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path, "grad_accum_usteps": 4}
+    given |= {"lr": 1e38, "max_grad_norm": 0}
+    done = train(2, env={"FAILPOINT": "step:3.1"}, **given)
+    assert done.returncode, done.stdout
+    assert "lost the connection" in done.stdout
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", ["prepare", "step"])
+def test_a_half_updated_state_is_not_saved(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A collective fails before an update has changed anything, or within one."""
+    trainer, _ = trainer_here(data, tmp_path, steps=6, warmup_steps=1, optimizer="Muon")
+    monkeypatch.setattr(trainer.checkpointer, "_mesh", Mesh(world_size=2, local_world_size=2))
+    usual, calls = getattr(trainer.optimizer, where), []
+
+    def fails(*arguments: float) -> None:
+        usual(*arguments)
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+
+    monkeypatch.setattr(trainer.optimizer, where, fails)
+    before = {name: tensor.clone() for name, tensor in trainer.tensors[1].items()}
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        trainer.train()
+    trainer.metrics.abandon()
+    changed = [name for name, tensor in trainer.tensors[1].items() if not torch.equal(tensor, before[name])]
+    assert changed
+    assert names(tmp_path) == (["ckpt_3"] if where == "prepare" else [])
+
+
+def line(step: int) -> str:
+    record = {"step": step, "epoch": 0, "loss": 1.0, "throughput": 1.0, "step_time_s": 0.1}
+    return json.dumps(record) + "\n"
+
+
+def steps(path: Path) -> list[int]:
+    return [record["step"] for record, _ in recorded_steps(path)]
+
+
+def test_missing_records_are_appended_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1) + line(2) + line(3)[:20])  # the root was killed while it wrote
+    append_missing(path, {step: line(step) for step in range(2, 6)})
+    assert path.read_text() == "".join(line(step) for step in range(1, 6))
+    append_missing(path, {step: line(step) for step in range(4, 6)})
+    assert steps(path) == [1, 2, 3, 4, 5]
+    with pytest.raises(DiskError, match="ends with step 5, and this worker knows steps from 7 on only"):
+        append_missing(path, {7: line(7)})
+    assert steps(path) == [1, 2, 3, 4, 5]
+
+
+def test_several_workers_append_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1))
+    with FORKS.Pool(4) as pool:
+        ends = [20, 21, 20, 22] * 5
+        pool.starmap(append_missing, [(path, {step: line(step) for step in range(2, end + 1)}) for end in ends])
+    assert steps(path) == list(range(1, 23))
