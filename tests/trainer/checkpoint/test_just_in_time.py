@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from common.errors import DiskError
-from tests.helpers.small_language import trainer_here
+from tests.helpers.small_language import train_here, trainer_here
 from tests.helpers.support import FORKS, assert_same_bytes, metrics, train
 from trainer.metrics.results import append_missing, recorded_steps
 from trainer.parallel.mesh import Mesh
@@ -101,7 +103,13 @@ def test_a_half_updated_state_is_not_saved(
     trainer.metrics.abandon()
     changed = [name for name, tensor in trainer.tensors[1].items() if not torch.equal(tensor, before[name])]
     assert changed
-    assert names(tmp_path) == (["ckpt_3"] if where == "prepare" else [])
+    if where == "step":
+        assert names(tmp_path) == []
+        return
+    assert names(tmp_path) == ["ckpt_3"]
+    straight = tmp_path / "straight"
+    train_here(data, straight, steps=6, warmup_steps=1, optimizer="Muon", ckpt_interval_steps=3)
+    assert_same_bytes(tmp_path / "checkpoints" / "ckpt_3", straight / "checkpoints" / "ckpt_3")
 
 
 def line(step: int) -> str:
@@ -125,10 +133,23 @@ def test_missing_records_are_appended_once(tmp_path: Path) -> None:
     assert steps(path) == [1, 2, 3, 4, 5]
 
 
-def test_several_workers_append_at_once(tmp_path: Path) -> None:
+def _append(has_begun: Event, path: Path) -> None:
+    has_begun.set()
+    append_missing(path, {step: line(step) for step in range(2, 13)})
+
+
+def test_several_workers_append_one_after_the_other(tmp_path: Path) -> None:
+    """This one is at it until step 9, while another waits."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1))
-    with FORKS.Pool(4) as pool:
-        ends = [20, 21, 20, 22] * 5
-        pool.starmap(append_missing, [(path, {step: line(step) for step in range(2, end + 1)}) for end in ends])
-    assert steps(path) == list(range(1, 23))
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        has_begun = FORKS.Event()
+        other = FORKS.Process(target=_append, args=(has_begun, path))
+        other.start()
+        assert has_begun.wait(60)
+        other.join(1.0)
+        assert other.is_alive()
+        file.write("".join(line(step) for step in range(2, 10)))
+    other.join()
+    assert steps(path) == list(range(1, 13))
