@@ -37,6 +37,9 @@ global_batch_size = {batch}
 micro_batch_size = 4
 max_steps = 1000000
 ckpt_interval_steps = {interval}
+[phase2]
+global_batch_size = {batch}
+micro_batch_size = 4
 [cluster]
 nproc_per_node = {workers}
 """
@@ -56,7 +59,8 @@ def await_step(training: Training, *, after: float, count: int = 1, timeout_s: f
 
 
 def workers(training: Training) -> list[psutil.Process]:
-    return [process for process in training.processes() if "RANK" in process.environ()]
+    found = ((process, " ".join(process.cmdline())) for process in training.processes())
+    return [process for process, words in found if " -m trainer " in words and "trainer.launch" not in words]
 
 
 def main() -> None:

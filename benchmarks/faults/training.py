@@ -54,12 +54,13 @@ class Training:
 
     def processes(self) -> list[psutil.Process]:
         """All that run now, whatever has become of the ones that started them."""
-        found = []
+        found = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
+                # Forked ones have their names where the variables were.
                 if process.environ().get("BENCHMARK_MARK") == self._mark:
-                    found.append(process)
-        return found
+                    found |= {process, *process.children(recursive=True)}
+        return sorted(found, key=lambda process: process.pid)
 
     def end(self) -> None:
         while left := self.processes():

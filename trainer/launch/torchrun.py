@@ -45,11 +45,14 @@ def _torchrun() -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.run import main
 
     # Workers report their own errors; torchrun's log would repeat them as a table and a traceback.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     SubprocessHandler._popen = _start_worker  # type: ignore[assignment, method-assign]
+    # For events that nobody reads it inspects the stack, and with it every imported module: 1.5 s of processor time.
+    dynamic_rendezvous.get_method_name = lambda depth=2: "rendezvous"
     try:
         store = _meet_others()
         # torchrun's log directory would stay in /tmp after a kill, and nothing is written there.
