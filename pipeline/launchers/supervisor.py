@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from common import forked
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
-from common.files import read_json, write_json
+from common.files import parse_utc, read_json, utc_now, write_json
 from common.process import shell_status
 from pipeline.launchers import kubernetes, process, slurm
 from pipeline.launchers.jobs import STATE
@@ -59,7 +59,9 @@ class Supervisor:
         self._job = read_json(directory / JOB) or {}
         self._is_ours = self._job.get("token") == token
         before = read_json(directory / STATE) or {}
-        self._state: dict[str, Any] = before if before.get("token") == token else {"token": token}
+        self._state: dict[str, Any] = {"token": token, "queued": self._job.get("submitted")}
+        if before.get("token") == token:
+            self._state = before
         self._early_signal: int | None = None
 
     def run(self) -> int:
@@ -84,7 +86,7 @@ class Supervisor:
             self._note(error=error)
             restarts = restarts.at(self._step())
             if not restarts.are_too_many:
-                refusal = None if self._may_stay(result, restarts) else self._surroundings.requeue()
+                refusal = None if self._may_stay(result, restarts) else self._requeue()
                 if refusal is not None:  # the waiting luigi may submit it again
                     return self._end(
                         ProcessResult(EXIT_SOFTWARE, None, result.hung, f"{error} (not requeued: {refusal})")
@@ -102,6 +104,9 @@ class Supervisor:
         if self._early_signal is not None:
             return ProcessResult(EXIT_INTERRUPTED, self._early_signal, False, "stopped before it had begun")
         first = self._surroundings.rank == 0
+        queued = self._state.pop("queued", None)
+        if first and queued is not None:
+            attempts.record_wait(self._directory, "waiting in a queue", parse_utc(queued).timestamp())
         with attempts.recording(self._directory) if first else contextlib.nullcontext() as record:
             try:
                 start = self._surroundings.start(self._job["nodes"], end_together=self._job["resumes"])
@@ -125,6 +130,12 @@ class Supervisor:
         if result.stopped_by is not None:
             return result.stopped_by == self._surroundings.limit_signal
         return bool(self._job["resumes"]) and result.status not in FINAL_STATUSES
+
+    def _requeue(self) -> str | None:
+        self._note(queued=utc_now())
+        refusal = self._surroundings.requeue()
+        self._state.pop("queued")  # it goes on here
+        return refusal
 
     def _may_stay(self, result: ProcessResult, restarts: Restarts) -> bool:
         """Whether the command is started again on the same nodes, without waiting in the queue: the first time that it

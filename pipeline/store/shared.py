@@ -20,6 +20,7 @@ from common.console import log
 from common.errors import LeaseLost, UserError
 from pipeline.settings.sections import Store
 from pipeline.store.background import CompanionProcess, push_at_exit
+from stages.directory import attempts
 from stages.directory.manifest import MANIFEST
 from stages.store.options import StoreOptions
 
@@ -165,12 +166,14 @@ class SharedStore:
         from stages.store.checkpoints import fetch_checkpoint
         from stages.store.lease import Turn, turn_key
 
+        began = time.time()
         key, name = turn_key(stage.label, stage.fingerprint), f"{stage.label}-{stage.fingerprint}"
         turn = lease.turn if lease is not None else Turn.read(self.backend, key)
         found = fetch_checkpoint(self.backend, turn, name, stage.directory)
         if found is None and lease is None:  # whoever trains may have replaced all that was listed
             found = fetch_checkpoint(self.backend, Turn.read(self.backend, key), name, stage.directory)
         if found is not None:
+            attempts.record_wait(stage.directory, "downloading", began)
             log(f"{stage.label}: goes on from {found.name}, fetched from {self.backend.url}")
 
     def _hand_over(self, stage: SharedStage, lease: Lease) -> None:

@@ -4,6 +4,7 @@ time line.
     {"started": 1763740800.1, "host": "node-3", "pid": 4711, "seen": 1763737200.0}     its command starts
     {"ended": 1763740923.4, "how": "interrupted", "status": 75, "error": ""}           its command has ended
     {"ended": 1763740923.5, "how": "failed", "is_final": true, "error": "…"}           it is not started again
+    {"waited": "downloading", "began": 1763740700.1, "until": 1763740799.8}            before the next start
 
 Times are seconds since 1970. A process that was killed leaves no second line; then `seen` of the next start is the time
 of its last sign of life. Imports neither torch nor luigi.
@@ -28,6 +29,8 @@ from common.files import ALIVE, METRICS, PROGRESS, disk_errors, failpoint
 ATTEMPTS = "attempts.jsonl"
 #: hung: killed after the hang timeout. killed: gone without a record, with the process that started it.
 How = Literal["complete", "interrupted", "failed", "hung", "killed", "running"]
+#: What a stage may wait for before its command starts.
+Wait = Literal["waiting in a queue", "downloading"]
 _SIGNS_OF_LIFE = ("stage.log", PROGRESS, ALIVE, METRICS)
 _ERROR_CHARACTERS = 500
 
@@ -43,6 +46,8 @@ class Attempt:
     #: The last line of what it failed with.
     error: str = ""
     host: str = ""
+    #: What came before it: (one of `Wait`, began, ended).
+    waits: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -78,6 +83,11 @@ def recording(directory: Path) -> Iterator[Callable[[How, int, str], None]]:
         _append_end(directory, how, "" if how == "complete" else text, status=status)
 
 
+def record_wait(directory: Path, what: Wait, began: float) -> None:
+    """Record that the stage has waited until now, since `began` (seconds since 1970). Raises `DiskError`."""
+    _append(directory, {"waited": what, "began": began, "until": time.time()})
+
+
 def record_failure(directory: Path, error: str) -> None:
     """Record that a run of the stage has failed for good."""
     _append_end(directory, "failed", error, is_final=True)
@@ -90,7 +100,7 @@ def failures(directory: Path) -> int:
 
 def last_failure(directory: Path) -> Failure | None:
     """The failure that ended the last run or attempt, or None."""
-    last = next(iter(deque(_records(directory / ATTEMPTS), maxlen=1)), {})
+    last = next(iter(deque((one for one in _records(directory / ATTEMPTS) if "waited" not in one), maxlen=1)), {})
     if last.get("how") not in ("failed", "hung"):
         return None
     return Failure(_last_line(last) or "no message", last["ended"])
@@ -100,8 +110,12 @@ def read(directory: Path, *, running: bool, complete: bool) -> list[Attempt]:
     """The attempts at the stage in `directory`, oldest first. `running`, `complete`: its state now."""
     found: list[Attempt] = []
     open_start: dict[str, Any] | None = None
+    waits: list[tuple[str, float, float]] = []
     for record in _records(directory / ATTEMPTS):
-        if "started" in record:
+        if "waited" in record:
+            waits.append((record["waited"], record["began"], record["until"]))
+        elif "started" in record:
+            record["waits"], waits = tuple(waits), []
             if open_start is not None:
                 found.append(_attempt(open_start, {"ended": record.get("seen"), "how": "killed"}))
             open_start = record
@@ -121,7 +135,7 @@ def read(directory: Path, *, running: bool, complete: bool) -> list[Attempt]:
 def _attempt(start: dict[str, Any], end: dict[str, Any]) -> Attempt:
     started = float(start["started"])
     ended = max(started, float(end.get("ended") or 0))
-    return Attempt(started, ended, end["how"], _last_line(end), str(start.get("host", "")))
+    return Attempt(started, ended, end["how"], _last_line(end), str(start.get("host", "")), start["waits"])
 
 
 def _last_line(end: dict[str, Any]) -> str:
@@ -137,7 +151,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-            if isinstance(record, dict) and (_is_start(record) or _is_end(record)):
+            if isinstance(record, dict) and (_is_start(record) or _is_end(record) or _is_wait(record)):
                 yield record
 
 
@@ -147,6 +161,10 @@ def _is_start(record: dict[str, Any]) -> bool:
 
 def _is_end(record: dict[str, Any]) -> bool:
     return "started" not in record and record.get("how") in get_args(How) and _is_time(record.get("ended"))
+
+
+def _is_wait(record: dict[str, Any]) -> bool:
+    return record.get("waited") in get_args(Wait) and _is_time(record.get("began")) and _is_time(record.get("until"))
 
 
 def _is_time(value: Any) -> bool:

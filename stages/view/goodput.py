@@ -10,9 +10,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
-from stages.directory.attempts import Attempt
+from stages.directory.attempts import Attempt, Wait
 from stages.view.curves import Curves
 from stages.view.text import duration, percent
 
@@ -21,6 +21,7 @@ STEPS, DATA, STALL, COMPILING, STARTING, LOST, ENDING, DOWN = (
     *("computing", "waiting for data", "waiting for checkpoints", "compiling", "starting"),
     *("steps done again", "ending", "down"),
 )
+_WAITS = get_args(Wait)
 #: Ends of an attempt after which its last steps are done again.
 _IS_LOST = ("killed", "failed", "hung")
 
@@ -63,15 +64,20 @@ def goodput(attempts: Sequence[Attempt], curves: Curves) -> Goodput:
     """`attempts`: oldest first. Steps recorded before the first attempt belong to another training or machine."""
     if not attempts:
         return Goodput()
-    parts = dict.fromkeys((STEPS, DATA, STALL, COMPILING, STARTING, LOST, ENDING, DOWN), 0.0)
+    parts = dict.fromkeys((STEPS, DATA, STALL, COMPILING, STARTING, LOST, ENDING, *_WAITS, DOWN), 0.0)
     usual_s = _usual_step(curves)
-    before: Attempt | None = None
+    at = min([attempts[0].started, *(began for _, began, _ in attempts[0].waits)])
     for attempt in attempts:
-        if before is not None:
-            parts[DOWN] += max(0.0, attempt.started - before.ended)
-        began = attempt.started if before is None else max(attempt.started, before.ended)
+        for what, began, until in attempt.waits:
+            began, until = max(began, at), min(until, attempt.started)
+            if until > began:
+                parts[DOWN] += began - at
+                parts[what] += until - began
+                at = until
+        began = max(attempt.started, at)
+        parts[DOWN] += began - at
         _add_attempt(parts, attempt, began, _steps_of(attempt, curves), curves, usual_s)
-        before = attempt
+        at = max(began, attempt.ended)
     return Goodput(parts)
 
 

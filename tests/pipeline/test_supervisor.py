@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.files import parse_utc, utc
 from pipeline.launchers.process import LaunchSpec
 from pipeline.launchers.supervisor import Supervisor
+from stages.directory import attempts
 
 #: Ends as its argument says, after one more checkpoint if there is a second one.
 PROGRAM = """
@@ -68,7 +71,7 @@ def handlers() -> Any:
 
 
 def job(directory: Path, *words: object, resumes: bool = True) -> None:
-    (directory / "checkpoints").mkdir(exist_ok=True)
+    (directory / "checkpoints").mkdir(exist_ok=True, parents=True)
     record = {"token": "t", "words": ["-c", PROGRAM, *map(str, words)], "fingerprint": "f", "nodes": 2,
               "resumes": resumes, "hang_timeout_s": None}  # fmt: skip
     (directory / "job.json").write_text(json.dumps(record))
@@ -139,6 +142,26 @@ def test_what_a_person_has_to_put_right_is_not_tried_again(tmp_path: Path, statu
     job(tmp_path, status)
     assert run(tmp_path, StandIn()) == status
     assert (result(tmp_path)["status"], result(tmp_path)["error"]) == (status, "it broke")
+
+
+def test_the_time_in_the_queue_is_recorded(tmp_path: Path) -> None:
+    """From the submission, and from the requeue, to the start of the command; not where it is started again at once."""
+    job(tmp_path, 70)
+    record = json.loads((tmp_path / "job.json").read_text())
+    submitted = utc(time.time() - 100)
+    (tmp_path / "job.json").write_text(json.dumps({**record, "submitted": submitted}))
+    assert [run(tmp_path, StandIn()) for _ in range(2)] == [None, None]
+    first, second = attempts.read(tmp_path, running=False, complete=False)
+    ((what, began, until),) = first.waits
+    assert (what, began) == ("waiting in a queue", parse_utc(submitted).timestamp())
+    assert 100 <= until - began < 110
+    assert until <= first.started
+    assert len(second.waits) == 1
+    ((what, began, until),) = second.waits
+    assert first.ended - 1 <= began <= until <= second.started  # seconds are whole
+    job(tmp_path / "here", 70)
+    assert [run(tmp_path / "here", Sound()) for _ in range(2)] == [None, None]
+    assert [len(one.waits) for one in attempts.read(tmp_path / "here", running=False, complete=False)] == [0, 0, 1]
 
 
 class Sound(StandIn):

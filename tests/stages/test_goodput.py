@@ -58,6 +58,28 @@ def test_a_kill_costs_the_steps_since_the_last_checkpoint_and_the_time_until_the
     }  # fmt: skip
 
 
+def test_waits_before_a_start_are_no_downtime() -> None:
+    """5 s down, 10 in a queue, 3 down, 4 of a download that goes on until the start."""
+    queue, download = ("waiting in a queue", 35.0, 45.0), ("downloading", 48.0, 52.0)
+    attempts = [
+        Attempt(10.0, 30.0, "killed", waits=(("waiting in a queue", 2.0, 9.5),)),
+        Attempt(52.0, 60.0, "complete", waits=(queue, download)),
+    ]
+    steps = curves({"time": 30.0, "step_time_s": 20.0}, {"time": 60.0, "step_time_s": 8.0})
+    found = goodput(attempts, steps)
+    assert parts(found) == {
+        "waiting in a queue": 7.5 + 10.0, "downloading": 4.0, "down": 0.5 + 5.0 + 3.0, "computing": 28.0,
+    }  # fmt: skip
+    assert found.total_s == 58.0
+
+
+def test_waits_that_overlap_count_once() -> None:
+    waits = (("downloading", 1.0, 8.0), ("downloading", 4.0, 9.0), ("waiting in a queue", 0.0, 20.0))
+    found = goodput([Attempt(10.0, 12.0, "complete", waits=waits)], curves({"time": 12.0, "step_time_s": 2.0}))
+    assert found.total_s == 12.0
+    assert parts(found)["downloading"] == 8.0
+
+
 @pytest.mark.parametrize(("how", "part"), [("failed", "steps done again"), ("hung", "steps done again"),
                                            ("interrupted", "ending"), ("running", "ending")])  # fmt: skip
 def test_what_comes_after_the_last_step_depends_on_how_it_ended(how: How, part: str) -> None:
@@ -104,6 +126,7 @@ def test_every_second_belongs_to_one_part(seed: int) -> None:
     rng = random.Random(seed)
     attempts, steps, at = [], [], 1000.0
     for number in range(rng.randint(1, 5)):
+        waits = [("downloading", at + rng.uniform(-2, 9), at + rng.uniform(-2, 30)) for _ in range(rng.randint(0, 3))]
         began = at = at + rng.uniform(0, 20)
         for _ in range(rng.randint(0, 6)):
             at += rng.uniform(0, 5)
@@ -111,8 +134,9 @@ def test_every_second_belongs_to_one_part(seed: int) -> None:
             steps.append({"time": at + rng.uniform(-1, 1), "compiled_graphs": float(number), **field})
         at += rng.uniform(0, 5)
         how: How = rng.choice(["killed", "complete", "interrupted", "hung"])
-        attempts.append(Attempt(began, at, how))
+        attempts.append(Attempt(began, at, how, waits=tuple(waits)))
     steps.sort(key=lambda step: step["time"])
     found = goodput(attempts, curves(*steps))
     assert all(seconds >= 0 for seconds in found.seconds.values())
-    assert math.isclose(found.total_s, attempts[-1].ended - attempts[0].started, abs_tol=1e-6)
+    first = min([attempts[0].started, *(began for _, began, _ in attempts[0].waits)])
+    assert math.isclose(found.total_s, attempts[-1].ended - first, abs_tol=1e-6)
