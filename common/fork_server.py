@@ -19,13 +19,14 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
 from common.process import PARENT_VARIABLE, STOP_SIGNALS, die_with_parent, die_with_starter
 
-_MOST_BYTES, _MOST_DESCRIPTORS = 1 << 18, 64
+#: The most that a request may have.
+MOST_BYTES, MOST_DESCRIPTORS = 1 << 18, 64
 #: Limits that a request carries, in this order.
 LIMITS = tuple(sorted(value for name, value in vars(resource).items() if name.startswith("RLIMIT_")))
 
@@ -47,75 +48,105 @@ def main() -> NoReturn:
     gc.collect()
     gc.freeze()  # no child's collector copies the pages
     server = os.getpid()
-    request = _serve(control)
-    _become(request, server)
+    request = _Server(control).serve()
     global _status
     try:
+        _become(request, server)
         runpy.run_module(request["words"][1], run_name="__main__", alter_sys=True)
+        _status = 0
     except SystemExit as ended:
-        _status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        _status = ended.code & 0xFF if isinstance(ended.code, int) else int(ended.code is not None)
         raise
     except KeyboardInterrupt:
-        _status = -signal.SIGINT
-        raise
-    except BaseException:
-        _status = 1
+        _status = None
         raise
     sys.exit()
 
 
-_status = 0
+#: Of a child; None: it was interrupted.
+_status: int | None = 1
 
 
 def _end() -> None:
     """End a child with its status, but without freeing what it has imported, which takes half a second with torch."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more; closed by the command
-            stream.flush()
-    if _status < 0:
-        signal.signal(-_status, signal.SIG_DFL)
-        os.kill(os.getpid(), -_status)
-    os._exit(_status)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except Exception:  # Python tries again, says why it cannot, and decides on the status
+        return
+    if _status is None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(128 + signal.SIGINT if _status is None else _status)
 
 
-def _serve(control: socket.socket) -> dict[str, Any]:
-    """Fork until nobody holds the other end of `control`. Returns in children alone."""
-    ready = selectors.DefaultSelector()
-    ready.register(control, selectors.EVENT_READ)
-    replies: dict[int, socket.socket] = {}
-    while True:
-        for key, _ in ready.select():
-            if key.fileobj is control:
-                said, received, _, _ = socket.recv_fds(control, _MOST_BYTES, _MOST_DESCRIPTORS)
-                if not said:
-                    os._exit(0)
-                reply = socket.socket(fileno=received[0])
-                pid = os.fork()
-                if pid == 0:
-                    ready.close()
-                    control.close()
-                    for other in replies.values():
-                        other.close()
-                    return _started(json.loads(said), received[1:], reply)
-                for descriptor in received[1:]:
-                    os.close(descriptor)
-                replies[pid] = reply
-                ready.register(reply, selectors.EVENT_READ, pid)
-                ready.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-            elif isinstance(key.fileobj, socket.socket):
-                if key.data in replies:  # whoever asked for it has ended before it did
-                    ready.unregister(key.fileobj)
-                    os.kill(key.data, signal.SIGKILL)
-            else:
-                _, status = os.waitpid(key.data, 0)
-                ready.unregister(key.fileobj)
-                os.close(key.fd)
-                reply = replies.pop(key.data)
-                with contextlib.suppress(KeyError):
-                    ready.unregister(reply)
-                with contextlib.suppress(OSError):
-                    reply.send(str(os.waitstatus_to_exitcode(status)).encode())
-                reply.close()
+class _Server:
+    """Forks what is asked for, and tells whoever asked how it ended."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._ready = selectors.DefaultSelector()
+        self._ready.register(control, selectors.EVENT_READ)
+        #: By process.
+        self._replies: dict[int, socket.socket] = {}
+
+    def serve(self) -> dict[str, Any]:
+        """Until nobody holds the other end of `control`. Returns in children alone."""
+        while True:
+            for key, _ in self._ready.select():
+                if key.fileobj is self._control:
+                    request = self._fork()
+                    if request is not None:
+                        return request
+                elif isinstance(key.fileobj, socket.socket):
+                    self._kill(key)
+                else:
+                    self._reap(key)
+
+    def _fork(self) -> dict[str, Any] | None:
+        """Returns the request in the child."""
+        said, received, _, _ = socket.recv_fds(self._control, MOST_BYTES, MOST_DESCRIPTORS)
+        if not said:
+            os._exit(0)
+        reply = socket.socket(fileno=received[0])
+        try:
+            pid = os.fork()
+        except OSError as error:  # other commands go on
+            print(f"error: a command could not be forked: {error}", file=sys.stderr, flush=True)
+            pid = -1
+        if pid == 0:
+            self._ready.close()
+            self._control.close()
+            for other in self._replies.values():
+                other.close()
+            return _started(json.loads(said), received[1:], reply)
+        for descriptor in received[1:]:
+            os.close(descriptor)
+        if pid == -1:
+            reply.close()
+            return None
+        self._replies[pid] = reply
+        self._ready.register(reply, selectors.EVENT_READ, pid)
+        self._ready.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        return None
+
+    def _kill(self, key: selectors.SelectorKey) -> None:
+        """Whoever asked for it has ended before it did."""
+        if key.data in self._replies:
+            self._ready.unregister(key.fileobj)
+            os.kill(key.data, signal.SIGKILL)
+
+    def _reap(self, key: selectors.SelectorKey) -> None:
+        _, status = os.waitpid(key.data, 0)
+        self._ready.unregister(key.fileobj)
+        os.close(key.fd)
+        reply = self._replies.pop(key.data)
+        with contextlib.suppress(KeyError):
+            self._ready.unregister(reply)
+        with contextlib.suppress(OSError):
+            reply.send(f"status {os.waitstatus_to_exitcode(status)}".encode())
+        reply.close()
 
 
 def _started(request: dict[str, Any], received: Sequence[int], reply: socket.socket) -> dict[str, Any]:
@@ -124,7 +155,7 @@ def _started(request: dict[str, Any], received: Sequence[int], reply: socket.soc
     above = max([*request["descriptors"], *received]) + 1
     high = [os.dup2(source, above + index) for index, source in enumerate(received)]
     reply_at = os.dup2(reply.detach(), above + len(high), inheritable=False)
-    for number in {*range(3, above)} & {int(name) for name in os.listdir("/proc/self/fd")}:
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *high, reply_at}:
         with contextlib.suppress(OSError):
             os.close(number)
     for number, source in zip(request["descriptors"], high, strict=True):
@@ -132,7 +163,7 @@ def _started(request: dict[str, Any], received: Sequence[int], reply: socket.soc
         os.close(source)
     with socket.socket(fileno=reply_at) as answer:
         try:
-            answer.send(str(os.getpid()).encode())
+            answer.send(f"pid {os.getpid()}".encode())
         except OSError:  # whoever asked for it has ended
             os._exit(1)
     return request
@@ -156,20 +187,35 @@ def _become(request: dict[str, Any], server: int) -> None:
     for signum in request["ignored"]:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
-    if "OMP_NUM_THREADS" in environment and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    # The server's streams know of its own files what is not true of these.
-    at_once = bool(environment.get("PYTHONUNBUFFERED"))
-    sys.stdin = open(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
-    sys.stdout, sys.stderr = _stream(1, sys.stdout, at_once), _stream(2, sys.stderr, at_once)
+    if "numpy.random" in sys.modules:  # Python's random does so by itself
+        sys.modules["numpy.random"].seed()
+    threads = _threads(environment.get("OMP_NUM_THREADS", ""))
+    if threads and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+    _open_streams(at_once=environment.get("PYTHONUNBUFFERED", "") not in ("", "0"))
     # In place of the server's.
     setproctitle(" ".join(["python", *words]).encode(errors="replace").decode())
 
 
-def _stream(descriptor: int, like: TextIO, at_once: bool) -> TextIO:
-    binary = open(descriptor, "wb", buffering=0 if at_once else -1, closefd=False)  # noqa: SIM115
-    is_live = not at_once and (binary.isatty() or descriptor == 2)
-    return io.TextIOWrapper(binary, like.encoding, like.errors, line_buffering=is_live, write_through=at_once)
+def _threads(value: str) -> int:
+    """The first of a list, as for libgomp, which passes over what is no count: 0."""
+    first = value.split(",")[0].strip()
+    return int(first) if first.isdecimal() else 0
+
+
+def _open_streams(*, at_once: bool) -> None:
+    """As Python does: the server's know of its own files what is not true of these."""
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        like, unbuffered = getattr(sys, name), at_once and mode == "w"
+        binary: Any = open(descriptor, f"{mode}b", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+        (binary if unbuffered else binary.raw).name = f"<{name}>"
+        is_live = not at_once and (binary.isatty() or descriptor == 2)
+        stream = io.TextIOWrapper(
+            binary, like.encoding, like.errors, newline="\n", line_buffering=is_live, write_through=unbuffered
+        )
+        stream.mode = mode  # type: ignore[misc]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 if __name__ == "__main__":

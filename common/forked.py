@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
+import math
 import os
 import resource
 import select
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from common.fork_server import LIMITS, ROOM_FOR_NAMES
+from common.fork_server import LIMITS, MOST_BYTES, MOST_DESCRIPTORS, ROOM_FOR_NAMES
 from common.process import PARENT_VARIABLE
 
 #: Environment variable: the descriptor on which a command's descendants reach the server.
@@ -45,6 +47,7 @@ _READ_AT_START = (
 )
 #: Of these, what a forked command takes from its own environment.
 _TAKEN_OVER = ("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHELASTIC_", "TORCH_NCCL_")
+_LONGEST_POLL_S = 1e6  # in milliseconds a C int
 _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 
@@ -52,36 +55,37 @@ class Forked:
     """A command that the server has forked or is about to. Its process group and session are its own."""
 
     def __init__(self, words: Sequence[str], reply: socket.socket) -> None:
-        """`reply`: the server sends the process's id, then its exit status."""
+        """`reply`: the process sends its id, then the server its exit status."""
         self.args = list(words)
         self.returncode: int | None = None
         self._reply = reply
         self._pid: int | None = None
-        self._receiving = threading.Lock()
+        self._receiving = threading.RLock()  # a signal's handler may interrupt its own thread
 
     @property
     def pid(self) -> int:
-        """Waits until the server has forked. Raises `ConnectionError` if it died before that."""
+        """Waits until the server has forked. Raises `ConnectionError` if it ended before that."""
         while self._pid is None and self.returncode is None:
             self._receive(None)
         if self._pid is None:
-            raise ConnectionError("the fork server has ended")
+            raise ConnectionError("it was never forked")
         return self._pid
 
     def poll(self) -> int | None:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status, as `subprocess.Popen` gives it; that of SIGKILL if it died with the server.
 
-        Raises `TimeoutError`.
+        Raises `subprocess.TimeoutExpired`.
         """
-        ends = None if timeout is None else time.monotonic() + timeout
+        ends = time.monotonic() + (timeout or 0.0)
         while self.returncode is None:
-            if not self._receive(None if ends is None else max(0.0, ends - time.monotonic())):
-                raise TimeoutError
+            left = None if timeout is None else max(0.0, ends - time.monotonic())
+            if not self._receive(left) and timeout is not None and left == 0:
+                raise subprocess.TimeoutExpired(self.args, timeout)
         return self.returncode
 
     def signal_group(self, signum: signal.Signals) -> None:
@@ -94,23 +98,24 @@ class Forked:
 
     def _receive(self, timeout: float | None) -> bool:
         """Take what the server says next; returns whether it said something in time."""
-        with contextlib.suppress(ValueError, OSError):  # another thread has seen the end
-            select.select([self._reply], [], [], timeout)
+        with contextlib.suppress(ValueError):  # another thread has seen the end
+            poll = select.poll()
+            poll.register(self._reply, select.POLLIN)
+            poll.poll(None if timeout is None else math.ceil(1000 * min(timeout, _LONGEST_POLL_S)))
         with self._receiving:
-            if self.returncode is not None:
-                return True
-            if not select.select([self._reply], [], [], 0)[0]:
-                return False
-            self._take(self._reply.recv(64))
+            try:
+                if self.returncode is None:
+                    self._take(self._reply.recv(64, socket.MSG_DONTWAIT))
+            except OSError:  # nothing, or a handler has ended it
+                return self.returncode is not None
             return True
 
     def _take(self, said: bytes) -> None:
-        if not said:
-            self._end(-signal.SIGKILL)
-        elif self._pid is None:
-            self._pid = int(said)
+        what, _, number = said.decode().partition(" ")
+        if what == "pid":
+            self._pid = int(number)
         else:
-            self._end(int(said))
+            self._end(int(number) if what == "status" else -signal.SIGKILL)
 
     def _end(self, status: int) -> None:
         self.returncode = status
@@ -136,6 +141,7 @@ class _Client:
 
 
 _client: _Client | None = None
+_finding = threading.Lock()
 
 
 def start(preloaded: Sequence[str] = PRELOADED) -> None:
@@ -172,14 +178,15 @@ def stop() -> None:
 def _current() -> _Client | None:
     """The server of this process: its own, or the one that it was given."""
     global _client
-    given = os.environ.pop(VARIABLE, "")
-    if _client is None and given:
-        descriptor, inode, environment = given.split(" ", 2)
-        # Children that do not inherit the descriptor may inherit the variable.
-        with contextlib.suppress(OSError):
-            if os.fstat(int(descriptor)).st_ino == int(inode):
-                _client = _Client(socket.socket(fileno=int(descriptor)), json.loads(environment))
-    return _client
+    with _finding:
+        given = os.environ.pop(VARIABLE, "")
+        if _client is None and given:
+            descriptor, inode, environment = given.split(" ", 2)
+            # Children that do not inherit the descriptor may inherit the variable.
+            with contextlib.suppress(OSError):
+                if os.fstat(int(descriptor)).st_ino == int(inode):
+                    _client = _Client(socket.socket(fileno=int(descriptor)), json.loads(environment))
+        return _client
 
 
 def start_python(
@@ -190,21 +197,24 @@ def start_python(
     errors: int | None = None,
     keep_open: Sequence[int] = (),
     directory: Path | None = None,
+    prefix: Sequence[str] = (),
 ) -> Forked | NewInterpreter:
     """Start `python words…` in a session of its own, its output and errors going to descriptors.
 
-    `errors`: None: as `output`; `keep_open`: further descriptors that it inherits; `directory`: None: this process's.
+    `errors`: None: as `output`; `keep_open`: further descriptors that it inherits; `directory`: None: this process's;
+    `prefix`: words that start Python elsewhere, where this process's server cannot be reached.
     """
-    client = _current()
+    client = None if prefix else _current()
     errors = output if errors is None else errors
-    way, control = way_to_server()
-    variables, keep_open = {**environment, **way}, [*keep_open, *control]
+    way, control = ({}, []) if client is None else _way_to(client)
+    variables = {**{name: value for name, value in environment.items() if name != VARIABLE}, **way}
+    keep_open = [*keep_open, *control]
     if client is not None and words[0] == "-m" and _read_at_start(environment) == _read_at_start(client.environment):
         with contextlib.suppress(OSError):  # it has died, or the command is too long for a message
             descriptors = {0: None, 1: output, 2: errors, **{number: number for number in keep_open}}
             return _fork(client, words, variables, directory, descriptors)
     return NewInterpreter(
-        [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=variables,
+        [*prefix, sys.executable, *words], stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=variables,
         pass_fds=keep_open, cwd=directory, start_new_session=True,
     )  # fmt: skip
 
@@ -212,8 +222,10 @@ def start_python(
 def way_to_server() -> tuple[dict[str, str], list[int]]:
     """The variable and the descriptor by which a child process reaches this one's server, if it has one."""
     client = _current()
-    if client is None:
-        return {}, []
+    return ({}, []) if client is None else _way_to(client)
+
+
+def _way_to(client: _Client) -> tuple[dict[str, str], list[int]]:
     control = client.control.fileno()
     fixed = json.dumps(_read_at_start(client.environment))
     return {VARIABLE: f"{control} {os.fstat(control).st_ino} {fixed}"}, [control]
@@ -245,11 +257,14 @@ def _fork(
         "limits": [resource.getrlimit(limit) for limit in LIMITS],
         "descriptors": list(descriptors),
     }
+    message = json.dumps(request).encode()
+    if len(message) > MOST_BYTES or len(descriptors) >= MOST_DESCRIPTORS:  # one is for the reply
+        raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, open(os.devnull, "rb") as nothing:
         sources = [nothing.fileno() if source is None else source for source in descriptors.values()]
         try:
-            socket.send_fds(client.control, [json.dumps(request).encode()], [theirs.fileno(), *sources])
+            socket.send_fds(client.control, [message], [theirs.fileno(), *sources])
         except OSError:
             ours.close()
             raise

@@ -8,7 +8,6 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from common import console
 from common.console import log
 from common.errors import EXIT_INTERRUPTED
 from common.files import ALIVE, PROGRESS, disk_errors
-from common.forked import Forked, NewInterpreter, start_python
+from common.forked import start_python
 from common.lock import HELD_FINGERPRINT_VARIABLE
 from common.process import PARENT_VARIABLE, is_ignored
 from common.secrets import hidden_words, redact
@@ -112,13 +111,9 @@ class Command:
         output, written = os.pipe()
         self.output = open(output, "rb", buffering=0)  # noqa: SIM115 (closed in `end`)
         try:
-            if start.prefix:
-                self.process: Forked | NewInterpreter = NewInterpreter(
-                    [*start.prefix, sys.executable, *words], stdin=subprocess.DEVNULL, stdout=written, stderr=written,
-                    env=environment, pass_fds=keep_open, start_new_session=True,
-                )  # fmt: skip
-            else:
-                self.process = start_python(words, environment=environment, output=written, keep_open=keep_open)
+            self.process = start_python(
+                words, environment=environment, output=written, keep_open=keep_open, prefix=start.prefix
+            )
         finally:
             os.close(written)
         self.stopped_by: int | None = None

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 
 from common import forked
 from common.forked import Forked, NewInterpreter, start_python
-from common.process import PARENT_VARIABLE
+from tests.common.forks import KINDS, STARTER, begin, said
 from tests.helpers.chain import wait_until
 from tests.helpers.support import ROOT, start_fork_server
 
@@ -30,8 +31,9 @@ def double(x):
 if __name__ == "__main__":
     limits = {name: resource.getrlimit(value) for name, value in vars(resource).items() if name.startswith("RLIMIT_")}
     signals = {s: str(signal.getsignal(s)) for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP)}
-    streams = [(s.encoding, s.errors, s.isatty(), s.fileno(), s.line_buffering, s is not sys.stdin and s.write_through)
-               for s in (sys.stdin, sys.stdout, sys.stderr)]
+    streams = [(repr(s), s.errors, s.isatty(), s.fileno(), s.line_buffering, s is not sys.stdin and s.write_through,
+                type(s.buffer).__name__, s is getattr(sys, f"__{name}__"))
+               for name in ("stdin", "stdout", "stderr") for s in (getattr(sys, name),)]
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         doubled = pool.map(double, [1, 2])
     import torch
@@ -54,19 +56,6 @@ def server() -> None:
         pytest.skip("this system has no pidfd_open: every command is a new interpreter")
 
 
-def begin(tmp_path: Path, program: str, *words: str, **variables: str) -> Forked | NewInterpreter:
-    """Start `python -m program words…` in `tmp_path`; its output goes to the file `output` there."""
-    (tmp_path / "program.py").write_text(program)
-    with (tmp_path / "output").open("wb") as file:
-        return start_python(
-            ["-m", "program", *words], environment={**os.environ, **variables}, output=file.fileno(), directory=tmp_path
-        )
-
-
-def said(tmp_path: Path) -> str:
-    return (tmp_path / "output").read_text()
-
-
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
     """Of this process, other than those of the server."""
@@ -86,12 +75,10 @@ def surroundings() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize(("unbuffered", "threads"), [("", "1"), ("1", "2"), ("0", " 2,1")])
 def test_it_is_as_a_new_interpreter_would_be(tmp_path: Path, unbuffered: str, threads: str) -> None:
     found: dict[type, dict[str, Any]] = {}
-    # A variable that is read at the start decides which of both it is.
-    for kind, extra in ((Forked, {}), (NewInterpreter, {"MALLOC_ARENA_MAX": "3"})):
+    for kind, extra in KINDS:
         with surroundings():
             words = ("a b", "--c", "é\udc80")
             process = begin(
@@ -107,7 +94,7 @@ def test_it_is_as_a_new_interpreter_would_be(tmp_path: Path, unbuffered: str, th
     for each in (ours, theirs):
         for name in ("FORK_SERVER", "MALLOC_ARENA_MAX"):
             each["environment"].pop(name, None)
-    assert ours["threads"] == int(threads)
+    assert ours["threads"] == int(threads.split(",")[0])
     assert ours == theirs
 
 
@@ -118,12 +105,13 @@ def test_it_is_as_a_new_interpreter_would_be(tmp_path: Path, unbuffered: str, th
         ("import os; os._exit(9)", 9), ("raise KeyboardInterrupt", -signal.SIGINT),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
         ("import threading, time; threading.Thread(target=lambda: (time.sleep(0.3), print('late'))).start()", 0),
-        ("import sys; sys.stdout.close()", 0), ("import no_such_module", 1),
+        ("import sys; sys.stdout.close()", 0), ("import no_such_module", 1), ("import sys; sys.exit(-2)", 254),
+        ("import sys; sys.stdout = sys.stderr = None", 0),
     ],
 )  # fmt: skip
 def test_it_ends_as_a_new_interpreter_does(tmp_path: Path, program: str, status: int) -> None:
     ends = []
-    for extra in ({}, {"MALLOC_ARENA_MAX": "3"}):
+    for _, extra in KINDS:
         process = begin(tmp_path, program, **extra)
         assert process.wait(60) == process.poll() == status
         # What runs a module differs; the module's own lines do not.
@@ -141,6 +129,92 @@ def test_draws_of_different_commands_differ(tmp_path: Path) -> None:
         assert begin(tmp_path, program).wait(60) == 0
         drawn |= set(said(tmp_path).split())
     assert len(drawn) == 9
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("print('lost')", 120), ("import sys; print('lost'); sys.exit(75)", 120), ("print('lost'); 1 / 0", 120),
+        ("print('lost'); raise KeyboardInterrupt", -signal.SIGINT), ("print('lost', flush=True)", 120),
+        ("import sys; print('lost'); sys.stdout = None", 0),
+    ],
+)  # fmt: skip
+def test_output_that_cannot_be_written_is_an_error(tmp_path: Path, program: str, status: int) -> None:
+    (tmp_path / "program.py").write_text(program)
+    lines = []
+    for kind, extra in KINDS:
+        with open("/dev/full", "wb") as full, (tmp_path / "errors").open("w+") as errors:
+            process = start_python(
+                ["-m", "program"], environment={**os.environ, "PYTHONUNBUFFERED": "", **extra}, output=full.fileno(),
+                errors=errors.fileno(), directory=tmp_path,
+            )  # fmt: skip
+            assert type(process) is kind
+            assert process.wait(60) == status
+            lines.append(errors.read().splitlines()[-2:])
+    assert lines[0] == lines[1]
+
+
+def test_it_can_be_waited_for_as_a_popen(tmp_path: Path) -> None:
+    for kind, extra in KINDS:
+        process = begin(tmp_path, "import time; time.sleep(60)", **extra)
+        assert type(process) is kind
+        for timeout in (0.3, 0, -1):
+            with pytest.raises(subprocess.TimeoutExpired) as raised:
+                process.wait(timeout)
+            assert (raised.value.timeout, raised.value.cmd) == (timeout, process.args)
+        assert process.poll() is None
+        process.signal_group(signal.SIGTERM)
+        assert process.wait(30) == process.poll() == process.wait(0) == process.wait() == -signal.SIGTERM
+        assert begin(tmp_path, "", **extra).wait(1e9) == 0
+
+
+@pytest.mark.parametrize("threads", ["garbage", "0", "-1", "", ","])
+def test_a_number_of_threads_that_is_none_is_passed_over(tmp_path: Path, threads: str) -> None:
+    process = begin(tmp_path, "import torch; print(torch.get_num_threads())", OMP_NUM_THREADS=threads)
+    assert type(process) is Forked
+    assert process.wait(60) == 0, said(tmp_path)
+    assert int(said(tmp_path)) > 0
+
+
+def test_a_command_that_is_too_long_for_the_server_is_a_new_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = forked._current()
+    assert client is not None
+    room = client.control.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    client.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # where the system's own limit is higher
+    try:
+        for count, kind in ((1, Forked), (3, NewInterpreter)):
+            long = {f"LONG_{number}": "x" * 100_000 for number in range(count)}
+            process = begin(tmp_path, "import os; print(sum(name[:5] == 'LONG_' for name in os.environ))", **long)
+            assert type(process) is kind
+            assert process.wait(60) == 0, said(tmp_path)
+            assert said(tmp_path) == f"{count}\n"
+    finally:
+        client.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room // 2)  # the system doubles it
+
+
+def test_one_that_starts_elsewhere_does_not_reach_the_server(tmp_path: Path) -> None:
+    program = "import os, sys; print(os.environ['THERE'], 'FORK_SERVER' in os.environ, sys.argv[1:])"
+    (tmp_path / "program.py").write_text(program)
+    with (tmp_path / "output").open("wb") as file:
+        process = start_python(
+            ["-m", "program", "a b"], environment={**os.environ, **forked.way_to_server()[0]}, output=file.fileno(),
+            directory=tmp_path, prefix=["env", "THERE=yes"],
+        )  # fmt: skip
+    assert type(process) is NewInterpreter
+    assert process.wait(60) == 0, said(tmp_path)
+    assert said(tmp_path) == "yes False ['a b']\n"
+
+
+def test_one_that_could_not_begin_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("")
+    with (tmp_path / "output").open("wb") as file:
+        process = start_python(
+            ["-m", "program"], environment=os.environ, output=file.fileno(), directory=tmp_path / "none"
+        )
+    assert process.wait(60) == 1
+    assert "FileNotFoundError" in said(tmp_path)
 
 
 def test_it_is_found_by_its_name(tmp_path: Path) -> None:
@@ -174,101 +248,6 @@ def test_descriptors_are_those_that_were_given(tmp_path: Path) -> None:
         fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-#: Starts a command with a server of its own, says its id, and waits.
-STARTER = """
-import os, sys, time
-from pathlib import Path
-from common.forked import start, start_python
-start(("json",))
-for _ in range(int(sys.argv[2])):
-    process = start_python(["-m", "program"], environment=os.environ, output=1, directory=Path(sys.argv[1]))
-    print(type(process).__name__, process.pid, flush=True)
-    if sys.argv[2] != "1":
-        print("ended", process.wait(), flush=True)
-        time.sleep(0.5)  # the last of the server's descriptors is closed
-time.sleep(100)
-"""
-
-
-@contextlib.contextmanager
-def starter(tmp_path: Path, commands: int = 1, program: str = STARTER) -> Iterator[subprocess.Popen[str]]:
-    (tmp_path / "program.py").write_text("import time; time.sleep(100)")
-    variables = {name: value for name, value in os.environ.items() if name != PARENT_VARIABLE}
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path), str(commands)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        env=variables,
-    ) as process:  # fmt: skip
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def answer(process: subprocess.Popen[str]) -> tuple[str, int]:
-    assert process.stdout is not None
-    word, number = process.stdout.readline().split()
-    return word, int(number)
-
-
-def is_gone(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    return True
-
-
-def test_it_dies_with_its_starter_and_so_does_the_server(tmp_path: Path) -> None:
-    with starter(tmp_path) as process:
-        kind, command = answer(process)
-        assert kind == "Forked"
-        server = psutil.Process(command).ppid()
-        assert psutil.Process(server).ppid() == process.pid
-        process.kill()
-    for pid in (command, server):
-        wait_until(lambda pid=pid: is_gone(pid), timeout_s=10)  # type: ignore[misc]
-
-
-def test_a_lost_server_takes_its_commands_along_and_the_next_one_starts_all_the_same(tmp_path: Path) -> None:
-    with starter(tmp_path, commands=2) as process:
-        kind, command = answer(process)
-        os.kill(psutil.Process(command).ppid(), signal.SIGKILL)
-        assert answer(process) == ("ended", -signal.SIGKILL)
-        wait_until(lambda: is_gone(command), timeout_s=10)
-        kind, command = answer(process)
-        assert kind == "NewInterpreter"
-        os.kill(command, signal.SIGKILL)
-
-
-def test_one_that_is_stopped_before_it_is_forked_never_runs(tmp_path: Path) -> None:
-    """While the server imports torch, a signal ends the command that waits for it."""
-    (tmp_path / "slow.py").write_text(
-        f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, 'up').touch()\ntime.sleep(2)"
-    )
-    program = f"""
-import os, signal, sys, time
-from pathlib import Path
-from common.forked import start, start_python
-start(("slow",))
-while not Path({str(tmp_path)!r}, "up").exists():
-    time.sleep(0.01)
-process = start_python(["-m", "program"], environment=os.environ, output=1, directory=Path({str(tmp_path)!r}))
-process.signal_group(signal.SIGTERM)
-assert process.wait() == -signal.SIGTERM
-time.sleep(4)
-"""
-    (tmp_path / "program.py").write_text("open('ran', 'w')")
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=False
-    )
-    assert done.returncode == 0
-    assert (tmp_path / "up").exists()
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_module_that_cannot_be_imported_does_not_stop_the_server(tmp_path: Path) -> None:
-    with starter(tmp_path, program=STARTER.replace("json", "no_such_module")) as process:
-        assert answer(process)[0] == "Forked"
-
-
 def test_a_variable_without_its_descriptor_is_passed_over(tmp_path: Path) -> None:
     """As a child of a child meets it, where what is between starts it in its own way."""
     way, _ = forked.way_to_server()
@@ -279,17 +258,3 @@ def test_a_variable_without_its_descriptor_is_passed_over(tmp_path: Path) -> Non
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert done.stdout.startswith("NewInterpreter ")
-
-
-def test_many_at_once(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text("import sys; sys.exit(int(sys.argv[1]) % 100)")
-    with (tmp_path / "output").open("wb") as file:
-        processes = [
-            start_python(
-                ["-m", "program", str(number)], environment=os.environ, output=file.fileno(), directory=tmp_path
-            )
-            for number in range(60)
-        ]
-    assert [process.wait(60) for process in processes] == list(range(60))
-    (server,) = [child for child in psutil.Process().children() if "common.fork_server" in " ".join(child.cmdline())]
-    assert not server.children()
