@@ -80,6 +80,7 @@ class Training(Stage):
         if entries is None:
             raise UserError(f"{self.directory / name} is missing although training ended; run the same again")
         outputs = [manifest.Output(f"{name}/{e['path']}", e["bytes"], e["sha256"]) for e in entries["files"]]
+        outputs.append(manifest.Output.of(self.directory, self.directory / name / "manifest.json"))
         extended = read_json(self.directory / EXTENDED_FROM)
         spent = goodput(
             attempts.read(self.directory, running=False, complete=True), MetricsFile(self.directory / METRICS).read()

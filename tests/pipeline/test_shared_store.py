@@ -90,6 +90,22 @@ def test_a_finished_chain_is_fetched_and_nothing_is_made(first: Chain, tmp_path:
     assert other.manifest("pretrain-phase1") == first.manifest("pretrain-phase1")
 
 
+def test_what_follows_a_fetched_stage_is_made_from_it(first: Chain, tmp_path: Path) -> None:
+    """Of each stage in turn: the store has it and what it is made from, and nothing that is made from it."""
+    store = tmp_path / "store"
+    shutil.copytree(first.directory.parent / "store", store)
+    for index, stage in enumerate(made := ["evaluate", "merge_shards", "pretrain-phase2", "convert_checkpoint"]):
+        shutil.rmtree(store / "stages" / stage)
+        shutil.rmtree(store / "stages" / "report", ignore_errors=True)
+        other = machine(tmp_path / f"other-{index}", store, "push = none\n")
+        done = other.run("BertPhase2")
+        for one in made[: index + 1]:
+            assert f"{one}: fetched" not in done.stderr
+            assert other.manifest(one)["outputs"] == first.manifest(one)["outputs"], one
+        shutil.rmtree(other.directory)
+    assert "pretrain-phase1: fetched" in done.stderr
+
+
 def test_what_is_poisoned_is_made_here_with_the_same_bytes(first: Chain, tmp_path: Path) -> None:
     shutil.copytree(first.directory.parent / "store", tmp_path / "store")
     outputs = first.manifest("shard_dataset-phase1")["outputs"]
