@@ -2,18 +2,21 @@
 
 Every --period seconds a process of the training is killed with SIGKILL, at random of all of them: the workers, what
 started them, the command itself, which is started again at once, after what was left of it. The same schedule beside
-torchrun with Hugging Face's Trainer and its checkpoints. A step is worth the median time between the ends of two.
+torchrun with Hugging Face's Trainer and its checkpoints, and beside torchft, if it is installed, with the same model
+and batch. A step is worth the median time of those before the first kill.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,6 +26,8 @@ from benchmarks.results import Result, say
 from benchmarks.work import A, scratch
 
 LEAST, LEAST_RATIO = 0.9, 1.5
+#: What --sides names.
+SIDES = {"ours": "luigi", "trainer": "Trainer under torchrun", "torchft": "torchft"}
 #: More steps than there is time for.
 MOST_STEPS = 1_000_000
 
@@ -40,29 +45,44 @@ def ours(directory: Path, data: Path, *, workers: int, interval: int) -> Trainin
     )
 
 
-def theirs(directory: Path, data: Path, model: Path, *, workers: int, interval: int) -> Training:
-    out = directory / "theirs"
+def recorded(file: Path) -> Callable[[int | None], Steps]:
+    """Lines "step seconds", of which the last may be unfinished."""
 
     def steps(tail: int | None) -> Steps:
-        if not (out / "steps").exists():
+        if not file.exists():
             return []
-        lines = (out / "steps").read_text().split("\n")[:-1]
+        lines = file.read_text().split("\n")[:-1]
         return [(int(step), float(at)) for step, at in (line.split() for line in lines)]
 
+    return steps
+
+
+def theirs(directory: Path, data: Path, model: Path, *, workers: int, interval: int) -> Training:
+    out = directory / "theirs"
     words = [
         *("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}", "--max-restarts=1000"),
         *("-m", "benchmarks.references.hugging_face_restarts", str(data), str(model), f"--out={out}"),
         *(f"--batch-size={A.micro_batch_size}", f"--grad-accum={A.grad_accum_usteps // workers}"),
         *(f"--steps={MOST_STEPS}", f"--save-steps={interval}"),
     ]
-    return Training(words, {}, directory / "theirs.log", steps)
+    return Training(words, {}, directory / "theirs.log", recorded(out / "steps"))
+
+
+def torchft(directory: Path, data: Path, model: Path, *, workers: int, interval: int) -> Training:
+    out = directory / "torchft"
+    words = [
+        *("-m", "benchmarks.references.torchft_restarts", str(data), str(model), f"--out={out}"),
+        *(f"--groups={workers}", f"--batch-size={A.micro_batch_size}", f"--grad-accum={A.grad_accum_usteps}"),
+        *(f"--steps={MOST_STEPS}", f"--save-steps={interval}"),
+    ]
+    return Training(words, {}, directory / "torchft.log", recorded(out / "steps"))
 
 
 def goodput(training: Training, *, seconds: float, period: float, seed: int) -> tuple[float, int, int]:
     """(goodput, steps reached, kills)."""
     rng, kills = random.Random(seed), 0
     began = time.time()
-    following = began + period
+    first = following = began + period
     try:
         while time.time() - began < seconds:
             training.keep_running()
@@ -80,10 +100,21 @@ def goodput(training: Training, *, seconds: float, period: float, seed: int) -> 
     found = dict(training.steps(None))
     if not found:
         sys.exit(f"no step was done:\n{training.said}")
-    ends = [found[step] for step in sorted(found)]
-    # The gap over a restart is no step's time, and a median does not see the few that there are.
+    ends = [found[step] for step in sorted(found) if found[step] < first]
+    if len(ends) < 5:
+        sys.exit(f"only {len(ends)} steps before the first kill say nothing of a step's time; give a longer --period")
     step_s = statistics.median(b - a for a, b in itertools.pairwise(ends))
     return max(found) * step_s / (ended - began), max(found), kills
+
+
+def say_shares(shares: dict[str, float], what: str) -> None:
+    """Ours, and how it compares with each of the others."""
+    mine, luigi = shares["ours"], f"luigi {shares['ours']:.1%}"
+    others = {side: f"{SIDES[side]} {share:.1%}" for side, share in shares.items() if side != "ours"}
+    say(Result(what, luigi, ", ".join(others.values()), 100 * mine, " %", at_least=100 * LEAST))
+    for side, beside in others.items():
+        say(Result(f"the same, beside {SIDES[side]}", luigi, beside, mine / shares[side], " ×",
+                   at_least=LEAST_RATIO if side == "trainer" else None))  # fmt: skip
 
 
 def main() -> None:
@@ -91,23 +122,29 @@ def main() -> None:
     p.add_argument("--minutes", type=float, default=20, help="of each side")
     p.add_argument("--period", type=float, default=60, help="seconds between two kills")
     p.add_argument("--workers", type=int, default=2)
-    p.add_argument("--interval", type=int, default=20, help="steps between checkpoints, on both sides")
+    p.add_argument("--interval", type=int, default=20, help="steps between checkpoints, on all sides")
+    p.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES], help="which of them to run")
     args = p.parse_args()
-    shares = []
+    shares = {}
     with scratch(A, shards=2) as (directory, data, model):
         given = {"workers": args.workers, "interval": args.interval}
-        for name, training in (
-            ("ours", ours(directory, data, **given)),
-            ("Trainer under torchrun", theirs(directory, data, model, **given)),
-        ):
+        made = {
+            "ours": lambda: ours(directory, data, **given),
+            "trainer": lambda: theirs(directory, data, model, **given),
+            "torchft": lambda: torchft(directory, data, model, **given),
+        }
+        for side in args.sides:
+            if side == "torchft" and importlib.util.find_spec("torchft") is None:
+                print("torchft: left out, as it is not installed", flush=True)
+                continue
+            training = made[side]()
             share, steps, kills = goodput(training, seconds=60 * args.minutes, period=args.period, seed=0)
-            shares.append(share)
-            print(f"{name}: goodput {share:.1%}, {steps} steps, {kills} processes killed", flush=True)
-    what = f"goodput, a process killed every {args.period:g} s for {args.minutes:g} min, {args.workers} workers"
-    mine, other = shares
-    said = (f"luigi {mine:.1%}", f"Trainer under torchrun {other:.1%}")
-    say(Result(what, *said, 100 * mine, " %", at_least=100 * LEAST))
-    say(Result("the same, beside Trainer's", *said, mine / other, " ×", at_least=LEAST_RATIO))
+            shares[side] = share
+            killed = f"{kills} processes killed, the command started {training.starts} times"
+            print(f"{SIDES[side]}: goodput {share:.1%}, {steps} steps, {killed}", flush=True)
+    if "ours" in shares:
+        times = f"a process killed every {args.period:g} s for {args.minutes:g} min"
+        say_shares(shares, f"goodput, {times}, {args.workers} workers")
 
 
 if __name__ == "__main__":

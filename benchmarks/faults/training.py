@@ -33,11 +33,14 @@ class Training:
         self._mark = uuid.uuid4().hex
         self._environment = {**os.environ, "USE_TORCH_XLA": "0", **environment, "BENCHMARK_MARK": self._mark}
         self._process: subprocess.Popen[bytes] | None = None
+        #: How often its command was started.
+        self.starts = 0
 
     def keep_running(self) -> None:
         """Start it, or start it again if its command has ended, after what is left of it has been killed."""
         if self.has_ended:
             self.end()
+            self.starts += 1
             with self._log.open("ab") as file:
                 self._process = subprocess.Popen(
                     [sys.executable, *self._words], cwd=ROOT, stdout=file, stderr=file, env=self._environment
