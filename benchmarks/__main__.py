@@ -20,7 +20,7 @@ from benchmarks.work import ROOT, others_cores
 ALL = (
     "train_cpu", "packed", "xla", "utilization", "data_wait", "startup", "workers", "gpu", "compile",
     "checkpoint", "data", "merge", "mlp", "precision", "packing", "scale", "faults.recovery", "faults.goodput",
-    "quality",
+    "faults.store_fetch", "faults.store_shards", "faults.store_training", "quality",
 )  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from common.errors import EXIT_INTERRUPTED, UserError
 
@@ -70,6 +72,14 @@ def heeded_signals() -> frozenset[signal.Signals]:
     """The stop signals, except those that this process was started to ignore."""
     ignored = {int(number) for number in os.environ.get(IGNORED_VARIABLE, "").split()}
     return frozenset(signum for signum in STOP_SIGNALS if signum not in ignored and not is_ignored(signum))
+
+
+def give_way(niceness: int) -> None:
+    """Compute only when other processes leave processor time. For a process with a session of its own: Linux shares
+    processors between sessions (autogroups) first, and a process's niceness counts within its session alone."""
+    os.nice(niceness)
+    with contextlib.suppress(OSError):  # no autogroups
+        Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")
 
 
 def shell_status(code: int) -> int:

@@ -9,13 +9,13 @@ luigi does both by itself with `[store] url`: docs/store.md.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 from pathlib import Path
 
 from common.errors import UserError
 from common.files import failpoint
 from common.options import add_options, from_namespace
+from common.process import give_way
 from stages.directory import command
 from stages.directory.lock import hold
 from stages.directory.manifest import AlreadyComplete, Identity, why_incomplete
@@ -90,7 +90,6 @@ def _label(identity: Identity) -> str:
 
 def accompany(backend: Backend, directory: Path, holder: str, token: int) -> None:
     """Run beside the making of a stage whose turn luigi has taken. Raises `UserError`."""
-    os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # luigi ends it
     failpoint("companion")
     identity = _identity_of(directory)
@@ -120,6 +119,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
+    if args.verb == "accompany":
+        give_way(_NICENESS)
     backend = open_store(from_namespace(StoreOptions, args))
     if args.verb == "push":
         push(backend, args.directories)

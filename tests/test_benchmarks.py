@@ -100,6 +100,15 @@ def test_the_gpu_benchmark_is_refused_without_a_gpu() -> None:
     assert_one_line_error(done, "no GPU", "--device cpu")
 
 
+def test_many_shards_are_pushed_and_listed_in_few_requests(tmp_path: Path) -> None:
+    results = {"BENCHMARK_RESULTS": str(tmp_path / "r")}
+    done = command("-m", "benchmarks.faults.store_shards", "--shards", "150", "--kilobytes", "1", env=results)
+    assert done.returncode == 0, done.stderr
+    push, again, listing = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
+    assert 150 < push["value"] <= push["at_most"]
+    assert max(again["value"], listing["value"]) < 10
+
+
 def test_an_unknown_benchmark_is_refused() -> None:
     done = command("-m", "benchmarks", "speed")
     assert done.returncode == 2

@@ -35,7 +35,7 @@ MOST_STEPS = 1_000_000
 def ours(directory: Path, data: Path, *, workers: int, interval: int) -> Training:
     return luigi_training(
         directory,
-        f"log_interval = 1\n[dataset]\nphase1_url = {data}\n"
+        f"log_interval = 1\n[dataset]\nphase1_url = {data}\nphase2_url = {data}\n"
         f"[model]\nvocab_size = {A.vocab_size}\nnum_hidden_layers = {A.layers}\nhidden_size = {A.hidden}\n"
         f"num_attention_heads = {A.heads}\nintermediate_size = {A.intermediate}\n"
         f"[phase1]\nseq_len = {A.seq_len}\nmax_pred_len = {A.max_pred_len}\nmax_steps = {MOST_STEPS}\n"

@@ -13,9 +13,9 @@ from pipeline.status.chain import StageTask
 from pipeline.status.stage_dirs import StageDir, StageDirs
 from stages.directory.manifest import Identity
 from trainer.checkpoint.directory import CHECKPOINTS, checkpoints, whole_checkpoints
+from trainer.checkpoint.stable import stable_step
 from trainer.config import TrainConfig
 from trainer.optim.schedule import DECAY_OPTIONS, stable_steps
-from trainer.state import TrainState
 
 #: In a training's directory: which one it went on from.
 EXTENDED_FROM = "extended_from.json"
@@ -61,16 +61,6 @@ def stable_checkpoints(task: StageTask, stage_dirs: StageDirs) -> Iterator[Stabl
         if (step := stable_step(path)) is not None and step <= _stable_steps(mine)
     ]
     return iter(sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True))
-
-
-def stable_step(checkpoint: Path) -> int | None:
-    """The step, within its phase, of a checkpoint of a stable part; None: it is of none, or cannot be continued."""
-    try:
-        state = TrainState.read(checkpoint)
-    except (OSError, ValueError, TypeError):  # damaged
-        return None
-    is_minimal = not any(checkpoint.glob("optimizer-*"))
-    return None if is_minimal or state.step > state.stable_steps else state.step
 
 
 def extended_from(directory: Path) -> str | None:

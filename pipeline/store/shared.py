@@ -113,16 +113,17 @@ class SharedStore:
         return True
 
     @contextlib.contextmanager
-    def making(self, stage: SharedStage) -> Iterator[bool]:
+    def making(self, stage: SharedStage, *, attached: bool) -> Iterator[bool]:
         """Around the making of a stage whose lock is held. Yields whether it was fetched and nothing is to be made.
+        `attached`: a job writes to its directory already, so nothing is fetched into it.
 
         Waits while another machine makes it. Raises `LeaseLost` if that takes over meanwhile; `UserError`.
         """
-        if self.fetch(stage):
+        if not attached and self.fetch(stage):
             yield True
             return
         if not self.pushes(stage):
-            if stage.resumes and self.pulls(stage):
+            if stage.resumes and self.pulls(stage) and not attached:
                 self._fetch_checkpoint(stage, None)
             yield False
             return
@@ -131,8 +132,9 @@ class SharedStore:
         holder = lease.turn.holder.id
         companion = CompanionProcess(self.options, stage.label, stage.directory, holder, lease.token)
         try:
-            was_fetched = self.fetch(stage)  # another machine may have completed it meanwhile
-            if stage.resumes and not was_fetched:
+            # Another machine may have completed it meanwhile.
+            was_fetched = not attached and self.fetch(stage)
+            if stage.resumes and not was_fetched and not attached:
                 self._fetch_checkpoint(stage, lease)
             yield was_fetched
         except BaseException:
@@ -188,25 +190,38 @@ class SharedStore:
             key = turn_key(stage.label, stage.fingerprint)
             again = LeaseOf.resume(self.backend, key, lease.turn.holder.id, lease.token)
             last = Companion(self.backend, again, stage.directory, stage.label, stage.fingerprint)
-            if stage.resumes:
-                last.push_newest(_said(f"{stage.label}: pushing the newest checkpoint"))
+            newest = last.unpushed() if stage.resumes else None
+            if newest is not None:
+                has = next((one.name for one in reversed(again.turn.checkpoints)), "none")
+                with _said(f"{stage.label}: pushing {newest.name} (the store has {has})", newest) as report:
+                    last.push_newest(report)
             again.release()
         except UserError as error:
             log(f"{stage.label}: note: {error}; the newest checkpoint may not be in the store")
 
 
-def _said(what: str) -> Callable[[int], None]:
-    """Log how far a transfer is, from time to time."""
-    moved, said = 0, time.monotonic()
+@contextlib.contextmanager
+def _said(what: str, checkpoint: Path) -> Iterator[Callable[[int], None]]:
+    """Log how far the transfer of a checkpoint is, from time to time, whether it moves or not: this machine may be gone
+    before its end."""
+    total = sum(path.stat().st_size for path in checkpoint.iterdir())
+    moved, over = 0, threading.Event()
 
-    def report(some: int) -> None:
-        nonlocal moved, said
+    def add(some: int) -> None:
+        nonlocal moved
         moved += some
-        if time.monotonic() - said >= _REPORT_EVERY_S:
-            said = time.monotonic()
-            log(f"{what}: {moved:,} bytes are in the store")
 
-    return counted(report)
+    def say() -> None:
+        while not over.wait(_REPORT_EVERY_S):
+            log(f"{what}: {min(moved, total):,} of {total:,} bytes are in the store")
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield counted(add)
+    finally:
+        over.set()
+        thread.join()
 
 
 def counted(update: Callable[[int], object]) -> Callable[[int], None]:

@@ -15,7 +15,6 @@ from common.console import log
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably, sha256_of, write_json
 from pipeline.settings.sections import Settings
-from pipeline.status.extension import stable_step
 from pipeline.status.stage_dirs import StageDir, StageDirs
 from pipeline.tasks import parent as names
 from pipeline.tasks.extension import copy_file, link_files
@@ -23,6 +22,7 @@ from pipeline.tasks.parent import PARENT, RECORD, Parent
 from stages.embed import RANDOM
 from stages.text.corpus import HELD_OUT_TOKENS, TOKENIZER
 from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, whole_checkpoints, why_invalid
+from trainer.checkpoint.stable import stable_step
 from trainer.config import ModelConfig
 from trainer.data.file_names import HELD_OUT_SHARDS
 from trainer.optim.schedule import STABLE_SCHEDULES, stable_steps

@@ -36,7 +36,7 @@ class RunnableStage(PlacedStage, Protocol):
     def stored(self) -> object | None: ...
     def command(self) -> list[str]: ...
     def finish(self, start: StartTime) -> None: ...
-    def making(self) -> contextlib.AbstractContextManager[bool]: ...
+    def making(self, *, attached: bool) -> contextlib.AbstractContextManager[bool]: ...
 
 
 class CommandFailed(UserError):
@@ -110,7 +110,7 @@ class Runner:
             claim(stage.directory, stage.identity)
             log(f"{stage.label}: started in {stage.directory}")
             start = StartTime.now()
-        with stage.making() as was_fetched:
+        with stage.making(attached=job is not None) as was_fetched:
             if not was_fetched:
                 self._run_command(lock, job)
                 stage.finish(start)

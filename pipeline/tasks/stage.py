@@ -142,15 +142,16 @@ class Stage(ChainTask):
             return list(self.needs().values())
 
     @contextlib.contextmanager
-    def making(self) -> Iterator[bool]:
+    def making(self, *, attached: bool) -> Iterator[bool]:
         """Around making the stage, whose lock is held; yields whether it was fetched from the store instead.
+        `attached`: a job of an earlier run is making it.
 
         Raises `UpstreamMissing` if it was to be fetched and cannot be.
         """
         if self.store is None:
             yield False
             return
-        with self.store.making(self.shared) as was_fetched:
+        with self.store.making(self.shared, attached=attached) as was_fetched:
             missing = [] if was_fetched else [task for task in self.requires().values() if not task.complete()]
             if missing:
                 raise UpstreamMissing(missing)

@@ -13,10 +13,10 @@ from common.console import log
 from common.disk_space import require_disk_space
 from common.files import METRICS, TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory, rename_durably
 from stages.store.backend import Altered, Backend, Missing, Report
-from stages.store.files import NotUsable, download, ignore, measured, reason, snapshot, upload
+from stages.store.files import NotUsable, checkpoint_files, download, ignore, measured, reason, snapshot, upload
 from stages.store.lease import Lease, StoredCheckpoint, Turn
 from stages.store.records import CHECKPOINTS as PREFIX
-from stages.store.records import RESUMED_RECORDS, Damaged, StoredFile
+from stages.store.records import RESUMED_RECORDS, Damaged
 from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, checkpoint_step, whole_checkpoints
 
 #: Checkpoints of a training that the store keeps.
@@ -45,7 +45,7 @@ def push_checkpoint(
             snapshot(path, [file.name for file in path.iterdir()], directory / "push-links", copies=False) as links,
             snapshot(directory, resumed, directory / "push-copies", copies=True) as copies,
         ):
-            files = _files(links[MANIFEST])
+            files = checkpoint_files(links[MANIFEST])
             records = [measured(copy, one) for one, copy in copies.items()]
             paths = {f"{place}/{file.sha256}": links[file.path] for file in files}
             paths |= {f"{place}/{file.sha256}": copies[file.path] for file in records}
@@ -134,10 +134,3 @@ def forget_checkpoints(
 def _keys(name: str, checkpoints: Iterable[StoredCheckpoint]) -> set[str]:
     """The keys of the files of a training's checkpoints."""
     return {f"{PREFIX}/{name}/{one.token}/{file.sha256}" for one in checkpoints for file in one.files + one.records}
-
-
-def _files(manifest: Path) -> list[StoredFile]:
-    """The files of a checkpoint, by its manifest."""
-    content = json.loads(manifest.read_bytes())
-    listed = [StoredFile(entry["path"], entry["bytes"], entry["sha256"]) for entry in content["files"]]
-    return [*listed, measured(manifest, MANIFEST)]

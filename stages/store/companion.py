@@ -55,21 +55,26 @@ class Companion:
     def push_newest(self, report: Report = ignore) -> bool:
         """Push the newest checkpoint if the store has none as new; returns whether it did. Raises `LeaseLost`,
         `UserError`."""
-        stored = max((one.step for one in self._lease.turn.checkpoints), default=-1)
-        found = next(iter(whole_checkpoints(self._directory / CHECKPOINTS)), None)
-        if found is None or found[0] <= stored or found[1] in self._refused:
+        path = self.unpushed()
+        if path is None:
             return False
         began = time.monotonic()
         try:
             push_checkpoint(
-                self._backend, self._lease, self._name, self._directory, found[1], alone=self._alone, report=report
+                self._backend, self._lease, self._name, self._directory, path, alone=self._alone, report=report
             )
         except NotUsable as error:
-            self._refused.add(found[1])
+            self._refused.add(path)
             log(f"note: {error}; it is not pushed")
             return False
-        log(f"{found[1].name} is in the store ({time.monotonic() - began:.1f} s)")
+        log(f"{path.name} is in the store ({time.monotonic() - began:.1f} s)")
         return True
+
+    def unpushed(self) -> Path | None:
+        """The newest checkpoint, if the store has none as new."""
+        stored = max((one.step for one in self._lease.turn.checkpoints), default=-1)
+        found = next(iter(whole_checkpoints(self._directory / CHECKPOINTS)), None)
+        return None if found is None or found[0] <= stored or found[1] in self._refused else found[1]
 
     def _push_stage(self) -> None:
         for left in reversed(range(_TRIES)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import socket
@@ -26,8 +27,10 @@ from common.files import (
 from stages.directory.manifest import IDENTITY, MANIFEST, why_incomplete
 from stages.directory.records import read_manifest
 from stages.store.backend import Altered, Backend, Conflict, Missing, Report
-from stages.store.files import NotUsable, download, ignore, measured, reason, snapshot, upload
+from stages.store.files import NotUsable, checkpoint_files, download, ignore, measured, reason, snapshot, upload
 from stages.store.records import RESUMED_RECORDS, Damaged, StageRecord, StoredFile, require_inside, stage_key
+from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
+from trainer.checkpoint.stable import stable_step
 
 #: Files of a complete stage that its manifest does not list as outputs.
 _RECORDS = (IDENTITY, *RESUMED_RECORDS, "results.json", "config.json", "settings.json")
@@ -66,7 +69,8 @@ def push_stage(backend: Backend, directory: Path, label: str, report: Report = i
     names = [name for name in names if name not in listed]
     with snapshot(directory, names, directory / "push", copies=True) as copies:
         records = [measured(copies[name], name) for name in names]
-        files = (*outputs, *records, measured(directory / MANIFEST, MANIFEST))
+        others = [file for file in _extendable(directory) if file.path not in listed]
+        files = (*outputs, *others, *records, measured(directory / MANIFEST, MANIFEST))
         record = StageRecord(label, manifest["fingerprint"], files, utc_now(), socket.gethostname())
         paths = {file.key: copies.get(file.path, directory / file.path) for file in files}
         upload(backend, {file.key: file for file in files}, paths, report)
@@ -76,15 +80,28 @@ def push_stage(backend: Backend, directory: Path, label: str, report: Report = i
     return record
 
 
+def _extendable(directory: Path) -> list[StoredFile]:
+    """The files of the checkpoint from which a longer training than the one in `directory` would go on."""
+    for _, path in whole_checkpoints(directory / CHECKPOINTS):
+        if stable_step(path) is not None:
+            place = path.relative_to(directory).as_posix()
+            return [
+                dataclasses.replace(file, path=f"{place}/{file.path}") for file in checkpoint_files(path / MANIFEST)
+            ]
+    return []
+
+
 def _write_record(backend: Backend, record: StageRecord) -> None:
-    """Whoever comes first writes it: both have the same outputs. A damaged one is replaced."""
+    """Whoever comes first writes it: both have the same outputs. A damaged one is replaced. The files of `record` are
+    in the store."""
     while True:
         version = None
         with contextlib.suppress(Missing):
             data, version = backend.read(record.key)
             with contextlib.suppress(Damaged):
-                keys = {file.key for file in StageRecord.decode(data, record.label, record.fingerprint).files}
-                if backend.present(keys) == keys:
+                theirs = {file.key for file in StageRecord.decode(data, record.label, record.fingerprint).files}
+                others = theirs - {file.key for file in record.files}
+                if backend.present(others) == others:
                     return
         with contextlib.suppress(Conflict):
             backend.write(record.key, record.encode(), replaces=version)

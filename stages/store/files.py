@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import threading
@@ -14,6 +15,7 @@ from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, sha256_of
 from stages.store.backend import Altered, Backend, Missing, Report
 from stages.store.records import StoredFile
+from trainer.checkpoint.directory import MANIFEST
 
 
 class NotUsable(Exception):
@@ -55,7 +57,10 @@ def download(
         for other in others:
             with disk_errors(other):
                 other.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(temporary, other)
+                with temporary.open("rb") as source, other.open("wb") as copy:
+                    shutil.copyfileobj(source, copy)
+                    copy.flush()
+                    os.fsync(copy.fileno())
         with disk_errors(first):
             os.replace(temporary, first)
         failpoint("store-downloaded")
@@ -113,6 +118,13 @@ def _link(source: Path, target: Path) -> bool:
 
 def measured(path: Path, name: str) -> StoredFile:
     return StoredFile(name, path.stat().st_size, sha256_of(path))
+
+
+def checkpoint_files(manifest: Path) -> list[StoredFile]:
+    """The files of a checkpoint, by its manifest."""
+    content = json.loads(manifest.read_bytes())
+    listed = [StoredFile(entry["path"], entry["bytes"], entry["sha256"]) for entry in content["files"]]
+    return [*listed, measured(manifest, MANIFEST)]
 
 
 def reason(error: Exception) -> str:

@@ -9,13 +9,14 @@ import os
 import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from common.errors import UserError
-from common.files import TEMPORARY_SUFFIX, HashingFile, disk_errors, failpoint, fsync_directory
+from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory
 from stages.store.backend import Altered, Conflict, Entry, Missing, Report
+from stages.store.digest import copy_hashed
 from stages.store.options import StoreOptions
 
-_CHUNK_BYTES = 1 << 20
 #: In each directory of small objects: locked while one of them is compared and replaced.
 _LOCK = ".lock"
 
@@ -81,18 +82,15 @@ class FolderBackend:
         final = self.root / key
         with disk_errors(final):
             final.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("rb") as source, _new_file(final) as copy:
+        with path.open("rb", buffering=0) as source, _new_file(final) as copy:
             _copy(source, copy, key, size, sha256, report)
 
     def download(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
         with _readable(self.root / key):
-            source = (self.root / key).open("rb")
+            source = (self.root / key).open("rb", buffering=0)
         try:
-            with source, disk_errors(path), path.open("xb") as raw:
-                copy = HashingFile(raw)
+            with source, disk_errors(path), path.open("xb") as copy:
                 _copy(source, copy, key, size, sha256, report)
-                raw.flush()
-                os.fsync(raw.fileno())
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -109,23 +107,18 @@ class FolderBackend:
         return swept
 
 
-def _copy(source, copy: HashingFile, key: str, size: int, sha256: str, report: Report) -> None:  # type: ignore[no-untyped-def]
-    while chunk := source.read(_CHUNK_BYTES):
-        copy.write(chunk)
-        report(len(chunk))
-        if copy.bytes > size:
-            break
-    if (copy.bytes, copy.sha256) != (size, sha256):
+def _copy(source: BinaryIO, copy: BinaryIO, key: str, size: int, sha256: str, report: Report) -> None:
+    if copy_hashed(source, copy, size, report) != (size, sha256):
         raise Altered(key)
 
 
 @contextlib.contextmanager
-def _new_file(final: Path) -> Iterator[HashingFile]:
+def _new_file(final: Path) -> Iterator[BinaryIO]:
     """A file that appears under its name whole and durable, or not at all; any number of writers may do so at once."""
     temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
         with disk_errors(final), temporary.open("xb") as raw:
-            yield HashingFile(raw)
+            yield raw
             raw.flush()
             os.fsync(raw.fileno())
         failpoint(f"store-rename:{final.name}")

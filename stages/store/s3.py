@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import base64
+import bisect
 import contextlib
 import functools
-import hashlib
 import os
-import threading
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import UserError
-from common.files import disk_errors, failpoint, sha256_of
-from stages.store.backend import Altered, Conflict, Entry, Missing, Report
-from stages.store.options import StoreOptions
-from stages.store.s3_requests import S3Requests
-from stages.transfer.remote import Transient, chunks_of
+from stages.store.backend import Conflict, Entry, Missing
+from stages.store.s3_files import S3Files
+from stages.store.s3_requests import base64_sha256
+from stages.transfer.remote import Transient
 
-T = TypeVar("T")
-
-#: Bytes of a part of a large file; S3 allows 10,000 parts, of 5 MiB or more.
-PART_BYTES, _PARTS_MAX = 16 << 20, 10_000
 #: Above so many keys the objects are listed, 1,000 to a request, instead of asked for one by one.
 _LIST_ABOVE = 100
+#: A page of a listing takes the time and costs the money of about so many requests for one object.
+_WORTH_A_PAGE = 20
 #: Objects that S3 deletes in one request.
 _DELETE_AT_ONCE = 1000
 
 
-class S3Backend(S3Requests):
+class S3Backend(S3Files):
     """Every request is repeated as `stages.transfer.ranges.Tries` allows, whatever failed on the way."""
-
-    def __init__(self, options: StoreOptions) -> None:
-        super().__init__(options)
-        self.connections = options.connections
-        #: Held while a part is moved: those of all large files together are `connections` at a time.
-        self._part = threading.BoundedSemaphore(options.connections)
 
     def read(self, key: str) -> tuple[bytes, str]:
         def get() -> tuple[bytes, str]:
@@ -54,9 +42,10 @@ class S3Backend(S3Requests):
 
     def _write(self, key: str, data: bytes, replaces: str | None) -> str:
         condition = {"IfNoneMatch": "*"} if replaces is None else {"IfMatch": replaces}
+        checked = {"ChecksumSHA256": base64_sha256(data), **self._encryption}
 
         def put() -> str:
-            etag: str = self._request("put_object", key, Body=data, **condition, **self._encryption)["ETag"]
+            etag: str = self._request("put_object", key, Body=data, **condition, **checked)["ETag"]
             return etag
 
         try:
@@ -102,161 +91,21 @@ class S3Backend(S3Requests):
                 yield Entry(found["Key"][len(self._prefix) :], found["Size"], found["LastModified"].timestamp())
 
     def present(self, keys: Collection[str]) -> set[str]:
-        if len(keys) > _LIST_ABOVE:
-            wanted = set(keys)
-            common = os.path.commonprefix(list(wanted)).rpartition("/")[0]
-            return {entry.key for entry in self.list(f"{common}/" if common else "") if entry.key in wanted}
+        rest, found = sorted(set(keys)), set[str]()
+        directory = os.path.commonprefix(rest).rpartition("/")[0]
+        prefix = self._prefix + (f"{directory}/" if directory else "")
+        is_worth_it = len(rest) > _LIST_ABOVE
+        while rest and is_worth_it:
+            # From the next key that is wanted: a page says more than one object however large the store is.
+            asked = {"Prefix": prefix, "StartAfter": self._prefix + rest[0][:-1]}
+            page = self._repeated("", lambda asked=asked: self._call("list_objects_v2", "", **asked))  # type: ignore[misc]
+            listed = [entry["Key"][len(self._prefix) :] for entry in page.get("Contents", ())]
+            told = bisect.bisect_right(rest, listed[-1]) if page.get("IsTruncated") else len(rest)
+            found |= set(listed).intersection(rest[:told])
+            rest, is_worth_it = rest[told:], told >= _WORTH_A_PAGE
         with ThreadPoolExecutor(self.connections) as threads:
-            return {key for key, there in zip(keys, threads.map(self._is_there, keys), strict=True) if there}
-
-    def _is_there(self, key: str) -> bool:
-        try:
-            self._repeated(key, lambda: self._request("head_object", key))
-        except Missing:
-            return False
-        return True
-
-    def upload(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
-        if path.stat().st_size != size or sha256_of(path) != sha256:
-            raise Altered(key)
-        if size > PART_BYTES:
-            moved: list[int] = []
-            try:
-                self._upload_parts(key, path, size, moved.append, report)
-            except Missing:  # completed by a request whose answer was lost, or by another machine
-                if not self._is_there(key):
-                    raise UserError(f"{self.url}/{key}: its upload was removed; run the same again") from None
-                report(size - sum(moved))
-            return
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != sha256:
-            raise Altered(key)
-        checked = {"ChecksumSHA256": _base64_sha256(data), **self._encryption}
-        self._repeated(key, lambda: self._request("put_object", key, Body=data, **checked))
-        report(size)
-
-    def _upload_parts(self, key: str, path: Path, size: int, *reports: Report) -> None:
-        """Upload a large file in parts; those that an earlier, interrupted upload has brought are not sent again.
-
-        Raises `Missing` if the upload is over before it is completed here.
-        """
-        part_bytes = max(PART_BYTES, -(-size // _PARTS_MAX))
-        upload, there = self._begun_upload(key)
-        starts = list(range(0, size, part_bytes))
-
-        def send(number: int) -> dict[str, Any]:
-            with path.open("rb") as file:
-                file.seek(starts[number - 1])
-                data = file.read(part_bytes)
-            same = there.get(number)
-            # An ETag is the MD5 of the part, except where KMS encrypts: then each part is sent again.
-            if same is None or same["ETag"].strip('"') != hashlib.md5(data, usedforsecurity=False).hexdigest():
-                ids = {"UploadId": upload, "PartNumber": number, "ChecksumSHA256": _base64_sha256(data)}
-                same = self._repeated(key, lambda: self._request("upload_part", key, Body=data, **ids))
-                failpoint(f"store-part:{number}")
-            for report in reports:
-                report(len(data))
-            return {"PartNumber": number, "ETag": same["ETag"], "ChecksumSHA256": _base64_sha256(data)}
-
-        parts = self._in_parallel(send, range(1, len(starts) + 1))
-        if path.stat().st_size != size:
-            raise Altered(key)
-        complete = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
-        self._repeated(key, lambda: self._request("complete_multipart_upload", key, **complete))
-
-    def _in_parallel(self, move: Callable[[Any], T], pieces: Sequence[Any]) -> Sequence[T]:
-        """`move` for each part of a large file; after an error no more are begun."""
-
-        def one(piece: Any) -> T:
-            with self._part:
-                return move(piece)
-
-        with ThreadPoolExecutor(self.connections) as threads:
-            return list(threads.map(one, pieces))
-
-    def _begun_upload(self, key: str) -> tuple[str, dict[int, dict[str, Any]]]:
-        """The id of an unfinished upload of this key, else of a new one, and its parts by number."""
-        for page in self._pages("list_multipart_uploads", self._prefix + key, "KeyMarker"):
-            for found in page.get("Uploads", ()):
-                if found["Key"] == self._prefix + key:
-                    upload: str = found["UploadId"]
-                    return upload, {part["PartNumber"]: part for part in self._parts(key, upload)}
-        begin = {"ChecksumAlgorithm": "SHA256", **self._encryption}
-        return self._repeated(key, lambda: self._request("create_multipart_upload", key, **begin))["UploadId"], {}
-
-    def _parts(self, key: str, upload: str) -> Iterator[dict[str, Any]]:
-        more: dict[str, Any] = {}
-        while True:
-            asked = {"UploadId": upload, **more}
-            page = self._repeated(key, lambda asked=asked: self._request("list_parts", key, **asked))  # type: ignore[misc]
-            yield from page.get("Parts", ())
-            if not page.get("IsTruncated"):
-                return
-            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
-
-    def download(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
-        spans = [(start, min(start + PART_BYTES, size)) for start in range(0, size, PART_BYTES)]
-        try:
-            with disk_errors(path), path.open("xb") as file:
-                os.ftruncate(file.fileno(), size)
-                if len(spans) == 1:
-                    self._fetch(key, path, *spans[0], size, report)
-                elif spans:
-                    self._in_parallel(lambda span: self._fetch(key, path, span[0], span[1], size, report), spans)
-                elif self._repeated(key, lambda: self._request("head_object", key))["ContentLength"]:
-                    raise Altered(key)
-                os.fsync(file.fileno())
-            if sha256_of(path) != sha256:
-                raise Altered(key)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-
-    def _fetch(self, key: str, path: Path, start: int, stop: int, size: int, report: Report) -> None:
-        """Write bytes [start, stop) of an object of this size to the file; goes on where a connection has ended."""
-        at = start
-
-        def get() -> None:
-            nonlocal at
-            answer = self._request("get_object", key, Range=f"bytes={at}-{stop - 1}")
-            with contextlib.closing(answer["Body"]) as body:
-                if not answer.get("ContentRange", f"/{answer['ContentLength']}").endswith(f"/{size}"):
-                    raise Altered(key)
-                for data in chunks_of(body.read):
-                    if len(data) > stop - at:
-                        raise Altered(key)
-                    with disk_errors(path):
-                        left = memoryview(data)
-                        file.seek(at)
-                        while left:  # a disk that is almost full takes a part
-                            left = left[file.write(left) :]
-                    at += len(data)
-                    report(len(data))
-            if at < stop:
-                raise Transient(f"the connection ended {stop - at:,} bytes too early")
-
-        try:
-            with disk_errors(path), path.open("r+b", buffering=0) as file:
-                self._repeated(key, get, lambda: at)
-        except Conflict:  # HTTP 416: the object is shorter
-            raise Altered(key) from None
-
-    def sweep(self, before: float) -> int:
-        swept = 0
-        for page in self._pages("list_multipart_uploads", self._prefix, "KeyMarker"):
-            for found in page.get("Uploads", ()):
-                if found["Initiated"].timestamp() < before:
-                    key = found["Key"][len(self._prefix) :]
-                    with contextlib.suppress(Missing):
-                        ids = {"UploadId": found["UploadId"]}
-                        self._repeated(key, lambda k=key, ids=ids: self._request("abort_multipart_upload", k, **ids))  # type: ignore[misc]
-                    swept += 1
-        return swept
+            return found | {key for key, there in zip(rest, threads.map(self.is_there, rest), strict=True) if there}
 
 
 def _batches(keys: list[str], size: int) -> Iterator[list[str]]:
     return (keys[at : at + size] for at in range(0, len(keys), size))
-
-
-def _base64_sha256(data: bytes) -> str:
-    return base64.b64encode(hashlib.sha256(data).digest()).decode()

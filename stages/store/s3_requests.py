@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import threading
+import time
 from collections.abc import Callable, Generator
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from common.console import log
@@ -18,6 +22,8 @@ T = TypeVar("T")
 
 #: Codes of errors that may pass though the status does not say so. 409: another write to the key is under way.
 _AGAIN = ("RequestTimeout", "XAmzContentSHA256Mismatch", "BadDigest", "ConditionalRequestConflict", "OperationAborted")
+#: Seconds by which a clock may be wrong.
+_SKEW_S = 900.0
 
 
 class S3Requests:
@@ -75,9 +81,23 @@ class S3Requests:
             status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             if status == 404 and code != "NoSuchBucket":
                 raise Missing(key) from None
-            if code == "RequestTimeTooSkewed":
+            if code == "RequestTimeTooSkewed" or (status == 403 and operation == "head_object" and _is_skewed(error)):
                 raise UserError(f"{self.url}: the clock of this machine is wrong ({code}); set it") from error
             if code in _AGAIN:
                 raise Transient(code) from error
             raise
         return answer
+
+
+def base64_sha256(data: bytes) -> str:
+    """As S3 takes it, beside what it then refuses if it is not this."""
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()
+
+
+def _is_skewed(error: Any) -> bool:
+    """Whether the answer's date tells why a HEAD was refused, whose errors have no code."""
+    said = error.response["ResponseMetadata"]["HTTPHeaders"].get("date", "")
+    try:
+        return abs(parsedate_to_datetime(said).timestamp() - time.time()) > _SKEW_S
+    except ValueError:
+        return False

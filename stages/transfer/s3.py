@@ -35,14 +35,18 @@ class S3Store:
         from botocore.config import Config
 
         self.bucket, self._profile, self._endpoint = bucket, profile, endpoint
+        # Most S3-compatible servers address buckets by path.
+        details: dict[str, Any] = {"addressing_style": "path"} if endpoint else {}
+        if not endpoint.reveal().startswith("http://"):
+            # Under TLS the checksum that is sent along, and signed, is enough: boto3 would hash each body once more.
+            details["payload_signing_enabled"] = False
         config = Config(
             signature_version=None if profile else UNSIGNED,
             max_pool_connections=connections,
             connect_timeout=CONNECT_TIMEOUT_S,
             read_timeout=READ_TIMEOUT_S,
             retries={"total_max_attempts": 1},  # ranges.py retries
-            # Most S3-compatible servers address buckets by path.
-            s3={"addressing_style": "path"} if endpoint else None,
+            s3=details,
             # A range of an object has no checksum of its own.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",

@@ -1,19 +1,27 @@
-"""How the end of a scheduler's job is judged."""
+"""How the end of a scheduler's job is judged, and what a store may do to one that runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from common.errors import EXIT_SOFTWARE
+from common.secrets import Secret
 from pipeline.launchers.jobs import STATE, Job
 from pipeline.launchers.jobs import State as JobState
 from pipeline.launchers.process import ProcessResult
-from stages.directory.lock import JOB
+from pipeline.settings.sections import Store
+from pipeline.store.shared import SharedStage, SharedStore
+from stages.directory.lock import JOB, hold
+from stages.directory.manifest import Identity, Output, StageDirectory, claim
+from stages.store.complete import push_stage
+from stages.store.open import open_store
+from stages.store.options import StoreOptions
 from tests.helpers.chain import Chain, finished_chain
 from tests.helpers.support import command
 
@@ -75,3 +83,23 @@ def test_a_training_that_ended_early_is_not_complete_whatever_its_exit_status(ch
         done = command("-c", program, env={"LUIGI_CONFIG_PATH": str(chain.config)})
         assert (directory / "manifest.json").exists() == (line is None)
         assert line is None or line in done.stderr
+
+
+def test_nothing_is_fetched_into_the_directory_of_a_job_that_runs(tmp_path: Path) -> None:
+    """Luigi comes back to a job, and meanwhile another machine has made the same."""
+    identity, options = Identity("pretrain", 1, 1), StoreOptions(url=Secret.address(str(tmp_path / "store")))
+    other, here = tmp_path / "other/pretrain-phase1", tmp_path / "here/pretrain-phase1"
+    with StageDirectory.begin(other, lambda: identity) as work:
+        (other / "weights").write_bytes(b"trained")
+        work.finish([Output.of(other, other / "weights")], {})
+    push_stage(open_store(options), other, "pretrain-phase1")
+    store = SharedStore(cast("Store", SimpleNamespace(push="all", pull="all")), options)
+    stage = SharedStage("pretrain-phase1", identity.fingerprint, here, "models", resumes=True, siblings=())
+    with hold(here):
+        claim(here, identity)
+        with store.making(stage, attached=True) as was_fetched:
+            assert not was_fetched
+            assert not (here / "weights").exists()
+        with store.making(stage, attached=False) as was_fetched:
+            assert was_fetched
+            assert (here / "weights").exists()

@@ -41,7 +41,7 @@ class Stage:
     def finish(self, start: StartTime) -> None:
         finish(self.directory, self.identity, [], {}, start=start)
 
-    def making(self) -> contextlib.AbstractContextManager[bool]:
+    def making(self, *, attached: bool) -> contextlib.AbstractContextManager[bool]:
         return contextlib.nullcontext(False)
 
     def why_incomplete(self) -> str | None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +16,8 @@ import pytest
 
 from common.files import read_json
 from stages.directory.attempts import read
-from tests.helpers.chain import STAGES, Chain, wait_until, write_corpus
-from tests.helpers.support import assert_same_bytes
+from tests.helpers.chain import LUIGI, STAGES, Chain, wait_until, write_corpus
+from tests.helpers.support import ROOT, assert_same_bytes
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 STORED = {stage for stage in STAGES if not stage.startswith("precompile")}
@@ -104,6 +105,36 @@ def test_what_follows_a_fetched_stage_is_made_from_it(first: Chain, tmp_path: Pa
             assert other.manifest(one)["outputs"] == first.manifest(one)["outputs"], one
         shutil.rmtree(other.directory)
     assert "pretrain-phase1: fetched" in done.stderr
+
+
+NO_TORCH = """
+import os, sys
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            with open(os.environ["IMPORTED_TORCH"], "a") as file:
+                file.write(" ".join(sys.orig_argv) + "\\n")
+            raise ImportError("torch is refused")
+sys.meta_path.insert(0, Refused())
+"""
+
+
+def test_a_finished_chain_is_fetched_where_no_process_can_import_torch(first: Chain, tmp_path: Path) -> None:
+    other = machine(tmp_path / "other", first.directory.parent / "store")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(NO_TORCH)
+    here = {"PYTHONPATH": str(tmp_path / "site"), "IMPORTED_TORCH": str(tmp_path / "imported")}
+    done = subprocess.run(
+        [sys.executable, *LUIGI, "BertPhase2"], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, **here, "LUIGI_CONFIG_PATH": str(other.config)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
+    assert other.manifest("merge_shards") == first.manifest("merge_shards")
+    assert not list(other.work.glob("*/stage.log")), "a stage's command was started"
+    refused = subprocess.run([sys.executable, "-c", "import torch"], env={**os.environ, **here}, check=False)
+    assert refused.returncode
+    assert (tmp_path / "imported").exists()
 
 
 def test_what_is_poisoned_is_made_here_with_the_same_bytes(first: Chain, tmp_path: Path) -> None:
@@ -216,6 +247,20 @@ def test_a_store_that_cannot_be_used_is_one_line_before_anything_starts(tmp_path
     # What was not pushed when it was made is pushed by a later run.
     done = chain.run("ShardDataset", "--phase", "1")
     assert stored(tmp_path / "store") == {"shard_dataset-phase1"}
+
+
+WSD = ("--Phase1-schedule", "wsd", "--Phase1-decay-share", "0.5", "--Phase1-num-ckpts-to-keep", "1")
+
+
+def test_a_fetched_training_is_gone_on_with_like_one_that_was_made_here(tmp_path: Path) -> None:
+    """By phase 2, and by a longer training, from the checkpoint before the decay."""
+    made, other = (machine(tmp_path / name, tmp_path / "store") for name in ("made", "other"))
+    made.run("Pretrain", "--phase", "1", *WSD)
+    assert "pretrain-phase1: fetched from" in other.run("ConvertCheckpoint", *WSD).stderr
+    made.run("ConvertCheckpoint", *WSD, "--Store-push", "none", "--Store-pull", "none")
+    checkpoints = (chain.latest("convert_checkpoint") / "checkpoint" for chain in (other, made))
+    assert_same_bytes(*checkpoints)
+    assert "goes on from step 4 of" in other.run("Pretrain", "--phase", "1", *WSD, "--Phase1-max-steps", "12").stderr
 
 
 def _log(chain: Chain) -> str:

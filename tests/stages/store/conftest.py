@@ -12,7 +12,7 @@ from typing import Any
 import boto3
 import pytest
 
-import stages.store.s3
+import stages.store.s3_files
 import stages.transfer.ranges
 from stages.store.open import open_store
 from tests.helpers.stores.s3 import S3, moto, proxied, store_options
@@ -32,7 +32,7 @@ SESSIONS = functools.cache(boto3.Session)
 def s3(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     """Waits that tests can bear, parts of 100,000 bytes, and nobody's own AWS configuration."""
     monkeypatch.setattr(stages.transfer.ranges, "BACKOFF_S", 0.001)
-    monkeypatch.setattr(stages.store.s3, "PART_BYTES", 100_000)
+    monkeypatch.setattr(stages.store.s3_files, "PART_BYTES", 100_000)
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
+import io
 import os
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from botocore.awsrequest import AWSResponse
+from urllib3 import HTTPResponse
 
+import stages.store.s3_requests
 import stages.transfer.ranges
 import stages.transfer.s3
 from common.errors import UserError
@@ -172,6 +180,40 @@ def test_a_wrong_clock_is_one_line_that_says_to_set_it(s3: S3, bucket: Bucket) -
     s3.fail(error(403, "RequestTimeTooSkewed"), "get_object")
     with pytest.raises(UserError, match=rf"s3://{bucket.name}/runs/store: the clock .* is wrong .*; set it$"):
         bucket.store.read("x")
+
+
+@pytest.mark.parametrize("hours", [-1.0, 0.0, 1.0])
+def test_a_wrong_clock_is_told_by_the_date_where_an_error_has_no_code(
+    s3: S3, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, hours: float
+) -> None:
+    """Of a HEAD, whose answers have no body."""
+    monkeypatch.setattr(stages.store.s3_requests, "time", SimpleNamespace(time=lambda: time.time() + 3600 * hours))
+    s3.fail(error(403, body=b""), "head_object")
+    with pytest.raises(UserError, match=r"the clock .* is wrong .*; set it$" if hours else "access is denied"):
+        bucket.store.present(["objects/x"])
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_what_is_sent_has_one_checksum_under_tls(
+    bucket: Bucket, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the signature holds the body's, too."""
+    sent: list[Any] = []
+
+    def answer(request: Any, **_: Any) -> AWSResponse:
+        sent.append(request)
+        return AWSResponse(request.url, 200, {"ETag": '"x"'}, HTTPResponse(io.BytesIO(), preload_content=False))
+
+    store = open_store(dataclasses.replace(bucket.options, s3_endpoint=Secret.address(f"{scheme}://127.0.0.1:1")))
+    store._bucket.client.meta.events.register("before-send.s3", answer)  # type: ignore[attr-defined]
+    (tmp_path / "file").write_bytes(SMALL)
+    sha256 = hashlib.sha256(SMALL)
+    store.upload("objects/x", tmp_path / "file", len(SMALL), sha256.hexdigest(), [].append)
+    (request,) = sent
+    signed = {"http": sha256.hexdigest(), "https": "UNSIGNED-PAYLOAD"}[scheme]
+    assert request.headers["X-Amz-Content-SHA256"] == signed.encode()
+    assert request.headers["x-amz-checksum-sha256"] == base64.b64encode(sha256.digest())
+    assert b"x-amz-checksum-sha256" in request.headers["Authorization"], "it is signed"
 
 
 def test_what_is_wrong_is_said_in_one_line(s3: S3, bucket: Bucket, tmp_path: Path) -> None:

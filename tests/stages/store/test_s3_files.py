@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-import stages.store.s3
+import stages.store.s3_files
 import stages.transfer.ranges
 from common.errors import DiskError, UserError
 from stages.store.backend import Altered, Missing
+from stages.store.s3_requests import base64_sha256
 from tests.conftest import Disk
-from tests.helpers.stores.s3 import S3, before, cut, error, lose, slow
+from tests.helpers.stores.s3 import S3, Answer, Handler, before, cut, error, lose, slow
 from tests.stages.store.conftest import Bucket
 
 PART = 100_000
@@ -86,6 +89,40 @@ def test_parts_of_another_content_are_sent_again(s3: S3, bucket: Bucket, tmp_pat
     assert s3.count("upload_part") == 2
 
 
+def replaced(data: bytes, what: dict[bytes, bytes]) -> bytes:
+    for old, new in what.items():
+        data = data.replace(old, new)
+    return data
+
+
+def test_parts_are_known_by_their_checksums_where_an_etag_is_no_md5(s3: S3, bucket: Bucket, tmp_path: Path) -> None:
+    """As under KMS: in the list of parts ETags are turned round, and the checksums are added that S3 lists."""
+    etags: list[bytes] = []
+
+    def list_parts(handler: Handler) -> None:
+        answer = handler.forward()
+        etags.extend(re.findall(rb"[0-9a-f]{32}", answer.body))
+        body = replaced(answer.body, {etag: etag[::-1] for etag in etags})
+        for number, start in ((1, 0), (2, PART)):
+            tag, checksum = b"<PartNumber>%d</PartNumber>" % number, base64_sha256(LARGE[start : start + PART])
+            body = body.replace(tag, tag + f"<ChecksumSHA256>{checksum}</ChecksumSHA256>".encode())
+        handler.answer(Answer(answer.status, [], body))
+
+    def complete(handler: Handler) -> None:
+        body = replaced(handler.request_made.body, {etag[::-1]: etag for etag in etags})
+        handler.request_made = dataclasses.replace(handler.request_made, body=body)
+        handler.answer(handler.forward())
+
+    s3.fail(error(500), lambda request: request.query.get("partNumber") == "3", times=7)
+    with pytest.raises(UserError, match="7 times in a row"):
+        bucket.upload(LARGE, tmp_path / "file")
+    s3.requests.clear()
+    s3.fail(list_parts, "list_parts")
+    s3.fail(complete, "complete_multipart_upload")
+    check_upload(bucket, tmp_path / "file")
+    assert s3.count("upload_part") == 1
+
+
 def test_large_files_share_the_connections(s3: S3, tmp_path: Path) -> None:
     """Six files of three parts at once; a part takes longer than all that is beside it."""
     bucket = Bucket(s3, connections=3)
@@ -106,7 +143,7 @@ def test_large_files_share_the_connections(s3: S3, tmp_path: Path) -> None:
 def test_a_connection_that_is_cut_again_and_again_gets_on(
     s3: S3, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages.store.s3, "PART_BYTES", 1 << 24)
+    monkeypatch.setattr(stages.store.s3_files, "PART_BYTES", 1 << 24)
     data = os.urandom(3_100_000)
     s3.fail(cut(300_000), "get_object", times=100)
     bucket.put("objects/x", data)

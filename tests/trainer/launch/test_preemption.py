@@ -6,16 +6,15 @@ import contextlib
 import json
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.chain import wait_until
+from tests.helpers.faulty.metadata import REBALANCE, SPOT, Metadata, metadata_service
 from tests.helpers.support import (
     Workers,
     assert_same_bytes,
@@ -27,64 +26,16 @@ from tests.helpers.support import (
     write_model_config,
 )
 
-SPOT, REBALANCE = "/latest/meta-data/spot/instance-action", "/latest/meta-data/events/recommendations/rebalance"
 #: Seconds in which a checkpoint has to be durable after a notice; Amazon takes the instance away after 120.
 DURABLE_S = 60
 #: Of a service that accepts a connection and does not answer.
 SILENCE = "Read timed out. (read timeout=2.0)"
 
 
-class Metadata:
-    """A metadata service as Amazon documents IMDSv2: no answer without a token from PUT, 404 while there is no
-    notice. `forget`: its tokens are no longer good."""
-
-    def __init__(self) -> None:
-        self.notices: dict[str, str] = {}
-        self.tokens: set[str] = set()
-        self.asked: list[tuple[str, int]] = []
-        self.url = ""
-
-    def forget(self) -> None:
-        self.tokens.clear()
-
-    def asked_for(self, path: str, status: int) -> int:
-        return self.asked.count((path, status))
-
-
 @pytest.fixture
 def metadata() -> Iterator[Metadata]:
-    service = Metadata()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_PUT(self) -> None:
-            lifetime = int(self.headers["X-aws-ec2-metadata-token-ttl-seconds"])
-            assert 1 <= lifetime <= 21600
-            service.tokens.add(token := f"token-{len(service.asked)}")
-            self.answer(200 if self.path == "/latest/api/token" else 404, token)
-
-        def do_GET(self) -> None:
-            if self.headers["X-aws-ec2-metadata-token"] not in service.tokens:
-                self.answer(401, "")
-            elif self.path in service.notices:
-                self.answer(200, service.notices[self.path])
-            else:
-                self.answer(404, "not found")
-
-        def answer(self, status: int, text: str) -> None:
-            service.asked.append((self.path, status))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        service.url = f"http://127.0.0.1:{server.server_port}/"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with metadata_service() as service:
         yield service
-        server.shutdown()
 
 
 @pytest.fixture

@@ -1,0 +1,162 @@
+"""What pushing checkpoints costs the training beside it: the same steps with a store and without.
+
+Both save the same checkpoints, at the rate in bytes of BERT-Large's every 10 minutes unless told otherwise. Luigi, the
+training and what pushes share --cores cores, on which the training computes all the time, as hardly any machine with
+an accelerator does. An S3 server (moto's) stands for another machine: it has the other cores. Runs alternate, and begin
+with the one or the other in turn. The time is that of the steps after the first three, from the trainer's own records.
+Beside it, which other programs disturb less: the processor time of what pushes, as a share of the cores'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.faults.stores import KINDS, Place, place
+from benchmarks.results import Result, say
+from benchmarks.work import ROOT, A, metrics, on_cores, phase1_lengths, random_rows, write_rows
+
+MOST_PERCENT = 1.0
+WARM_UP = 3
+#: BERT-Large, fp32, two moments, every 10 minutes.
+LARGE_MB_PER_S = 4026 / 600
+CONFIG = f"""
+[run]
+log_interval = 1
+[dataset]
+phase1_url = {{data}}
+phase2_url = {{data}}
+[model]
+vocab_size = {A.vocab_size}
+num_hidden_layers = {A.layers}
+hidden_size = {A.hidden}
+num_attention_heads = {A.heads}
+intermediate_size = {A.intermediate}
+[phase1]
+seq_len = {A.seq_len}
+max_pred_len = {A.max_pred_len}
+global_batch_size = {A.sequences_per_step}
+micro_batch_size = {A.micro_batch_size}
+warmup_steps = 1
+word_embeddings = random
+initial_attention = random
+optimizer = AdamW
+lr = 1e-4
+"""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A training, in work directories that begin as copies of one whose data is ready."""
+
+    directory: Path
+    steps: int
+    interval: int
+
+    def run(self, store: Place | None) -> tuple[float, int, float]:
+        """Seconds of the steps after the first ones; checkpoints that were pushed meanwhile; processor seconds of what
+        pushes."""
+        work = self.directory / "run"
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(self.directory / "store", ignore_errors=True)
+        shutil.copytree(self.directory / "ready", work, symlinks=True)
+        config = self.directory / "run.cfg"
+        config.write_text((self.directory / "luigi.cfg").read_text() + (store.section if store else ""))
+        steps = ("--Phase1-max-steps", str(self.steps), "--Phase1-ckpt-interval-steps", str(self.interval))
+        pushing_s = luigi(config, work, "Pretrain", "--phase", "1", *steps)
+        (out,) = work.glob("pretrain-phase1-*")
+        times = [record["time"] for record in metrics(out)]
+        said = (out / "store.log").read_text() if store else ""
+        return times[-1] - times[WARM_UP - 1], len(re.findall(r"ckpt_\d+ is in the store", said)), pushing_s
+
+
+def luigi(config: Path, work: Path, *words: str) -> float:
+    """Run it to its end. Returns the processor seconds of what pushes beside a training."""
+    command = [sys.executable, "-m", "luigi", "--module", "pipeline", *words, "--Run-work-dir", str(work)]
+    environment = {**os.environ, "LUIGI_CONFIG_PATH": str(config)}
+    pushing_s, log = 0.0, config.with_suffix(".log")
+    with log.open("wb") as file:
+        process = psutil.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+        while process.poll() is None:
+            time.sleep(0.2)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in process.children():
+                    if "accompany" in child.cmdline():
+                        used = child.cpu_times()
+                        pushing_s = max(pushing_s, used.user + used.system)
+    if process.returncode:
+        sys.exit(log.read_text())
+    return pushing_s
+
+
+def prepared(directory: Path, seconds: float, mb_per_s: float) -> tuple[Work, str]:
+    """A training of about so many seconds, with checkpoints at this rate; the same in words."""
+    data = write_rows(directory / "data", random_rows(A, phase1_lengths(A, 4096)))
+    config = directory / "luigi.cfg"
+    config.write_text(CONFIG.format(data=data))
+    luigi(config, directory / "ready", "Precompile", "--phase", "1", "--Phase1-max-steps", "10")
+    shutil.copytree(directory / "ready", directory / "run", symlinks=True)
+    step_s = Work(directory, 10, 0).run(None)[0] / (10 - WARM_UP)
+    (checkpoint,) = (directory / "run").glob("pretrain-phase1-*/checkpoints/ckpt_10")
+    megabytes = sum(path.stat().st_size for path in checkpoint.iterdir()) / 1e6
+    work = Work(directory, WARM_UP + round(seconds / step_s), max(1, round(megabytes / mb_per_s / step_s)))
+    return work, f"{megabytes:.0f} MB every {work.interval * step_s:.1f} s"
+
+
+def compare(kind: str, directory: Path, args: argparse.Namespace) -> None:
+    others = sorted(os.sched_getaffinity(0))[: -args.cores]
+    if kind == "s3" and not others:
+        sys.exit("error: an S3 server needs a core beside those of --cores")
+    each, shares, pushed = [], [], []
+    with place(kind, directory, cores=others) as store, on_cores(args.cores):
+        work, said = prepared(directory, args.seconds, args.megabytes_per_second)
+        for pair in range(args.pairs):
+            sides: tuple[Place | None, ...] = (store, None) if pair % 2 else (None, store)
+            found = {side is store: work.run(side) for side in sides}
+            each.append(100 * (found[True][0] / found[False][0] - 1))
+            pushed.append(found[True][1])
+            shares.append(100 * found[True][2] / found[True][0] / args.cores)
+            print(f"  {found[True][0]:.2f} s with, {found[False][0]:.2f} s without, {pushed[-1]} pushed", flush=True)
+    what = f"training beside pushes to the store ({kind}), {said}, {args.cores} core(s) for all: longer"
+    share = f"processor time of what pushes {statistics.median(shares):.2g} % of the cores'"
+    saved = (work.steps - 1) // work.interval
+    ours = f"{statistics.median(pushed):g} of {saved} checkpoints pushed meanwhile"
+    say(
+        Result(
+            what,
+            f"{ours}; {share}",
+            "without a store",
+            statistics.median(each),
+            " %",
+            at_most=MOST_PERCENT,
+            each=tuple(each),
+        )
+    )
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.faults.store_training", description=__doc__)
+    p.add_argument("--stores", nargs="+", default=list(KINDS), choices=KINDS)
+    p.add_argument("--pairs", type=int, default=10, help="times both sides are run, in turn")
+    p.add_argument("--seconds", type=float, default=60.0, help="of each training")
+    p.add_argument("--megabytes-per-second", type=float, default=LARGE_MB_PER_S, help="of checkpoints")
+    p.add_argument("--cores", type=int, default=1, help="for all but an S3 server")
+    args = p.parse_args()
+    for kind in args.stores:
+        with tempfile.TemporaryDirectory(prefix="benchmark-", dir=ROOT) as name:
+            compare(kind, Path(name), args)
+
+
+if __name__ == "__main__":
+    main()

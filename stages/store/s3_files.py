@@ -1,0 +1,213 @@
+"""Files to S3 and from it: large ones in parts, several at a time; interrupted, they go on with what is missing."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common.errors import UserError
+from common.files import disk_errors, failpoint, sha256_of
+from stages.store.backend import Altered, Conflict, Missing, Report
+from stages.store.digest import HashBehind
+from stages.store.options import StoreOptions
+from stages.store.s3_requests import S3Requests, base64_sha256
+from stages.transfer.remote import Transient, chunks_of
+
+T = TypeVar("T")
+
+#: Bytes of a part of a large file; S3 allows 10,000 parts, of 5 MiB or more.
+PART_BYTES, _PARTS_MAX = 16 << 20, 10_000
+#: Seconds for which a listing of unfinished uploads is used: many large files need one.
+_LISTED_S = 60.0
+
+
+class S3Files(S3Requests):
+    def __init__(self, options: StoreOptions) -> None:
+        super().__init__(options)
+        self.connections = options.connections
+        #: Held while a part is moved: those of all large files together are `connections` at a time.
+        self._part = threading.BoundedSemaphore(options.connections)
+        #: Unfinished uploads, id by key, and when they were listed.
+        self._begun: dict[str, str] = {}
+        self._listed = float("-inf")
+        self._begun_lock = threading.Lock()
+
+    def is_there(self, key: str) -> bool:
+        try:
+            self._repeated(key, lambda: self._request("head_object", key))
+        except Missing:
+            return False
+        return True
+
+    def upload(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
+        if path.stat().st_size != size:
+            raise Altered(key)
+        if size > PART_BYTES:
+            if sha256_of(path) != sha256:
+                raise Altered(key)
+            moved: list[int] = []
+            try:
+                self._upload_parts(key, path, size, moved.append, report)
+            except Missing:  # completed by a request whose answer was lost, or by another machine
+                self._forget_upload(key)
+                if not self.is_there(key):
+                    raise UserError(f"{self.url}/{key}: its upload was removed; run the same again") from None
+                report(size - sum(moved))
+            return
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise Altered(key)
+        checked = {"ChecksumSHA256": base64.b64encode(bytes.fromhex(sha256)).decode(), **self._encryption}
+        self._repeated(key, lambda: self._request("put_object", key, Body=data, **checked))
+        report(size)
+
+    def _upload_parts(self, key: str, path: Path, size: int, *reports: Report) -> None:
+        """Upload a large file in parts; those that an earlier, interrupted upload has brought are not sent again.
+
+        Raises `Missing` if the upload is over before it is completed here.
+        """
+        part_bytes = max(PART_BYTES, -(-size // _PARTS_MAX))
+        upload, there = self._begun_upload(key)
+        starts = list(range(0, size, part_bytes))
+
+        def send(number: int) -> dict[str, Any]:
+            with path.open("rb") as file:
+                file.seek(starts[number - 1])
+                data = file.read(part_bytes)
+            same, checksum = there.get(number), base64_sha256(data)
+            if same is None or not _holds(same, data, checksum):
+                ids = {"UploadId": upload, "PartNumber": number, "ChecksumSHA256": checksum}
+                same = self._repeated(key, lambda: self._request("upload_part", key, Body=data, **ids))
+                failpoint(f"store-part:{number}")
+            for report in reports:
+                report(len(data))
+            return {"PartNumber": number, "ETag": same["ETag"], "ChecksumSHA256": checksum}
+
+        parts = self._in_parallel(send, range(1, len(starts) + 1))
+        if path.stat().st_size != size:
+            raise Altered(key)
+        complete = {"UploadId": upload, "MultipartUpload": {"Parts": parts}}
+        self._repeated(key, lambda: self._request("complete_multipart_upload", key, **complete))
+        self._forget_upload(key)
+
+    def _in_parallel(self, move: Callable[[Any], T], pieces: Sequence[Any]) -> Sequence[T]:
+        """`move` for each part of a large file; after an error no more are begun."""
+
+        def one(piece: Any) -> T:
+            with self._part:
+                return move(piece)
+
+        with ThreadPoolExecutor(self.connections) as threads:
+            return list(threads.map(one, pieces))
+
+    def _begun_upload(self, key: str) -> tuple[str, dict[int, dict[str, Any]]]:
+        """The id of an unfinished upload of this key, else of a new one, and its parts by number."""
+        with self._begun_lock:
+            if time.monotonic() - self._listed > _LISTED_S:
+                self._begun = {found["Key"][len(self._prefix) :]: found["UploadId"] for found in self._unfinished()}
+                self._listed = time.monotonic()
+            upload = self._begun.get(key)
+        if upload is not None:
+            return upload, {part["PartNumber"]: part for part in self._parts(key, upload)}
+        begin = {"ChecksumAlgorithm": "SHA256", **self._encryption}
+        new: str = self._repeated(key, lambda: self._request("create_multipart_upload", key, **begin))["UploadId"]
+        with self._begun_lock:
+            self._begun[key] = new
+        return new, {}
+
+    def _forget_upload(self, key: str) -> None:
+        with self._begun_lock:
+            self._begun.pop(key, None)
+
+    def _unfinished(self) -> Iterator[dict[str, Any]]:
+        """All uploads that are begun and not completed, a request for 1,000."""
+        for page in self._pages("list_multipart_uploads", self._prefix, "KeyMarker"):
+            yield from page.get("Uploads", ())
+
+    def _parts(self, key: str, upload: str) -> Iterator[dict[str, Any]]:
+        more: dict[str, Any] = {}
+        while True:
+            asked = {"UploadId": upload, **more}
+            page = self._repeated(key, lambda asked=asked: self._request("list_parts", key, **asked))  # type: ignore[misc]
+            yield from page.get("Parts", ())
+            if not page.get("IsTruncated"):
+                return
+            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+
+    def download(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
+        spans = [(start, min(start + PART_BYTES, size)) for start in range(0, size, PART_BYTES)]
+
+        def fetch(span: tuple[int, int]) -> None:
+            self._fetch(key, path, *span, size, report)
+            behind.wrote(*span)
+
+        try:
+            with disk_errors(path), path.open("xb") as file, HashBehind(path, size) as behind:
+                os.ftruncate(file.fileno(), size)
+                if len(spans) == 1:
+                    fetch(spans[0])
+                elif spans:
+                    self._in_parallel(fetch, spans)
+                elif self._repeated(key, lambda: self._request("head_object", key))["ContentLength"]:
+                    raise Altered(key)
+                os.fsync(file.fileno())
+                if behind.sha256() != sha256:
+                    raise Altered(key)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def _fetch(self, key: str, path: Path, start: int, stop: int, size: int, report: Report) -> None:
+        """Write bytes [start, stop) of an object of this size to the file; goes on where a connection has ended."""
+        at = start
+
+        def get() -> None:
+            nonlocal at
+            answer = self._request("get_object", key, Range=f"bytes={at}-{stop - 1}")
+            with contextlib.closing(answer["Body"]) as body:
+                if not answer.get("ContentRange", f"/{answer['ContentLength']}").endswith(f"/{size}"):
+                    raise Altered(key)
+                for data in chunks_of(body.read):
+                    if len(data) > stop - at:
+                        raise Altered(key)
+                    with disk_errors(path):
+                        left = memoryview(data)
+                        file.seek(at)
+                        while left:  # a disk that is almost full takes a part
+                            left = left[file.write(left) :]
+                    at += len(data)
+                    report(len(data))
+            if at < stop:
+                raise Transient(f"the connection ended {stop - at:,} bytes too early")
+
+        try:
+            with disk_errors(path), path.open("r+b", buffering=0) as file:
+                self._repeated(key, get, lambda: at)
+        except Conflict:  # HTTP 416: the object is shorter
+            raise Altered(key) from None
+
+    def sweep(self, before: float) -> int:
+        swept = 0
+        for found in self._unfinished():
+            if found["Initiated"].timestamp() < before:
+                key, ids = found["Key"][len(self._prefix) :], {"UploadId": found["UploadId"]}
+                with contextlib.suppress(Missing):
+                    self._repeated(key, lambda k=key, ids=ids: self._request("abort_multipart_upload", k, **ids))  # type: ignore[misc]
+                swept += 1
+        return swept
+
+
+def _holds(part: dict[str, Any], data: bytes, checksum: str) -> bool:
+    """Whether a part that the store lists has these bytes. Servers that list no checksum give its MD5 as the ETag,
+    except where KMS encrypts."""
+    if "ChecksumSHA256" in part:
+        return bool(part["ChecksumSHA256"] == checksum)
+    return bool(part["ETag"].strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest())
