@@ -2,17 +2,20 @@
 masks, dropout 0.1) and against Hugging Face's Trainer; and the disk that the examples of both recipes take.
 
 Losses are those of the masked tokens of held-out rows, of which 15 % are masked. Seconds are those of whole processes,
-start-up and initial word embeddings included; the examples are made before.
+start-up and initial word embeddings included; the examples are made before. It takes hours: with --work, what an
+interrupted run has finished is not done again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,7 +80,7 @@ TRAINER = {
 
 @dataclass
 class WikiText:
-    """The examples, in a temporary directory."""
+    """The examples, and the finished trainings: one line of runs.jsonl each."""
 
     directory: Path
     samples: int
@@ -87,6 +90,7 @@ class WikiText:
         tokens = str(self.directory / "tokens")
         text = [f"--source={TEXT / 'train.txt'}", f"--held-out-source={TEXT / 'valid.txt'}"]
         python("-m", "stages.tokenize", *text, f"--vocab-file={VOCABULARY}", f"--out={tokens}")
+        self.directory.mkdir(parents=True, exist_ok=True)
         for masking, copies in (("static", 5), ("dynamic", 1)):
             self.shards[masking] = self.directory / masking
             shape = ("--seq-len=128", "--max-pred-len=20", f"--masking={masking}", f"--dupe-factor={copies}")
@@ -98,9 +102,24 @@ class WikiText:
         path.write_text(json.dumps(ModelConfig.preset("mini", **rates).to_hugging_face()))
         return path
 
+    def once(self, what: Mapping[str, object], run: Callable[[], Trained]) -> Trained:
+        """What `run` returns, or has returned in an earlier run of the same."""
+        record, key = self.directory / "runs.jsonl", json.dumps({**what, "samples": self.samples})
+        lines = record.read_text().splitlines() if record.exists() else []
+        found = [entry["trained"] for entry in map(json.loads, lines) if entry["what"] == key]
+        trained = Trained(**found[-1]) if found else run()
+        if not found:
+            with record.open("a") as file:
+                file.write(json.dumps({"what": key, "trained": dataclasses.asdict(trained)}) + "\n")
+        print(f"{what['name']}, seed {what['seed']}: {describe(trained)}", flush=True)
+        return trained
+
     def train(self, recipe: Recipe, seed: int) -> Trained:
         """Train and evaluate on the same held-out rows, whatever the recipe."""
-        out, shards = self.directory / "trained", self.shards[recipe.masking]
+        return self.once({**dataclasses.asdict(recipe), "seed": seed}, lambda: self._train(recipe, seed))
+
+    def _train(self, recipe: Recipe, seed: int) -> Trained:
+        shards = self.shards[recipe.masking]
         with tempfile.TemporaryDirectory(dir=self.directory) as name:
             out = Path(name)
             began = time.monotonic()
@@ -118,18 +137,18 @@ class WikiText:
             sampled = (f"--max-samples={self.samples}", f"--out={out / 'evaluated'}")
             python("-m", "stages.evaluate", str(out / "merged"), str(self.shards["dynamic"]), *sampled)
             found = json.loads((out / "evaluated" / "evaluation.json").read_text())
-        trained = Trained(seconds, found["masked_lm_loss"], found["masked_lm_accuracy"])
-        print(f"{recipe.name}, seed {seed}: {describe(trained)}", flush=True)
-        return trained
+        return Trained(seconds, found["masked_lm_loss"], found["masked_lm_accuracy"])
 
     def train_theirs(self, name: str, seed: int, seconds: float) -> Trained:
         """Hugging Face's Trainer for `seconds`, with a schedule of as many steps as fit."""
         words = (*TRAINER[name], f"--seed={seed}", f"--samples={self.samples}", f"--seconds={seconds}")
         where = (str(self.shards["dynamic"]), str(self.model(0.1)))
-        found = json.loads(python("-m", "benchmarks.references.hugging_face_mlm", *where, *words).splitlines()[-1])
-        trained = Trained(found["seconds"], found["loss"], found["accuracy"])
-        print(f"{name}, seed {seed}: {describe(trained)}", flush=True)
-        return trained
+
+        def run() -> Trained:
+            found = json.loads(python("-m", "benchmarks.references.hugging_face_mlm", *where, *words).splitlines()[-1])
+            return Trained(found["seconds"], found["loss"], found["accuracy"])
+
+        return self.once({"name": name, "options": words, "seed": seed}, run)
 
     def bytes(self, masking: str) -> int:
         return sum(path.stat().st_size for path in self.shards[masking].glob("*_training_*.hdf5"))
@@ -149,20 +168,24 @@ def main() -> None:
     p.add_argument("--seeds", type=int, default=3, help="trainings of each recipe")
     p.add_argument("--samples", type=int, default=2000, help="held-out rows")
     p.add_argument("--cores", type=int, default=2, help="cores of both sides, with a thread on each")
-    p.add_argument("--no-trainer", action="store_true", help="leave out Hugging Face's Trainer, which takes longest")
+    p.add_argument("--no-trainer", action="store_true", help="leave out Hugging Face's Trainer")
+    p.add_argument("--work", type=Path, help="folder where examples and finished trainings stay; default: a temporary one")
     args = p.parse_args()
     if not TEXT.is_dir():
         print(f"left out: {TEXT} is not there; BERT_SHARED_DIR names the folder of sample data")
         return
     seeds = range(1, args.seeds + 1)
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as name, on_cores(args.cores):
-        data = WikiText(Path(name), args.samples)
+    runs: list[tuple[Trained, Trained, Trained]] = []
+    theirs: dict[str, list[Trained]] = {} if args.no_trainer else {name: [] for name in TRAINER}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(on_cores(args.cores))
+        work = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")))
+        data = WikiText(work, args.samples)
         data.make()
-        runs = [(data.train(BERT, seed), data.train(SHORT, seed), data.train(LONG, seed)) for seed in seeds]
-        theirs = {}
-        if not args.no_trainer:
-            limit = SOONER_THAN_TRAINER * statistics.median(short.seconds for _, short, _ in runs)
-            theirs = {name: [data.train_theirs(name, seed, limit) for seed in seeds] for name in TRAINER}
+        for seed in seeds:
+            runs.append((data.train(BERT, seed), data.train(SHORT, seed), data.train(LONG, seed)))
+            for name, others in theirs.items():
+                others.append(data.train_theirs(name, seed, SOONER_THAN_TRAINER * runs[-1][1].seconds))
     base, short, long = (median(list(side)) for side in zip(*runs, strict=True))
     beside = f"{BERT.name} {describe(base)}"
     what = f"WikiText-2, mini, {args.cores} cores, {args.seeds} seeds"
