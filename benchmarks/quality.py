@@ -169,7 +169,9 @@ def main() -> None:
     p.add_argument("--samples", type=int, default=2000, help="held-out rows")
     p.add_argument("--cores", type=int, default=2, help="cores of both sides, with a thread on each")
     p.add_argument("--no-trainer", action="store_true", help="leave out Hugging Face's Trainer")
-    p.add_argument("--work", type=Path, help="folder where examples and finished trainings stay; default: a temporary one")
+    p.add_argument(
+        "--work", type=Path, help="folder where examples and finished trainings stay; default: a temporary one"
+    )
     args = p.parse_args()
     if not TEXT.is_dir():
         print(f"left out: {TEXT} is not there; BERT_SHARED_DIR names the folder of sample data")

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import os
 import sys
+from collections.abc import Callable
+from typing import TextIO
 
 from common.secrets import redact
 
@@ -21,19 +23,37 @@ def clock(seconds: float) -> str:
 
 
 def log(line: str) -> None:
-    """Print a line, without secrets."""
-    write(redact(line) + "\n")
+    """Show a line, without secrets."""
+    _show(redact(line))
+
+
+def show_lines_with(show: Callable[[str], None]) -> None:
+    """From now on `log` calls `show`, in place of printing to stderr."""
+    global _show
+    _show = show
 
 
 def write(text: str) -> None:
-    """Print `text` to stderr. A closed console does not stop the run: the log files have everything."""
+    """Print `text` to stderr."""
+    write_to(sys.stderr, text)
+
+
+def write_to(stream: TextIO, text: str) -> None:
+    """Print `text`. A closed console does not stop the run: the log files have everything."""
     try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        stream.write(text)
+        stream.flush()
     except OSError as error:
         if error.errno in _GONE:
-            _discard(sys.stderr.fileno())
+            _discard(stream.fileno())
         detach_if_closed()
+
+
+def _print(line: str) -> None:
+    write(line + "\n")
+
+
+_show: Callable[[str], None] = _print
 
 
 def detach_if_closed() -> None:

@@ -4,7 +4,6 @@ examples have labels, and its grammar on BLiMP."""
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +163,22 @@ def _blimp(options: EvaluateOptions, model: BertForPreTraining) -> Blimp:
     return Blimp(pairs, load_tokenizer(options.model_directory, model.config.vocab_size))
 
 
+def held_out_line(counts: Mapping[str, Any]) -> str:
+    """The evaluation in one line, from its counts."""
+    if not counts["samples"]:
+        return "held out: the data set has no *_test_* shards, so nothing was measured"
+    gain = counts["unigram_loss"] - counts["masked_lm_loss"]
+    than = f"{abs(gain):.2f} nats {'under' if gain > 0 else 'over'} always guessing by frequency"
+    pairs = ""
+    if "next_sentence_accuracy" in counts:
+        pairs = f"; next-sentence accuracy {counts['next_sentence_accuracy']:.1%}"
+    return (
+        f"held out ({counts['samples']} sequences): masked-LM accuracy {counts['masked_lm_accuracy']:.1%}, "
+        f"loss {counts['masked_lm_loss']:.3f} ({than}: {counts['unigram_loss']:.2f}, "
+        f"{counts['unigram_accuracy']:.1%}){pairs}"
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     return stage_parser(EvaluateOptions, __doc__)
 
@@ -174,7 +189,7 @@ def main() -> None:
         raise UserError(f"there is no directory {options.data}; give one with {HELD_OUT_SHARDS} shards")
     with StageDirectory.begin(out, lambda: options.identity(InputHashes.beside(out))) as work:
         counts = evaluate_model(work, options)
-    print(json.dumps(counts))
+    print(held_out_line(counts))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,11 @@ def test_what_everyone_reads_is_short(name: str, lines: int) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= lines
 
 
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r"^/(\S+)$", (ROOT / "docs" / "site" / "index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT).with_suffix("")) for page in PAGES)
+
+
 def test_a_commit_runs_what_make_check_runs() -> None:
     rule = re.search(r"^check:.*\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert rule is not None

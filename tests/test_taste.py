@@ -52,6 +52,7 @@ ORDER = {
         "status",
         "launchers",
         "settings",
+        "console",
     ],
     "stages": [
         # One file a command.

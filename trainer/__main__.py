@@ -94,7 +94,10 @@ def _run(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh) ->
     device.start(mesh)
     log = _print_line if mesh.is_root else _ignore
     log(f"device {device.describe()}; {mesh.world_size} worker(s)")
-    log(f"config {config}; workload {type(workload).__name__}: {workload.describe()}")
+    log(
+        f"{config.optimizer} at {config.lr:g}, {config.schedule} schedule, batches of "
+        f"{config.global_batch_size(mesh.data_parallel_size)} in {config.grad_accum_usteps} micro-steps a worker"
+    )
     stopped = f"the state is saved: {how_to_go_on(config)}"
     try:
         done = train(Run(config, workload, device, mesh, log))

@@ -8,6 +8,7 @@ name and, once the scheduler has answered, its id; gone when the end has been se
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 import signal
 import time
@@ -17,10 +18,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from common import console
 from common.console import log
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
 from common.files import read_json, utc_now, write_json
+from pipeline.console.base import Said
+from pipeline.console.select import shown
 from pipeline.launchers.base import Detached, StageCommand
 from pipeline.launchers.process import ProcessResult, handling
 from stages.directory.lock import JOB
@@ -184,21 +186,23 @@ class Job:
         log_path = self.directory / LOG
         is_new = from_start or not log_path.exists()
         tail = _Tail(log_path, self.record["log_began"] if is_new else log_path.stat().st_size)
-        with _noted_signals() as signals:
-            state = self._watch(tail, signals)
-        result = self._how_it_ended(state)
-        if state is not None and state.is_stuck:
-            self.cancel()
-        tail.show()
+        label = self.directory.name.rpartition("-")[0]
+        with shown().running(label, self.directory) as said:
+            with _noted_signals() as signals:
+                state = self._watch(tail, said, signals)
+            result = self._how_it_ended(state)
+            if state is not None and state.is_stuck:
+                self.cancel()
+            tail.show(said)
         self.forget()
-        return result
+        return dataclasses.replace(result, last_line=tail.last_line)
 
-    def _watch(self, tail: _Tail, signals: list[int]) -> State | None:
+    def _watch(self, tail: _Tail, said: Said, signals: list[int]) -> State | None:
         """Watch until the job is over; returns its last state."""
         shown, interval_s, asked, over_since = "", _ASK_EVERY_S[0], 0.0, None
         result: ProcessResult | None = None
         while True:
-            tail.show()
+            tail.show(said)
             if signals:
                 raise Detached(str(self))
             # A result may be that of a pod which is replaced later: a preempted job waits in its queue for hours.
@@ -257,15 +261,17 @@ class _Tail:
 
     def __init__(self, path: Path, position: int) -> None:
         self._path, self._position = path, position
+        self.last_line = ""
 
-    def show(self) -> None:
+    def show(self, said: Said) -> None:
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._position)
             text = file.read()
             whole = text[: text.rfind(b"\n") + 1]
             self._position += len(whole)
-            if whole:
-                console.write(whole.decode(errors="replace"))
+            for line in filter(str.strip, whole.decode(errors="replace").splitlines()):
+                said(line, False)
+                self.last_line = line
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ import contextlib
 import os
 import re
 import select
+import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,18 +18,14 @@ from types import FrameType
 from typing import Any
 
 from common import console
-from common.console import log
 from common.errors import EXIT_INTERRUPTED
 from common.files import ALIVE, PROGRESS, disk_errors
 from common.forked import start_python
 from common.lock import HELD_FINGERPRINT_VARIABLE
 from common.process import PARENT_VARIABLE, is_ignored
 from common.secrets import hidden_words, redact
+from pipeline.console.base import Said, nothing
 from stages.directory.attempts import How
-
-#: Seconds between two lines of a progress bar where the console is no terminal.
-LIVE_INTERVAL_S = 10.0
-
 
 #: Seconds after the first signal in which further ones count as the same request: a closed terminal sends several.
 _SAME_REQUEST_S = 1.0
@@ -63,6 +59,8 @@ class ProcessResult:
     error: str
     #: Whether its supervisor has used up all restarts.
     is_final: bool = False
+    #: The last line that it has said.
+    last_line: str = ""
 
     @property
     def interrupted(self) -> bool:
@@ -148,10 +146,12 @@ def run(
     directory: Path,
     fingerprint: str,
     keep_open: tuple[int, ...],
+    showing: contextlib.AbstractContextManager[Said],
     hang_timeout_s: float | None = None,
     start: LaunchSpec | None = None,
 ) -> ProcessResult:
-    """Run `python words…` to its end, its output on the console and appended to its log, DIRECTORY/stage.log.
+    """Run `python words…` to its end, its output appended to its log, DIRECTORY/stage.log, which begins with the words.
+    `showing`: what shows it meanwhile, unless `start` says that nothing does.
 
     SIGINT, SIGTERM and SIGHUP to this process are passed on as SIGTERM; a second SIGINT or SIGTERM as SIGKILL. The
     command is killed if it neither writes a line nor touches progress.json or alive for `hang_timeout_s` seconds.
@@ -163,12 +163,13 @@ def run(
     watch = _Watch([directory / PROGRESS, directory / ALIVE], hang_timeout_s)
     with handling(start.signals, command.stop):
         try:
-            with disk_errors(log_path):
-                _show(command, log_path, watch, silent=not start.is_shown)
+            with disk_errors(log_path), showing if start.is_shown else nothing() as said:
+                _copy(command, log_path, watch, said, words)
             status = command.process.wait()
         finally:
             command.end()
-    return ProcessResult(status, command.stopped_by, watch.hung, _last_error(log_path, began))
+    lines = _lines_since(log_path, began)
+    return ProcessResult(status, command.stopped_by, watch.hung, _error(lines), last_line=lines[-1] if lines else "")
 
 
 class _Watch:
@@ -196,11 +197,15 @@ class _Watch:
         return self.hung
 
 
-def _last_error(log_path: Path, began: int) -> str:
+def _lines_since(log_path: Path, began: int) -> list[str]:
+    """What the command that began at byte `began` of its log has said."""
     with log_path.open("rb") as file:
         file.seek(began)
         lines = file.read().decode(errors="replace").splitlines()
-    said = [line for line in lines if line.strip()]
+    return [line for line in lines[1:] if line.strip()]
+
+
+def _error(said: list[str]) -> str:
     errors = [line for line in said if line.startswith("error: ")]
     if errors:
         return errors[0].removeprefix("error: ")
@@ -210,26 +215,17 @@ def _last_error(log_path: Path, began: int) -> str:
     return said[-1] if said else "it said nothing"
 
 
-def _show(command: Command, log_path: Path, watch: _Watch, *, silent: bool) -> None:
-    """Copy lines to the log and, unless `silent`, to the console. Of a progress bar, which rewrites its line, only an
-    occasional one is shown, and none logged."""
-    terminal = sys.stderr.isatty()
-    shown = time.monotonic()
+def _copy(command: Command, log_path: Path, watch: _Watch, said: Said, words: list[str]) -> None:
+    """Copy lines to the log, and to `said`. Of a progress bar, which rewrites its line, none is logged."""
     with log_path.open("a", encoding="utf-8") as file:
+        file.write(f"$ python {redact(shlex.join(words))}\n")
+        file.flush()
         for raw, is_live in _lines(command, watch):
             line = redact(raw)
             if not is_live:
                 file.write(line + "\n")
                 file.flush()
-            if silent:
-                continue
-            if not is_live:
-                log(f"\r\x1b[K{line}" if terminal else line)
-            elif terminal:
-                console.write(f"\r\x1b[K{line}")
-            elif time.monotonic() - shown >= LIVE_INTERVAL_S:
-                shown = time.monotonic()
-                log(line)
+            said(line, is_live)
 
 
 def _lines(command: Command, watch: _Watch) -> Iterator[tuple[str, bool]]:

@@ -13,6 +13,7 @@ import luigi
 
 from common.errors import UserError
 from common.secrets import Secret
+from pipeline.console.select import CONSOLES
 from pipeline.settings.cluster import Cluster, Kubernetes, Slurm
 from pipeline.settings.parameters import (
     Address,
@@ -45,6 +46,7 @@ class Run(luigi.Config):
     work_dir = luigi.StrParameter()
     start_from = luigi.StrParameter()
     seed: int = whole(0, 2**31 - 1)
+    console = Choice(CONSOLES)
     log_interval: int = setting(TrainConfig, "log_interval")
     non_finite: str = setting(TrainConfig, "non_finite")
     non_finite_limit: int = setting(TrainConfig, "non_finite_limit")

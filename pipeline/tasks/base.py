@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import luigi
 from luigi.parameter import ParameterVisibility
 
+from pipeline.console import select as console
 from pipeline.luigi_adapters import exits
 from pipeline.settings.load import overlaid
 
@@ -19,6 +20,10 @@ T = TypeVar("T", bound="ChainTask")
 class PipelineTask(luigi.Task):
     """A task that reads the settings."""
 
+    quiet: luigi.BoolParameter = luigi.BoolParameter(
+        significant=False, description="show notes, warnings and errors only, as --Run-console quiet does"
+    )
+
     #: Settings that differ from those of the process: {section: {name: text}}.
     overlay: Mapping[str, Mapping[str, str]] = {}
 
@@ -26,6 +31,8 @@ class PipelineTask(luigi.Task):
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         with exits.while_scheduling():
             self.settings = overlaid(self.overlay)
+        # Luigi makes the task that was asked for first.
+        console.choose_once(console.QUIET if self.quiet else self.settings.run.console)
         # Stages of different work directories must not block each other on a shared luigid.
         others = json.dumps(self.overlay, default=dict) if self.overlay else ""
         place = hashlib.sha256(f"{self.settings.work_dir.resolve()}{others}".encode()).hexdigest()

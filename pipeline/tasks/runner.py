@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 from common.console import log
 from common.errors import Interrupted, LockHeld, UserError
 from pipeline import launchers
+from pipeline.console.select import shown
 from pipeline.launchers.base import Detached, Launcher, StageCommand
 from pipeline.launchers.jobs import Job
 from pipeline.launchers.local import await_node_0
@@ -61,6 +64,8 @@ class Runner:
 
     def __init__(self, stage: RunnableStage, launcher: Launcher) -> None:
         self._stage, self._launcher = stage, launcher
+        #: What its command has said last.
+        self._last_line = ""
         self._restarts: RestartPolicy = (
             RestartWhileProgressing(stage.directory) if stage.resumes else RestartAfterHang()
         )
@@ -70,7 +75,7 @@ class Runner:
 
         Raises `LockHeld`, `Interrupted`, or `UserError`; a `CommandFailed` is recorded for `attempts.last_failure`.
         """
-        stage = self._stage
+        stage, began = self._stage, time.monotonic()
         try:
             with hold(stage.directory, knows_jobs=True) as lock:
                 with contextlib.suppress(AlreadyComplete):
@@ -83,7 +88,10 @@ class Runner:
         except Exception as error:
             attempts.record_failure(stage.directory, error.error if isinstance(error, CommandFailed) else str(error))
             raise
-        log(f"{stage.label}: {'complete' if is_complete else 'stopped as asked'}")
+        if is_complete:
+            shown().complete(stage.label, time.monotonic() - began, self._result())
+        else:
+            log(f"{stage.label}: stopped as asked")
 
     def follow(self, node: int, timeout_s: float) -> None:
         """Run this node's share of the command, if any, and wait until node 0 has completed the stage.
@@ -100,6 +108,10 @@ class Runner:
         await_node_0(stage.label, stage.directory, stage.why_incomplete, timeout_s, failures_before=failures_before)
         log(f"{stage.label}: complete")
 
+    def _result(self) -> str:
+        """The last line of the command, without the directory at its end."""
+        return re.sub(rf":? {re.escape(str(self._stage.directory))}\S*$", "", self._last_line)
+
     def _fill(self, lock: int) -> None:
         """Raises `AlreadyComplete`."""
         stage = self._stage
@@ -108,7 +120,7 @@ class Runner:
             start = StartTime.of(job.submitted)
         else:
             claim(stage.directory, stage.identity)
-            log(f"{stage.label}: started in {stage.directory}")
+            shown().started(stage.label, stage.directory)
             start = StartTime.now()
         with stage.making(attached=job is not None) as was_fetched:
             if not was_fetched:
@@ -145,12 +157,13 @@ class Runner:
                 log(f"{stage.label}: interrupted; the same command resumes from here")
                 raise Interrupted
             if result.status == 0:
+                self._last_line = result.last_line
                 return
             error = f"no sign of life for {stage.hang_timeout_s} s" if result.hung else result.error
             if result.is_final or not self._restarts.may_restart(result):
                 where = f"exit status {result.status}; log: {stage.directory / 'stage.log'}"
                 raise CommandFailed(f"{stage.label} failed: {error} ({where})", error)
-            log(f"{stage.label}: exit status {result.status} ({error.splitlines()[-1]}); starting again")
+            log(f"{stage.label}: note: exit status {result.status} ({error.splitlines()[-1]}); starting again")
 
     def _launch(self, lock: int) -> ProcessResult:
         stage = self._stage

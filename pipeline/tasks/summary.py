@@ -8,19 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from common.console import log
+from stages.evaluate import held_out_line
+from trainer.metrics.results import recorded, result_text
 
 
 def phase_line(counts: dict[str, Any], phase: int) -> str:
     """One line on a phase, from its training's counts."""
-    warnings = ", ".join(f"{one['cause']} (step {one['step']})" for one in counts.get("diagnoses", ()))
     extended = counts.get("extended_from")
-    origin = f" (from step {extended['step']} of {extended['directory']})" if extended else ""
-    return (
-        f"phase {phase}: {counts['steps']} steps{origin}, loss {_number(counts, 'first_loss')} → "
-        f"{_number(counts, 'loss')} (mean of the last 50: {_number(counts, 'mean_loss_last_50')}), "
-        f"{_number(counts, 'throughput_average', '.0f')} sequences/s"
-        f"{warnings and f'; warnings: {warnings}'}"
-    )
+    origin = f" from step {extended['step']} of {extended['directory']}" if extended else ""
+    return f"phase {phase}{origin}: {result_text(counts)}"
 
 
 def print_phase1(start: str, checkpoint: Path) -> None:
@@ -35,16 +31,7 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
     log("BERT is pretrained.")
     for line in phases:
         log(f"  {line}")
-    if evaluated["samples"]:
-        pairs = ""
-        if "next_sentence_accuracy" in evaluated:
-            pairs = f"; next-sentence accuracy {evaluated['next_sentence_accuracy']:.1%}"
-        log(
-            f"  held out ({evaluated['samples']} sequences): masked-LM accuracy {evaluated['masked_lm_accuracy']:.1%}, "
-            f"loss {evaluated['masked_lm_loss']:.3f} ({_against_frequency(evaluated)}){pairs}"
-        )
-    else:
-        log("  held out: the data set has no *_test_* shards, so nothing was measured")
+    log(f"  {held_out_line(evaluated)}")
     if "blimp_accuracy" in evaluated:
         log(f"  BLiMP: {evaluated['blimp_accuracy']:.1%} of {evaluated['blimp_pairs']:,} pairs (by chance 50%)")
     log(f"  model: {model}")
@@ -52,6 +39,9 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
     log(f"  report: {report}")
     if evaluated.get("prompts") == []:
         log("  prompts: no held-out one is answered right: little more than word frequencies is learned")
+    for one in evaluated.get("answers", ()):
+        verdict = "right" if one["answer"] == one["truth"] else f"the text has: {one['truth']}"
+        log(f'  "{one["prompt"]}"\n      {one["answer"]} ({one["probability"]:.0%}; {verdict})')
     log(f"  next: {_next(evaluated)}")
 
 
@@ -68,26 +58,10 @@ def print_mlp(trained: dict[str, Any], evaluated: dict[str, Any], checkpoint: Pa
     """`trained`, `evaluated`: the counts of TrainMlp and EvaluateMlp."""
     log("The MLP is trained.")
     log(
-        f"  {trained['steps']} steps with {trained['num_workers']} worker(s), loss {_number(trained, 'first_loss')} → "
-        f"{_number(trained, 'loss', '.4f')} (mean of the last 50: {_number(trained, 'mean_loss_last_50', '.4f')})"
+        f"  {trained['steps']} steps with {trained['num_workers']} worker(s), loss {recorded(trained, 'first_loss')} → "
+        f"{recorded(trained, 'loss', '.4f')} (mean of the last 50: {recorded(trained, 'mean_loss_last_50', '.4f')})"
     )
     log(
         f"  held out ({evaluated['images']} images): accuracy {evaluated['accuracy']:.2%}, loss {evaluated['loss']:.4f}"
     )
     log(f"  checkpoint: {checkpoint}")
-
-
-def _against_frequency(evaluated: dict[str, Any]) -> str:
-    """The loss compared with the unigram baseline: "1.10 nats under always guessing by frequency: 6.03, 6.4%"."""
-    loss = evaluated["unigram_loss"]
-    gain = loss - evaluated["masked_lm_loss"]
-    return (
-        f"{abs(gain):.2f} nats {'under' if gain > 0 else 'over'} always guessing by frequency: {loss:.2f}, "
-        f"{evaluated['unigram_accuracy']:.1%}"
-    )
-
-
-def _number(counts: dict[str, Any], name: str, form: str = ".3f") -> str:
-    """Format a count; it is null if the phase's metrics.jsonl was lost."""
-    value = counts.get(name)
-    return "not recorded" if value is None else format(value, form)

@@ -84,7 +84,7 @@ def evaluate(
         "bits_per_character": sums[0] / math.log(2) / length if length else None,
         "unigram_from_training": training is not None,
         **frequency_scores(frequencies, masked_by_piece, right_by_piece),
-        **({} if tokenizer is None else {"prompts": suggest(model, tokenizer, reader, samples, frequencies, device)}),
+        **({} if tokenizer is None else suggest(model, tokenizer, reader, samples, frequencies, device)),
     }
 
 

@@ -1,4 +1,5 @@
-"""Prompts from held-out text that the model answers right with other than the most frequent pieces."""
+"""Prompts from held-out text: some that the model answers right, with other than the most frequent pieces, and a fair
+sample of its answers."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ from trainer.parallel.fp32_sums import at_least_fp32
 #: The most frequent pieces, which do not count as answers; the fewest and most tokens of a prompt; prompts that are
 #: tried, and how many are kept.
 FREQUENT, _SHORTEST, _LONGEST, _TRIED, _KEPT = 20, 6, 40, 4000, 5
+#: Prompts of the sample.
+_SAMPLED = 3
 _ROWS, _AT_ONCE = 2000, 50
 _ENDS = (".", "!", "?")
 #: How much more probable than the second the answer must be, so that another device's rounding cannot exchange them.
@@ -45,9 +48,10 @@ def suggest(
     samples: Samples,
     frequencies: NDArray[np.int64],
     device: Device,
-) -> list[dict[str, Any]]:
-    """{"prompt", "answer", "probability"} of the sentences in `samples` whose masked word the model predicts, the most
-    probable first; [] if it predicts none but the `FREQUENT` most frequent pieces.
+) -> dict[str, list[dict[str, Any]]]:
+    """Two lists. "prompts": {"prompt", "answer", "probability"} of the sentences in `samples` whose masked word the
+    model predicts, the most probable first; [] if it predicts none but the `FREQUENT` most frequent pieces. "answers":
+    the same and the masked word, "truth", of some of all the sentences that were tried, evenly spaced, right or wrong.
 
     `tokenizer`: the model's `tokenizers.Tokenizer`, which reads each prompt back as the tokens that were tried.
     `frequencies` (V,): how often each piece occurs.
@@ -55,7 +59,7 @@ def suggest(
     frequent = set(np.argsort(-frequencies, kind="stable")[:FREQUENT].tolist())
     candidates = list(_candidates(tokenizer, _texts(reader, samples), frequent))
     width = min(_LONGEST + 2, model.config.max_position_embeddings)
-    mask, found = tokenizer.token_to_id(MASK), []
+    mask, found, all_answers = tokenizer.token_to_id(MASK), list[tuple[float, _Candidate]](), list[dict[str, Any]]()
     model.to(device.torch_device).eval()
     for start in range(0, len(candidates), _AT_ONCE):
         part = candidates[start : start + _AT_ONCE]
@@ -69,9 +73,20 @@ def suggest(
             # One transfer: on a lazy device, each separate fetch compiles a graph of its own.
             rows = torch.cat([best.values.double(), best.indices.double()], dim=1).tolist()
         for candidate, (probability, second, answer, _) in zip(part, rows, strict=False):
+            all_answers.append(
+                _answered(tokenizer, candidate, answer, probability)
+                | {"truth": tokenizer.id_to_token(candidate.answer)}
+            )
             if answer == candidate.answer and probability > _AHEAD * second:
                 found.append((probability, candidate))
-    return _best(found, tokenizer)
+    middles = [(2 * number + 1) * len(all_answers) // (2 * _SAMPLED) for number in range(_SAMPLED)]
+    sampled = [all_answers[at] for at in sorted(set(middles))] if all_answers else []
+    return {"prompts": _best(found, tokenizer), "answers": sampled}
+
+
+def _answered(tokenizer: Any, candidate: _Candidate, answer: float, probability: float) -> dict[str, Any]:
+    piece = tokenizer.id_to_token(int(answer))
+    return {"prompt": candidate.text, "answer": piece, "probability": round(probability, 6)}
 
 
 def _best(found: list[tuple[float, _Candidate]], tokenizer: Any) -> list[dict[str, Any]]:
@@ -82,8 +97,7 @@ def _best(found: list[tuple[float, _Candidate]], tokenizer: Any) -> list[dict[st
         if tuple(one.ids) not in sentences and one.answer not in answers and len(kept) < _KEPT:
             sentences.add(tuple(one.ids))
             answers.add(one.answer)
-            piece = tokenizer.id_to_token(one.answer)
-            kept.append({"prompt": one.text, "answer": piece, "probability": round(probability, 6)})
+            kept.append(_answered(tokenizer, one, one.answer, probability))
     return kept
 
 

@@ -60,7 +60,7 @@ def chain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
 def test_a_stage_that_is_stopped_is_started_again(chain: Chain, stage: str, words: tuple[str, ...]) -> None:
     shutil.rmtree(chain.latest(stage))
     done = chain.run(*words, *LIMIT, PYTHONPATH=str(chain.directory / "site"))
-    assert f"{stage}: exit status -9 (no sign of life for 20.0 s); starting again" in done.stderr
+    assert f"{stage}: note: exit status -9 (no sign of life for 20.0 s); starting again" in done.stderr
     assert (chain.latest(stage) / "manifest.json").exists()
     assert not (chain.latest(stage) / "alive").exists()
 

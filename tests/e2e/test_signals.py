@@ -73,7 +73,15 @@ def cluster(workers: int) -> tuple[str, ...]:
 def in_terminal(chain: Chain, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
     """Luigi in the foreground of a terminal, and what closes the terminal."""
     ours, theirs = pty.openpty()
-    process = start_luigi(chain.config, *words, prefix=("setsid", "--ctty"), stdin=theirs, stdout=theirs, stderr=theirs)
+    process = start_luigi(
+        chain.config,
+        *words,
+        prefix=("setsid", "--ctty"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        TERM="xterm-256color",
+    )
     os.close(theirs)
     closing = threading.Event()
 

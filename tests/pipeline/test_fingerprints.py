@@ -64,6 +64,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("run", "non_finite", "stop", NOTHING),
     ("run", "non_finite_limit", "5", NOTHING),
     ("run", "replica_check_steps", "7", NOTHING),
+    ("run", "console", "quiet", NOTHING),
     ("run", "processes", "5", NOTHING),
     ("run", "report_interval_s", "5", NOTHING),
     ("run", "stage_hang_timeout_s", "5", NOTHING),

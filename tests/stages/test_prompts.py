@@ -111,6 +111,20 @@ def test_a_suggested_prompt_gets_the_answer_that_is_shown(trained: Path, prompts
         assert tokenizer(one["prompt"].replace("[MASK]", one["answer"]))["input_ids"] in known
 
 
+def test_the_sample_of_answers_is_fair(trained: Path, prompts: list[dict[str, Any]]) -> None:
+    """The model's own best by Hugging Face's pipeline, beside the word of the text, whichever is right."""
+    _, tokenizer = load(trained / "model", trained / "model")
+    masked = transformers.BertForMaskedLM.from_pretrained(trained / "model").eval()
+    pipeline = transformers.pipeline("fill-mask", model=masked, tokenizer=tokenizer, device="cpu")
+    answers = json.loads((trained / "evaluation" / "evaluation.json").read_text())["answers"]
+    assert len(answers) == 3
+    known = [tokenizer(topic)["input_ids"] for topic in TOPICS]
+    for one in answers:
+        best = pipeline(one["prompt"])[0]
+        assert (best["token_str"], best["score"]) == (one["answer"], pytest.approx(one["probability"], abs=1e-4))
+        assert tokenizer(one["prompt"].replace("[MASK]", one["truth"]))["input_ids"] in known
+
+
 def test_a_prompt_is_spelled_so_that_it_is_read_as_the_same_tokens() -> None:
     """Pieces are joined, words of the vocabulary that typed text would split otherwise are left out."""
     vocabulary = [*SPECIAL, "the", "run", "##ning", "cat", "sees", "it", "running", "x", "."]
@@ -166,7 +180,7 @@ def work_directory(directory: Path, counts: dict[str, Any]) -> StageDirs:
     return StageDirs(directory)
 
 
-PROMPT = {"prompt": "it's a [MASK] day.", "answer": "sunny", "probability": 0.4123}
+PROMPT: dict[str, Any] = {"prompt": "it's a [MASK] day.", "answer": "sunny", "probability": 0.4123}
 
 
 def test_try_without_a_text_shows_them_ready_to_be_pasted(tmp_path: Path) -> None:
@@ -198,4 +212,10 @@ def test_summary_and_card_show_them(capsys: pytest.CaptureFixture[str]) -> None:
         found = {} if prompts is None else {"prompts": prompts}
         print_phase2([], {**evaluated, **found}, Path("model"), Path("page"))
         assert expected in "".join(capsys.readouterr())
+    answers = [{**PROMPT, "truth": truth} for truth in ("sunny", "rainy")]
+    print_phase2([], {**evaluated, "prompts": [PROMPT], "answers": answers}, Path("model"), Path("page"))
+    said = "".join(capsys.readouterr())
+    assert said.count(PROMPT["prompt"]) == 2
+    assert "sunny (41%; right)" in said
+    assert "sunny (41%; the text has: rainy)" in said
     assert facts.prompts_table({"prompts": [PROMPT]}) == [["it's a [MASK] day.", "sunny", "41.2%"]]

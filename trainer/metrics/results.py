@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,22 @@ def phase_results(steps: list[dict[str, Any]], state: TrainState, *, train_time_
         **({"changes": state.changes} if state.changes else {}),
         **({"skipped_batches": state.skipped} if state.skipped else {}),
     }
+
+
+def result_text(counts: Mapping[str, Any]) -> str:
+    """The results of a phase in a few words, from its summary."""
+    warnings = ", ".join(f"{one['cause']} (step {one['step']})" for one in counts.get("diagnoses", ()))
+    return (
+        f"{counts['steps']} steps, loss {recorded(counts, 'first_loss')} → {recorded(counts, 'loss')} "
+        f"(mean of the last 50: {recorded(counts, 'mean_loss_last_50')}), "
+        f"{recorded(counts, 'throughput_average', '.0f')} sequences/s{warnings and f'; warnings: {warnings}'}"
+    )
+
+
+def recorded(counts: Mapping[str, Any], name: str, form: str = ".3f") -> str:
+    """Format a count; it is null if metrics.jsonl was lost."""
+    value = counts.get(name)
+    return "not recorded" if value is None else format(value, form)
 
 
 def _mean(values: list[float]) -> float | None:

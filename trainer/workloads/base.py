@@ -108,5 +108,5 @@ class Workload(abc.ABC):
         return {}
 
     def last_lines(self, summary: dict[str, Any]) -> list[str]:
-        """Lines for the console at the end of a run, from its `summary`."""
+        """Lines for the console at the end of a run, from its `summary`; [] for the usual one."""
         return []

@@ -1,0 +1,182 @@
+"""What a run shows: on a real terminal, whose screen pyte keeps; in a pipe; to a program."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pyte
+import pytest
+
+from tests.helpers.chain import Chain, start_luigi, write_corpus
+from tests.helpers.support import ROOT
+
+SHARDS = ("ShardDataset", "--phase", "1")
+STAGES = ("tokenize_corpus", "shard_dataset-phase1")
+ESCAPE = b"\x1b"
+COLOUR = re.compile(rb"\x1b\[[\d;]*3[1-7]m")
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    return Chain(tmp_path)
+
+
+def in_terminal(words: list[str], env: dict[str, str], columns: int = 110) -> tuple[list[list[str]], bytes, int]:
+    """Run a command in a terminal: (its screens after each write, all bytes, exit status)."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    env = {"TERM": "xterm-256color", "COLUMNS": str(columns), **env}
+    process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, **env}, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    screen = pyte.Screen(columns, 30)
+    stream, screens, written = pyte.ByteStream(screen), list[list[str]](), b""
+    while True:
+        try:
+            some = os.read(ours, 1 << 16)
+        except OSError:  # the last one that had it open has ended
+            break
+        written += some
+        stream.feed(some)
+        screens.append([line.rstrip() for line in screen.display if line.strip()])
+    os.close(ours)
+    return screens, written, process.wait()
+
+
+def luigi(chain: Chain, *words: str, columns: int = 110, **env: str) -> tuple[list[list[str]], bytes, int]:
+    command = [sys.executable, "-m", "luigi", "--module", "pipeline", *words]
+    return in_terminal(command, {"LUIGI_CONFIG_PATH": str(chain.config), **env}, columns)
+
+
+def test_a_terminal_has_a_header_and_a_line_for_each_stage(chain: Chain) -> None:
+    write_corpus(chain.directory / "corpus.txt", 4000)  # long enough for a live line
+    screens, _, status = luigi(chain, *SHARDS, columns=200)
+    header, *lines = screens[-1]
+    assert status == 0, screens[-1]
+    assert header.startswith(f"ShardDataset: 2 of 2 stages to make in {chain.work}"[:60])
+    complete = [line for line in lines if not re.match(r"tokenize_corpus: note: ", line)]
+    assert [line.split()[:2] for line in complete] == [["✓", stage] for stage in STAGES]
+    assert re.search(r" \d:\d\d  [\d,]+ documents and [\d,]+ held out, [\d,]+ tokens$", complete[0])
+    live = [line for screen in screens for line in screen if re.match(r"[⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏] tokenize_corpus", line)]
+    assert any(re.search(r"━.* \d+% [\d.]+ [kM]?B/[\d.]+ MB", line) for line in live), live[-3:]
+
+
+def test_the_stage_log_has_every_line_and_the_command(chain: Chain) -> None:
+    luigi(chain, *SHARDS)
+    (log,) = chain.work.glob("tokenize_corpus-*/stage.log")
+    command, *lines = log.read_text().splitlines()
+    assert command.startswith("$ python -m stages.tokenize --source=")
+    assert any(" documents and " in line for line in lines)
+    assert not any("%|" in line and "100%" not in line for line in lines), "a progress bar on its way"
+
+
+def test_no_color_leaves_the_colours_out(chain: Chain) -> None:
+    _, plain, _ = luigi(chain, *SHARDS, NO_COLOR="1")
+    _, coloured, _ = luigi(chain, *SHARDS, "--Run-seed", "7")
+    assert not COLOUR.search(plain)
+    assert COLOUR.search(coloured)
+
+
+def test_a_dumb_terminal_and_a_pipe_have_plain_lines(chain: Chain) -> None:
+    _, written, _ = luigi(chain, *SHARDS, TERM="dumb")
+    said = chain.run(*SHARDS, "--Run-seed", "7").stderr
+    for text in (written.decode().replace("\r\n", "\n"), said):
+        assert "\x1b" not in text
+        for stage in STAGES:
+            assert f"{stage}: started in {chain.work}" in text
+            assert re.search(rf"^{stage}: complete \(\d+:\d\d\)$", text, re.MULTILINE)
+        assert "$ python" not in text
+
+
+def test_stages_of_two_workers_share_a_terminal_without_live_lines(chain: Chain) -> None:
+    screens, _, status = luigi(chain, *SHARDS, "--workers", "2", columns=200)
+    assert status == 0
+    for stage in STAGES:
+        assert any(line.startswith(f"{stage}: complete") for line in screens[-1])
+
+
+def test_a_narrow_terminal_wraps_nothing(chain: Chain) -> None:
+    """A live line that wrapped would leave its upper half behind at each redrawing."""
+    write_corpus(chain.directory / "corpus.txt", 2000)
+    screens, _, status = luigi(chain, *SHARDS, columns=60)
+    assert status == 0
+    assert [line[:2] for line in screens[-1]].count("✓ ") == 2
+    assert not any(line.startswith("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[n]) for line in screens[-1] for n in range(10))
+
+
+@pytest.mark.parametrize("words", [["--quiet"], ["--Run-console", "quiet"]])
+def test_quiet_shows_only_what_needs_attention(chain: Chain, words: list[str]) -> None:
+    done = chain.run(*SHARDS, *words)
+    assert (done.stdout, done.stderr) == ("", "note: this text gives a vocabulary of only 107 pieces\n")
+    assert all((chain.latest(stage) / "manifest.json").exists() for stage in STAGES)
+    (chain.directory / "corpus.txt").write_bytes(b"\xff not UTF-8")
+    failed = chain.run(*SHARDS, *words, status=30)
+    assert "is not UTF-8" in failed.stderr
+    assert "started in" not in failed.stderr
+
+
+def test_json_lines_tell_a_program_what_happens(chain: Chain) -> None:
+    done = chain.run(*SHARDS, "--Run-console", "json")
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(set(event) >= {"event", "time"} for event in events)
+    assert [event["stage"] for event in events if event["event"] == "started"] == list(STAGES)
+    complete = [event for event in events if event["event"] == "complete"]
+    assert [event["stage"] for event in complete] == list(STAGES)
+    for event in complete:
+        (directory,) = (
+            one["directory"] for one in events if one["event"] == "started" and one["stage"] == event["stage"]
+        )
+        recorded = json.loads((Path(directory) / "manifest.json").read_text())["seconds"]
+        assert event["seconds"] == pytest.approx(recorded, abs=2)
+    assert events[0]["event"] == "header"
+
+
+def test_warnings_of_a_stage_are_shown_above_its_live_line(tmp_path: Path) -> None:
+    """By a program of our own, as no short stage warns."""
+    program = (
+        "import pathlib, time\n"
+        "from common.console import log\n"
+        "from pipeline.console.select import choose_once, shown\n"
+        "choose_once('live')\n"
+        f"with shown().running('pretrain-phase1', pathlib.Path({str(tmp_path)!r})) as said:\n"
+        "    for line in ('LOG a step', 'warning: the rate is too high', 'note: a batch is skipped'):\n"
+        "        said(line, False)\n"
+        "    log('a line of luigi')\n"
+        "    time.sleep(0.6)\n"
+    )
+    screens, _, status = in_terminal([sys.executable, "-c", program], {})
+    assert status == 0
+    expected = [
+        "pretrain-phase1: warning: the rate is too high", "pretrain-phase1: note: a batch is skipped",
+        "a line of luigi",
+    ]  # fmt: skip
+    assert screens[-1] == expected
+    (live,) = {line[2:17] for screen in screens for line in screen if line not in expected and line[2:3].isalpha()}
+    assert live == "pretrain-phase1"
+
+
+def test_no_dump_of_settings_and_no_warning_of_a_library_is_shown(chain: Chain) -> None:
+    said = chain.run("BertPhase2", "--Cluster-nproc-per-node", "2").stderr
+    assert "BERT is pretrained.\n" in said
+    for line in ("TrainConfig(", "[Gloo]", "WARNING:root", "Warning"):
+        assert line not in said
+    assert "--max_steps" in (chain.latest("pretrain-phase1") / "stage.log").read_text()
+
+
+def test_a_closed_terminal_does_not_end_a_run(chain: Chain) -> None:
+    """The stage goes on as if there were none (SIGHUP, which ends a training, is tests/e2e/test_signals.py)."""
+    ours, theirs = pty.openpty()
+    process = start_luigi(chain.config, *SHARDS, stdout=theirs, stderr=theirs, stdin=theirs, TERM="xterm-256color")
+    os.close(theirs)
+    os.read(ours, 1)
+    os.close(ours)
+    assert process.wait(timeout=120) == 0
+    assert all((chain.latest(stage) / "manifest.json").exists() for stage in STAGES)
