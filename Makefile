@@ -1,17 +1,23 @@
 # make run     pretrain the embedded default, end to end
 # make test    all tests            make check   format, lint, types, taste
 # make bench   every speed claim    make mutants deliberate faults: does the test named for each one fail?
+# make docs    the documentation as a site in build/site
+# make test-newest, make test-lowest: the main job and the contracts with the newest and the lowest versions of packages that
+#              pyproject.toml allows        make constraints   renew constraints.txt, the versions that are tested
 # make clean   remove the environment (work/ stays)
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
+UV := $(BIN)/uv
+INSTALL = $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python
+RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test check bench mutants clean
+.PHONY: run test check bench mutants docs test-newest test-lowest constraints clean
 .DELETE_ON_ERROR:
 
-run: $(INSTALLED)
+run: $(RUNTIME)
 	$(BIN)/luigi --module pipeline BertPhase2
 
 # One worker more than there are cores: most tests wait for processes of their own. The long ones come first.
@@ -27,19 +33,43 @@ check: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_taste.py
 
 bench: $(INSTALLED)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --editable '.[bench]'
+	$(INSTALL) --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python -m benchmarks
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants.run $(ARGS)
 
-$(INSTALLED): pyproject.toml
+docs: $(INSTALLED)
+	$(INSTALL) --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/sphinx-build -q --fail-on-warning --keep-going -c docs/site -b html . build/site
+	@echo build/site/docs/site/index.html
+
+test-newest test-lowest: test-%:
+	$(MAKE) $(VENV)-$*/bin/uv VENV=$(VENV)-$*
+	$(VENV)-$*/bin/uv pip install --quiet --compile-bytecode --python $(VENV)-$*/bin/python --editable '.[test]' \
+	  --resolution $(if $(filter newest,$*),highest,lowest-direct)
+	$(VENV)-$*/bin/python -m pytest -n $(WORKERS) --dist loadscope tests/contract tests/e2e/test_chain.py $(ARGS)
+
+constraints: $(UV)
+	$(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate --no-header \
+	  --extra dev --extra bench --extra docs pyproject.toml --output-file constraints.txt
+
+# PyTorch's own index has builds for the machine at hand: without a GPU, one without the gigabytes of CUDA's libraries.
+$(RUNTIME): pyproject.toml constraints.txt | $(UV)
+	$(INSTALL) --constraint constraints.txt --torch-backend auto --editable . 2>/dev/null || \
+	  { echo "note: PyTorch's own index cannot be used here; torch comes with CUDA's libraries" >&2; \
+	    $(INSTALL) --constraint constraints.txt --editable . ; }
+	@touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt | $(UV)
+	$(INSTALL) --constraint constraints.txt --editable '.[dev]'
+	@touch $(RUNTIME) $@
+
+$(UV):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $$($(PYTHON) --version) is too old: Python 3.11 or newer is needed; give one with make PYTHON=…" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --editable '.[dev]'
-	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest build/site

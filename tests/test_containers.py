@@ -17,26 +17,33 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 #: The base image of each lane, and the Python of that Ubuntu release (22.04's own python3 is 3.10).
 BASES = {XLA: ("ubuntu:22.04", "python3.11", (3, 11)), NATIVE: ("ubuntu:26.04", "python3", (3, 14))}
 each_lane = pytest.mark.parametrize("lane", [XLA, NATIVE])
+#: Images without a lane of Trainium's.
+OTHERS = ("cpu", "cuda")
+each_image = pytest.mark.parametrize("image", [XLA, NATIVE, *OTHERS])
 
 
-def instructions(lane: str) -> list[tuple[str, str]]:
+def instructions(image: str) -> list[tuple[str, str]]:
     """(instruction, its arguments), with continued lines joined and comments left out."""
-    text = (ROOT / "containers" / f"{lane}.Dockerfile").read_text()
+    text = (ROOT / "containers" / f"{image}.Dockerfile").read_text()
     text = re.sub(r"\\\n", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
     found = [line.split(None, 1) for line in text.splitlines() if line.strip()]
     return [(name, words) for name, words in found]
 
 
-def arguments(lane: str, instruction: str) -> list[str]:
-    return [words for name, words in instructions(lane) if name == instruction]
+def arguments(image: str, instruction: str) -> list[str]:
+    return [words for name, words in instructions(image) if name == instruction]
 
 
-@each_lane
-def test_it_is_a_dockerfile(lane: str) -> None:
-    found = instructions(lane)
+def test_every_recipe_is_looked_at_here() -> None:
+    assert {path.stem for path in (ROOT / "containers").iterdir()} == {XLA, NATIVE, *OTHERS}
+
+
+@each_image
+def test_it_is_a_dockerfile(image: str) -> None:
+    found = instructions(image)
     assert {name for name, _ in found} <= {"FROM", "ARG", "RUN", "ENV", "COPY"}
-    assert found[0] == ("FROM", BASES[lane][0])
-    for words in arguments(lane, "RUN"):
+    assert found[0] == ("FROM", BASES[image][0] if image in BASES else "python:3.13-slim")
+    for words in arguments(image, "RUN"):
         script = subprocess.run(["sh", "-n", "-c", words], capture_output=True, text=True, check=False)
         assert script.returncode == 0, script.stderr
     declared = {re.split("[= ]", words)[0] for name, words in found if name in ("ARG", "ENV")}
@@ -65,9 +72,17 @@ def test_the_extra_is_a_whole_installation_of_its_lane(lane: str) -> None:
     assert f"{BASES[lane][1]} -m venv /opt/venv" in arguments(lane, "RUN")[2]
 
 
-@each_lane
-def test_it_copies_what_the_wheel_is_made_of_and_docker_sees_it(lane: str) -> None:
-    sources = [word for words in arguments(lane, "COPY") for word in words.split()[:-1]]
+@pytest.mark.parametrize("image", OTHERS)
+def test_others_install_the_versions_that_are_tested(image: str) -> None:
+    install = arguments(image, "RUN")[-1]
+    backend = {"cpu": "cpu", "cuda": "$CUDA"}[image]
+    assert f"--torch-backend {backend} --constraint /src/constraints.txt /src" in install
+    assert not re.search(r"https?://", " ".join(words for _, words in instructions(image)))
+
+
+@each_image
+def test_it_copies_what_the_wheel_is_made_of_and_docker_sees_it(image: str) -> None:
+    sources = [word for words in arguments(image, "COPY") for word in words.split()[:-1]]
     assert all((ROOT / source).exists() for source in sources)
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     project = PROJECT["project"]
@@ -78,10 +93,10 @@ def test_it_copies_what_the_wheel_is_made_of_and_docker_sees_it(lane: str) -> No
         *wheel["packages"],
         *wheel["force-include"],
     }
-    assert set(sources) == needed
+    assert set(sources) == needed | ({"constraints.txt"} if image in OTHERS else set())
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     assert ignore[1] == "*"
-    assert {line[1:] for line in ignore if line.startswith("!")} == needed
+    assert {line[1:] for line in ignore if line.startswith("!")} == needed | {"constraints.txt"}
 
 
 @each_lane
@@ -91,8 +106,8 @@ def test_everything_comes_from_aws(lane: str) -> None:
     assert hosts == {REPOSITORY, "apt.repos.neuron.amazonaws.com", "efa-installer.amazonaws.com"}
 
 
-@each_lane
-def test_it_says_that_it_was_not_built(lane: str) -> None:
-    path: Path = ROOT / "containers" / f"{lane}.Dockerfile"
-    assert "NOT BUILT, NOR RUN ON TRAINIUM" in path.read_text().splitlines()[0]
-    assert f"docker build -f containers/{lane}.Dockerfile" in path.read_text()
+@each_image
+def test_it_says_that_it_was_not_built(image: str) -> None:
+    path: Path = ROOT / "containers" / f"{image}.Dockerfile"
+    assert ("NOT BUILT, NOR RUN ON TRAINIUM" if image in BASES else "NOT BUILT") in path.read_text().splitlines()[0]
+    assert f"docker build -f containers/{image}.Dockerfile" in path.read_text()

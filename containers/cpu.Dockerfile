@@ -1,0 +1,13 @@
+# Without an accelerator. NOT BUILT. From the repository's root:
+#   docker build -f containers/cpu.Dockerfile -t trainer:cpu .
+# Versions of Python packages are those of constraints.txt; torch is PyTorch's build for CPUs.
+FROM python:3.13-slim
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+ENV PYTHONUNBUFFERED=1
+COPY pyproject.toml constraints.txt README.md LICENSE luigi.cfg /src/
+COPY common /src/common
+COPY pipeline /src/pipeline
+COPY stages /src/stages
+COPY trainer /src/trainer
+RUN pip install --no-cache-dir uv \
+ && uv pip install --system --no-cache --torch-backend cpu --constraint /src/constraints.txt /src && rm -r /src

@@ -1,0 +1,17 @@
+# GPUs: torch brings CUDA's libraries, the driver is the host's (NVIDIA's container toolkit). NOT BUILT. From the
+# repository's root:
+#   docker build -f containers/cuda.Dockerfile -t trainer:cuda .
+#   docker run --gpus all --shm-size 8g …
+# Versions of Python packages are those of constraints.txt.
+FROM python:3.13-slim
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+# CUDA's release, by PyTorch's name; it must not be newer than the host's driver.
+ARG CUDA=cu128
+ENV PYTHONUNBUFFERED=1
+COPY pyproject.toml constraints.txt README.md LICENSE luigi.cfg /src/
+COPY common /src/common
+COPY pipeline /src/pipeline
+COPY stages /src/stages
+COPY trainer /src/trainer
+RUN pip install --no-cache-dir uv \
+ && uv pip install --system --no-cache --torch-backend $CUDA --constraint /src/constraints.txt /src && rm -r /src

@@ -1,0 +1,76 @@
+"""What is installed: for running less than for testing, in the versions that these tests run with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from tests.helpers.support import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+CONSTRAINTS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines()]
+OURS = PROJECT["name"]
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_tests_run_with_the_versions_of_the_constraints() -> None:
+    pinned = {canonical(one.name): one.specifier for one in CONSTRAINTS if one.marker is None or one.marker.evaluate()}
+    assert {str(specifier)[:2] for specifier in pinned.values()} == {"=="}
+    installed = {canonical(one.name): one.version for one in importlib.metadata.distributions()}
+    others = {
+        name: version
+        for name, version in installed.items()
+        if name in pinned and not pinned[name].contains(version, prereleases=True)
+    }
+    assert not others, "make constraints, or install again"
+    assert set(map(canonical, needed("dev"))) <= set(pinned)
+
+
+def needed(*extras: str) -> set[str]:
+    """The packages that the project names, with these extras."""
+    requirements = [*PROJECT["dependencies"], *(one for extra in extras for one in EXTRAS[extra])]
+    found = set[str]()
+    for requirement in map(Requirement, requirements):
+        if requirement.name == OURS:
+            found |= needed(*requirement.extras)
+        elif requirement.marker is None or requirement.marker.evaluate():
+            found.add(requirement.name)
+    return found
+
+
+def test_the_constraints_name_no_place_to_install_from() -> None:
+    text = (ROOT / "constraints.txt").read_text() + (ROOT / "Makefile").read_text()
+    assert not re.search(r"https?:|index-url|find-links|file:", text)
+    assert not any(one.url for one in CONSTRAINTS)
+
+
+def test_make_run_installs_what_running_needs_and_make_test_all(tmp_path: Path) -> None:
+    """By what make would do in a new environment."""
+
+    def would(target: str) -> str:
+        words = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ)
+        return done.stdout
+
+    run, test = would("run"), would("test")
+    assert re.search(r"--constraint constraints.txt --torch-backend auto --editable \. ", run)
+    assert "[dev]" not in run
+    assert "--constraint constraints.txt --editable '.[dev]'" in test
+    assert "luigi --module pipeline BertPhase2" in run
+
+
+def test_supported_versions_of_python_are_those_of_the_classifiers() -> None:
+    versions = [one.rpartition(" ")[2] for one in PROJECT["classifiers"] if "Python :: 3." in one]
+    assert PROJECT["requires-python"] == f">={versions[0]}"
+    assert f"Python {versions[0]} to {versions[-1]}" in (ROOT / "README.md").read_text()
