@@ -18,13 +18,16 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from common.process import PARENT_VARIABLE, STOP_SIGNALS, die_with_parent, die_with_starter
+from common.process import PARENT_VARIABLE, SAVING_S, STOP_SIGNALS, die_with_parent, die_with_starter
 
+#: Seconds between two looks at commands that are to end.
+_LOOK_S = 1.0
 #: The most that a request may have.
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 18, 64
 #: Limits that a request carries, in this order.
@@ -90,19 +93,23 @@ class _Server:
         self._ready.register(control, selectors.EVENT_READ)
         #: By process.
         self._replies: dict[int, socket.socket] = {}
+        #: When those have to have ended whose starters have.
+        self._deadlines: dict[int, float] = {}
 
     def serve(self) -> dict[str, Any]:
         """Until nobody holds the other end of `control`. Returns in children alone."""
         while True:
-            for key, _ in self._ready.select():
+            for key, _ in self._ready.select(_LOOK_S if self._deadlines else None):
                 if key.fileobj is self._control:
                     request = self._fork()
                     if request is not None:
                         return request
                 elif isinstance(key.fileobj, socket.socket):
-                    self._kill(key)
+                    self._stop(key)
                 else:
                     self._reap(key)
+            for pid in [pid for pid, deadline in self._deadlines.items() if time.monotonic() > deadline]:
+                os.kill(pid, signal.SIGKILL)
 
     def _fork(self) -> dict[str, Any] | None:
         """Returns the request in the child."""
@@ -131,17 +138,19 @@ class _Server:
         self._ready.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
         return None
 
-    def _kill(self, key: selectors.SelectorKey) -> None:
-        """Whoever asked for it has ended before it did."""
+    def _stop(self, key: selectors.SelectorKey) -> None:
+        """Whoever asked for it has ended before it did. SIGTERM ends it at once, unless it has something to save."""
         if key.data in self._replies:
             self._ready.unregister(key.fileobj)
-            os.kill(key.data, signal.SIGKILL)
+            os.kill(key.data, signal.SIGTERM)
+            self._deadlines[key.data] = time.monotonic() + SAVING_S
 
     def _reap(self, key: selectors.SelectorKey) -> None:
         _, status = os.waitpid(key.data, 0)
         self._ready.unregister(key.fileobj)
         os.close(key.fd)
         reply = self._replies.pop(key.data)
+        self._deadlines.pop(key.data, None)
         with contextlib.suppress(KeyError):
             self._ready.unregister(reply)
         with contextlib.suppress(OSError):

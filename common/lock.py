@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.console import log
 from common.errors import DiskError, LockHeld
 from common.files import disk_errors, read_json, utc_now
+from common.process import SAVING_S
 
 LOCK = "lock"
 #: The name under which the maker of a stage has its turn in a shared store (`stages.store.lease`).
@@ -22,8 +24,8 @@ IDENTITY = "stage.json"
 #: Environment variable: a process that holds a directory's lock passes the directory's fingerprint to the commands that
 #: it starts there.
 HELD_FINGERPRINT_VARIABLE = "STAGE_FINGERPRINT"
-#: Seconds to wait for the children of a killed holder to exit.
-_DYING_S = 10.0
+#: Seconds to wait for the children of a killed holder to save and exit, and those after which a line says so.
+_DYING_S, _QUIET_S = SAVING_S + 5, 1.0
 #: Seconds for which a process that only checks the lock may hold it, at most.
 _GLANCE_S = 0.2
 
@@ -86,7 +88,7 @@ def is_alive(pid: object) -> bool:
 def _lock(fd: int, directory: Path) -> None:
     """Take the lock, or raise `LockHeld`. Waits for processes that only check it, and for the children of a killed
     holder to exit."""
-    began = time.monotonic()
+    began, is_said = time.monotonic(), False
     while True:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,7 +98,11 @@ def _lock(fd: int, directory: Path) -> None:
             raise DiskError.of(error, directory / LOCK) from error
         here = holder.get("host") == socket.gethostname()
         dead = not holder or (here and not is_alive(holder.get("pid")))
-        if time.monotonic() - began < (_DYING_S if dead else _GLANCE_S):
+        waited = time.monotonic() - began
+        if waited < (_DYING_S if dead else _GLANCE_S):
+            if waited > _QUIET_S and not is_said:
+                is_said = True
+                log(f"{directory}: what a killed process has started there is saving; waiting for it")
             time.sleep(0.02)
             continue
         raise LockHeld(

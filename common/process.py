@@ -9,6 +9,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 
 from common.errors import EXIT_INTERRUPTED, UserError
@@ -20,6 +22,10 @@ NODE_RANK_VARIABLE, MASTER_ADDR_VARIABLE = "PET_NODE_RANK", "PET_MASTER_ADDR"
 #: Name of a thread that holds no lock which a forked child would need.
 HEARTBEAT_THREAD = "heartbeat"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+#: Seconds for which a process that saves may outlive its parent.
+SAVING_S = 60.0
+#: Seconds between two looks at whether the parent is still there.
+_PARENT_POLL_S = 1.0
 #: Signals that ask a process to save and stop. Schedulers send SIGUSR1 ahead of a time limit, a closed terminal SIGHUP.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
 #: Environment variable: the stop signals that torchrun's parent ignores, as under nohup. torchrun does not pass it on.
@@ -108,8 +114,35 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 
     Exits at once if the parent is not `expected_parent` any more. Systems other than Linux have this check only.
     """
-    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    global _dies_with_parent
+    _dies_with_parent = True
+    _signal_at_parents_death(signal.SIGKILL)
     if expected_parent is not None and os.getppid() != expected_parent:
         os._exit(1)
+
+
+_dies_with_parent = False
+
+
+def save_when_parent_dies() -> None:
+    """From now on a process that was to die with its parent has a SIGTERM when that happens, to save what it has and
+    end; `SAVING_S` seconds later it is ended. For processes that handle SIGTERM."""
+    if not _dies_with_parent:
+        return
+    parent = os.getppid()
+    _signal_at_parents_death(signal.SIGTERM)
+    threading.Thread(target=_end_after, args=(parent,), name="parent", daemon=True).start()
+
+
+def _signal_at_parents_death(signum: signal.Signals) -> None:
+    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)  # systems other than Linux have not sent it
+    time.sleep(SAVING_S)
+    os._exit(EXIT_INTERRUPTED)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from common.console import write_to
 from common.errors import EXIT_INTERRUPTED, AgreedError, Interrupted, UserError
 from common.lock import hold, is_held_for_us
 from common.process import die_with_starter, stop_early_on_signals
@@ -110,7 +111,7 @@ def _run(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh) ->
 
 
 def _print_line(line: str) -> None:
-    print(line, flush=True)
+    write_to(sys.stdout, line + "\n")  # its reader may have been killed
 
 
 def _ignore(line: str) -> None:

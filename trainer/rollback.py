@@ -23,6 +23,7 @@ def train(run: Run) -> bool:
         config.output_dir,
         is_root=run.is_root,
         watches_spot=config.spot_watch and run.mesh.local_rank == 0 and not config.trial,
+        watches_parent=run.mesh.nodes == 1 and not config.trial,
     )
     try:
         return _train(run if config.budget is None else resolved(run, interruptions, Trainer), interruptions)

@@ -1,9 +1,9 @@
 """Goodput while processes are killed: the time that the steps reached are worth, over the time since the start.
 
 Every --period seconds a process of the training is killed with SIGKILL, at random of all of them: the workers, what
-started them, the command itself, which is started again at once, after what was left of it. The same schedule beside
-torchrun with Hugging Face's Trainer and its checkpoints, and beside torchft, if it is installed, with the same model
-and batch. A step is worth the median time of those before the first kill.
+started them, the command itself, which is started again at once (what Trainer and torchft leave is killed first). The
+same schedule beside torchrun with Hugging Face's Trainer and its checkpoints, and beside torchft, if it is installed,
+with the same model and batch. A step is worth the median time of those before the first kill.
 """
 
 from __future__ import annotations

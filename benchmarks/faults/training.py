@@ -26,9 +26,17 @@ class Training:
     """A command that trains, in processes of its own, and the steps that it has recorded."""
 
     def __init__(
-        self, words: Sequence[str], environment: dict[str, str], log: Path, steps: Callable[[int | None], Steps]
+        self,
+        words: Sequence[str],
+        environment: dict[str, str],
+        log: Path,
+        steps: Callable[[int | None], Steps],
+        *,
+        ends_by_itself: bool = False,
     ) -> None:
-        """`words`: after `python`; `steps`: what is in the last bytes of its record, in all of it for None."""
+        """`words`: after `python`; `steps`: what is in the last bytes of its record, in all of it for None.
+        `ends_by_itself`: what is left of a killed command may go on, to save; otherwise it is killed, too."""
+        self._ends_by_itself = ends_by_itself
         self._words, self._log, self.steps = list(words), log, steps
         self._mark = uuid.uuid4().hex
         self._environment = {**os.environ, "USE_TORCH_XLA": "0", **environment, "BENCHMARK_MARK": self._mark}
@@ -37,9 +45,10 @@ class Training:
         self.starts = 0
 
     def keep_running(self) -> None:
-        """Start it, or start it again if its command has ended, after what is left of it has been killed."""
+        """Start it, or start it again if its command has ended."""
         if self.has_ended:
-            self.end()
+            if not self._ends_by_itself:
+                self.end()
             self.starts += 1
             with self._log.open("ab") as file:
                 self._process = subprocess.Popen(
@@ -89,7 +98,7 @@ def luigi_training(directory: Path, config: str) -> Training:
         return []
 
     words = ("-m", "luigi", "--module", "pipeline", "Pretrain", "--phase", "1")
-    return Training(words, {"LUIGI_CONFIG_PATH": str(file)}, directory / "luigi.log", lambda tail: steps(tail))
+    return Training(words, {"LUIGI_CONFIG_PATH": str(file)}, directory / "luigi.log", steps, ends_by_itself=True)
 
 
 def latest_steps(training: Training) -> Steps:

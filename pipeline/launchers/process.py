@@ -22,7 +22,7 @@ from common.errors import EXIT_INTERRUPTED
 from common.files import ALIVE, PROGRESS, disk_errors
 from common.forked import start_python
 from common.lock import HELD_FINGERPRINT_VARIABLE
-from common.process import PARENT_VARIABLE, is_ignored
+from common.process import PARENT_VARIABLE, SAVING_S, is_ignored
 from common.secrets import hidden_words, redact
 from pipeline.console.base import Said, nothing
 from stages.directory.attempts import How
@@ -242,8 +242,9 @@ def _lines(command: Command, watch: _Watch) -> Iterator[tuple[str, bool]]:
 
 
 def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
-    """The command's output, until it closes it or is killed for a hang."""
-    output = command.output.fileno()
+    """The command's output, until it closes it or is killed for a hang. Of a command that was killed, until the workers
+    that it has left have saved and ended, too."""
+    output, ended = command.output.fileno(), None
     while True:
         ready, _, _ = select.select([output], [], [], 0.5)
         if ready:
@@ -252,8 +253,10 @@ def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
                 return
             watch.heard()
             yield chunk
-        elif command.process.poll() is not None:
-            return  # it has ended; descendants that keep the pipe open are not read
+        elif (status := command.process.poll()) is not None:
+            ended = ended or time.monotonic()
+            if status >= 0 or time.monotonic() - ended > SAVING_S:
+                return  # descendants that keep the pipe open are not read
         elif watch.is_hung():
             command.send(signal.SIGKILL)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -137,6 +138,49 @@ def test_nothing_is_left_of_a_killed_torchrun(prepared, start) -> None:  # type:
     process.send_signal(signal.SIGSTOP)
     launcher.kill()
     wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers), timeout=10)
+
+
+def killed_at(directory: Path, victim: psutil.Process) -> int:
+    """The steps that were recorded when a process was killed; records are written once a second."""
+    wait_for(lambda: len(metrics_so_far(directory)) > 20)
+    victim.kill()
+    return len(metrics_so_far(directory))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_luigi_loses_no_step(prepared, start, layout: tuple[int, int]) -> None:  # type: ignore[no-untyped-def]
+    """The next one waits until the workers have saved, and goes on from there: the next checkpoint is far away."""
+    lr = float(f"0.03{sum(layout)}")
+    words = (*LONG, "--Phase1-lr", str(lr), *cluster(*layout))
+    process = start(*words)
+    directory = training_directory(prepared, lr)
+    steps = killed_at(directory, psutil.Process(process.pid))
+    again = start(*words)
+    assert not any((directory / "checkpoints").glob("ckpt_500"))
+    wait_for(lambda: "resuming from checkpoint" in (directory / "stage.log").read_text())
+    again.send_signal(signal.SIGTERM)
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 75, output
+    (resumed,) = map(int, re.findall(r"resuming from checkpoint \S*/ckpt_(\d+)", output))
+    assert resumed >= steps
+    recorded = [record["step"] for record in metrics(directory)]
+    assert recorded == list(range(1, len(recorded) + 1))
+
+
+def test_a_killed_launcher_loses_no_step(prepared, start) -> None:  # type: ignore[no-untyped-def]
+    process = start(*LONG, "--Phase1-lr", "0.04", *cluster(2, 1))
+    directory = training_directory(prepared, 0.04)
+    (launcher,) = [one for one in ours(str(directory)) if "trainer.launch.torchrun" in " ".join(one.cmdline())]
+    steps = killed_at(directory, launcher)
+    wait_for(lambda: "resuming from checkpoint" in (directory / "stage.log").read_text())
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert "starting again" in output
+    (resumed,) = map(int, re.findall(r"resuming from checkpoint \S*/ckpt_(\d+)", output))
+    assert resumed >= steps
+    recorded = [record["step"] for record in metrics(directory)]
+    assert recorded == list(range(1, len(recorded) + 1))
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from common.files import SAVE_REQUEST
-from common.process import heeded_signals
+from common.process import heeded_signals, save_when_parent_dies
 
 if TYPE_CHECKING:
     from requests import Session
@@ -44,18 +44,24 @@ class Requests(Protocol):
 class Interruptions:
     """The requests this worker has received. The loop combines those of all workers, since any may receive one."""
 
-    def __init__(self, output_dir: Path, *, is_root: bool, watches_spot: bool) -> None:
-        """The root polls for the file; one worker per machine (`watches_spot`) polls for spot notices."""
+    def __init__(self, output_dir: Path, *, is_root: bool, watches_spot: bool, watches_parent: bool = False) -> None:
+        """The root polls for the file; one worker per machine (`watches_spot`) polls for spot notices.
+        `watches_parent`: the death of what started this process is a request to stop, not this process's end. All
+        workers have to have it: with those of another machine a stop would be agreed on that nobody there asked for."""
         self.must_stop = False
         self._must_save = False
         self._file = output_dir / SAVE_REQUEST if is_root else None
         self._looked = 0.0
         self._watch = _SpotWatch(self) if watches_spot else None
+        self._watches_parent = watches_parent
 
     def begin(self) -> None:
         """From here on signals are requests instead of ending the process, and notices are polled."""
         for signum in heeded_signals():
             signal.signal(signum, self._on_signal)
+        if self._watches_parent:
+            save_when_parent_dies()
+            self._watches_parent = False
         if self._watch is not None and not self._watch.is_alive():
             self._watch.start()
 

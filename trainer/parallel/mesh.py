@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from common.errors import UserError
+from trainer.parallel.host_sum import sum_over_hosts
 
 T = TypeVar("T")
 #: Seconds between two polls of whether a worker is still busy.
@@ -190,9 +191,8 @@ class Mesh:
         """Element-wise sums, over all workers, of short lists of integers."""
         if self.world_size == 1:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, group=self.host_process_group)
-        sums: list[int] = tensor.tolist()
+        mine = torch.tensor(values, dtype=torch.int64)
+        sums: list[int] = sum_over_hosts(mine, self.rank, self.world_size, self.host_process_group).tolist()
         return sums
 
 
