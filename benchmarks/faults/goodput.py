@@ -122,7 +122,7 @@ def main() -> None:
     p.add_argument("--minutes", type=float, default=20, help="of each side")
     p.add_argument("--period", type=float, default=60, help="seconds between two kills")
     p.add_argument("--workers", type=int, default=2)
-    p.add_argument("--interval", type=int, default=20, help="steps between checkpoints, on all sides")
+    p.add_argument("--interval", type=int, default=4, help="steps between checkpoints, on all sides")
     p.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES], help="which of them to run")
     args = p.parse_args()
     shares = {}

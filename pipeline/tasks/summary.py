@@ -9,14 +9,14 @@ from typing import Any
 
 from common.console import log
 from stages.evaluate import held_out_line
-from trainer.metrics.results import recorded, result_text
+from trainer.metrics.results import in_words, recorded
 
 
 def phase_line(counts: dict[str, Any], phase: int) -> str:
     """One line on a phase, from its training's counts."""
     extended = counts.get("extended_from")
     origin = f" from step {extended['step']} of {extended['directory']}" if extended else ""
-    return f"phase {phase}{origin}: {result_text(counts)}"
+    return f"phase {phase}{origin}: {in_words(counts)}"
 
 
 def print_phase1(start: str, checkpoint: Path) -> None:

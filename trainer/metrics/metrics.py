@@ -19,14 +19,7 @@ from common.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, r
 from trainer.data.loader import Step, record_samples
 from trainer.metrics.event_file import EventFile
 from trainer.metrics.plateau import Diagnosis, Doctor
-from trainer.metrics.results import (
-    TrainTime,
-    append_missing,
-    phase_results,
-    recorded_steps,
-    result_text,
-    steps_of_phase,
-)
+from trainer.metrics.results import TrainTime, append_missing, in_words, phase_results, recorded_steps, steps_of_phase
 from trainer.run import Run
 from trainer.state import TrainState
 from trainer.workloads.base import MASKED_LM_LOSS, StepCost
@@ -288,7 +281,7 @@ class Metrics:
             summary = written  # complete before this run, and possibly the next phase's by now
         else:
             write_json(file, summary)
-        for line in self._workload.last_lines(summary) or [result_text(summary)]:
+        for line in self._workload.last_lines(summary) or [in_words(summary)]:
             self._log(line)
 
 

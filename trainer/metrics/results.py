@@ -116,7 +116,7 @@ def phase_results(steps: list[dict[str, Any]], state: TrainState, *, train_time_
     }
 
 
-def result_text(counts: Mapping[str, Any]) -> str:
+def in_words(counts: Mapping[str, Any]) -> str:
     """The results of a phase in a few words, from its summary."""
     warnings = ", ".join(f"{one['cause']} (step {one['step']})" for one in counts.get("diagnoses", ()))
     return (
