@@ -46,6 +46,11 @@ class InputFile(NamedTuple):
     bytes: int
     state: str
 
+    @property
+    def modified_s(self) -> float:
+        """Unix time at which it was changed last."""
+        return int(self.state.split()[1]) / 1e9
+
     def require_unchanged(self, fd: int | None = None) -> None:
         """Raise `UserError` unless the file (or the one open as `fd`) is in the state in which it was hashed."""
         with _readable(self.path):

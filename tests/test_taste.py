@@ -166,7 +166,8 @@ def test_every_field_of_a_config_is_read_somewhere(config: type) -> None:
 
 #: What takes a second to import, and what only some runs need.
 LATE = (
-    *("torch", "transformers", "h5py", "numpy", "yaml", "jinja2", "tarfile", "tomllib", "concurrent.futures.process"),
+    *("torch", "transformers", "h5py", "numpy", "pyarrow", "yaml", "jinja2", "tarfile", "tomllib"),
+    "concurrent.futures.process",
     *("pipeline.launchers.kubernetes", "stages.download", "stages.transfer.fetch", "stages.view.page"),
 )
 

@@ -9,6 +9,8 @@ from common.files import PROGRESS, parse_utc, read_json
 from common.lock import IDENTITY
 
 MANIFEST = "manifest.json"
+#: What the tokens of a corpus are, for people.
+DATA_CARD = "DATACARD.md"
 
 _IDENTITY: dict[str, Any] = {
     "stage": str, "format_version": int, "parameters": dict, "inputs": dict, "upstream": dict, "fingerprint": str,

@@ -16,13 +16,19 @@ from common.hashing import InputFile
 from common.process import processes_asked_for
 
 _BLOCK_BYTES = 1 << 20
+#: Endings of the names of compressed files, after that of their format.
+PACKED = (".gz", ".bz2", ".zst")
 #: Decompression threads for a .bz2 file (six keep up with the XML parser), and the chunk size of each: the library's
 #: default of 4 MiB took three times the memory and was 20 % faster.
 _BZ2_THREADS, _BZ2_CHUNK_BYTES = 6, 1 << 20
 #: A document longer than this many characters is split at a line end, which bounds memory.
 DOCUMENT_CHARACTERS_MAX = 4 << 20
-#: Assumed compression ratio of .gz and .bz2 text, slightly below what is typical.
+#: The largest window of a .zst file (`zstd --ultra --long=31`, 2 GiB); most need 8 MiB or less.
+_ZSTD_WINDOW_LOG_MAX = 31
+#: Assumed compression ratio of packed text, slightly below what is typical.
 _PACKED_RATIO = 3
+#: Longer lines inside a record's text are cut, because sentences are split line by line.
+_RECORD_LINE_CHARACTERS = 1 << 20
 _VISIBLE = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028\u2029\u2060\ufeff]")
 
 
@@ -63,6 +69,10 @@ class Source(Protocol):
     def text_bytes(self) -> int:
         """Estimated bytes of text in the source; errs on the low side."""
 
+    @property
+    def language(self) -> str:
+        """The language that the source says it is in, a BCP 47 tag; '' if it does not, or is not read yet."""
+
     def identity(self) -> str:
         """A string that identifies the content."""
 
@@ -75,39 +85,43 @@ class Source(Protocol):
 
 
 class FileSource:
-    """A file, compressed if its name ends in .gz or .bz2; subclasses read documents from its `blocks`."""
+    """A file, compressed if its name ends in one of `PACKED`; subclasses read documents from its `blocks`."""
 
     #: Part of the identity: the same bytes read as another format are different documents. Empty for plain text.
     kind: ClassVar[str] = ""
     #: Approximate bytes of text per uncompressed byte.
     text_share: ClassVar[float] = 1.0
 
-    __slots__ = ("_file", "one_document", "position")
+    __slots__ = ("file", "language", "one_document", "position")
 
     def __init__(self, file: InputFile, *, one_document: bool = False) -> None:
         self.one_document = one_document
         self.position = 0
-        self._file = file
+        self.language = ""
+        self.file = file
 
     @property
     def path(self) -> Path:
-        return Path(self._file.path)
+        return Path(self.file.path)
 
     @property
     def name(self) -> str:
-        return self._file.path
+        return self.file.path
 
     @property
     def size(self) -> int:
-        return self._file.bytes
+        return self.file.bytes
+
+    @property
+    def is_packed(self) -> bool:
+        return self.name.endswith(PACKED)
 
     @property
     def text_bytes(self) -> int:
-        packed = self.name.endswith((".gz", ".bz2"))
-        return int(self.size * self.text_share * (_PACKED_RATIO if packed else 1))
+        return int(self.size * self.text_share * (_PACKED_RATIO if self.is_packed else 1))
 
     def identity(self) -> str:
-        return f"{self.kind}:{self._file.sha256}" if self.kind else self._file.sha256
+        return f"{self.kind}:{self.file.sha256}" if self.kind else self.file.sha256
 
     def documents(self, dropped: Counter[str]) -> Iterator[Document]:
         raise NotImplementedError
@@ -117,22 +131,24 @@ class FileSource:
 
         Raises `UserError` if the file is damaged or truncated, or has changed since it was hashed.
         """
+        from common.zstd import zstd
+
         self.position = position = unpacked = 0
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(self.path.open("rb"))
-            self._file.require_unchanged(raw.fileno())
+            self.file.require_unchanged(raw.fileno())
             try:
                 file = stack.enter_context(self._unpacked(raw))
                 while block := file.read(_BLOCK_BYTES):
-                    self._file.require_unchanged(raw.fileno())  # this check also covers read-ahead
+                    self.file.require_unchanged(raw.fileno())  # this check also covers read-ahead
                     self.position = position  # end of the previous block: none of this one has been used yet
                     position = file.tell_compressed() // 8 if hasattr(file, "tell_compressed") else raw.tell()
                     unpacked += len(block)
                     yield block
-                self._file.require_unchanged(raw.fileno())  # a file truncated meanwhile just ends early
-            # gzip raises EOFError, BadGzipFile and zlib.error; rapidgzip raises RuntimeError and ValueError.
-            except (EOFError, gzip.BadGzipFile, zlib.error, RuntimeError, ValueError) as error:
-                self._file.require_unchanged(raw.fileno())
+                self.file.require_unchanged(raw.fileno())  # a file truncated meanwhile just ends early
+            # gzip raises EOFError, BadGzipFile and zlib.error; zstd EOFError; rapidgzip RuntimeError and ValueError.
+            except (EOFError, gzip.BadGzipFile, zlib.error, zstd.ZstdError, RuntimeError, ValueError) as error:
+                self.file.require_unchanged(raw.fileno())
                 raise UserError(
                     f"{self.name} is damaged or cut: it cannot be unpacked beyond {unpacked:,} bytes "
                     f"({' '.join(str(error).split())}); fetch it again and compare its checksum"
@@ -147,6 +163,10 @@ class FileSource:
 
             threads = min(_BZ2_THREADS, processes_asked_for(0))
             return rapidgzip.RapidgzipFile(raw.fileno(), parallelization=threads, chunk_size=_BZ2_CHUNK_BYTES)
+        if self.path.name.endswith(".zst"):
+            from common.zstd import zstd
+
+            return zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG_MAX})
         return raw
 
 
@@ -175,6 +195,24 @@ def gathered(lines: Iterable[str], dropped: Counter[str], *, one_document: bool)
         document, characters = [], 0
     if document:
         yield "\n".join(document)
+
+
+def record_documents(text: str, dropped: Counter[str]) -> list[str]:
+    """The text of a record as a document: none if it is empty, several if it is too long."""
+    documents = list(gathered(_short_lines(text, dropped), dropped, one_document=True))
+    if not documents:
+        dropped["documents: no text"] += 1
+    return documents
+
+
+def _short_lines(text: str, dropped: Counter[str]) -> Iterator[str]:
+    for line in text.splitlines():
+        while len(line) > _RECORD_LINE_CHARACTERS:
+            cut = line.rfind(" ", 1, _RECORD_LINE_CHARACTERS) + 1 or _RECORD_LINE_CHARACTERS
+            dropped["line ends: cut, too long"] += 1
+            yield line[:cut]
+            line = line[cut:]
+        yield line
 
 
 def is_visible(text: str) -> bool:

@@ -20,10 +20,11 @@ from common.hashing import InputFile, InputHashes, digest
 from common.options import option
 from stages.directory.manifest import Identity
 from stages.directory.options import StageOptions
-from stages.text.base import Document, FileSource, Source, cannot_read, text_of
+from stages.text.base import PACKED, Document, FileSource, Source, cannot_read, text_of
 from stages.text.jsonl import JsonLinesSource
 from stages.text.patterns import expand
 from stages.text.plain import PlainTextSource
+from stages.text.tables import ArrowSource, ParquetSource
 from stages.text.wikipedia import WikipediaSource
 
 BUILTIN = "builtin"
@@ -39,6 +40,9 @@ _WINDOW_CHARACTERS = 8192
 FORMATS: dict[str, type[FileSource]] = {
     ".jsonl": JsonLinesSource,
     ".xml": WikipediaSource,
+    ".parquet": ParquetSource,
+    ".arrow": ArrowSource,
+    ".feather": ArrowSource,
 }
 
 
@@ -46,6 +50,7 @@ class BuiltinSource:
     """The documentation that comes with the running Python and with packages that are installed anyway."""
 
     name = BUILTIN
+    language = "en"
     #: Approximate size of its text; only the progress bar and the vocabulary sample use it.
     size = text_bytes = 9_500_000
 
@@ -71,11 +76,13 @@ class BuiltinSource:
 
 
 def kind_of(path: str) -> type[FileSource]:
-    """The source class for a file, by the extension before .gz or .bz2; plain text if `FORMATS` does not list it.
+    """The source class for a file, by the extension before one of `PACKED`; plain text if `FORMATS` does not list it.
 
     Avoids regular expressions, which take 0.1 s for 100,000 names.
     """
-    name = path.rpartition("/")[2].removesuffix(".gz").removesuffix(".bz2")
+    name = path.rpartition("/")[2]
+    for packed in PACKED:
+        name = name.removesuffix(packed)
     _, dot, ending = name.rpartition(".")
     if ending.startswith("xml-"):  # a part of a dump: ….xml-p10p303
         ending = "xml"
@@ -128,7 +135,7 @@ def raw_documents(sources: Iterable[Source], dropped: Counter[str]) -> Iterator[
         others = f" (nor {len(empty) - 1} more)" if len(empty) > 1 else ""
         raise UserError(
             f"{empty[0]}{others} holds no text: {_what_was_dropped(dropped)}; give UTF-8 text with a blank line "
-            f"between documents, JSON Lines (.jsonl), or a MediaWiki dump (.xml)"
+            f"between documents, JSON Lines (.jsonl), Parquet, Arrow, or a MediaWiki dump (.xml)"
         )
 
 
@@ -202,8 +209,8 @@ class TokenizeOptions(StageOptions):
     sources: tuple[str, ...] = option(
         names=("--source",),
         metavar="builtin|FILE|GLOB",
-        help="plain text, .jsonl or MediaWiki .xml, optionally .gz or .bz2; in a glob ** matches any depth of folders; "
-        "a file of exactly that name takes precedence; repeatable",
+        help="plain text, .jsonl, .arrow or MediaWiki .xml, optionally .gz, .bz2 or .zst, or .parquet; in a glob ** "
+        "matches any depth of folders; a file of exactly that name takes precedence; repeatable",
     )
     held_out_sources: tuple[str, ...] = option(
         (), names=("--held-out-source",), metavar="FILE|GLOB", help="text used only for evaluation"

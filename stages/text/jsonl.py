@@ -8,13 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from common.errors import UserError
-from stages.text.base import FileSource, gathered
+from stages.text.base import FileSource, record_documents
 from stages.text.plain import decode
 
 #: Lines are read whole; a longer one is refused.
 _LINE_BYTES_MAX = 16 << 20
-#: Longer lines inside a text are cut, because sentences are split line by line.
-_TEXT_LINE_CHARACTERS = 1 << 20
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
@@ -32,10 +30,7 @@ class JsonLinesSource(FileSource):
             if _HALF_CHARACTER.search(text):  # JSON escapes can spell a lone surrogate, which UTF-8 cannot encode
                 text, halves = _HALF_CHARACTER.subn("\ufffd", text)
                 dropped["characters: half of one"] += halves
-            documents = list(gathered(_short_lines(text, dropped), dropped, one_document=True))
-            if not documents:
-                dropped["documents: no text"] += 1
-            yield from documents
+            yield from record_documents(text, dropped)
 
     def _text(self, number: int, line: str) -> str:
         try:
@@ -69,13 +64,3 @@ class JsonLinesSource(FileSource):
                     f"write one document a line, and split those that are as long as that"
                 )
         yield offset, b"".join(pieces)
-
-
-def _short_lines(text: str, dropped: Counter[str]) -> Iterator[str]:
-    for line in text.splitlines():
-        while len(line) > _TEXT_LINE_CHARACTERS:
-            cut = line.rfind(" ", 1, _TEXT_LINE_CHARACTERS) + 1 or _TEXT_LINE_CHARACTERS
-            dropped["line ends: cut, too long"] += 1
-            yield line[:cut]
-            line = line[cut:]
-        yield line

@@ -59,6 +59,7 @@ class WikipediaSource(FileSource):
         try:
             for block in self.blocks():
                 pages.feed(block)
+                self.language = pages.language
                 yield from self._articles(pages, dropped)
             pages.feed(b"")
         except UserError as error:
@@ -116,6 +117,7 @@ class _Pages:
 
     def __init__(self, name: str) -> None:
         self.is_dump = False
+        self.language = ""
         #: Title of the last complete page.
         self.last = ""
         self.media: tuple[str, ...] = _MEDIA_NAMES
@@ -163,6 +165,7 @@ class _Pages:
                     f"{self._name} is not a MediaWiki dump: it begins with <{name}>; give pages-articles.xml"
                 )
             self.is_dump = True
+            self.language = attributes.get("xml:lang", "")
         self._open.append(name)
         if name == "page":
             self._page = _Page()

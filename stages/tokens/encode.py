@@ -22,8 +22,10 @@ from common.hashing import InputHashes, changed
 from common.workers import Workers
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.progress import Progress
+from stages.directory.records import DATA_CARD
 from stages.text.base import Document, Source, text_of
 from stages.text.corpus import HELD_OUT_TOKENS, TOKENIZER, TokenizeOptions, sentences
+from stages.tokens.data_card import write_data_card
 from stages.tokens.files import (
     SPLITS,
     TEST,
@@ -131,6 +133,7 @@ def tokenize_corpus(
     totals = {split: total_counts(part_paths(work.path, split)) for split in SPLITS}
     _check_unknown(totals[TRAINING] + totals[TEST], options.max_unknown_share)
     counts = _counts(totals, vocabulary, dropped)
+    write_data_card(work.path, corpus, totals, counts)
     work.finish(_outputs(work.path), counts)
     return counts
 
@@ -251,5 +254,5 @@ def _encode(batch: _Batch) -> _Encoded:
 
 
 def _outputs(directory: Path) -> list[Output]:
-    paths = [*sorted((directory / TOKENIZER).iterdir()), *sorted(directory.glob("tokens_*.hdf5"))]
-    return [Output.of(directory, path) for path in paths]
+    tokenizer, parts = sorted((directory / TOKENIZER).iterdir()), sorted(directory.glob("tokens_*.hdf5"))
+    return [Output.of(directory, path) for path in (*tokenizer, *parts, directory / DATA_CARD)]

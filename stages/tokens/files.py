@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.errors import UserError
 from trainer.data.hdf5 import Array, contiguous_file, map_contiguous, open_hdf5
@@ -74,6 +75,19 @@ def read_part(path: Path) -> dict[str, Array]:
     if sentences.sum(dtype=np.int64) != len(arrays["tokens"]) or documents.sum(dtype=np.int64) != len(sentences):
         raise UserError(f"{path} was altered: its lengths contradict each other; run stages.tokenize again")
     return arrays
+
+
+def tokens_of_documents(paths: Iterable[Path]) -> NDArray[np.int64]:
+    """How many documents of these parts have 0, 1, 2, … tokens, (longest + 1,); empty without documents."""
+    found = np.zeros(0, np.int64)
+    for path in paths:
+        part = read_part(path)
+        ends = np.cumsum(part["document_lengths"], dtype=np.int64)
+        lengths = np.add.reduceat(part["sentence_lengths"], np.append(0, ends)[:-1], dtype=np.int64)
+        counts = np.bincount(lengths, minlength=len(found))
+        counts[: len(found)] += found
+        found = counts
+    return found
 
 
 def document_digests(tokens: Array, sentence_lengths: Array, document_lengths: Array) -> list[bytes]:

@@ -11,7 +11,6 @@ import contextlib
 import gzip
 import io
 import lzma
-import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -20,11 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NoReturn
 
 from common.errors import UserError, one_line
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
+from common.zstd import zstd
 
 #: Limits per archive: number of members, and unpacked bytes per compressed byte.
 MEMBERS_MAX = 100_000

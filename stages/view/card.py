@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
 
+from common.markdown import table
 from stages.view import facts
 from stages.view.run import Run
 from stages.view.text import moment
@@ -27,19 +27,19 @@ def card(run: Run) -> str:
         _introduction(run),
         "## Use",
         f"```python\n{facts.usage(run, 'PATH')}\n```",
-        _table(("held-out text", "answer", "probability"), facts.prompts_table(counts)),
-        *_section("Data", _table(("", ""), facts.data_table(run))),
-        *_section("Results", _table(("training", *(f"phase {p}" for p in run.curves)), facts.training_table(run))),
-        _table(("on held-out examples", ""), facts.evaluation_table(counts)),
+        table(("held-out text", "answer", "probability"), facts.prompts_table(counts)),
+        *_section("Data", table(("", ""), facts.data_table(run))),
+        *_section("Results", table(("training", *(f"phase {p}" for p in run.curves)), facts.training_table(run))),
+        table(("on held-out examples", ""), facts.evaluation_table(counts)),
         *_section(
             "Settings",
             *(
-                f"### {title}\n\n{_table(head, rows)}"
+                f"### {title}\n\n{table(head, rows)}"
                 for title, head, rows in facts.settings_tables(run)
                 if title != "run"  # where it ran, not what was trained
             ),
         ),
-        *_section("Versions", _table(("", ""), facts.versions(run))),
+        *_section("Versions", table(("", ""), facts.versions(run))),
         f"Made {moment(run.written)}.",
     ]
     text = "\n\n".join(part for part in parts if part) + "\n\n"
@@ -87,15 +87,3 @@ def _introduction(run: Run) -> str:
 
 def _section(title: str, *parts: str) -> list[str]:
     return [f"## {title}", *parts] if any(parts) else []
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Render a Markdown table; '' without rows."""
-    if not rows:
-        return ""
-    lines = [head, ["---"] + ["---:" if len(head) > 1 else "---"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(_cell(text) for text in line) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

@@ -7,6 +7,7 @@ from typing import Any
 
 from common.files import read_json
 from common.secrets import redact
+from stages.directory.records import DATA_CARD
 from stages.view.goodput import goodput
 from stages.view.run import Run
 from stages.view.text import duration, number, percent, size
@@ -171,6 +172,14 @@ def data_table(run: Run) -> list[list[str]]:
         if made:
             rows.append([f"examples, phase {phase}", f"{made['training_rows']:,} + {made['test_rows']:,} held out"])
     return rows
+
+
+def data_card(run: Run) -> str:
+    """Where the data card of the tokens is; '' if there is none."""
+    tokens = run.stage("tokenize_corpus")
+    if tokens is None or tokens.directory is None or not (tokens.directory / DATA_CARD).exists():
+        return ""
+    return f"data card: {(tokens.directory / DATA_CARD).absolute()}"
 
 
 def size_table(run: Run) -> list[list[str]]:

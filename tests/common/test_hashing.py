@@ -19,6 +19,7 @@ from common.errors import UserError
 from common.files import sha256_of
 from common.hashing import InputHashes
 from common.secrets import Secret
+from common.zstd import zstd
 from stages.directory.manifest import StageDirectory, why_incomplete
 from stages.download import DownloadOptions, download_dataset
 from stages.evaluate import EvaluateOptions
@@ -98,12 +99,12 @@ def test_a_hundred_times_the_files_take_a_hundred_times_the_work(tmp_path: Path,
     assert second < 0.5
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.bz2"])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.bz2", "a.txt.zst"])
 def test_an_edit_of_a_text_that_is_being_read_is_noticed(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     # Such as does not shrink, so that the packed ones, too, are read in many blocks.
     text = "\n\n".join(os.urandom(1000).hex() for _ in range(6000)).encode()
-    pack = {".gz": gzip.compress, ".bz2": bz2.compress}.get(path.suffix, bytes)
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd.compress}.get(path.suffix, bytes)
     path.write_bytes(pack(text))
     read = raw_documents(open_sources([str(path)], InputHashes()), Counter())
     next(read)

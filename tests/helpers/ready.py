@@ -11,9 +11,9 @@ import pytest
 
 from common.errors import UserError
 from common.secrets import Secret
+from common.zstd import zstd
 from stages.directory.manifest import StageDirectory
 from stages.download import DownloadOptions, download_dataset
-from stages.transfer.archive import zstd
 from trainer.data.shards import write_shard
 
 

@@ -134,6 +134,12 @@ def test_addresses_are_shown_without_their_secrets(run: list[Path], tmp_path: Pa
     assert "https://example.org/a.bz2 s3://bucket/b" in shown
 
 
+def test_the_page_says_where_the_data_card_is(small: list[Path]) -> None:
+    assert "data card" not in page(view_of(small, None))
+    (small[0] / "DATACARD.md").write_text("# Tokenized text")
+    assert f"<caption>data card: {small[0]}/DATACARD.md</caption>" in page(view_of(small, None))
+
+
 def test_the_evaluation_is_that_of_the_manifest(text: str) -> None:
     for cell in (
         "61.3%",

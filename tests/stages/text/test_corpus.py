@@ -16,6 +16,7 @@ import pytest
 
 from common.errors import UserError
 from common.hashing import InputHashes
+from common.zstd import zstd
 from stages.text import builtin
 from stages.text.base import Document
 from stages.text.builtin import PACKAGES
@@ -172,10 +173,11 @@ def test_packed_text_is_the_same_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(text)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text, 1))
     (tmp_path / "a.txt.bz2").write_bytes(bz2.compress(text))
+    (tmp_path / "a.txt.zst").write_bytes(zstd.compress(text, 1))
     plain = read(tmp_path / "a.txt")
     assert len(plain[0]) == 60_000
-    assert read(tmp_path / "a.txt.gz") == read(tmp_path / "a.txt.bz2") == plain
-    for name, size in (("a.txt.gz", 0.5), ("a.txt.bz2", 0.5)):
+    assert read(tmp_path / "a.txt.gz") == read(tmp_path / "a.txt.bz2") == read(tmp_path / "a.txt.zst") == plain
+    for name, size in (("a.txt.gz", 0.5), ("a.txt.bz2", 0.5), ("a.txt.zst", 0.5)):
         whole = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(whole[: int(len(whole) * size)])
         assert f"{tmp_path / name} is damaged or cut: it cannot be unpacked beyond" in refused(tmp_path / name)
@@ -183,18 +185,37 @@ def test_packed_text_is_the_same_text(tmp_path: Path) -> None:
         assert f"{tmp_path / name} is damaged or cut" in refused(tmp_path / name)
 
 
+def test_zst_files_have_frames_windows_and_checksums(tmp_path: Path) -> None:
+    text = "".join(f"Document {n}, a line of it.\n\n" for n in range(1000)).encode()
+    large = zstd.ZstdCompressor(
+        options={zstd.CompressionParameter.window_log: 28, zstd.CompressionParameter.checksum_flag: 1}
+    )
+    packed = large.compress(text) + large.flush()
+    with pytest.raises(zstd.ZstdError, match="too much memory"):
+        zstd.decompress(packed)  # as the zstd command refuses, too, without --long=28
+    (tmp_path / "a.txt.zst").write_bytes(packed + zstd.compress(b"Another.\n\n") + packed)
+    found, _ = read(tmp_path / "a.txt.zst")
+    assert len(found) == 2001
+    assert found[1000] == "Another."
+    (tmp_path / "a.txt.zst").write_bytes(packed[:-1] + bytes([packed[-1] ^ 1]))
+    assert "cannot be unpacked beyond 0 bytes" in refused(tmp_path / "a.txt.zst")
+
+
 def test_a_source_knows_how_far_it_is(tmp_path: Path) -> None:
     text = "".join(f"Document {n}, a line of it.\n\n" for n in range(200_000)).encode()  # 6 MB
-    for name, content in (("a.txt", text), ("a.txt.gz", gzip.compress(text, 1)), ("a.txt.bz2", bz2.compress(text))):
+    packed = {".gz": gzip.compress(text, 1), ".bz2": bz2.compress(text), ".zst": zstd.compress(text, 1)}
+    for name, content in (("a.txt", text), *((f"a.txt{ending}", content) for ending, content in packed.items())):
         (tmp_path / name).write_bytes(content)
         (source,) = open_sources([str(tmp_path / name)], InputHashes())
         positions = [source.position for _ in source.documents(Counter())]
         assert positions == sorted(positions)
         assert positions[0] == 0
         assert positions[-1] < source.position == source.size
-        # never ahead of the documents given; behind by two blocks at most, which are a third of this file
+        # never ahead of the documents given (but for what zstd reads at a time, 128 KiB); behind by two blocks at most,
+        # which are a third of this file
         shares = [(n / len(positions), position / source.size) for n, position in enumerate(positions)]
-        assert all(-0.02 < real - said < 0.5 for real, said in shares)
+        ahead = 0.02 + (132_000 / source.size if name.endswith(".zst") else 0)
+        assert all(-ahead < real - said < 0.5 for real, said in shares)
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -245,14 +266,16 @@ def test_long_texts_of_json_are_cut(tmp_path: Path) -> None:
 
 def test_the_identity_says_how_a_file_is_read(tmp_path: Path) -> None:
     line = '{"text": "One."}'
-    for name in ("a.txt", "b.text", "a.jsonl", "a.xml", "a.xml-p1p9", "a.xml.txt"):
+    for name in ("a.txt", "b.text", "a.jsonl", "a.xml", "a.xml-p1p9", "a.xml.txt", "a.parquet", "a.arrow", "a.feather"):
         (tmp_path / name).write_text(line)
 
     def identity(name: str, document: str = "blank_line") -> str:
         return TokenizeOptions(sources=(str(tmp_path / name),), document=document).identity().fingerprint
 
     assert identity("a.txt") == identity("b.text") == identity("a.xml.txt")
-    assert len({identity("a.txt"), identity("a.jsonl"), identity("a.xml"), identity("a.txt", "file")}) == 4
+    kinds = ("a.txt", "a.jsonl", "a.xml", "a.parquet", "a.arrow")
+    assert len({identity("a.txt", "file"), *map(identity, kinds)}) == 6
+    assert identity("a.arrow") == identity("a.feather")
     assert identity("a.xml") == identity("a.xml-p1p9")
     assert identity("a.jsonl") == identity("a.jsonl", "file")  # it makes no difference there
 

@@ -15,6 +15,7 @@ import pytest
 
 from common.errors import UserError
 from common.hashing import InputHashes
+from common.zstd import zstd
 from stages.directory.manifest import StageDirectory
 from stages.text.base import text_of
 from stages.text.corpus import TokenizeOptions, open_sources, raw_documents
@@ -147,6 +148,7 @@ def test_packed_or_not_a_dump_is_the_same(tmp_path: Path) -> None:
         ("m.xml-p1p50.bz2", streams),
         ("e.xml.bz2", bz2.compress(data)),
         ("g.xml.gz", gzip.compress(data)),
+        ("z.xml-p1p50.zst", zstd.compress(data)),
     ):
         (tmp_path / name).write_bytes(content)
         assert read(tmp_path / name) == read(plain)

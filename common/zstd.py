@@ -1,0 +1,10 @@
+"""Zstandard, from Python's library where it has it (3.14), else from its backport."""
+
+from __future__ import annotations
+
+import sys
+
+if sys.version_info >= (3, 14):
+    from compression import zstd as zstd
+else:
+    from backports import zstd as zstd
