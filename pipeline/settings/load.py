@@ -78,12 +78,12 @@ def overlay_errors(overlay: Mapping[str, Mapping[str, str]]) -> list[str]:
     sections, errors = {section_name(section): section for section in SECTIONS}, []
     for name, values in overlay.items():
         if name not in sections:
-            errors.append(f"[{name}] is not a section of luigi.cfg; {_nearest(name, sections)}")
+            errors.append(f"[{name}] is not a section of luigi.cfg; {nearest(name, sections)}")
             continue
         known = [key for key, _ in sections[name].get_params()]
         for key, text in values.items():
             if key not in known:
-                errors.append(f"[{name}] {key} is not a setting; {_nearest(key, known)}")
+                errors.append(f"[{name}] {key} is not a setting; {nearest(key, known)}")
                 continue
             try:
                 _parameter(sections[name], key).parse(text)
@@ -162,14 +162,14 @@ def _refuse_unknown() -> None:
     for section in config.sections():
         if section not in ours:
             if section not in _LUIGI_SECTIONS | tasks:
-                raise UserError(f"[{section}] is not a section of luigi.cfg; {_nearest(section, ours)}")
+                raise UserError(f"[{section}] is not a section of luigi.cfg; {nearest(section, ours)}")
             continue
         for key in config.options(section):
             if key not in ours[section]:
-                raise UserError(f"[{section}] {key} is not a setting; {_nearest(key, ours[section])}")
+                raise UserError(f"[{section}] {key} is not a setting; {nearest(key, ours[section])}")
 
 
-def _nearest(name: str, known: Any) -> str:
+def nearest(name: str, known: Any) -> str:
     import difflib
 
     near = difflib.get_close_matches(name, known, n=1)

@@ -80,6 +80,20 @@ class Sha256OrEmpty(Setting[str]):
         return x.strip().lower()
 
 
+class Words(Setting[str]):
+    """Words that `pattern` matches, separated by spaces; or empty."""
+
+    def __init__(self, pattern: str, allowed: str) -> None:
+        super().__init__()
+        self._pattern, self._allowed = re.compile(pattern), allowed
+
+    def parse(self, x: str) -> str:
+        for word in x.split():
+            if not self._pattern.fullmatch(word):
+                raise self.refuse(word, f"empty, or {self._allowed}, separated by spaces")
+        return x.strip()
+
+
 class Switch(Setting[bool]):
     """true or false."""
 

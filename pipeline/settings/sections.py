@@ -22,6 +22,7 @@ from pipeline.settings.parameters import (
     Sha256OrEmpty,
     Switch,
     Webhook,
+    Words,
     number,
     setting,
     whole,
@@ -172,6 +173,12 @@ class Evaluation(luigi.Config):
     blimp_samples: int = setting(EvaluateOptions, "blimp_samples")
 
 
+class Card(luigi.Config):
+    license = Words("[a-z0-9][a-z0-9.-]*", "licences as the Hub names them, such as apache-2.0")
+    language = Words("[a-z]{2,3}|code|multilingual", "ISO 639 codes, such as en")
+    datasets = Words(r"[\w.-]+/[\w.-]+", "data sets of the Hub, such as wikimedia/wikipedia")
+
+
 class Store(luigi.Config):
     url = Address()
     push = Choice(STORED_STAGES)
@@ -217,7 +224,7 @@ class Nights(luigi.Config):
 
 SECTIONS: tuple[type[luigi.Config], ...] = (
     *(Run, Corpus, Dataset, Model, Phase1, Phase2),
-    *(Precision, Cluster, Slurm, Kubernetes, Evaluation, Store, Mnist, Nights),
+    *(Precision, Cluster, Slurm, Kubernetes, Evaluation, Card, Store, Mnist, Nights),
 )
 
 
@@ -236,6 +243,7 @@ class Settings:
     slurm: Slurm
     kubernetes: Kubernetes
     evaluation: Evaluation
+    card: Card
     store: Store
     mnist: Mnist
     nights: Nights

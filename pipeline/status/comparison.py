@@ -30,16 +30,20 @@ def of_work_directory(stage_dirs: StageDirs) -> Comparison:
 
 
 def _trial(training: StageDir, chain: list[StageDir], stage_dirs: StageDirs) -> Trial:
-    merged = _made_from(training, "merge_shards", stage_dirs)
-    evaluated = [one for merge in merged for one in _made_from(merge, "evaluate", stage_dirs) if one.is_complete]
-    stages = [*chain, *evaluated[:1]]
+    merged = made_from(training, "merge_shards", stage_dirs)
+    stages = [*chain, *[one for merge in merged for one in evaluation_of(merge, stage_dirs)][:1]]
     parameters = {one.label: _flat(one.record["parameters"]) for one in stages if one.label != "evaluate"}
     run = view_of([one.path for one in stages], parameters)
     note = "running" if holder(training.path) else "" if training.is_complete else "not finished"
     return Trial(training.path.name, Run(run.stages, parameters, written=run.written), note)
 
 
-def _made_from(source: StageDir, label: str, stage_dirs: StageDirs) -> list[StageDir]:
+def evaluation_of(merged: StageDir, stage_dirs: StageDirs) -> list[StageDir]:
+    """The newest complete evaluation of a merged model; [] without one."""
+    return [one for one in made_from(merged, "evaluate", stage_dirs) if one.is_complete][:1]
+
+
+def made_from(source: StageDir, label: str, stage_dirs: StageDirs) -> list[StageDir]:
     """Stages made from `source`; those made from its last checkpoint before those of a rung, newest first."""
     found = [one for one in stage_dirs.by_label[label] if source.fingerprint in one.record["upstream"].values()]
     return sorted(found, key=lambda one: -float(one.record["parameters"].get("step", "inf")))

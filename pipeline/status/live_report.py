@@ -20,7 +20,7 @@ from stages.view.curves import MetricsFile
 from stages.view.run import Run
 
 #: Sections that the page and the card show; others may hold credentials.
-_SHOWN = ("run", "corpus", "dataset", "model", "phase1", "phase2", "precision", "cluster", "evaluation")
+_SHOWN = ("run", "corpus", "dataset", "model", "phase1", "phase2", "precision", "cluster", "evaluation", "card")
 #: The page is rewritten after this many times the time that writing it took, at the earliest.
 _AT_MOST_SHARE = 50
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,17 @@ class StageDir:
 
 
 class StageDirs:
-    """All stage directories of a work directory: those whose name and record agree."""
+    """All stage directories of a work directory: those whose name and record agree; and those `elsewhere`."""
 
-    def __init__(self, work_dir: Path) -> None:
+    def __init__(self, work_dir: Path, elsewhere: Iterable[StageDir] = ()) -> None:
         self.work_dir = work_dir
         self.by_label: dict[str, list[StageDir]] = defaultdict(list)
-        self.all = sorted(_stage_dirs(work_dir), key=lambda stage_dir: stage_dir.written, reverse=True)
+        found = (*_stage_dirs(work_dir), *elsewhere)
+        self.all = sorted(found, key=lambda stage_dir: stage_dir.written, reverse=True)
+        self._by_fingerprint: dict[str, StageDir] = {}
         for stage_dir in self.all:
             self.by_label[stage_dir.label].append(stage_dir)
+            self._by_fingerprint.setdefault(stage_dir.fingerprint, stage_dir)
 
     def others(self, label: str, fingerprint: str) -> list[StageDir]:
         """Directories of a stage with other settings, newest first."""
@@ -61,12 +64,17 @@ class StageDirs:
 
     def made_with(self, stage_dir: StageDir) -> list[StageDir]:
         """The stages that `stage_dir` was made from, as far as they are there, and itself, in running order."""
-        found: list[StageDir] = []
-        for fingerprint in stage_dir.record.get("upstream", {}).values():
-            up = self.of_fingerprint(str(fingerprint))
-            if up is not None:
-                found += [one for one in self.made_with(up) if one not in found]
-        return [*found, stage_dir]
+        found: dict[str, StageDir] = {}
+
+        def add(one: StageDir) -> None:
+            for fingerprint in one.record.get("upstream", {}).values():
+                up = self.of_fingerprint(str(fingerprint))
+                if up is not None and up.fingerprint not in found:
+                    add(up)
+            found[one.fingerprint] = one
+
+        add(stage_dir)
+        return list(found.values())
 
     def evaluated_chain(self) -> list[StageDir]:
         """The newest complete evaluation and the stages that it was made from, in running order."""
@@ -74,7 +82,7 @@ class StageDirs:
         return [one for end in self.by_label["evaluate"] if end.path.resolve() == newest for one in self.made_with(end)]
 
     def of_fingerprint(self, fingerprint: str) -> StageDir | None:
-        return next((stage_dir for stage_dir in self.all if stage_dir.fingerprint == fingerprint), None)
+        return self._by_fingerprint.get(fingerprint)
 
     def linked(self) -> set[Path]:
         """The targets of the links in `latest/`."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from common.console import log
 from common.disk_space import require_disk_space
@@ -18,9 +20,22 @@ from stages.store.lease import Lease, StoredCheckpoint, Turn
 from stages.store.records import CHECKPOINTS as PREFIX
 from stages.store.records import RESUMED_RECORDS, Damaged
 from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, checkpoint_step, whole_checkpoints
+from trainer.state import STATE
 
 #: Checkpoints of a training that the store keeps.
 KEPT = 2
+
+
+def stored_state(backend: Backend, name: str, checkpoint: StoredCheckpoint) -> dict[str, Any] | None:
+    """The trainer's state in a checkpoint of the training called `name`; None if it is damaged or gone. Raises
+    `UserError`."""
+    (file,) = (file for file in checkpoint.files if file.path == STATE)
+    try:
+        data = backend.read(f"{PREFIX}/{name}/{checkpoint.token}/{file.sha256}")[0]
+    except Missing:
+        return None
+    state: dict[str, Any] = json.loads(data) if hashlib.sha256(data).hexdigest() == file.sha256 else {}
+    return state or None
 
 
 def push_checkpoint(

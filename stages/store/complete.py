@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import socket
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from common.console import log
 from common.disk_space import require_disk_space
@@ -51,6 +53,19 @@ def find_stage(backend: Backend, label: str, fingerprint: str) -> StageRecord | 
     except Damaged as error:
         log(f"note: {backend.url}/{key} is damaged ({error}); it is not used")
         return None
+
+
+def stored_manifest(backend: Backend, record: StageRecord) -> dict[str, Any] | None:
+    """The manifest of a complete stage in the store; None if it is damaged or gone. Raises `UserError`."""
+    last = record.files[-1]
+    try:
+        data = backend.read(last.key)[0]
+    except Missing:
+        return None
+    if last.path != MANIFEST or hashlib.sha256(data).hexdigest() != last.sha256:
+        return None
+    manifest: dict[str, Any] = json.loads(data)
+    return manifest if manifest.get("fingerprint") == record.fingerprint else None
 
 
 def push_stage(backend: Backend, directory: Path, label: str, report: Report = ignore) -> StageRecord:

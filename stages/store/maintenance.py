@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,8 @@ class StoredTraining:
     label: str
     fingerprint: str
     turn: Turn
+    #: When the turn was last changed, in seconds since 1970 on the store's clock.
+    written: float
 
     @property
     def name(self) -> str:
@@ -65,8 +68,17 @@ class Contents:
 
 def read(backend: Backend) -> Contents:
     """Read all records and list all files. Raises `UserError`."""
+    found = read_records(backend)
+    for prefix in (OBJECTS, CHECKPOINTS):
+        found.files |= {entry.key: entry for entry in backend.list(f"{prefix}/")}
+    return found
+
+
+def read_records(backend: Backend) -> Contents:
+    """Read all records, newest stages first; files are not listed. Raises `UserError`."""
     found = Contents()
-    for entry in backend.list(f"{STAGES}/"):
+
+    def read_stage(entry: Entry) -> None:
         stage = stage_of_key(entry.key)
         try:
             if stage is None:
@@ -75,18 +87,22 @@ def read(backend: Backend) -> Contents:
         except Damaged as error:
             found.damaged[entry.key] = str(error)
         except Missing:  # removed meanwhile
-            continue
-    for entry in backend.list(f"{TURNS}/"):
+            return
+
+    def read_turn(entry: Entry) -> None:
         made = turn_of_key(entry.key)
         try:
             if made is None:
                 raise UserError("it is no record")
-            found.trainings.append(StoredTraining(*made, Turn.read(backend, entry.key)))
+            found.trainings.append(StoredTraining(*made, Turn.read(backend, entry.key), entry.written))
         except UserError as error:
             found.damaged[entry.key] = str(error)
-    for prefix in (OBJECTS, CHECKPOINTS):
-        found.files |= {entry.key: entry for entry in backend.list(f"{prefix}/")}
+
+    with ThreadPoolExecutor(backend.connections) as threads:
+        for work, prefix in ((read_stage, STAGES), (read_turn, TURNS)):
+            list(threads.map(work, backend.list(f"{prefix}/")))
     found.stages.sort(key=lambda stage: stage.written, reverse=True)
+    found.trainings.sort(key=lambda training: training.name)
     return found
 
 

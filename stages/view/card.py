@@ -1,48 +1,56 @@
 """The model card: README.md beside the model, in the format of the Hugging Face Hub.
 
-The card ends with a sha256 of its text, so that an edited card is detected and left alone.
+It is made to be published: of local paths it shows the last part. The card ends with a sha256 of its text, so that an
+edited card is detected and left alone.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 
 from common.markdown import table
 from stages.view import facts
-from stages.view.run import Run
+from stages.view.metadata import metadata, words
+from stages.view.run import Run, Settings
 from stages.view.text import moment
 
 CARD = "README.md"
+#: The model's name where it has no other.
+NAME = "bert-pretraining"
 _SEAL = re.compile(r"<!-- made by the pipeline, sha256 ([0-9a-f]{64}); once edited it is not replaced -->\n\Z")
+#: Settings that list several files.
+_LISTS = ("source", "held_out_source")
+#: Sections and settings that tell where it was trained, not what was trained; and the metadata's own.
+_NOT_SHOWN = ("run", "card")
+_KEYS_NOT_SHOWN = ("master_addr", "master_port", "node_rank", "s3_profile", "s3_endpoint")
+_ADDRESS = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*://")
 
 
-def card(run: Run) -> str:
-    """Render the card: data, results, settings and versions, as Markdown."""
+def card(run: Run, name: str = NAME, path: str = "PATH") -> str:
+    """Render the card: metadata, then data, results, settings and versions, as Markdown. `path`: where
+    `from_pretrained` finds the model."""
+    heading = f"---\n{metadata(run, name).to_yaml()}\n---\n\n"
+    run = dataclasses.replace(run, settings=_public(run.settings))
     counts = run.counts("evaluate")
-    measured = bool(counts.get("samples"))
     parts = [
-        _metadata(counts if measured else None),
         "# BERT, pretrained in two phases",
         _introduction(run),
         "## Use",
-        f"```python\n{facts.usage(run, 'PATH')}\n```",
+        f"```python\n{facts.usage(run, path)}\n```",
         table(("held-out text", "answer", "probability"), facts.prompts_table(counts)),
         *_section("Data", table(("", ""), facts.data_table(run))),
         *_section("Results", table(("training", *(f"phase {p}" for p in run.curves)), facts.training_table(run))),
         table(("on held-out examples", ""), facts.evaluation_table(counts)),
         *_section(
-            "Settings",
-            *(
-                f"### {title}\n\n{table(head, rows)}"
-                for title, head, rows in facts.settings_tables(run)
-                if title != "run"  # where it ran, not what was trained
-            ),
+            "Settings", *(f"### {title}\n\n{table(head, rows)}" for title, head, rows in facts.settings_tables(run))
         ),
         *_section("Versions", table(("", ""), facts.versions(run))),
         f"Made {moment(run.written)}.",
     ]
-    text = "\n\n".join(part for part in parts if part) + "\n\n"
+    body = "\n\n".join(part for part in parts if part)
+    text = f"{heading}{body}\n\n"
     return f"{text}<!-- made by the pipeline, sha256 {_digest(text)}; once edited it is not replaced -->\n"
 
 
@@ -56,15 +64,18 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _metadata(counts: dict[str, float] | None) -> str:
-    lines = ["---", "library_name: transformers", "pipeline_tag: fill-mask", "tags:", "- bert", "- pretraining"]
-    if counts is not None:
-        lines += ["model-index:", "- name: bert-pretraining", "  results:", "  - task:", "      type: fill-mask"]
-        lines += ["    dataset:", "      name: held-out examples", "      type: held-out", "    metrics:"]
-        for name in ("masked_lm_accuracy", "masked_lm_loss", "next_sentence_accuracy", "next_sentence_loss"):
-            if name in counts:
-                lines += [f"    - type: {name}", f"      value: {counts[name]:.6g}"]
-    return "\n".join([*lines, "---"])
+def _public(settings: Settings) -> Settings:
+    return {
+        section: {key: _without_folders(key, text) for key, text in keys.items() if key not in _KEYS_NOT_SHOWN}
+        for section, keys in settings.items()
+        if section not in _NOT_SHOWN
+    }
+
+
+def _without_folders(key: str, text: str) -> str:
+    """The last part of a local path, and of each where a setting lists several; addresses stay."""
+    paths = words(text) if key in _LISTS else [text]
+    return " ".join(path if _ADDRESS.match(path) else path.rstrip("/").rpartition("/")[2] for path in paths)
 
 
 def _introduction(run: Run) -> str:

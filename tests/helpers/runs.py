@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from stages.directory.attempts import ATTEMPTS
-from stages.directory.manifest import Identity, Output, StartTime, claim, finish
+from stages.directory.manifest import IDENTITY, Identity, Output, StartTime, claim, finish
 
 #: Seconds since 1970 at which it began.
 BEGAN = 1_795_000_000.0
@@ -50,10 +52,12 @@ def write_stage(
     *,
     counts: dict[str, Any],
     parameters: dict[str, Any],
+    upstream: Mapping[str, Path] = MappingProxyType({}),
     **files: bytes,
 ) -> Path:
-    """A complete stage with one attempt of a second."""
-    identity = Identity(stage, 1, phase, parameters=parameters)
+    """A complete stage with one attempt of a second. `upstream`: directories of the stages that it is made from."""
+    made_from = {role: json.loads((path / IDENTITY).read_text())["fingerprint"] for role, path in upstream.items()}
+    identity = Identity(stage, 1, phase, parameters=parameters, upstream=made_from)
     name = stage + ("" if phase is None else f"-phase{phase}")
     directory = work / f"{name}-{identity.fingerprint[:10]}"
     directory.mkdir(parents=True)

@@ -198,6 +198,9 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("evaluation", "blimp", "{tmp}/a.txt", ("evaluate",)),
     # Of BLiMP, which by default is not scored.
     ("evaluation", "blimp_samples", "100", NOTHING),
+    ("card", "license", "mit", NOTHING),
+    ("card", "language", "de", NOTHING),
+    ("card", "datasets", "wikimedia/wikipedia", NOTHING),
     ("store", "url", "{tmp}/store", NOTHING),
     ("store", "push", "none", NOTHING),
     ("store", "pull", "shards", NOTHING),

@@ -19,6 +19,7 @@ import pytest
 from stages.directory.attempts import read, recording
 from stages.directory.manifest import why_incomplete
 from stages.report import view_of
+from stages.view.card import card
 from stages.view.curves import MetricsFile, points
 from stages.view.page import page
 from stages.view.text import duration, number, size
@@ -241,15 +242,62 @@ def make(small: list[Path], out: Path, **env: str) -> subprocess.CompletedProces
 def test_the_card_is_one_that_the_hub_reads(small: list[Path], tmp_path: Path) -> None:
     huggingface_hub = pytest.importorskip("huggingface_hub")
     assert make(small, tmp_path / "out").returncode == 0
-    card = huggingface_hub.ModelCard.load(small[3] / "model" / "README.md")
-    assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "fill-mask")
-    results = {result.metric_type: result.metric_value for result in card.data.eval_results}
-    for name, value in results.items():
-        assert value == pytest.approx(EVALUATION[name])
-    assert len(results) == 4
+    loaded = huggingface_hub.ModelCard.load(small[3] / "model" / "README.md")
+    assert (loaded.data.library_name, loaded.data.pipeline_tag) == ("transformers", "fill-mask")
+    results = {
+        (one.dataset_name, one.metric_name): (one.metric_type, one.metric_value) for one in loaded.data.eval_results
+    }
+    assert results == {
+        ("held-out examples", "masked-LM accuracy"): ("accuracy", EVALUATION["masked_lm_accuracy"]),
+        ("held-out examples", "masked-LM loss"): ("loss", EVALUATION["masked_lm_loss"]),
+        ("held-out examples", "next-sentence accuracy"): ("accuracy", EVALUATION["next_sentence_accuracy"]),
+        ("held-out examples", "next-sentence loss"): ("loss", EVALUATION["next_sentence_loss"]),
+        ("BLiMP", "accuracy"): ("accuracy", EVALUATION["blimp_accuracy"]),
+    }
     for part in ("## Data", "## Results", "## Settings", "## Versions", "61.3%", "336,226,108", "| python |"):
-        assert part in card.text
-    assert "hunter2" not in card.text
+        assert part in loaded.text
+    assert "hunter2" not in loaded.text
+
+
+@pytest.mark.parametrize(
+    ("source", "datasets", "language"),
+    [
+        ("builtin", None, "en"),
+        ("/data/wiki.train.raw", ["Salesforce/wikitext"], "en"),
+        ("'/my data/dewiki-latest-pages-articles.xml.bz2' simplewiki-1-pages-articles1.xml-p1p9.gz",
+         ["wikimedia/wikipedia"], ["de", "en"]),
+        ("hf://datasets/org/set/train.jsonl", ["org/set"], None),
+        ("builtin 'secret plans/*.txt'", None, "en"),
+        ("secret/notes.txt", None, None),
+    ],
+)  # fmt: skip
+def test_text_that_is_known_by_its_name_is_in_the_metadata(
+    run: list[Path], source: str, datasets: list[str] | None, language: list[str] | str | None
+) -> None:
+    """And what [card] says goes before it."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    data = huggingface_hub.ModelCard(card(view_of(run, {"corpus": {"source": source}}))).data
+    assert (data.datasets, data.language, data.license) == (datasets, language, None)
+    given = {"license": "mit", "language": "fr", "datasets": "a/b c/d"}
+    data = huggingface_hub.ModelCard(card(view_of(run, {"corpus": {"source": source}, "card": given}))).data
+    assert (data.datasets, data.language, data.license) == (["a/b", "c/d"], "fr", "mit")
+
+
+def test_a_card_shows_no_local_folder_and_not_where_it_ran(run: list[Path]) -> None:
+    settings = {
+        "run": {"work_dir": "/disk/jane/work"},
+        "corpus": {
+            "source": "/disk/jane/a.txt 'jane doe/b*.txt' s3://bucket/c.txt",
+            "vocab_file": "/disk/jane doe/v.txt",
+        },
+        "dataset": {"phase1_url": "file:///disk/jane/x.tar", "s3_endpoint": "http://inside:9000", "masking": "static"},
+        "cluster": {"master_addr": "node7.inside", "nnodes": "2"},
+    }
+    shown = card(view_of(run, settings))
+    for private in ("jane", "inside", "/disk"):
+        assert private not in shown
+    for public in ("a.txt b*.txt s3://bucket/c.txt", "v.txt", "x.tar", "static", "nnodes"):
+        assert public in shown
 
 
 def test_a_card_that_was_edited_stays_and_one_that_is_gone_comes_back(small: list[Path], tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""`python -m pipeline runs`: a line for each training that the work directory and the store hold, newest first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import datetime
+
+from common.errors import UserError
+from pipeline.settings.load import load
+from pipeline.status.runs import HeldRun, differing, held_runs, matching
+from pipeline.status.stage_dirs import StageDirs
+from pipeline.status.stored import stored_dirs
+from pipeline.store.shared import SharedStore
+from stages.view.text import number, percent, size
+
+SUMMARY = "a line for each training, here and in the store: when, how far, held-out loss, size, and what differs"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: a list with one object for each, all settings"
+    )
+    parser.add_argument(
+        "--where", action="append", default=[], metavar="SETTING=VALUE",
+        help="only those with this setting, as Phase1-lr=5e-4; repeatable: with all of them",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises `UserError`."""
+    settings = load()
+    conditions = dict(map(_condition, args.where))
+    shared = SharedStore.of(settings.store)
+    places = str(settings.work_dir) + (f" and {shared.backend.url}" if shared else "")
+    found = matching(_held(StageDirs(settings.work_dir), shared), conditions)
+    if args.json:
+        print(json.dumps([one.to_json() for one in found], indent=2))
+    elif found:
+        print(table(found, has_store=shared is not None))
+    elif conditions:
+        print(f"no training with {' '.join(args.where)} is in {places}")
+    else:
+        print(f"no training is in {places}; start one with `luigi --module pipeline BertPhase2`")
+    return 0
+
+
+def _held(stage_dirs: StageDirs, shared: SharedStore | None) -> list[HeldRun]:
+    if shared is None:
+        return held_runs(stage_dirs)
+    from stages.store.maintenance import read_records
+
+    contents = read_records(shared.backend)
+    stored = {one.record.fingerprint for one in contents.stages}
+    stored |= {one.fingerprint for one in contents.trainings if one.turn.checkpoints}
+    here = {one.fingerprint for one in stage_dirs.all}
+    elsewhere = stored_dirs(shared.backend, contents, here)
+    return held_runs(StageDirs(stage_dirs.work_dir, elsewhere), stored)
+
+
+def _condition(text: str) -> tuple[str, str]:
+    name, mark, value = text.partition("=")
+    if not (name and mark):
+        raise UserError(f"--where {text} is not allowed; allowed: SETTING=VALUE, as Phase1-lr=5e-4")
+    return name.removeprefix("--"), value.strip()
+
+
+def table(runs: Sequence[HeldRun], *, has_store: bool) -> str:
+    """A line for each run; the settings that differ come last, as luigi takes them."""
+    names = differing(runs)
+    head = ["run", "when", "state", "steps", "loss", "accuracy", "size", *(["where"] if has_store else []), "settings"]
+    rows = [head]
+    for one in runs:
+        where = ["here, store" if one.here and one.stored else "here" if one.here else "store"] if has_store else []
+        rows.append(
+            [
+                one.name,
+                datetime.fromtimestamp(one.when).strftime("%Y-%m-%d %H:%M"),
+                one.state,
+                " + ".join(map(str, one.steps)),
+                number(one.loss),
+                "–" if one.accuracy is None else percent(one.accuracy),
+                size(one.bytes),
+                *where,
+                " ".join(f"{name}={one.settings[name]}" for name in names if name in one.settings),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,151 @@
+"""Publish a model's files at an address, whole or not at all: the Hugging Face Hub, S3 or a folder.
+
+What stands there of an earlier publication is replaced: files of a model that the new one does not have are removed,
+and files of other kinds stay, or are a reason to refuse.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import fnmatch
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from common.disk_space import require_disk_space
+from common.errors import UserError
+from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory, rename_durably
+from stages.store.backend import Report
+from stages.store.digest import copy_hashed
+
+#: Without it nothing loads a model.
+CONFIG = "config.json"
+SCHEMES = ("hf", "s3", "file", "")
+
+
+@dataclass(frozen=True)
+class Publication:
+    """What is published: files by name. `patterns`: names that files of any model can have."""
+
+    files: Mapping[str, Path]
+    patterns: tuple[str, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files.values())
+
+    def is_of_a_model(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def superseded(self, names: Iterable[str]) -> list[str]:
+        """Those of `names`, of an earlier publication, that this one does not have."""
+        return sorted(name for name in names if self.is_of_a_model(name) and name not in self.files)
+
+
+class Target(Protocol):
+    """Where a model is published."""
+
+    #: Without secrets.
+    address: str
+    #: Under which `from_pretrained` finds it; where it has to be fetched first, PATH.
+    path: str
+    #: Whether it shows the progress of an upload itself.
+    shows_progress: bool
+
+    def check(self, publication: Publication) -> None:
+        """Raise `UserError` for what can be known without the network."""
+        ...
+
+    def publish(self, publication: Publication, report: Report) -> None:
+        """Raises `UserError`; run again, it goes on or begins anew."""
+        ...
+
+
+def scheme_of(address: str) -> str:
+    """One of `SCHEMES`. Raises `UserError`."""
+    try:
+        scheme = urlsplit(address).scheme
+    except ValueError as error:
+        raise UserError(f"{address} is no address ({error}); check it") from None
+    if scheme not in SCHEMES:
+        raise UserError(f"{address}: {scheme}:// is unknown; allowed: hf://org/name, s3://bucket/prefix, or a folder")
+    return scheme
+
+
+class Folder:
+    """A folder, which appears, or is replaced, in one step."""
+
+    path, shows_progress = "PATH", False
+
+    def __init__(self, address: str) -> None:
+        parts = urlsplit(address)
+        if parts.netloc not in ("", "localhost"):
+            raise UserError(f"{address} names a host; write file:///absolute/path (three slashes)")
+        self.folder = Path(unquote(parts.path) if parts.scheme else address).resolve()
+        self.address = str(self.folder)
+        if not self.folder.name:
+            raise UserError(f"{address} is the root of the file system; give a folder in it")
+
+    @property
+    def _temporary(self) -> Path:
+        return self.folder.with_name(self.folder.name + TEMPORARY_SUFFIX)
+
+    def check(self, publication: Publication) -> None:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{self.folder} is a file; give a folder")
+        for replaced in (self.folder, self._temporary):
+            there = sorted(replaced.iterdir()) if replaced.exists() else []
+            others = [path for path in there if path.is_dir() or not publication.is_of_a_model(path.name)]
+            if others:
+                raise UserError(
+                    f"{replaced} holds {others[0].name}, which is no file of a published model and would be removed; "
+                    f"give a new folder, or one that publish has made"
+                )
+        if any(path.resolve().is_relative_to(self.folder) for path in publication.files.values()):
+            raise UserError(f"{self.folder} holds the model that is to be published; give another folder")
+
+    def publish(self, publication: Publication, report: Report) -> None:
+        temporary = self._temporary
+        require_disk_space(self.folder.parent, publication.total_bytes, "the model needs")
+        with disk_errors(self.folder):
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            fd = _own(temporary)
+            try:
+                for name, path in publication.files.items():
+                    with path.open("rb", buffering=0) as source, (temporary / name).open("xb") as copy:
+                        copy_hashed(source, copy, path.stat().st_size, report)
+                    failpoint(f"publish:{name}")
+                fsync_directory(temporary)
+                rename_durably(temporary, self.folder)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+            finally:
+                os.close(fd)
+
+
+def _own(directory: Path) -> int:
+    """Make the empty `directory`; returns a descriptor that holds its lock. What a run that was killed has left there
+    is removed. Raises OSError, and `UserError` if another process is at work there."""
+    if directory.exists():
+        fd = _lock(directory)
+        try:
+            shutil.rmtree(directory)
+        finally:
+            os.close(fd)
+    directory.mkdir()
+    return _lock(directory)
+
+
+def _lock(directory: Path) -> int:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise UserError(f"another process is publishing to {directory.with_suffix('')}; wait for it") from None
+    return fd
