@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.secrets import redact
@@ -107,6 +108,15 @@ class DiskError(UserError):
 def one_line(error: Exception) -> str:
     """A library's error message on one line and without secrets, to be part of a message of ours."""
     return redact(" ".join(str(error).split())) or type(error).__name__
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """For a `name` that nobody knows: the nearest known one, or all of them."""
+    import difflib
+
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(names)}"
 
 
 def existing_parent(path: Path) -> Path:

@@ -3,10 +3,17 @@
 Imports neither torch nor transformers nor h5py: a finished pipeline answers in under a second.
 """
 
+import configparser
 import gc
+import sys
 
 from common.process import print_in_any_locale
-from pipeline import luigi_adapters
+
+try:
+    from pipeline import luigi_adapters
+except (configparser.Error, UnicodeDecodeError) as error:  # luigi reads the settings files when it is imported
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    sys.exit(35)
 from pipeline.settings.load import add_defaults
 
 add_defaults()

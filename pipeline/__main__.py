@@ -1,8 +1,9 @@
 """`python -m pipeline COMMAND`: everything about a pipeline except running it, which `luigi --module pipeline` does.
+Without a command: what to run for what.
 
 Settings are given as to luigi: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
-Exit status: 0 success (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed), 2 unknown
-option, 35 a setting, an input or a task name was refused.
+Exit status: 0 success (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed; `doctor`: a
+problem was found), 2 unknown command or option, 35 a setting, an input or a task name was refused.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Protocol
 from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
-from common.errors import UserError
+from common.errors import UserError, suggestion
 from pipeline.commands import (
     cancel,
     clean,
     compare,
+    completion,
+    doctor,
+    init,
     kubernetes_manifest,
     luigid,
     nights,
@@ -34,6 +38,7 @@ from pipeline.commands import (
     try_model,
     why,
 )
+from pipeline.luigi_adapters.command_line import EXIT_UNKNOWN_OPTION, refuse_options
 from pipeline.settings.load import load
 
 
@@ -49,6 +54,8 @@ class Command(Protocol):
 
 
 COMMANDS: dict[str, Command] = {
+    "init": init,
+    "doctor": doctor,
     "status": status,
     "why": why,
     "report": report,
@@ -63,7 +70,32 @@ COMMANDS: dict[str, Command] = {
     "manifest": kubernetes_manifest,
     "tensorboard": tensorboard,
     "luigid": luigid,
+    "completion": completion,
 }
+#: Those that work with whatever settings are there.
+_WITHOUT_SETTINGS = ("init", "completion")
+MAP = """\
+python -m pipeline COMMAND, or luigi --module pipeline TASK. What to run for what:
+
+  begin      python -m pipeline init                 a luigi.cfg for this machine
+             python -m pipeline doctor               would a run get through the night?
+  run        luigi --module pipeline BertPhase2      everything; again after a stop: it goes on
+             luigi --module pipeline BertPhase1      up to the checkpoint that phase 2 starts from
+             luigi --module pipeline Nightly --date 2026-11-21
+             luigi --module pipeline Sweep --grid configs/sweep.toml
+             luigi --module pipeline MnistMlp        the MLP tutorial
+  watch      python -m pipeline status [--watch]     each stage: how far, how fast, why it failed
+             python -m pipeline why TASK             what would run, and because of which setting
+             python -m pipeline report               one page; also tensorboard, luigid
+             python -m pipeline compare              all trainings side by side
+  use        python -m pipeline try [TEXT]           fill [MASK] with the newest model
+  tidy       python -m pipeline clean                what nothing needs; --remove removes it
+             python -m pipeline store [list|plan]    what machines share; also verify, prune
+             python -m pipeline cancel STAGE         end a job; also manifest, of Kubernetes
+             python -m pipeline nights               the nights of Nightly
+  type less  python -m pipeline completion bash      or zsh: names of tasks, settings, commands
+
+A setting is a line of luigi.cfg, or an option: --Phase1-lr 5e-4. COMMAND --help has the rest."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m pipeline", description=__doc__, formatter_class=plain, allow_abbrev=False
     )
+    p.set_defaults(parser=p)  # which `completion` lists
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         described = f"{command.SUMMARY}.\n\nSettings are taken as luigi takes them: --Phase1-lr 5e-4."
@@ -94,13 +127,35 @@ def _split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return ours, given
 
 
+def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments, and the words that may be luigi's. Exits with one line for an unknown command or option."""
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        near = suggestion(words[0], COMMANDS)
+        print(f"error: there is no command {words[0]}; {near}", file=sys.stderr)
+        sys.exit(EXIT_UNKNOWN_OPTION)
+    every = parser()
+    args, unknown = every.parse_known_args(words)
+    options = [word for word in unknown if re.match("--[a-z]", word)]
+    if options:
+        luigis = CmdlineParser._build_parser()
+        strange = [word for word in options if word.partition("=")[0] not in luigis._option_string_actions]
+        (commands,) = (action for action in every._actions if isinstance(action, argparse._SubParsersAction))
+        if strange:
+            refuse_options(f"unrecognized arguments: {' '.join(strange)}", commands.choices[args.command], luigis)
+    return args, unknown
+
+
 def main(words: Sequence[str] | None = None) -> int:
     ours, given = _split_settings(sys.argv[1:] if words is None else words)
-    args, unknown = parser().parse_known_args(ours)
+    if not ours and not given:
+        print(MAP)
+        return 0
+    args, unknown = _parse(ours)
     try:
         # luigi's own parser, so that settings are named and checked as on its command line.
         with CmdlineParser.global_instance(["BertPhase2", *given, *unknown]):
-            load()
+            if args.command not in _WITHOUT_SETTINGS:
+                load()
             return COMMANDS[args.command].run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -51,13 +51,14 @@ class MnistOptions(Transport, StageOptions):
 def source_inputs(url: Secret, hashes: InputHashes) -> dict[str, str]:
     """The identity of each file under `url`. Raises `UserError` if a local file is missing."""
     try:
-        return {name: source_identity(_file(url, name), hashes) for name in FILES}
+        return {name: source_identity(file_address(url, name), hashes) for name in FILES}
     except UserError as error:
         seen = str(error).partition(";")[0]
         raise UserError(f"{seen}; give the folder or address that has MNIST's files {', '.join(FILES)}") from None
 
 
-def _file(url: Secret, name: str) -> Secret:
+def file_address(url: Secret, name: str) -> Secret:
+    """The address of one of MNIST's files in the folder `url`. Raises `UserError`."""
     if not url:
         raise UserError("the address of MNIST is empty")
     whole = url.reveal()
@@ -75,7 +76,7 @@ def download_mnist(work: StageDirectory, options: MnistOptions) -> dict[str, Any
     for name, original in FILES.items():
         if not (work.path / name).exists():
             sha256 = original if options.checksums == "mnist" else None
-            _fetch_file(work, _file(options.url, name), work.path / name, sha256, options)
+            _fetch_file(work, file_address(options.url, name), work.path / name, sha256, options)
     try:
         training, held_out = Images(work.path, TRAINING), Images(work.path, HELD_OUT)
     except UserError:

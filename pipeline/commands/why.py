@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, suggestion
 from common.files import utc
 from pipeline.status.chain import StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
@@ -64,8 +64,7 @@ def find(name: str, phase: int | None) -> Goal | Stage:
     classes = {cls.__name__.lower(): cls for cls in TASKS}
     cls = classes.get(stem.replace("_", "").lower())
     if cls is None or (suffix and not suffix.isdigit()):
-        allowed = (f"{cls.__name__} --phase N" if _has_phase(cls) else cls.__name__ for cls in TASKS)
-        raise UserError(f"there is no task {name}; allowed: {', '.join(allowed)}")
+        raise UserError(f"there is no task {name}; {suggestion(stem, [cls.__name__ for cls in TASKS])}")
     if not _has_phase(cls):
         if phase is not None:
             raise UserError(f"{cls.__name__} has no phase; leave it out")

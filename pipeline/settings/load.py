@@ -22,7 +22,9 @@ from luigi.configuration.cfg_parser import InterpolationMissingEnvvarError
 from luigi.freezing import recursively_freeze
 from luigi.task_register import Register
 
-from common.errors import UserError
+from common.errors import UserError, suggestion
+from pipeline.settings.config_file import project_file
+from pipeline.settings.origin import named_places
 from pipeline.settings.sections import SECTIONS, Dataset, Phase, Settings, section_name
 from stages.shard import STATIC
 from trainer.data.batch_ramp import BatchRamp
@@ -48,9 +50,10 @@ def load() -> Settings:
     path = os.environ.get("LUIGI_CONFIG_PATH")
     if path is not None and not Path(path).is_file():
         raise UserError(f"LUIGI_CONFIG_PATH = {path}: there is no such file; give a .cfg file, or unset it")
-    _refuse_unknown()
-    settings = Settings(**{section_name(section): _read(section) for section in SECTIONS})
-    _check_together(settings)
+    with named_places():
+        _refuse_unknown()
+        settings = Settings(**{section_name(section): _read(section) for section in SECTIONS})
+        _check_together(settings)
     return settings
 
 
@@ -78,12 +81,12 @@ def overlay_errors(overlay: Mapping[str, Mapping[str, str]]) -> list[str]:
     sections, errors = {section_name(section): section for section in SECTIONS}, []
     for name, values in overlay.items():
         if name not in sections:
-            errors.append(f"[{name}] is not a section of luigi.cfg; {nearest(name, sections)}")
+            errors.append(f"[{name}] is not a section of luigi.cfg; {suggestion(name, sections)}")
             continue
         known = [key for key, _ in sections[name].get_params()]
         for key, text in values.items():
             if key not in known:
-                errors.append(f"[{name}] {key} is not a setting; {nearest(key, known)}")
+                errors.append(f"[{name}] {key} is not a setting; {suggestion(key, known)}")
                 continue
             try:
                 _parameter(sections[name], key).parse(text)
@@ -133,12 +136,8 @@ def _unescaped_percent(section: str, key: str) -> UserError:
 
 def add_defaults() -> None:
     """Add the project's luigi.cfg below whatever luigi has read, in any current directory."""
-    here = Path(__file__).parents[1]
     defaults = configparser.ConfigParser(interpolation=None)
-    # In an installed package the file is in the package; in a checkout, one level up.
-    defaults.read_string(
-        next(p for p in (here / "luigi.cfg", here.parent / "luigi.cfg") if p.exists()).read_text(encoding="utf-8")
-    )
+    defaults.read_string(project_file("luigi.cfg").read_text(encoding="utf-8"))
     config = get_config()
     for section in defaults.sections():
         for key, value in defaults.items(section):
@@ -162,18 +161,12 @@ def _refuse_unknown() -> None:
     for section in config.sections():
         if section not in ours:
             if section not in _LUIGI_SECTIONS | tasks:
-                raise UserError(f"[{section}] is not a section of luigi.cfg; {nearest(section, ours)}")
+                near = suggestion(section, [*ours, *sorted(_LUIGI_SECTIONS)])
+                raise UserError(f"[{section}] is not a section of luigi.cfg; {near}")
             continue
         for key in config.options(section):
             if key not in ours[section]:
-                raise UserError(f"[{section}] {key} is not a setting; {nearest(key, ours[section])}")
-
-
-def nearest(name: str, known: Any) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}"
+                raise UserError(f"[{section}] {key} is not a setting; {suggestion(key, ours[section])}")
 
 
 def _check_together(settings: Settings) -> None:
@@ -212,7 +205,15 @@ def _check_together(settings: Settings) -> None:
             raise UserError(
                 f"[phase{phase}] max_pred_len = {at.max_pred_len} is more than seq_len = {at.seq_len}; lower it"
             )
-    require_divisible(settings.model.config(settings.model.downloaded_vocab_size), cluster.tensor_parallel_size)
+    _check_model(settings)
+
+
+def _check_model(settings: Settings) -> None:
+    try:
+        model = settings.model.config(settings.model.downloaded_vocab_size)
+        require_divisible(model, settings.cluster.tensor_parallel_size)
+    except UserError as error:
+        raise UserError(f"[model] {error}") from None
 
 
 def _check_copies(dataset: Dataset) -> None:

@@ -86,7 +86,7 @@ def matching(runs: Sequence[HeldRun], conditions: Mapping[str, str]) -> list[Hel
     known = sorted({name for run in runs for name in run.settings})
     for name in conditions:
         if runs and name not in known:
-            raise UserError(f"no run records a setting {name}; {nearest(name, known)}")
+            raise UserError(f"no run records a setting {name}; {suggestion(name, known)}")
     return [run for run in runs if all(_is_same(run.settings.get(name, ""), text) for name, text in conditions.items())]
 
 

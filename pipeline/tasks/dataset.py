@@ -11,6 +11,7 @@ import luigi
 
 from common.errors import UserError
 from common.secrets import Secret
+from pipeline.settings.origin import named_places
 from pipeline.settings.sections import Settings
 from pipeline.tasks.base import ChainTask
 from pipeline.tasks.parent import parent_of
@@ -34,7 +35,8 @@ def dataset_of(task: ChainTask, phase: int) -> Stage:
     ones.
     """
     download = task.sibling(DownloadDataset, phase=phase)
-    _require_one_vocabulary(download.settings)
+    with named_places(overlaid=bool(task.overlay)):
+        _require_one_vocabulary(download.settings)
     return download if download.url else task.sibling(ShardDataset, phase=phase)
 
 
@@ -94,7 +96,12 @@ class TokenizeCorpus(Stage):
         try:
             return super().identity
         except UserError as error:
-            raise UserError(f"[corpus] {error}") from error
+            given = {name: getattr(self.settings.corpus, name) for name in ("vocab_file", "held_out_source", "source")}
+            at = next(
+                (f" {name}:" for name, text in given.items() if any(word in str(error) for word in split(text))), ""
+            )
+            with named_places(overlaid=bool(self.overlay)):
+                raise UserError(f"[corpus]{at} {error}") from error
 
 
 class ShardDataset(Stage):

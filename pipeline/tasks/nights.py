@@ -112,6 +112,10 @@ class NightDirs:
         complete = (path.name for path in self._directories() if self._record(path.name).exists())
         return sorted((name for name in complete if name <= last), reverse=True)
 
+    def others(self, date: datetime.date) -> list[Path]:
+        """The directories of all other nights, newest first."""
+        return sorted((path for path in self._directories() if path != self.directory(date)), reverse=True)
+
     def _directories(self) -> Iterator[Path]:
         for path in self.path.glob("*"):  # nothing before the first night
             if path.is_dir() and not path.is_symlink() and _is_date(path.name):
@@ -162,6 +166,22 @@ def require_inputs(settings: Settings, date: datetime.date) -> None:
                 path = pattern.removeprefix("file://")
                 if "://" not in path and not (Path(path).exists() or glob.glob(path, recursive=True)):
                     raise UserError(f"night {date}: [{section}] {key}: {path} matches no file; nothing was started")
+
+
+def names_date(settings: Settings) -> bool:
+    """Whether a setting has a placeholder for the date."""
+    return bool(overlay_of(settings, datetime.date.min))
+
+
+def overlay_of(settings: Settings, date: datetime.date) -> dict[str, dict[str, str]]:
+    """The settings that name the date, with it put in."""
+    before, after = _texts(settings), _texts(settings, date)
+    changed = {
+        section: {key: text for key, text in values.items() if text != before[section][key]}
+        for section, values in after.items()
+    }
+    return {section: {key: text.reveal() if isinstance(text, Secret) else text for key, text in values.items()}
+            for section, values in changed.items() if values}  # fmt: skip
 
 
 def _texts(settings: Settings, date: datetime.date | None = None) -> dict[str, dict[str, str]]:

@@ -107,7 +107,8 @@ def tokenize_corpus(
     sources, held_out_sources = corpus.sources, corpus.held_out_sources
     if corpus.inputs() != work.identity.inputs:
         raise changed("the text or the vocabulary")
-    estimate = int(_BYTES_PER_BYTE * sum(source.text_bytes for source in (*sources, *held_out_sources)))
+    text_bytes = sum(source.text_bytes for source in (*sources, *held_out_sources))
+    estimate = int(_BYTES_PER_BYTE * text_bytes)
     written = sum(path.stat().st_size for split in SPLITS for path in part_paths(work.path, split))
     require_disk_space(work.path, estimate - written, "the ids of this text need about")
     share = 0.0 if held_out_sources else share_held_out(sources, options.held_out)
@@ -132,7 +133,7 @@ def tokenize_corpus(
                 _check_unknown(seen, options.max_unknown_share, of_corpus=progress.share)
     totals = {split: total_counts(part_paths(work.path, split)) for split in SPLITS}
     _check_unknown(totals[TRAINING] + totals[TEST], options.max_unknown_share)
-    counts = _counts(totals, vocabulary, dropped)
+    counts = {**_counts(totals, vocabulary, dropped), "text_bytes": text_bytes}
     write_data_card(work.path, corpus, totals, counts)
     work.finish(_outputs(work.path), counts)
     return counts

@@ -1,4 +1,4 @@
-"""The wheel has everything that the program reads: luigi.cfg, templates, the style sheet."""
+"""The wheel has everything that the program reads: luigi.cfg, configs/, templates, the style sheet."""
 
 from __future__ import annotations
 
@@ -37,3 +37,8 @@ def test_the_wheel_runs_in_an_empty_folder(tmp_path: Path) -> None:
     assert (chain.work / "latest" / "shard_dataset-phase1" / "manifest.json").exists()
     run("-m", "pipeline", "report")
     assert not list(empty.iterdir())
+    made = tmp_path / "made"
+    assert "for trn1, as asked" in run("-m", "pipeline", "init", "--for", "trn1", str(made))
+    assert "phase1_url = s3://" in (made / "luigi.cfg").read_text()
+    doctor = run("-m", "pipeline", "doctor", "ShardDataset", "--phase", "1")
+    assert "packages as pyproject.toml needs them" in doctor, doctor

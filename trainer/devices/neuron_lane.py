@@ -22,8 +22,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.errors import UserError
 
 XLA, NATIVE = "neuron-xla", "neuron-native"
@@ -64,6 +62,8 @@ class Installation:
 
     @classmethod
     def of_machine(cls) -> Installation:
+        import torch  # only this asks it
+
         versions, empty = {}, []
         for name in ("torch", *dict.fromkeys((*PACKAGES[XLA], *PACKAGES[NATIVE], "neuronx-distributed"))):
             try:
@@ -73,13 +73,17 @@ class Installation:
             versions[name] = about.version
             if "WRONG PACKAGE" in (about.read_text("METADATA") or ""):
                 empty.append(name)
-        instance = _PRODUCT.read_text(encoding="utf-8").strip() if _PRODUCT.exists() else ""
-        return cls(versions, tuple(empty), hasattr(torch, "neuron"), sys.version_info[:2], instance)
+        return cls(versions, tuple(empty), hasattr(torch, "neuron"), sys.version_info[:2], instance_type())
 
     def release(self, name: str) -> tuple[int, int]:
         """The first two numbers of a package's version."""
         major, minor = re.findall(r"\d+", self.versions[name])[:2]
         return int(major), int(minor)
+
+
+def instance_type() -> str:
+    """As in `Installation.instance`."""
+    return _PRODUCT.read_text(encoding="utf-8").strip() if _PRODUCT.exists() else ""
 
 
 def lane_of(found: Installation) -> tuple[str, str]:

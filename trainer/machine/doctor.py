@@ -1,14 +1,17 @@
-"""`python -m trainer --doctor`: report this machine's devices and versions, and the next command."""
+"""`python -m trainer --doctor`: report this machine's devices and versions, and the next command. `python -m
+trainer.machine.doctor` prints the facts on devices as JSON, for `python -m pipeline doctor`."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import shutil
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +33,7 @@ def examine(log: Callable[[str], None]) -> int:
         log(f"  {name:14} {_version(name)}")
     log(f"cpu     {available_cores()} cores, {_cpu_kind()}; {_memory_gb():.0f} GB memory")
     log(f"disk    {shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free here")
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    gpus = _gpus()
     log(f"cuda    {', '.join(gpus) or 'no GPU that torch sees'}")
     commands = [_RUN]
     if gpus:
@@ -40,6 +43,25 @@ def examine(log: Callable[[str], None]) -> int:
         log(f"missing {problem}")
     log(f"next    {commands[0]}" if not missing else "next    put right what is missing, then ask again")
     return 1 if missing else 0
+
+
+def facts() -> dict[str, Any]:
+    """Devices, and what is installed for them; None: there is none, or it is not known."""
+    installation = Installation.of_machine()
+    found: dict[str, Any] = {"gpus": _gpus(), "versions": dict(installation.versions), "neuron_cores": None}
+    try:
+        found["neuron_cores"] = cores()
+    except UserError as error:
+        found["neuron_error"] = str(error)
+    try:
+        found["neuron_lane"], found["neuron_why"] = lane_of(installation)
+    except UserError:  # which is also the first problem
+        found["neuron_lane"] = None
+    return {**found, "neuron_problems": problems(installation)}
+
+
+def _gpus() -> list[str]:
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def _examine_neuron(log: Callable[[str], None], commands: list[str]) -> list[str]:
@@ -77,3 +99,7 @@ def _cpu_kind() -> str:
 
 def _memory_gb() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

@@ -41,7 +41,7 @@ def test_once(records: Path, device: str, command: Sequence[str], *, nodes: int)
             f"self-test: not run by several machines together; on each: python -m trainer --self-test --device {device}"
         )
         return
-    from trainer.devices.neuron_lane import Installation  # imports torch
+    from trainer.devices.neuron_lane import Installation
 
     kind = {"device": device, "instance": Installation.of_machine().instance, **versions()}
     record = (

@@ -152,7 +152,8 @@ def test_a_failed_stage_says_with_what(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
-        (("Pretrian",), ["there is no task Pretrian", "Pretrain --phase N", "MergeShards", "BertPhase2"]),
+        (("Pretrian",), ["there is no task Pretrian; did you mean Pretrain?"]),
+        (("Xyz",), ["there is no task Xyz; allowed: BertPhase1, ", "MergeShards"]),
         (("Pretrain",), ["Pretrain has a phase", "--phase 1, --phase 2"]),
         (("Pretrain", "--phase", "3"), ["Pretrain has a phase"]),
         (("MergeShards", "--phase", "1"), ["MergeShards has no phase"]),

@@ -1,0 +1,62 @@
+"""What a check of the doctor says, and what it may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pipeline.settings.sections import Settings
+from pipeline.status.chain import chain, would_run
+from pipeline.tasks.goal import Goal
+from pipeline.tasks.stage import Stage
+
+Level = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line; the fields are the keys of `--json`."""
+
+    #: What was looked at, in a word or two.
+    check: str
+    level: Level
+    #: What was seen, and what to do if it is not ok.
+    text: str
+
+
+@dataclass
+class Plan:
+    """The run that is about to start."""
+
+    task: Goal | Stage
+    #: Where it works, and where others have before it.
+    work_dirs: list[Path]
+    #: Whether the store of the settings can be asked; set by its check, which precedes all that look at stages.
+    store_answers: bool = True
+    #: What servers' clocks were ahead of this one's, in seconds, by the server; filled by the checks that ask them.
+    ahead_s: dict[str, float] = field(default_factory=dict)
+    #: Bytes of what is to be downloaded, by setting; filled by the check that asks for it.
+    lengths: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> Settings:
+        return self.task.settings
+
+    def stages(self) -> list[Stage]:
+        """All stages of the chain, in running order."""
+        found = chain(self.task)
+        assert all(isinstance(stage, Stage) for stage in found)
+        return [stage for stage in found if isinstance(stage, Stage)]
+
+    def to_make(self) -> list[Stage]:
+        """The stages that a run would make or fetch."""
+        if not self.store_answers:
+            for stage in self.stages():
+                stage.__dict__["stored"] = None  # what is there cannot be asked
+        labels = {stage.label for stage in would_run(self.task)}
+        return [stage for stage in self.stages() if stage.label in labels]
+
+
+Check = Callable[[Plan], Iterator[Finding]]

@@ -1,0 +1,81 @@
+"""One line for a task or an option that luigi does not know, with the nearest that it does.
+
+* `luigi.cmdline_parser.CmdlineParser.__init__` raises TaskClassNotFoundException for an unknown task, which nobody
+  catches.
+* `CmdlineParser.get_task_obj` raises ParameterException or ValueError for a parameter that is missing or malformed.
+* `CmdlineParser._build_parser` makes an argparse parser, whose `error` prints the usage with every option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import NoReturn
+
+import luigi
+from luigi.cmdline_parser import CmdlineParser
+from luigi.parameter import MissingParameterException, ParameterException
+from luigi.retcodes import retcode
+from luigi.task_register import Register
+
+from common.errors import suggestion
+
+#: Exit status of argparse.
+EXIT_UNKNOWN_OPTION = 2
+_UNKNOWN = "unrecognized arguments: "
+_build_parser, _get_task_obj = CmdlineParser._build_parser, CmdlineParser.get_task_obj
+
+
+def install() -> None:
+    CmdlineParser._build_parser = staticmethod(_make)  # type: ignore[method-assign]
+    CmdlineParser.get_task_obj = _task  # type: ignore[method-assign]
+
+
+def _make(root_task: str | None = None, help_all: bool = False) -> argparse.ArgumentParser:
+    if root_task is not None and not _is_task(root_task):
+        _refuse(f"there is no task {root_task}; {suggestion(root_task, _tasks())}", retcode().scheduling_error)
+    parser: argparse.ArgumentParser = _build_parser(root_task, help_all)  # type: ignore[no-untyped-call]
+    parser.error = lambda message: refuse_options(message, parser)  # type: ignore[method-assign]
+    return parser
+
+
+def _task(parser: CmdlineParser) -> luigi.Task:
+    name = parser.known_args.root_task
+    try:
+        task: luigi.Task = _get_task_obj(parser)  # type: ignore[no-untyped-call]
+    except MissingParameterException as error:
+        missing = re.findall(r"requires the '(\w+)' parameter", str(error))
+        _refuse(f"{name} needs {f'--{missing[0]}' if missing else error}; give it", retcode().scheduling_error)
+    except (ParameterException, ValueError) as error:
+        _refuse(f"{name}: {error}; see --help", retcode().scheduling_error)
+    return task
+
+
+def _is_task(name: str) -> bool:
+    """Whether luigi can run it: sections of settings are registered as tasks, too."""
+    return name in Register.task_names() and not issubclass(Register.get_task_cls(name), luigi.Config)
+
+
+def _tasks() -> list[str]:
+    """The project's tasks: neither sections of settings, nor base classes."""
+    every = (Register.get_task_cls(name) for name in Register.task_names())
+    return [task.__name__ for task in every if "pipeline.tasks" in task.__module__ and not task.__subclasses__()]
+
+
+def refuse_options(message: str, *parsers: argparse.ArgumentParser) -> NoReturn:
+    """End with one line of what `argparse` says; of unknown options with the nearest ones of `parsers`."""
+    import difflib
+
+    words = message.removeprefix(_UNKNOWN).split() if message.startswith(_UNKNOWN) else []
+    options = [word.partition("=")[0] for word in words if word.startswith("--")]
+    known = [name for parser in parsers for name in parser._option_string_actions]
+    if not options:
+        _refuse(f"{message}; see --help", EXIT_UNKNOWN_OPTION)
+    near = difflib.get_close_matches(options[0], known, n=1)
+    _refuse(f"{options[0]} is no option; {f'did you mean {near[0]}?' if near else 'see --help'}", EXIT_UNKNOWN_OPTION)
+
+
+def _refuse(text: str, status: int) -> NoReturn:
+    print("error:", " ".join(text.split()), file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,65 @@
+"""A settings file as a person sees it: each key with its value, its line and the comment above it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+#: What configparser takes for a section and for a key at the beginning of a line.
+_SECTION = re.compile(r"\[(.+)\]")
+_KEY = re.compile(r"(?P<key>[^\s#;\[=:][^=:]*?)\s*[=:]\s*(?P<value>.*)")
+#: The files of the project: in a checkout one level above the package, in an installed package inside it.
+_PACKAGE = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key, or with an empty `key` the header of a section."""
+
+    section: str
+    key: str
+    value: str
+    #: Of the file, from 1.
+    line: int
+    #: The lines directly above it, without "# ".
+    comment: tuple[str, ...]
+
+
+def project_file(name: str) -> Path:
+    """luigi.cfg with the defaults, or one of configs/."""
+    return next(path for path in (_PACKAGE / name, _PACKAGE.parent / name) if path.exists())
+
+
+def entries(text: str) -> Iterator[Entry]:
+    """The headers and keys of a file that configparser takes, in order."""
+    section, comment = "", list[str]()
+    lines = text.splitlines()
+    for at, line in enumerate(lines):
+        if header := _SECTION.match(line):
+            section = header[1]
+            yield Entry(section, "", "", at + 1, tuple(comment))
+        elif found := _KEY.match(line):
+            value = [found["value"], *_continuation(lines[at + 1 :])]
+            yield Entry(section, found["key"].replace("-", "_"), "\n".join(value).strip(), at + 1, tuple(comment))
+        comment = [*comment, line[1:].removeprefix(" ")] if line.startswith("#") else []
+
+
+def by_section(text: str) -> Mapping[str, Mapping[str, Entry]]:
+    """The keys of a file by section and name."""
+    found: dict[str, dict[str, Entry]] = {}
+    for entry in entries(text):
+        found.setdefault(entry.section, {})
+        if entry.key:
+            found[entry.section][entry.key] = entry
+    return found
+
+
+def _continuation(lines: list[str]) -> Iterator[str]:
+    """The indented lines that go on with a value."""
+    for line in lines:
+        if not line[:1].isspace() or not line.strip():
+            return
+        if not line.lstrip().startswith(("#", ";")):
+            yield line.strip()

@@ -1,0 +1,89 @@
+"""An error about a setting says where it was given: on the command line, or in which line of which file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.support import ROOT, assert_one_line_error
+
+LUIGI = ("-m", "luigi", "--module", "pipeline", "BertPhase2")
+
+
+def run(directory: Path, *words: str, overlay: str | None = None) -> subprocess.CompletedProcess[str]:
+    """In a directory that may have a luigi.cfg of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if overlay is not None:
+        environment["LUIGI_CONFIG_PATH"] = overlay
+    done = subprocess.run(
+        [sys.executable, *(words or LUIGI)], cwd=directory, env=environment, capture_output=True, text=True, check=False
+    )
+    assert not (directory / "work").exists()
+    return done
+
+
+def at(text: str, fragment: str) -> int:
+    """The line, from 1, that begins so: as an editor counts."""
+    return next(number for number, line in enumerate(text.split("\n"), 1) if line.startswith(fragment))
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment", "message"),
+    [
+        ("# a comment\n\n[phase1]\nseq_len = 128\n\nlr = fast\n", "lr", "[phase1] lr = 'fast'"),
+        ("[phase1]\n  # indented\nlr : 1\n[phase2]\nlr: nan\n", "lr: nan", "[phase2] lr = nan"),
+        ("[core]\nlog_level = INFO\n\n[phase3]\nlr = 1\n", "[phase3]", "did you mean phase"),
+        ("[phase1]\nmax_step = 1\n", "max_step", "did you mean max_steps?"),
+        ("[slurm]\nsbatch_lines = --a\n  --b\n\n[model]\npreset = huge\n", "preset", "[model] preset = huge"),
+        ("[phase1]\nlr = 50%\n", "lr", "[phase1] lr: write %% for a %"),
+        ("[run]\nwork_dir = ${NO_SUCH_VARIABLE}/x\n", "work_dir", "variable NO_SUCH_VARIABLE is not set"),
+        ("[model]\nnum_attention_heads = 3\n", "num_attention_heads", "[model] hidden_size 128 / num_attention_heads"),
+        ("[corpus]\nsource = /no/such/text\n", "source", "[corpus] source: /no/such/text matches no file"),
+        ("[dataset]\nphase1_url = s3://b/1.tar\n", "phase1_url", "phase1_url is set and phase2_url is empty"),
+    ],
+)
+@pytest.mark.parametrize("name", ["luigi.cfg", "mine.cfg"])
+def test_a_file_is_named_with_its_line(tmp_path: Path, text: str, fragment: str, message: str, name: str) -> None:
+    """The luigi.cfg of the current directory, or the one that LUIGI_CONFIG_PATH names."""
+    (tmp_path / name).write_text(text)
+    done = run(tmp_path, overlay=None if name == "luigi.cfg" else name)
+    assert_one_line_error(done, message, f"{name}:{at(text, fragment)})", status=35)
+
+
+def test_the_one_that_counts_is_named(tmp_path: Path) -> None:
+    """LUIGI_CONFIG_PATH before luigi.cfg, and the command line before both."""
+    (tmp_path / "luigi.cfg").write_text("[phase1]\nlr = slow\n")
+    (tmp_path / "mine.cfg").write_text("\n\n[phase1]\nlr = fast\n")
+    assert_one_line_error(run(tmp_path, overlay="mine.cfg"), "lr = 'fast'", "(mine.cfg:4)", status=35)
+    done = run(tmp_path, *LUIGI, "--Phase1-lr", "nan", overlay="mine.cfg")
+    assert_one_line_error(done, "lr = nan", "(the command line)", status=35)
+
+
+def test_settings_that_do_not_agree_are_each_named_with_their_place(tmp_path: Path) -> None:
+    (tmp_path / "luigi.cfg").write_text("[phase1]\nwarmup_steps = 30\n")
+    done = run(tmp_path, *LUIGI, "--Phase1-max-steps", "20")
+    assert_one_line_error(done, "(warmup_steps: luigi.cfg:2, max_steps: the command line)", status=35)
+
+
+def test_a_default_has_no_place(tmp_path: Path) -> None:
+    """warmup_steps = 50 is the project's own."""
+    done = run(tmp_path, *LUIGI, "--Phase1-max-steps", "20")
+    assert_one_line_error(done, "warmup_steps = 50 is more than max_steps = 20", status=35)
+    assert done.stderr.strip().endswith("(max_steps: the command line)")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[phase1]\nlr = 1\nlr = 2\n", "[line 3]: option 'lr' in section 'phase1' already exists"),
+        ("lr = 1\n", "contains no section headers"),
+        ("[phase1\n", "contains no section headers"),
+    ],
+)
+def test_a_file_that_is_no_settings_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "luigi.cfg").write_text(text)
+    assert_one_line_error(run(tmp_path, "-m", "pipeline", "status"), message, "luigi.cfg", status=35)
