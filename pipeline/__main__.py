@@ -2,8 +2,8 @@
 Without a command: what to run for what.
 
 Settings are given as to luigi: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
-Exit status: 0 success (`why`: complete), 1 (`why`: would run; `clean`: something could not be removed; `doctor`: a
-problem was found), 2 unknown command or option, 35 a setting, an input or a task name was refused.
+Exit status: 0 success (`why`: complete), 1 (`why`: would run; `clean`, `trackers`: something could not be removed, or
+sent; `doctor`: a problem was found), 2 unknown command or option, 35 a setting, an input or a task name was refused.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from pipeline.commands import (
     status,
     store,
     tensorboard,
+    trackers,
     try_model,
     why,
 )
@@ -69,6 +70,7 @@ COMMANDS: dict[str, Command] = {
     "nights": nights,
     "manifest": kubernetes_manifest,
     "tensorboard": tensorboard,
+    "trackers": trackers,
     "luigid": luigid,
     "completion": completion,
 }
@@ -86,9 +88,11 @@ python -m pipeline COMMAND, or luigi --module pipeline TASK. What to run for wha
              luigi --module pipeline MnistMlp        the MLP tutorial
   watch      python -m pipeline status [--watch]     each stage: how far, how fast, why it failed
              python -m pipeline why TASK             what would run, and because of which setting
-             python -m pipeline report               one page; also tensorboard, luigid
+             python -m pipeline report               one page; also tensorboard, trackers, luigid
              python -m pipeline compare              all trainings side by side
+             python -m pipeline runs                 a line for each training, also of the store
   use        python -m pipeline try [TEXT]           fill [MASK] with the newest model
+             python -m pipeline publish hf://org/name     or s3://bucket/prefix, or a folder
   tidy       python -m pipeline clean                what nothing needs; --remove removes it
              python -m pipeline store [list|plan]    what machines share; also verify, prune
              python -m pipeline cancel STAGE         end a job; also manifest, of Kubernetes

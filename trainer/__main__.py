@@ -22,6 +22,7 @@ from trainer.launch.environment import use_compile_cache
 if TYPE_CHECKING:
     from trainer.config import TrainConfig
     from trainer.devices.base import Device
+    from trainer.metrics.trackers.options import TrackerOptions
     from trainer.parallel.mesh import Mesh
     from trainer.workloads.base import Workload
 
@@ -52,7 +53,8 @@ def main() -> int:
             from trainer.machine.self_test import self_test
 
             return self_test(given, mesh)
-        return _train(*to_config(given, mesh), mesh)
+        given.trackers.require_installed()
+        return _train(*to_config(given, mesh), given.trackers, mesh)
     except Exception as error:
         return end(error, mesh)
 
@@ -74,7 +76,7 @@ def _locked(config: TrainConfig, mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def _train(config: TrainConfig, workload: Workload, mesh: Mesh) -> int:
+def _train(config: TrainConfig, workload: Workload, trackers: TrackerOptions, mesh: Mesh) -> int:
     from trainer.devices.select import select
     from trainer.options import device_options
 
@@ -84,10 +86,10 @@ def _train(config: TrainConfig, workload: Workload, mesh: Mesh) -> int:
         alone=config.data_parallel == "ddp",
     )  # fmt: skip
     with _locked(config, mesh):
-        return _run(config, workload, device, mesh)
+        return _run(config, workload, trackers, device, mesh)
 
 
-def _run(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh) -> int:
+def _run(config: TrainConfig, workload: Workload, trackers: TrackerOptions, device: Device, mesh: Mesh) -> int:
     from trainer.checkpoint.resume_point import how_to_go_on
     from trainer.rollback import train
     from trainer.run import Run
@@ -101,7 +103,7 @@ def _run(config: TrainConfig, workload: Workload, device: Device, mesh: Mesh) ->
     )
     stopped = f"the state is saved: {how_to_go_on(config)}"
     try:
-        done = train(Run(config, workload, device, mesh, log))
+        done = train(Run(config, workload, device, mesh, log, trackers.chosen), trackers)
     except Interrupted as error:
         done, stopped = False, str(error)
     mesh.disconnect()

@@ -1,4 +1,5 @@
-"""The trainer's command line, generated from the fields of `TrainConfig`, `RunOptions` and the workload's options.
+"""The trainer's command line, generated from the fields of `TrainConfig`, `RunOptions`, `TrackerOptions` and the
+workload's options.
 
 `python -m trainer.options` prints docs/options.md.
 """
@@ -18,6 +19,7 @@ from trainer.config import CHANGEABLE, TrainConfig
 from trainer.data.batch_ramp import BatchRamp
 from trainer.data.order import SampleOrder
 from trainer.devices.base import DeviceOptions
+from trainer.metrics.trackers.options import TrackerOptions
 from trainer.parallel.mesh import Mesh
 from trainer.seeds import derive_seed
 from trainer.workloads import WORKLOADS
@@ -69,6 +71,7 @@ class CommandLine:
     #: An instance of the workload's `options`.
     workload: Any
     config: TrainConfig
+    trackers: TrackerOptions
 
 
 def parser(workload: str = BERT) -> argparse.ArgumentParser:
@@ -83,7 +86,7 @@ def parser(workload: str = BERT) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     kind = WORKLOADS[workload]
-    add_options(p, RunOptions, kind.options, TrainConfig, defaults=kind.defaults, without=kind.without)
+    add_options(p, RunOptions, kind.options, TrainConfig, TrackerOptions, defaults=kind.defaults, without=kind.without)
     return p
 
 
@@ -105,6 +108,7 @@ def parse(words: Sequence[str] | None = None) -> CommandLine:
         from_namespace(RunOptions, args, **defaults[RunOptions]),
         from_namespace(kind.options, args),
         from_namespace(TrainConfig, args, **defaults[TrainConfig]),
+        from_namespace(TrackerOptions, args),
     )
 
 
@@ -178,7 +182,7 @@ def markdown() -> str:
         f"`--allow_changes` permits a resumed run to change {', '.join(f'`{name}`' for name in CHANGEABLE)}.",
     ]
     groups: dict[str, list[str]] = {}
-    for cls in (RunOptions, bert.options, TrainConfig):
+    for cls in (RunOptions, bert.options, TrainConfig, TrackerOptions):
         for group, row in _rows(cls, {}):
             groups.setdefault(group, []).append(row)
     for group, rows in groups.items():

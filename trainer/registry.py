@@ -1,4 +1,4 @@
-"""The devices and optimizers that a name can stand for, and other values of options.
+"""The devices, optimizers and trackers that a name can stand for, and other values of options.
 
 Imports no torch: the pipeline's settings read the names.
 
@@ -28,6 +28,14 @@ OPTIMIZERS = {
     "LAMB": "trainer.optim.lamb:Lamb",
     "Muon": "trainer.optim.muon:Muon",
     "SGD": "trainer.optim.sgd:SGD",
+}
+#: Implementations of `trainer.metrics.trackers.base.Tracker`. All but the first, which the training itself writes, are
+#: a `RemoteTracker`, and their names are also those of the packages and of the extras that install them.
+TENSORBOARD = "tensorboard"
+TRACKERS = {
+    TENSORBOARD: "trainer.metrics.trackers.tensorboard:EventFile",
+    "mlflow": "trainer.metrics.trackers.mlflow:MlflowTracker",
+    "wandb": "trainer.metrics.trackers.wandb:WandbTracker",
 }
 #: Values of `--schedule`, `--non_finite`, `--data_parallel`, `--precision` and `--initial_attention`.
 SCHEDULES = ("linear", "cosine", "constant", "wsd")

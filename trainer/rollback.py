@@ -1,24 +1,33 @@
-"""Train a phase: measure its steps if it has a budget, and after a non-finite step roll back to the last checkpoint and
-skip the step's batch."""
+"""Train a phase: measure its steps if it has a budget, send its numbers to trackers beside it, and after a non-finite
+step roll back to the last checkpoint and skip the step's batch."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 
-from common.errors import NonFiniteStep
+from common.errors import DiskError, NonFiniteStep
 from trainer.checkpoint.resume_point import checkpoint_directory
 from trainer.config import TrainConfig
 from trainer.launch.preemption import Interruptions
 from trainer.loop import Trainer
+from trainer.metrics.companions import Companions
 from trainer.metrics.rehearsal import resolved
+from trainer.metrics.trackers.options import TrackerOptions
 from trainer.run import Run
+from trainer.state import TrainState
+
+#: Seconds that a run which was asked to stop waits for trackers, at most.
+_STOPPED_WAIT_S = 5.0
+#: What trackers are told of a run beside what decides its result.
+_LAYOUT = ("micro_batch_size", "data_parallel_size", "tensor_parallel_size", "torch_version")
 
 
-def train(run: Run) -> bool:
+def train(run: Run, trackers: TrackerOptions | None = None) -> bool:
     """Train until `stop_step` (returns True) or until a signal (returns False). Raises `UserError`; `Interrupted` if a
     signal comes while steps are measured."""
-    config = run.config
+    config, options = run.config, trackers or TrackerOptions()
+    companions, wait_s = Companions(config.output_dir, options, run.log), 0.0
     interruptions = Interruptions(
         config.output_dir,
         is_root=run.is_root,
@@ -26,16 +35,20 @@ def train(run: Run) -> bool:
         watches_parent=run.mesh.nodes == 1 and not config.trial,
     )
     try:
-        return _train(run if config.budget is None else resolved(run, interruptions, Trainer), interruptions)
+        run = run if config.budget is None else resolved(run, interruptions, Trainer)
+        is_done = _train(run, interruptions, companions)
+        wait_s = options.wait_s if is_done else min(_STOPPED_WAIT_S, options.wait_s)
+        return is_done
     finally:
+        companions.end(wait_s)
         interruptions.end()
 
 
-def _train(run: Run, interruptions: Interruptions) -> bool:
+def _train(run: Run, interruptions: Interruptions, companions: Companions) -> bool:
     config, skipped = run.config, list[int]()
     while True:
         # A separate function, so that no local keeps the old model alive while the new one is built.
-        result = _attempt(run, interruptions, skipped)
+        result = _attempt(run, interruptions, skipped, companions)
         if isinstance(result, bool):
             return result
         reason, batch, before = result
@@ -48,14 +61,30 @@ def _train(run: Run, interruptions: Interruptions) -> bool:
         gc.collect()
 
 
-def _attempt(run: Run, interruptions: Interruptions, skipped: list[int]) -> bool | tuple[str, int, list[int]]:
+def _attempt(
+    run: Run, interruptions: Interruptions, skipped: list[int], companions: Companions
+) -> bool | tuple[str, int, list[int]]:
     """The result of `Trainer.train`, or (message, batch, batches already skipped) after a non-finite step."""
     trainer = Trainer(run, interruptions, skipped)
+    if run.is_root and not skipped:  # else they have begun
+        _accompany(run, trainer.state, companions)
     try:
         return trainer.train()
     except NonFiniteStep as error:
         trainer.metrics.abandon()
         return str(error), trainer.dataloader.batch_of(error.step), trainer.state.skipped
+
+
+def _accompany(run: Run, state: TrainState, companions: Companions) -> None:
+    """Start what sends the numbers of the training to trackers, now that the records are those up to `state`."""
+    layout = {name: getattr(state, name) for name in _LAYOUT}
+    try:
+        companions.begin(
+            {**state.deciding, **layout, "device": run.device.describe()},
+            last_step=run.config.phase1_end_step + run.config.stop_step,
+        )
+    except DiskError as error:
+        run.log(f"note: trackers get nothing in this run: {error}")
 
 
 def _from_newest(config: TrainConfig) -> TrainConfig:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer.config import TrainConfig
 from trainer.devices.base import Device
 from trainer.parallel.mesh import Mesh
+from trainer.registry import TENSORBOARD
 from trainer.workloads.base import Workload
 
 
@@ -21,6 +22,8 @@ class Run:
     mesh: Mesh
     #: Prints a line in the root worker; does nothing in the others.
     log: Callable[[str], None]
+    #: The names of those that show its curves.
+    trackers: Sequence[str] = (TENSORBOARD,)
 
     @property
     def is_root(self) -> bool:

@@ -174,6 +174,7 @@ def _check_together(settings: Settings) -> None:
     cluster = settings.cluster
     cluster.check()
     settings.store.check()
+    settings.trackers.check(cluster)
     if cluster.launcher == "slurm":
         settings.slurm.check()
     if cluster.launcher == "kubernetes":

@@ -27,6 +27,7 @@ from pipeline.settings.parameters import (
     setting,
     whole,
 )
+from pipeline.settings.trackers import Trackers
 from stages.embed import INITIAL_WORD_EMBEDDINGS
 from stages.evaluate import EvaluateOptions
 from stages.mnist import MnistOptions
@@ -224,7 +225,7 @@ class Nights(luigi.Config):
 
 SECTIONS: tuple[type[luigi.Config], ...] = (
     *(Run, Corpus, Dataset, Model, Phase1, Phase2),
-    *(Precision, Cluster, Slurm, Kubernetes, Evaluation, Card, Store, Mnist, Nights),
+    *(Precision, Cluster, Slurm, Kubernetes, Evaluation, Card, Store, Trackers, Mnist, Nights),
 )
 
 
@@ -245,6 +246,7 @@ class Settings:
     evaluation: Evaluation
     card: Card
     store: Store
+    trackers: Trackers
     mnist: Mnist
     nights: Nights
 

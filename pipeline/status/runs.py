@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import luigi
 
-from common.errors import UserError
+from common.errors import UserError, suggestion
 from common.files import parse_utc, utc
 from common.options import fields_of
-from pipeline.settings.load import nearest
 from pipeline.settings.sections import Corpus, Dataset, Mnist, Model, Phase1, Phase2, Precision, Run
 from pipeline.status.comparison import made_from
 from pipeline.status.stage_dirs import StageDir, StageDirs, holder, last_checkpoint_step, size_bytes

@@ -1,4 +1,4 @@
-"""Base class of training stages: their command and manifest."""
+"""Base classes of training stages, for their command and manifest, and of evaluations of what they have trained."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import luigi
 
 from common.errors import UserError
 from common.files import METRICS, read_json
-from common.options import fields_of, name_of
+from common.options import fields_of, name_of, words
 from pipeline.launchers.torchrun import trainer_command
 from pipeline.luigi_adapters.luigid_progress import has_audience
+from pipeline.status import trackers
 from pipeline.status.extension import EXTENDED_FROM
 from pipeline.tasks.stage import Stage
 from stages.directory import attempts, manifest
@@ -59,7 +60,9 @@ class Training(Stage):
             given |= {name: getattr(settings, name) for name in fields_of(TrainConfig) if name in settings.param_kwargs}
         options = {_option_name(name): value for name, value in (given | others).items() if value is not None}
         # The two phases and the MLP may run at the same time, so each uses its own port.
-        return trainer_command(self.settings.cluster, options, port_offset=getattr(self, "phase", 3) - 1)
+        command = trainer_command(self.settings.cluster, options, port_offset=getattr(self, "phase", 3) - 1)
+        # A trial, which has no output, is shown nowhere.
+        return command + (words(self.settings.trackers.options) if "output_dir" in others else [])
 
     @property
     def hang_timeout_s(self) -> float:
@@ -88,6 +91,14 @@ class Training(Stage):
         counts = {**results, "checkpoint": name, "goodput": spent.record()}
         counts |= {"extended_from": extended} if extended else {}
         manifest.finish(self.directory, self.identity, outputs, counts, start=start)
+
+
+class Evaluation(Stage):
+    """A stage that evaluates what a training has made."""
+
+    def finish(self, start: StartTime) -> None:
+        """Send the results to the trackers of the training."""
+        trackers.send(self)
 
 
 def _option_name(field: str) -> str:

@@ -22,7 +22,10 @@ from typing import Any
 
 STAGES, OBJECTS, TURNS, CHECKPOINTS = "stages", "objects", "turns", "checkpoints"
 #: Of a training, beside its checkpoints: what a resume on another machine goes on with.
-RESUMED_RECORDS = ("metrics.jsonl", "attempts.jsonl", "train_time.json", "budget.json", "extended_from.json")
+RESUMED_RECORDS = (
+    *("metrics.jsonl", "attempts.jsonl", "train_time.json", "budget.json", "extended_from.json"),
+    "trackers.json",  # its run goes on on another machine
+)
 _FORMAT = 1
 _SHA256 = re.compile("[0-9a-f]{64}")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.console.base import nothing
 from pipeline.launchers import process
 from pipeline.status.chain import chain as stages_of
 from pipeline.tasks.bert import BertPhase2
@@ -76,8 +77,9 @@ def test_a_stage_that_hangs_again_fails_in_one_line(chain: Chain) -> None:
 
 @pytest.mark.parametrize(("work", "hung"), [("computes", False), ("child", False), ("sleeps", True)])
 def test_computing_without_a_word_is_no_hang(tmp_path: Path, work: str, hung: bool) -> None:
+    command = ["-c", SILENT, str(tmp_path), work]
     ending = process.run(
-        ["-c", SILENT, str(tmp_path), work], directory=tmp_path, fingerprint="", keep_open=(), hang_timeout_s=15
+        command, directory=tmp_path, fingerprint="", keep_open=(), hang_timeout_s=15, showing=nothing()
     )
     assert ending.hung == hung, ending
     assert ending.status == (-9 if hung else 0), ending

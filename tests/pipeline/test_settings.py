@@ -110,6 +110,17 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         ),
         ("[cluster]\nlauncher = kubernetes", ["[kubernetes] image is empty"]),
         ("[corpus]\nvocab_file = /no/vocab.txt", ["/no/vocab.txt"]),
+        ("[trackers]\nnames = board", ["[trackers] tracker board is not known", "tensorboard, mlflow, wandb"]),
+        ("[trackers]\nwandb_mode = away", ["[trackers] wandb_mode = away", "online, offline"]),
+        (
+            "[trackers]\nnames = wandb\nwait_s = 600",
+            ["[trackers] wait_s = 600 is no less than [cluster] hang_timeout_s or", "allowed: below 600"],
+        ),
+        ("[trackers]\nwait_s = -1", ["[trackers] wait_s = -1", "0 or more"]),
+        (
+            "[cluster]\nlauncher = slurm\n[trackers]\nnames = mlflow\nmlflow_uri = https://me:pass@host/",
+            ["[trackers] mlflow_uri = https://host/ has a login", "MLFLOW_TRACKING_PASSWORD"],
+        ),
     ],
 )
 def test_what_cannot_work_is_one_line(tmp_path: Path, text: str, fragments: list[str]) -> None:

@@ -10,6 +10,7 @@ from common.errors import UserError
 from common.options import fields_of, name_of
 from tests.helpers.support import ROOT
 from trainer.config import TrainConfig
+from trainer.metrics.trackers.options import TrackerOptions
 from trainer.options import RunOptions, markdown, parse, parser
 from trainer.workloads import WORKLOADS
 
@@ -24,7 +25,7 @@ def test_help_has_every_option_of_the_workload_with_its_default(workload: str) -
     kind = WORKLOADS[workload]
     shown = " ".join(parser(workload).format_help().split())
     known = {}
-    for cls in (RunOptions, kind.options, TrainConfig):
+    for cls in (RunOptions, kind.options, TrainConfig, TrackerOptions):
         known |= {name: (cls, *found) for name, found in fields_of(cls).items() if found[1].names is not None}
     assert {*kind.defaults, *kind.without} <= set(known)
     for name, (cls, field, about) in known.items():

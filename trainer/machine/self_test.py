@@ -131,6 +131,7 @@ def _alone(given: CommandLine) -> CommandLine:
             # The tutorials' names for AdamW say a precision, which is given here.
             optimizer="AdamW" if config.optimizer.startswith("AdamW") else config.optimizer,
         ),
+        given.trackers,
     )  # fmt: skip
 
 

@@ -17,9 +17,10 @@ from common.console import clock
 from common.errors import NonFiniteStep
 from common.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, replace_json, write_json
 from trainer.data.loader import Step, record_samples
-from trainer.metrics.event_file import EventFile
 from trainer.metrics.plateau import Diagnosis, Doctor
 from trainer.metrics.results import TrainTime, append_missing, in_words, phase_results, recorded_steps, steps_of_phase
+from trainer.metrics.trackers.base import Tracker
+from trainer.registry import TENSORBOARD, TRACKERS, load
 from trainer.run import Run
 from trainer.state import TrainState
 from trainer.workloads.base import MASKED_LM_LOSS, StepCost
@@ -90,9 +91,9 @@ class Metrics:
             self._file = self._path.open("a", encoding="utf-8")
             recorded = steps_of_phase(self._path, start)
             self._train_time = TrainTime(config.output_dir, start.phase, recorded, resumes=config.resume)
-            self._board: EventFile | None = None
-            if not self._was_over:
-                self._board = EventFile(config.output_dir / "tensorboard", first_step=start.global_step + 1)
+            self._board: Tracker | None = None
+            if not self._was_over and TENSORBOARD in run.trackers:
+                self._board = load(TRACKERS[TENSORBOARD])(config.output_dir / "tensorboard", start.global_step + 1)
 
     def begin_step(self, step: Step) -> None:
         """`step` begins; the clock starts with the first one. Raises `DiskError`."""
@@ -143,9 +144,10 @@ class Metrics:
         if record.compiled_graphs is not None:
             scalars["compiled_graphs"] = record.compiled_graphs
         diagnoses = self._diagnoses(state, scalars)
-        self._lines.append((state.global_step, self._line(state, scalars, diagnoses)))
+        at = time.time()
+        self._lines.append((state.global_step, self._line(state, scalars, diagnoses, at)))
         if self._is_root:
-            self._write(state, scalars)
+            self._write(state, scalars, at)
 
     def record_alone(self, state: TrainState) -> None:
         """Record the steps up to `state` that the root, which may be lost, has not. Raises `DiskError`."""
@@ -186,14 +188,14 @@ class Metrics:
             rates |= {"mfu": flops / self._peak_flops_per_s, "mfu_usual": usual_flops / self._peak_flops_per_s}
         return rates
 
-    def _line(self, state: TrainState, scalars: dict[str, float], diagnoses: list[Diagnosis]) -> str:
+    def _line(self, state: TrainState, scalars: dict[str, float], diagnoses: list[Diagnosis], at: float) -> str:
         place = {"step": state.global_step, "epoch": state.epoch, "samples": state.samples_consumed}
-        line: dict[str, Any] = {**place, **scalars, "time": time.time()}
+        line: dict[str, Any] = {**place, **scalars, "time": at}
         if diagnoses:
             line["diagnoses"] = [vars(one) for one in diagnoses]
         return _encode(line) + "\n"
 
-    def _write(self, state: TrainState, scalars: dict[str, float]) -> None:
+    def _write(self, state: TrainState, scalars: dict[str, float], at: float) -> None:
         step = state.global_step
         condition = f", {self._doctor.condition}" if self._doctor is not None and self._doctor.condition else ""
         self._progress = {
@@ -204,11 +206,11 @@ class Metrics:
             "per_s": round(self._steps_per_s(), 6),
         }
         now = time.monotonic()
-        if now - self._drawn >= _BOARD_INTERVAL_S or state.step == self._config.stop_step:
+        is_due = now - self._drawn >= _BOARD_INTERVAL_S or state.step == self._config.stop_step
+        if self._board is not None and is_due:
             self._drawn = now
-            assert self._board is not None
             with disk_errors(self._path):
-                self._board.add(step, scalars)
+                self._board.add(step, scalars, at)
         if now - self._written >= _WRITE_INTERVAL_S:
             self.flush()
         if state.step % self._config.log_interval == 0 or state.step == self._config.stop_step:

@@ -49,13 +49,14 @@ class TrainTime:
         replace_json(self._path, {**self._all, self._phase: round(self.seconds, 3)})
 
 
-def recorded_steps(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """(record, length in bytes) of each line of a metrics file, up to the first incomplete one."""
+def recorded_steps(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """(record, length in bytes) of each line of a metrics file from byte `start` on, up to the first incomplete one."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
+        file.seek(start)
         for line in file:
             try:
                 record = json.loads(line)

@@ -1,10 +1,11 @@
-"""TensorBoard event files."""
+"""TensorBoard's event files, the one tracker that shows each step at once."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ class EventFile:
         # Tells TensorBoard to drop what an interrupted run recorded from this step on.
         self._put(Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
-    def add(self, step: int, scalars: dict[str, float]) -> None:
-        event = self._event(wall_time=time.time(), step=step)
+    def add(self, step: int, scalars: Mapping[str, float], at: float) -> None:
+        event = self._event(wall_time=at, step=step)
         for name, value in scalars.items():
             event.summary.value.add(tag=name, simple_value=value)
         self._put(event)

@@ -1,0 +1,28 @@
+"""`python -m pipeline trackers`: what MLflow and W&B have not got yet, as they were down or slow."""
+
+from __future__ import annotations
+
+import argparse
+
+from common.errors import UserError
+from pipeline.settings.load import load
+from pipeline.status.trackers import send
+from pipeline.tasks.bert import BertPhase2
+from pipeline.tasks.mnist import MnistMlp
+
+SUMMARY = "send what the trackers of [trackers] names lack of this chain's trainings and evaluation"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mnist", action="store_true", help="of the MLP instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send it; 0: every tracker has all. Raises `UserError`."""
+    options = load().trackers.options
+    if not options.remote:
+        raise UserError(f"[trackers] names = {options.names} has none that is sent to; add mlflow or wandb")
+    if not send(MnistMlp().requires()["evaluate_mlp"] if args.mnist else BertPhase2().requires()["evaluate"]):
+        return 1
+    print(f"{', '.join(options.remote)}: complete")
+    return 0

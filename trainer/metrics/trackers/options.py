@@ -1,0 +1,78 @@
+"""Which trackers get the numbers of a training. None of it decides a result; imports no torch and no tracker."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from common.errors import UserError
+from common.options import check, option
+from common.secrets import Secret
+from trainer.registry import TENSORBOARD, TRACKERS
+
+MLFLOW, WANDB = "mlflow", "wandb"
+#: Values of `wandb_mode`.
+WANDB_MODES = ("online", "offline")
+_HOW = {"group": "trackers", "decides": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerOptions:
+    """The trackers, and how they are reached."""
+
+    option_separator: ClassVar[str] = "_"
+
+    names: str = option(
+        TENSORBOARD, **_HOW, names=("--trackers",), metavar="A,B",
+        help=f"where curves are shown, separated by commas: {', '.join(TRACKERS)}; empty: in metrics.jsonl alone",
+    )  # fmt: skip
+    project: str = option(
+        "bert-pretraining", **_HOW, names=("--tracker_project",), help="project of W&B, experiment of MLflow"
+    )
+    mlflow_uri: Secret | None = option(
+        None, **_HOW, metavar="ADDRESS", help="MLflow's server or database (default: MLFLOW_TRACKING_URI)"
+    )
+    wandb_mode: str = option(
+        "online", **_HOW, choices=WANDB_MODES, help="offline: into OUTPUT_DIR/wandb, for `wandb sync`"
+    )
+    wait_s: float = option(
+        30.0, **_HOW, names=("--tracker_wait",), least=0, unit="seconds",
+        help="what the end of a training waits for trackers, at most, in s",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in self.chosen:
+            if name not in TRACKERS:
+                raise UserError(f"tracker {name} is not known; allowed: {', '.join(TRACKERS)}, separated by commas")
+        if self.remote and not self.project.strip():
+            raise UserError(f"tracker {self.remote[0]} needs a project (W&B) or experiment (MLflow); give its name")
+        if WANDB in self.chosen and re.search(r"[/\\#?%:]", self.project):
+            raise UserError(f"project {self.project} is no name that W&B takes; allowed: one without / \\ # ? % :")
+        if MLFLOW in self.chosen and not self.mlflow_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
+            raise UserError(
+                "tracker mlflow needs an address; give mlflow_uri, such as http://localhost:5000 or "
+                "sqlite:////absolute/path.db, or set MLFLOW_TRACKING_URI"
+            )
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The trackers' names."""
+        return tuple(dict.fromkeys(filter(None, map(str.strip, self.names.split(",")))))
+
+    @property
+    def remote(self) -> tuple[str, ...]:
+        """Those that are fed beside the training."""
+        return tuple(name for name in self.chosen if name != TENSORBOARD)
+
+    def require_installed(self) -> None:
+        """Raise `UserError` unless every tracker's library is there."""
+        for name in self.remote:
+            if importlib.util.find_spec(name) is None:
+                raise UserError(
+                    f"tracker {name} needs a library that is not installed; install the extra "
+                    f"(pip install 'bert-pretraining-pipeline[{name}]'), or leave {name} out"
+                )
