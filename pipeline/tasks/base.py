@@ -21,7 +21,9 @@ class PipelineTask(luigi.Task):
     """A task that reads the settings."""
 
     quiet: luigi.BoolParameter = luigi.BoolParameter(
-        significant=False, description="show notes, warnings and errors only, as --Run-console quiet does"
+        significant=False,
+        positional=False,
+        description="show notes, warnings and errors only, as --Run-console quiet does",
     )
 
     #: Settings that differ from those of the process: {section: {name: text}}.

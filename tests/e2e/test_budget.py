@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,7 @@ def test_a_budget_is_measured_once_and_its_steps_are_trained(
         wait_until(lambda: any(chain.work.glob(f"pretrain-phase1-*/{BUDGET}")))
         assert row()["state"] == "running"
     finally:
-        luigi.send_signal(signal.SIGKILL)
-        luigi.wait()
+        chain.lose(luigi)
     (path,) = chain.work.glob(f"pretrain-phase1-*/{BUDGET}")
     wait_until(lambda: row()["state"] == "interrupted", timeout_s=20)
     assert row()["detail"] == "no checkpoint yet"

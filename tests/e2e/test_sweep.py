@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Chain:
         "Sweep", "--grid", str(grid), FAILPOINT="step:2.0", FAILPOINT_ACTION="wait 600", FAILPOINT_LOG=str(passed)
     )
     wait_until(lambda: passed.exists() and "step:2.0" in passed.read_text())
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    chain.lose(process)
     chain.run("Sweep", "--grid", str(grid))
     return chain
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from common.forked import way_to_server
@@ -103,6 +104,23 @@ class Chain:
         """Start luigi; what it says goes to a file of the chain's directory."""
         with (self.directory / log).open("wb") as file:
             return start_luigi(self.config, *words, stdout=file, stderr=file, **env)
+
+    def lose(self, luigi: subprocess.Popen[bytes]) -> None:
+        """Kill luigi, and at once all that works for it, as when the machine is lost: a killed luigi alone lets a training
+        save. Workers may be forked elsewhere; each has the lock of its directory open."""
+        luigi.kill()
+        while workers := [one for one in psutil.process_iter() if self._is_used_by(one)]:
+            for worker in workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.kill()
+            psutil.wait_procs(workers, timeout=30)
+        luigi.wait()
+
+    def _is_used_by(self, process: psutil.Process) -> bool:
+        try:
+            return any(Path(file.path).is_relative_to(self.work) for file in process.open_files())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return False
 
     def ask(self, *words: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
         """`python -m pipeline words…`"""

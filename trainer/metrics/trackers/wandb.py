@@ -28,7 +28,8 @@ class WandbTracker:
             for path in (run.directory / _DIRECTORY).glob(f"offline-run-*-{run.id}"):
                 shutil.rmtree(path)
         self._run = wandb.init(
-            project=options.project, id=run.id, name=run.name, config=dict(run.parameters), mode="online" if is_online else "offline",
+            project=options.project, id=run.id, name=run.name, config=dict(run.parameters),
+            mode="online" if is_online else "offline",
             resume="allow" if is_online else None, dir=run.directory, reinit="create_new",
             # This process is not the training: its code, output and use of the machine say nothing of that.
             settings=wandb.Settings(
