@@ -1,6 +1,6 @@
 """How it grows: on this machine, host memory of a worker against the size of the data set, time to find the position to
-resume at against the steps done, start-up against the number of shards; and by arithmetic, step time and all-reduce
-share of many machines. docs/scale.md has the tables and their reading.
+resume at against the steps done, start-up against the number of shards, the hosts' agreement against the number of
+workers; and by arithmetic, step time and all-reduce share of many machines. docs/scale.md has the tables.
 
 Large data sets are links to one shard, so that they need no disk: what is measured is what a worker holds, not how fast
 the disk is.
@@ -9,7 +9,9 @@ the disk is.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import multiprocessing
 import os
 import statistics
 import tempfile
@@ -20,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from benchmarks.results import Result, say
 from benchmarks.startup import first_step_s
@@ -34,6 +38,7 @@ from benchmarks.work import (
     write_rows,
 )
 from trainer.data.order import SampleOrder
+from trainer.parallel.host_sum import messages, sum_over_hosts
 
 TINY = Work("tiny", 2, 128, 2, 512, 8192, 128, 20, 16, 1)
 #: Rows of a shard of 64 MB and of a small one.
@@ -103,22 +108,27 @@ class Machine:
     inside: float | None = None
 
 
-#: Network: EFA's 800 and 3,200 Gbit/s; NVLink: 450 GB/s in each direction. Rates: AWS's best published (SDK 2.20), and,
-#: for want of any, what benchmarks/gpu.py claims.
+#: Network: EFA's 800 and 3,200 Gbit/s; NVLink: 450 GB/s in each direction. Rates: AWS's table of SDK 2.28 for phase 1,
+#: of SDK 2.20 for phase 2, and, for want of any, what benchmarks/gpu.py claims.
 MACHINES = (
-    Machine("trn1.32xlarge", 32, {1: 4_380, 2: 525}, 100e9),
+    Machine("trn1.32xlarge", 32, {1: 3_827, 2: 525}, 100e9),
     Machine("8 × H100", 8, {1: 8 * 1_800, 2: 8 * 870}, 400e9, 450e9),
 )
 NODES = (1, 2, 4, 8, 16, 32, 64)
 PARAMETERS, GRADIENT_BYTES = 336_226_108, 4
 #: Of the published rate that a collective is taken to reach.
 REACHED = 0.7
+#: Seconds that a message between two hosts is taken to need, over TCP and through gloo.
+MESSAGE_S = 100e-6
+SPAWN = multiprocessing.get_context("spawn")
+#: Processes that agree on this machine, and workers for which their messages are counted.
+AGREEING, COUNTED = (2, 4, 8, 16), (2, 32, 256, 2_048)
 
 
 def step(machine: Machine, nodes: int, phase: int, global_batch_size: int) -> tuple[float, float]:
-    """Seconds of computing and of all-reduce of one step; a ring of n sends 2 (n - 1) / n of the bytes (Patarasuk and
-    Yuan 2009), and the workers of a machine share its network. Nothing overlaps: it is one call after the last
-    micro-step."""
+    """Seconds of computing and of reducing of one step: the gradients' all-reduce and the hosts' agreement. A ring of n
+    sends 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009), and the workers of a machine share its network. Nothing
+    overlaps: it is one call after the last micro-step."""
 
     def ring(n: int, rate: float) -> float:
         return 2 * (n - 1) / n * PARAMETERS * GRADIENT_BYTES / (REACHED * rate)
@@ -126,7 +136,52 @@ def step(machine: Machine, nodes: int, phase: int, global_batch_size: int) -> tu
     reduce_s = ring(nodes, machine.network)
     if machine.inside is not None:
         reduce_s += ring(machine.workers, machine.inside)
+    reduce_s += most_in_a_row(nodes * machine.workers) * MESSAGE_S
     return global_batch_size / (nodes * machine.sequences_per_s[phase]), reduce_s
+
+
+def most_in_a_row(workers: int) -> int:
+    """Messages of which each waits for the one before, in a sum over the hosts of all workers."""
+    return max(len([*messages(rank, workers)]) for rank in range(workers))
+
+
+def agreement() -> None:
+    """Microseconds of a sum over hosts, of gloo's own ring and of ours, on this machine; and messages in a row."""
+    for workers in AGREEING:
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+            found = Path(name) / "found.json"
+            words = (workers, f"{name}/store", found)
+            processes = [SPAWN.Process(target=_agree, args=(rank, *words)) for rank in range(workers)]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join()
+            ring, ours = (statistics.median(times) for times in json.loads(found.read_text()))
+        said = f"{workers} processes on two cores: {ours:.0f} µs, gloo's all_reduce {ring:.0f} µs"
+        say(Result("the hosts' agreement on counts and stopping", said, "", ring / ours, " ×"))
+    for workers in COUNTED:
+        print(f"{workers:,} workers: {most_in_a_row(workers)} messages in a row, in a ring {2 * (workers - 1):,}")
+
+
+def _agree(rank: int, workers: int, store: str, found: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=workers)
+    counts = torch.arange(7)
+    ways = (
+        functools.partial(dist.all_reduce, counts.clone()),
+        functools.partial(sum_over_hosts, counts, rank, workers, None),
+    )
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(7):
+        for way, its in zip(ways, times, strict=True):
+            way()
+            began = time.perf_counter()
+            for _ in range(100):
+                way()
+            its.append((time.perf_counter() - began) / 100 * 1e6)
+    if rank == 0:
+        found.write_text(json.dumps(times))
+    dist.destroy_process_group()
 
 
 def arithmetic() -> None:
@@ -145,11 +200,15 @@ def arithmetic() -> None:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("parts", nargs="*", default=["arithmetic", "resume", "memory", "start"], help="default: all")
+    p.add_argument(
+        "parts", nargs="*", default=["arithmetic", "agreement", "resume", "memory", "start"], help="default: all"
+    )
     p.add_argument("--steps", type=int, default=60, help="of each run that memory is measured on")
     args = p.parse_args()
     if "arithmetic" in args.parts:
         arithmetic()
+    if "agreement" in args.parts:
+        agreement()
     if "resume" in args.parts:
         found = [1000 * resume_s(steps) for steps in STEPS_DONE]
         said = ", ".join(f"{steps:,}: {ms:.0f} ms" for steps, ms in zip(STEPS_DONE, found, strict=True))

@@ -106,8 +106,8 @@ class Chain:
             return start_luigi(self.config, *words, stdout=file, stderr=file, **env)
 
     def lose(self, luigi: subprocess.Popen[bytes]) -> None:
-        """Kill luigi, and at once all that works for it, as when the machine is lost; of a killed luigi alone, a training
-        saves first. Workers may be forked elsewhere; each has the lock of its directory open."""
+        """Kill luigi, and at once all that works for it, as when the machine is lost; if luigi alone is killed, a
+        training saves first. Workers may be forked elsewhere; each has the lock of its directory open."""
         luigi.kill()
         while workers := [one for one in psutil.process_iter() if self._is_used_by(one)]:
             for worker in workers:
