@@ -20,7 +20,8 @@ add_defaults()
 print_in_any_locale()
 luigi_adapters.install()
 
-# Registers all tasks with luigi. They read settings when they are made.
+# Registers all tasks with luigi, which read settings when they are made, and what begins a run.
+from pipeline import header  # noqa: E402, F401
 from pipeline.tasks import everything, nightly, sweep  # noqa: E402, F401
 
 # What is imported by now is never garbage; a collection that looks at it all takes 30 ms.

@@ -45,6 +45,7 @@ ORDER = {
     "pipeline": [
         "__init__",
         "__main__",
+        "header",
         "commands",
         "tasks",
         "luigi_adapters",

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import luigi
 
-from common.process import processes_asked_for
-from pipeline.console.select import shown
-from pipeline.status.chain import chain, is_complete
 from pipeline.tasks.base import ChainTask
 from pipeline.tasks.stage import Stage
 
@@ -30,26 +27,6 @@ class Goal(ChainTask):
     def print_summary(self) -> None:
         """Print a few lines on the results and where they are."""
         raise NotImplementedError
-
-
-_is_printed = False
-
-
-@luigi.Task.event_handler(luigi.Event.DEPENDENCY_DISCOVERED)  # type: ignore[untyped-decorator]
-def _print_header(task: luigi.Task, dependency: luigi.Task) -> None:
-    """Before the first stage runs: what is made, where and on which device. The first task is the one asked for."""
-    global _is_printed
-    if _is_printed or not isinstance(task, (Goal, Stage)):
-        return
-    _is_printed, stages = True, chain(task)
-    left = sum(not is_complete(stage) for stage in stages)
-    if left:
-        settings = task.settings
-        where = f"device {settings.cluster.device}" if settings.cluster.device else "the device that is there"
-        shown().header(
-            f"{type(task).__name__}: {left} of {len(stages)} stages to make in {settings.work_dir}, {where}, "
-            f"{processes_asked_for(0)} cores"
-        )
 
 
 @luigi.Task.event_handler(luigi.Event.DEPENDENCY_PRESENT)  # type: ignore[untyped-decorator]

@@ -69,6 +69,17 @@ def test_a_terminal_has_a_header_and_a_line_for_each_stage(chain: Chain) -> None
     assert any(re.search(r"━.* \d+% [\d.]+ [kM]?B/[\d.]+ MB", line) for line in live), live[-3:]
 
 
+def test_the_header_tells_how_long_it_takes_once_stages_were_made(chain: Chain) -> None:
+    write_corpus(chain.directory / "corpus.txt", 20_000)
+    first, second = (chain.run(*SHARDS, *words).stderr.splitlines()[0] for words in ((), ("--Corpus-held-out", "0.2")))
+    made = [chain.manifest(stage)["seconds"] for stage in STAGES]
+    assert first.endswith("cores")
+    told = re.search(r" cores, about (\d+\.?\d*) s$", second)
+    assert told, second
+    # The second run replaced the manifests: its corpus is as large, other programs share the cores.
+    assert float(told[1]) == pytest.approx(sum(map(float, made)), rel=0.7)  # type: ignore[arg-type]
+
+
 def test_the_stage_log_has_every_line_and_the_command(chain: Chain) -> None:
     luigi(chain, *SHARDS)
     (log,) = chain.work.glob("tokenize_corpus-*/stage.log")

@@ -1,0 +1,47 @@
+"""The first line of a run: what is made, where, on which device, and how long it takes."""
+
+from __future__ import annotations
+
+import luigi
+
+from common.process import processes_asked_for
+from pipeline.console.select import shown
+from pipeline.status.chain import chain, is_complete
+from pipeline.status.stage_dirs import StageDirs
+from pipeline.tasks.goal import Goal
+from pipeline.tasks.stage import Stage
+from stages.view.text import duration
+
+_is_printed = False
+
+
+@luigi.Task.event_handler(luigi.Event.DEPENDENCY_DISCOVERED)  # type: ignore[untyped-decorator]
+def _print_header(task: luigi.Task, dependency: luigi.Task) -> None:
+    """Before the first stage runs. The first task is the one asked for."""
+    global _is_printed
+    if _is_printed or not isinstance(task, (Goal, Stage)):
+        return
+    _is_printed, stages = True, chain(task)
+    left = sum(not is_complete(stage) for stage in stages)
+    if left:
+        settings = task.settings
+        where = f"device {settings.cluster.device}" if settings.cluster.device else "the device that is there"
+        shown().header(
+            f"{type(task).__name__}: {left} of {len(stages)} stages to make in {settings.work_dir}, {where}, "
+            f"{processes_asked_for(0)} cores{_how_long(task)}"
+        )
+
+
+def _how_long(task: Goal | Stage) -> str:
+    """The sum over the stages to make, as far as stages made here before tell it."""
+    from pipeline.commands.doctor.estimates import Estimates
+    from pipeline.commands.doctor.finding import Plan
+
+    work_dir = task.settings.work_dir
+    if not work_dir.is_dir():
+        return ""
+    known = [found.seconds for found in Estimates(Plan(task, [work_dir]), [StageDirs(work_dir)]).all()]
+    seconds = sum(filter(None, known))
+    if seconds < 1:
+        return ""
+    return f", {'about' if None not in known else 'more than'} {duration(seconds)}"
