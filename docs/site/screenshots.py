@@ -1,6 +1,6 @@
 """The pictures of a first run in docs/images/: `python docs/site/screenshots.py`, in an empty work directory.
 
-Runs the embedded default in a terminal whose screen pyte keeps, and draws it with rich: while phase 1 trains, and at the
+Runs the embedded default in a terminal whose screen pyte keeps, and draws it with rich while phase 1 trains and at its
 end.
 """
 
