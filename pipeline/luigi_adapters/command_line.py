@@ -33,9 +33,13 @@ def install() -> None:
 
 
 def _make(root_task: str | None = None, help_all: bool = False) -> argparse.ArgumentParser:
-    if root_task is not None and not _is_task(root_task):
-        _refuse(f"there is no task {root_task}; {suggestion(root_task, _tasks())}", retcode().scheduling_error)
+    if root_task is not None and root_task not in (known := _tasks()):
+        ours = [
+            name for name, task in known.items() if "pipeline.tasks" in task.__module__ and not task.__subclasses__()
+        ]
+        _refuse(f"there is no task {root_task}; {suggestion(root_task, ours)}", retcode().scheduling_error)
     parser: argparse.ArgumentParser = _build_parser(root_task, help_all)  # type: ignore[no-untyped-call]
+    parser.allow_abbrev = False  # a typo that happens to be the start of a name would be taken for it
     parser.error = lambda message: refuse_options(message, parser)  # type: ignore[method-assign]
     return parser
 
@@ -52,15 +56,9 @@ def _task(parser: CmdlineParser) -> luigi.Task:
     return task
 
 
-def _is_task(name: str) -> bool:
-    """Whether luigi can run it: sections of settings are registered as tasks, too."""
-    return name in Register.task_names() and not issubclass(Register.get_task_cls(name), luigi.Config)
-
-
-def _tasks() -> list[str]:
-    """The project's tasks: neither sections of settings, nor base classes."""
-    every = (Register.get_task_cls(name) for name in Register.task_names())
-    return [task.__name__ for task in every if "pipeline.tasks" in task.__module__ and not task.__subclasses__()]
+def _tasks() -> dict[str, type[luigi.Task]]:
+    """By name; sections of settings are registered as tasks, too."""
+    return {task.get_task_family(): task for task in Register._reg if not issubclass(task, luigi.Config)}
 
 
 def refuse_options(message: str, *parsers: argparse.ArgumentParser) -> NoReturn:

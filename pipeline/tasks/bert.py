@@ -20,7 +20,7 @@ from pipeline.tasks.goal import Goal
 from pipeline.tasks.initial_weights import embedded, initial_attention, start_inputs, start_options
 from pipeline.tasks.parent import parent_of
 from pipeline.tasks.stage import Stage
-from pipeline.tasks.training import Evaluation, Training
+from pipeline.tasks.training import EvaluationStage, Training
 from stages.convert import ConvertOptions
 from stages.evaluate import EvaluateOptions
 from stages.examples.form import PACKED_SEQUENCES
@@ -226,7 +226,7 @@ class MergeShards(ModelStage):
         return self.directory / "model"
 
 
-class Evaluate(Evaluation, Reported):
+class Evaluate(EvaluationStage, Reported):
     """Masked-LM loss and accuracy of the merged model on held-out examples, and next-sentence accuracy if trained."""
 
     on_cluster = imports_torch = True

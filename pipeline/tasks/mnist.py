@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.tasks import summary
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.stage import Stage
-from pipeline.tasks.training import Evaluation, Training
+from pipeline.tasks.training import EvaluationStage, Training
 from stages.evaluate_mlp import EvaluateMlpOptions
 from stages.mnist import MnistOptions
 
@@ -65,7 +65,7 @@ class TrainMlp(Training):
         )
 
 
-class EvaluateMlp(Evaluation):
+class EvaluateMlp(EvaluationStage):
     """The accuracy of the saved model on the images that were kept apart."""
 
     on_cluster = imports_torch = True

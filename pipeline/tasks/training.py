@@ -93,7 +93,7 @@ class Training(Stage):
         manifest.finish(self.directory, self.identity, outputs, counts, start=start)
 
 
-class Evaluation(Stage):
+class EvaluationStage(Stage):
     """A stage that evaluates what a training has made."""
 
     def finish(self, start: StartTime) -> None:
