@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +98,9 @@ class TokenizeCorpus(Stage):
             return super().identity
         except UserError as error:
             given = {name: getattr(self.settings.corpus, name) for name in ("vocab_file", "held_out_source", "source")}
-            at = next(
-                (f" {name}:" for name, text in given.items() if any(word in str(error) for word in split(text))), ""
-            )
+            # Not as a shell splits it, which may be what cannot be done.
+            words = {name: re.split(r"[\s'\"]+", text) for name, text in given.items()}
+            at = next((f" {name}:" for name in given if any(word in str(error) for word in words[name] if word)), "")
             with named_places(overlaid=bool(self.overlay)):
                 raise UserError(f"[corpus]{at} {error}") from error
 

@@ -47,7 +47,7 @@ def card(run: Run, name: str = NAME, path: str = "PATH") -> str:
             "Settings", *(f"### {title}\n\n{table(head, rows)}" for title, head, rows in facts.settings_tables(run))
         ),
         *_section("Versions", table(("", ""), facts.versions(run))),
-        f"Made {moment(run.written)}.",
+        f"Made {moment(_made(run))}.",
     ]
     body = "\n\n".join(part for part in parts if part)
     text = f"{heading}{body}\n\n"
@@ -76,6 +76,11 @@ def _without_folders(key: str, text: str) -> str:
     """The last part of a local path, and of each where a setting lists several; addresses stay."""
     paths = words(text) if key in _LISTS else [text]
     return " ".join(path if _ADDRESS.match(path) else path.rstrip("/").rpartition("/")[2] for path in paths)
+
+
+def _made(run: Run) -> float:
+    """When the last of its stages ended, so that the card of a model is the same whenever it is written; Unix time."""
+    return max((attempt.ended for stage in run.stages for attempt in stage.attempts), default=run.written)
 
 
 def _introduction(run: Run) -> str:

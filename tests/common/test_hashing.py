@@ -223,7 +223,7 @@ def test_a_pattern_means_the_same_to_the_pipeline_and_to_the_stage(tmp_path: Pat
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("'a.txt", "[corpus] 'a.txt cannot be split into paths: no closing quotation"),
+        ("'a.txt", "[corpus] source: 'a.txt cannot be split into paths: no closing quotation"),
         ("{tmp}", "is a folder; name a file, or a quoted glob such as '{tmp}/*'"),
         ("{tmp}/corpus.txt {tmp}/corp*.txt", "corpus.txt is named 2 times; name each once"),
     ],

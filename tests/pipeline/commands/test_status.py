@@ -241,7 +241,7 @@ def test_settings_that_are_refused_are_one_line(chain: Chain, tmp_path: Path, as
     assert_one_line_error(done, "[phase1] learning_rate is not a setting", status=35)
 
 
-@pytest.mark.parametrize("words", [("status", "--Phase3-lr", "1"), ("status", "extra"), ("stauts",), ()], ids=str)
+@pytest.mark.parametrize("words", [("status", "--Phase3-lr", "1"), ("status", "extra"), ("stauts",)], ids=str)
 def test_unknown_words_end_with_2(words: tuple[str, ...]) -> None:
     done = command("-m", "pipeline", *words)
     assert done.returncode == 2
