@@ -40,7 +40,7 @@ def seaweedfs() -> Iterator[str]:
         options = {f"{part}.port": port for part, port in ports.items()} | grpc
         options |= {"dir": name, "ip": "127.0.0.1", "ip.bind": "127.0.0.1", "s3.config": f"{name}/s3.json"}
         # Each bucket has volumes of its own.
-        options |= {"s3.port.iceberg": 0, "volume.max": 500, "master.volumeSizeLimitMB": 64}
+        options |= {"s3.port.iceberg": 0, "s3.port.lance": 0, "volume.max": 500, "master.volumeSizeLimitMB": 64}
         words = [f"-{option}={value}" for option, value in options.items()]
         with (Path(name) / "log").open("wb") as log:
             process = subprocess.Popen(
