@@ -1,5 +1,5 @@
 # make run     pretrain the embedded default, end to end
-# make test    all tests            make check   format, lint, types, taste
+# make test    all tests but the slow ones, which are: make test-slow        make check   format, lint, types, taste
 # make bench   every speed claim    make mutants deliberate faults: does the test named for each one fail?
 # make docs    the documentation as a site in build/site
 # make test-newest, make test-lowest: the main job and the contracts with the newest and the lowest versions of packages that
@@ -14,16 +14,20 @@ INSTALL = $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python
 RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test check bench mutants docs test-newest test-lowest constraints clean
+.PHONY: run test test-slow check bench mutants docs test-newest test-lowest constraints clean
 .DELETE_ON_ERROR:
 
 run: $(RUNTIME)
 	$(BIN)/luigi --module pipeline BertPhase2
 
-# One worker more than there are cores: most tests wait for processes of their own. The long ones come first.
+# One worker more than there are cores: most tests wait for processes of their own.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-slow: $(INSTALLED)
+	$(PYTEST) -m slow $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -1,7 +1,8 @@
 """What merging costs: a BERT-Large-sized checkpoint, split 8 ways, merged as `python -m stages.merge` does it.
 
 Time: reading, joining, checking, hashing both sides, writing durably and loading with Hugging Face, against `cp` of the
-same files on the same disk, and against `cp` and `sync`, since what `cp` leaves is not on the disk yet. Once with files
+same files on the same disk, and against the same work: `cp`, `sync`, since what `cp` leaves is not on the disk yet, and
+`sha256sum` of source and copy at the same time, a process each. Once with files
 that have to be read from the disk, once with files that are in the page cache, where `cp` is a copy in memory. Runs
 alternate; starting Python and importing torch and transformers takes the same for every size and is left out. Both
 sides begin as long after the last large deletion: a virtual machine gives free memory back to its host after some
@@ -31,8 +32,8 @@ SPLIT = 8
 SMALL = {"hidden_size": 64, "intermediate_size": 256}
 #: Seconds in which a kernel has given back to the host what was freed (it begins after two).
 SETTLE_S = 10
-#: What was asked for.
-ASKED_RATIO, CLAIMED_EXTRA_MB = 1.5, 200
+#: What was asked for, beside the same work.
+ASKED_RATIO, CLAIMED_EXTRA_MB = 1.2, 200
 
 
 def make(directory: Path, *, small: bool) -> None:
@@ -88,12 +89,16 @@ def evict(directory: Path) -> None:
 
 
 def copy(source: Path, target: Path) -> tuple[float, float]:
-    """Seconds of `cp`, and of `cp` and `sync` of what it wrote."""
+    """Seconds of `cp`; and of `cp`, `sync` of what it wrote, and `sha256sum` of both."""
     time.sleep(SETTLE_S)
     began = time.monotonic()
     subprocess.run(["cp", "-r", source, target], check=True)
     copied = time.monotonic() - began
     subprocess.run(["sync", *sorted(target.iterdir())], check=True)
+    sums = [
+        subprocess.Popen(["sha256sum", *sorted(side.iterdir())], stdout=subprocess.DEVNULL) for side in (source, target)
+    ]
+    assert not any(process.wait() for process in sums)
     return copied, time.monotonic() - began
 
 
@@ -134,11 +139,11 @@ def compare(directory: Path, pairs: int) -> None:
     print(f"BERT-Large, {total / 1e9:.2f} GB in {SPLIT} shards, {os.cpu_count()} cores")
     extras = []
     for where in ("on the disk", "in the page cache"):
-        ratios, durable = [], []
+        ratios, same_work = [], []
         for _ in range(pairs):
             if where == "on the disk":
                 evict(source)
-            copied, synced = copy(source, directory / "copy")
+            copied, worked = copy(source, directory / "copy")
             shutil.rmtree(directory / "copy")
             if where == "on the disk":
                 evict(source)
@@ -146,12 +151,12 @@ def compare(directory: Path, pairs: int) -> None:
             largest = largest_bytes(out)
             shutil.rmtree(out)
             ratios.append(found["seconds"] / copied)
-            durable.append(found["seconds"] / synced)
+            same_work.append(found["seconds"] / worked)
             extras.append((found["peak"] - baseline - largest) / 1e6)
-        for beside, each in (("cp", ratios), ("cp and sync", durable)):
+        for beside, each, asked in (("cp", ratios, None), ("cp, sync and sha256sum", same_work, ASKED_RATIO)):
             what = f"merging BERT-Large's {SPLIT} shards, {where}, beside {beside}"
-            said = (f"merge {found['seconds']:.2f} s", f"cp {copied:.2f} s, cp and sync {synced:.2f} s")
-            say(Result(what, *said, statistics.median(each), " ×", at_most=ASKED_RATIO, each=tuple(each)))
+            said = (f"merge {found['seconds']:.2f} s", f"cp {copied:.2f} s, with sync and sha256sum {worked:.2f} s")
+            say(Result(what, *said, statistics.median(each), " ×", at_most=asked, each=tuple(each)))
     said = (
         f"{max(extras) + largest / 1e6:.0f} MB more than a small model's",
         f"largest tensor {largest / 1e6:.0f} MB",
