@@ -6,6 +6,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 ENV PYTHONUNBUFFERED=1
 COPY pyproject.toml constraints.txt README.md LICENSE luigi.cfg /src/
 COPY common /src/common
+COPY configs /src/configs
 COPY pipeline /src/pipeline
 COPY stages /src/stages
 COPY trainer /src/trainer

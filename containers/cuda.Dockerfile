@@ -10,6 +10,7 @@ ARG CUDA=cu128
 ENV PYTHONUNBUFFERED=1
 COPY pyproject.toml constraints.txt README.md LICENSE luigi.cfg /src/
 COPY common /src/common
+COPY configs /src/configs
 COPY pipeline /src/pipeline
 COPY stages /src/stages
 COPY trainer /src/trainer

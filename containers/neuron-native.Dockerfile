@@ -30,6 +30,7 @@ ENV PATH=/opt/venv/bin:/opt/aws/neuron/bin:/opt/amazon/efa/bin:$PATH \
     PYTHONUNBUFFERED=1
 COPY pyproject.toml README.md LICENSE luigi.cfg /src/
 COPY common /src/common
+COPY configs /src/configs
 COPY pipeline /src/pipeline
 COPY stages /src/stages
 COPY trainer /src/trainer
