@@ -75,6 +75,7 @@ def test_there_is_an_example_of_each_kind() -> None:
     assert [any(title.endswith(kind) for title in SECTIONS) for kind in kinds] == [True] * len(kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", SECTIONS)
 def test_an_example_works_as_written(title: str, checkout: Path) -> None:
     steps = [Step(*found) for found in _STEP.findall(SECTIONS[title])]

@@ -107,6 +107,7 @@ json.dump(resolved, sys.stdout)
 """
 
 
+@pytest.mark.slow
 def test_luigi_takes_its_commands_and_they_train_as_the_tutorials_do() -> None:
     by_config = defaultdict(list)
     for found in COMMANDS:

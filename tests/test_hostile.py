@@ -373,6 +373,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_checkpoint_is_not_unpacked_beyond_what_torch_saves(tmp_path: Path, name: str) -> None:
     make, words = CHECKPOINTS[name]
@@ -420,6 +421,7 @@ def _saved(value: object) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.slow
 def test_deep_json_is_refused_in_one_line(tmp_path: Path) -> None:
     """Python's reader gives up with a RecursionError, which is no ValueError."""
     deep, model = "[" * 200_000, tmp_path / "model"

@@ -75,6 +75,7 @@ def surroundings() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unbuffered", "threads"), [("", "1"), ("1", "2"), ("0", " 2,1")])
 def test_it_is_as_a_new_interpreter_would_be(tmp_path: Path, unbuffered: str, threads: str) -> None:
     found: dict[type, dict[str, Any]] = {}

@@ -199,6 +199,7 @@ def test_replaced_shards_and_models_are_evaluated_anew(folder: Path) -> None:
     assert len(seen) == 5
 
 
+@pytest.mark.slow
 def test_a_pattern_means_the_same_to_the_pipeline_and_to_the_stage(tmp_path: Path) -> None:
     """Each file holds a word of its own: which were read, the vocabulary says."""
     files = ["d[1].txt", "d1.txt", "g/one.txt", "g/deep/er/two.txt", "with space.txt", "h/x.txt"]

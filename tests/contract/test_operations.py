@@ -101,6 +101,7 @@ def test_attention_drops_weights_not_outputs(ops: Operations) -> None:
     assert (draws.std(0) > 0).all()
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_packed_sequences_do_not_see_each_other(ops: Operations, dropout_p: float) -> None:

@@ -16,6 +16,7 @@ BUDGETED = ("--Phase1-budget", "10m")
 PHASE1 = ("Pretrain", "--phase", "1")
 
 
+@pytest.mark.slow
 def test_a_budget_is_measured_once_and_its_steps_are_trained(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:

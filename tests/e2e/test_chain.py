@@ -217,6 +217,7 @@ def test_a_work_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None
     assert_one_line_errors_agree(done.stdout + done.stderr, str(tmp_path / "work"), count=1)
 
 
+@pytest.mark.slow
 def test_a_model_shared_by_two_workers_is_the_same_model(chain: Chain, tmp_path: Path) -> None:
     """Same settings, but the model is split: merged, it is that of one worker but for rounding."""
     shared = Chain(tmp_path)

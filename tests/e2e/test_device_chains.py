@@ -15,6 +15,7 @@ from tests.helpers.support import metrics
 from tests.standins.neuron_native.machine import native_machine
 
 
+@pytest.mark.slow
 def test_both_phases_train_on_xla_and_compile_only_what_precompile_listed(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
     chain = Chain(tmp_path)
@@ -34,6 +35,7 @@ def native(tmp_path: Path, native_library: Path, monkeypatch: pytest.MonkeyPatch
     return Chain(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_native_lane_trains_the_graphs_that_precompile_compiled(native: Chain) -> None:
     words = ["--Cluster-device", "neuron", "--Cluster-compile", "true", "--Cluster-nproc-per-node", "2"]
     done = native.run("BertPhase2", *words)
@@ -54,6 +56,7 @@ def test_the_native_lane_trains_the_graphs_that_precompile_compiled(native: Chai
     assert native.manifest("evaluate")["counts"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_random_kills_change_nothing_on_the_native_lane(native: Chain, tensor_parallel_size: int) -> None:
     words = ["--Cluster-device", "neuron", "--Cluster-nproc-per-node", "2", "--Cluster-self-test", "false"]

@@ -30,6 +30,7 @@ def torchrun(directory: Path, data: Path, **env: str) -> subprocess.CompletedPro
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("action", "status"), [("raise", 70), ("kill", 137)])
 def test_an_exception_and_a_kill(tmp_path: Path, rank: int, action: str, status: int) -> None:

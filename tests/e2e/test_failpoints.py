@@ -58,17 +58,20 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "out"
 
 
+@pytest.mark.slow
 def test_tokenize(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.txt")
     words = ["--source", tmp_path / "corpus.txt", "--vocab-size", 300, "--held-out", 0.1, "--processes", 1]
     kill_everywhere("stages.tokenize", words, tmp_path, least=20)
 
 
+@pytest.mark.slow
 def test_shard(tokens: Path, tmp_path: Path) -> None:
     words = ["--tokens", tokens, "--seq-len", 32, "--max-pred-len", 5, "--shards", 3, "--processes", 1]
     kill_everywhere("stages.shard", words, tmp_path, least=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", ["file", "http"])
 def test_download(tokens: Path, tmp_path: Path, over: str) -> None:
     made = tmp_path / "made"
@@ -99,6 +102,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return directory / "out" / "checkpoints" / "ckpt_2", data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "words", "least"),
     [
@@ -130,6 +134,7 @@ TRAINING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_at_every_point(tmp_path: Path) -> None:
     """Four steps an epoch, so the kills are in the middle of an accumulation, a shard and an epoch, at an epoch's end
     and at every write and rename of every checkpoint. Dropout is on."""
@@ -168,6 +173,7 @@ def assert_results(out: Path, straight: Path, name: str) -> None:
     assert losses(out) == losses(straight), name
 
 
+@pytest.mark.slow
 def test_the_end_of_a_training_in_the_chain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Killed between any two writes from the last checkpoint to the link of the complete stage, luigi or the trainer:
     the next run ends well, and says so; summary and report have the numbers of the whole phase."""
@@ -218,6 +224,7 @@ def test_the_summary_of_a_phase_whose_rate_is_not_known(
     chain.ask("report")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "phase"), [(2, 1), (4, 2)])
 def test_training_with_workers_in_both_phases(
     trained: tuple[Path, Path], tmp_path: Path, workers: int, phase: int
@@ -246,6 +253,7 @@ def test_training_with_workers_in_both_phases(
         shutil.rmtree(out)
 
 
+@pytest.mark.slow
 def test_luigis_own_writes(tmp_path: Path) -> None:
     """stage.json, the link to the newest, the memory of input files."""
     chain = Chain(tmp_path)

@@ -158,6 +158,7 @@ def fail_everywhere(module: str, words: tuple[object, ...], tmp_path: Path, *, l
     assert n > least
 
 
+@pytest.mark.slow
 def test_shard_at_every_write(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.txt")
     made = ("--vocab-size", 300, "--held-out", 0.1, "--processes", 1)
@@ -167,6 +168,7 @@ def test_shard_at_every_write(tmp_path: Path) -> None:
     fail_everywhere("stages.shard", words, tmp_path, least=15)
 
 
+@pytest.mark.slow
 def test_download_at_every_write(tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", [9, 5])
     archive = Path(shutil.make_archive(str(tmp_path / "archive"), "tar", data))
@@ -176,6 +178,7 @@ def test_download_at_every_write(tmp_path: Path) -> None:
 
 
 #: (ranks that share the model, the one whose disk fails, writes from one failure to the next, failures at least)
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "rank", "apart", "least"), [(1, 0, 1, 20), (2, 0, 17, 2), (2, 1, 8, 2)])
 def test_training_at_every_write(tmp_path: Path, size: int, rank: int, apart: int, least: int) -> None:
     """A few of its writes are TensorBoard's and progress.json's: those end the run in the same way. With two ranks

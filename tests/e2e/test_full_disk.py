@@ -17,6 +17,7 @@ def used_kib(path: Path) -> int:
     return shutil.disk_usage(path).used // 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "apart_kib"), [(1, 8), (2, 40)])
 def test_training_wherever_the_disk_fills_up(disk: Disk, tmp_path: Path, size: int, apart_kib: int) -> None:
     """The same run on disks from too small for the first file to just enough, `apart_kib` apart: it fails at one write

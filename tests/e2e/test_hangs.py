@@ -50,6 +50,7 @@ def chain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
     return finished_chain(tmp_path_factory).copy(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "words"),
     [
@@ -66,6 +67,7 @@ def test_a_stage_that_is_stopped_is_started_again(chain: Chain, stage: str, word
     assert not (chain.latest(stage) / "alive").exists()
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_again_fails_in_one_line(chain: Chain) -> None:
     shutil.rmtree(chain.latest("report"))
     site = str(chain.directory / "site")

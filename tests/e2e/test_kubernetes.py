@@ -178,6 +178,7 @@ def cluster(prepared: Chain, tmp_path: Path) -> Iterator[Cluster]:
     wait_until(lambda: not supervisors(prepared), timeout_s=30)
 
 
+@pytest.mark.slow
 def test_pods_meet_again_after_a_killed_worker_and_a_killed_pod(
     prepared: Chain, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -205,6 +206,7 @@ def test_pods_meet_again_after_a_killed_worker_and_a_killed_pod(
         assert got[name].tobytes() == tensor.tobytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [gang("kueue", "team"), gang("jobset", "team")], ids=lambda words: words[1])
 def test_a_preempted_job_waits_in_its_queue_and_goes_on(
     prepared: Chain, cluster: Cluster, words: tuple[str, ...]
@@ -237,6 +239,7 @@ def test_a_preempted_job_waits_in_its_queue_and_goes_on(
     assert (steps[-1], sorted(set(steps))) == (60, sorted(steps)), "no step is recorded twice"
 
 
+@pytest.mark.slow
 def test_pods_meet_in_a_jobset(prepared: Chain, cluster: Cluster) -> None:
     words = ("Pretrain", "--phase", "1", *gang("jobset"), "--Phase1-lr", "0.019")
     done = prepared.run(*words, **cluster.environment)
@@ -248,6 +251,7 @@ def test_pods_meet_in_a_jobset(prepared: Chain, cluster: Cluster) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_volcano_tells_why_the_group_waits(prepared: Chain, cluster: Cluster) -> None:
     words = ("--Phase1-lr", "0.021", *gang("volcano", "team"))
     message = "2/2 tasks in gang unschedulable: pod group is not ready, 2 Pending, 2 minAvailable"
@@ -290,6 +294,7 @@ def test_what_the_cluster_lacks_is_one_line_and_nothing_is_left(
     assert not list(prepared.work.glob("pretrain-phase1-*/job.json"))
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_has_saved_its_last_step(prepared: Chain, cluster: Cluster) -> None:
     words = (*LONG, "--Phase1-lr", "0.013")
     luigi = prepared.start("Pretrain", "--phase", "1", *words, **cluster.environment)
@@ -307,6 +312,7 @@ def waiting(reason: str, message: str) -> dict[str, Any]:
             "message": message}}}]}}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reason", "message", "timeout_s"),
     [
@@ -328,6 +334,7 @@ def test_pods_that_cannot_start_end_the_stage(
     wait_until(lambda: not (cluster.state / "job.json").exists(), timeout_s=30)
 
 
+@pytest.mark.slow
 def test_pods_that_no_node_has_room_for_wait_and_say_why(prepared: Chain, cluster: Cluster) -> None:
     message = "0/3 nodes are available: 3 Insufficient aws.amazon.com/neuron."
     unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}

@@ -68,6 +68,7 @@ def test_no_view_shows_next_sentences(ran: tuple[Chain, str]) -> None:
         )
 
 
+@pytest.mark.slow
 def test_it_is_complete_and_predicts(ran: tuple[Chain, str]) -> None:
     chain, _ = ran
     assert {row["state"] for row in chain.status().values()} == {"complete"}
@@ -77,6 +78,7 @@ def test_it_is_complete_and_predicts(ran: tuple[Chain, str]) -> None:
     assert_one_line_error(done, "two texts were given", "without next-sentence prediction", "give one with [MASK]")
 
 
+@pytest.mark.slow
 def test_on_xla_it_compiles_only_what_precompile_listed(tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
     chain = Chain(tmp_path)

@@ -38,6 +38,7 @@ def counts(work: Path, stage: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_real_mnist_reaches_95_percent(shared: Path, tmp_path: Path, workers: int) -> None:
     """The tutorial's 4 epochs; the files' checksums are those of MNIST."""
@@ -68,6 +69,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("images"), training=160)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["xla", "neuron"])
 def test_the_chain_trains_and_evaluates_on_an_xla_device(images: Path, tmp_path: Path, device: str) -> None:
     """torch_xla is the real one, on the CPU; neuron is the real device file over a stand-in machine. The accuracy is

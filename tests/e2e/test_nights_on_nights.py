@@ -29,6 +29,8 @@ from tests.helpers.support import assert_one_line_error, flip_a_byte, metrics
 from trainer.data.hdf5 import open_hdf5
 from trainer.state import TrainState
 
+pytestmark = pytest.mark.slow
+
 FIRST, SECOND, REJECTED, BEGUN = (f"2026-11-{day}" for day in (18, 19, 20, 21))
 NIGHTS = "[nights]\nstart_from = previous\ngate_tolerance = 0.05\n"
 SECRET = "do-not-show-this"

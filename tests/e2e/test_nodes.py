@@ -55,6 +55,7 @@ def nodes(prepared: Chain) -> Iterator[Nodes]:
     nodes.kill()
 
 
+@pytest.mark.slow
 def test_two_nodes_go_on_from_a_killed_worker_and_end_with_the_bytes_of_one(nodes: Nodes, tmp_path: Path) -> None:
     """Node 1 comes first, and is waiting; a worker there is killed with -9: both nodes start again together."""
     token = tmp_path / "token"

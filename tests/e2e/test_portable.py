@@ -63,6 +63,7 @@ def test_the_calls_are_gone(site: str) -> None:
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 
+@pytest.mark.slow
 def test_the_whole_chain_runs_with_two_workers(tmp_path: Path, site: str) -> None:
     chain = Chain(tmp_path)
     done = chain.run(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import string
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.chain import LUIGI, Chain
 from tests.helpers.ready import write
 from tests.helpers.support import assert_one_line_error, command
@@ -26,6 +28,7 @@ def ready_chain(tmp_path: Path) -> tuple[Chain, list[str]]:
     return Chain(tmp_path), [*options, "--Corpus-vocab-file", str(vocabulary)]
 
 
+@pytest.mark.slow
 def test_the_vocabulary_goes_beside_the_model_and_a_minimal_checkpoint_is_enough(tmp_path: Path) -> None:
     """Phase 1 is killed after a checkpoint, and goes on; its last one has weights only."""
     chain, options = ready_chain(tmp_path)

@@ -166,6 +166,7 @@ def assert_no_canary(chain: Chain, inbox: Post, canaries: Canaries, *said: str) 
         assert not canaries.found_in(content), f"{what} has a secret: {canaries.found_in(content)}"
 
 
+@pytest.mark.slow
 def test_a_night_leaves_no_secret_anywhere(
     chain: Chain,
     inbox: Post,
@@ -204,6 +205,7 @@ def test_a_night_leaves_no_secret_anywhere(
                      why.stdout + why.stderr, page_.stdout + page_.stderr)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_renewed_signature_fetches_nothing_again_and_refusals_name_no_secret(
     chain: Chain,
     inbox: Post,

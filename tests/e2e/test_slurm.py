@@ -80,6 +80,7 @@ def runs(prepared: Chain, slurm: Slurm) -> Iterator[Runs]:
     runs.end()
 
 
+@pytest.mark.slow
 def test_a_job_outlives_luigi_and_a_killed_worker_and_ends_with_the_bytes_of_a_run_here(
     runs: Runs, tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_a_job_outlives_luigi_and_a_killed_worker_and_ends_with_the_bytes_of_a_r
         assert got[name].tobytes() == tensor.tobytes(), name
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_after_its_time_a_killed_launcher_and_a_lost_node_until_it_is_cancelled(runs: Runs) -> None:
     process = runs.start("Pretrain", "--phase", "1", *TWO_NODES, *LONG, "--Phase1-lr", "0.011")
     directory = training_directory(runs.chain, 0.011)

@@ -13,6 +13,8 @@ import pytest
 from tests.helpers.chain import Chain, prepared_chain, wait_until
 from tests.helpers.support import assert_same_bytes, metrics
 
+pytestmark = pytest.mark.slow
+
 RATES = ("0.001", "0.01")
 GRID = f"[grid.phase1]\nlr = [{', '.join(RATES)}]\n"
 

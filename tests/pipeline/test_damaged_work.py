@@ -133,6 +133,7 @@ COMMANDS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_damage_makes_a_traceback(
     seed: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ask: Callable[[Chain, str], int],

@@ -27,6 +27,7 @@ def listens_on(process: subprocess.Popen[bytes]) -> set[str]:
     return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 def test_a_running_training_is_in_plain_sight(chain: Chain) -> None:
     """Percentage, status line, TensorBoard's address; a message that makes a checkpoint; metrics."""
     board_log = chain.directory / "0.log"

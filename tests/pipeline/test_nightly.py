@@ -132,6 +132,7 @@ def test_a_failed_night_has_tried_twice_and_tells_once(chain: Chain, post: Post)
     assert facts["line"] in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_with_luigid_the_night_and_its_stages_are_in_sight_and_tried_again(
     chain: Chain, post: Post, finished: Chain
 ) -> None:

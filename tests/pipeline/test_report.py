@@ -64,6 +64,7 @@ def test_it_is_written_at_any_time_and_anywhere(prepared: Chain, tmp_path: Path)
     assert empty == f"{tmp_path / 'none' / 'report.html'}: 0 of 11 stages are complete\n"
 
 
+@pytest.mark.slow
 def test_it_is_written_while_training_and_after_an_interruption(prepared: Chain) -> None:
     words = ("Pretrain", "--phase", "1", "--Run-report-interval-s", "0.1")
     process = prepared.start(*words, "--Phase1-max-steps", "100000")

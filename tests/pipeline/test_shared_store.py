@@ -153,6 +153,7 @@ def test_what_is_poisoned_is_made_here_with_the_same_bytes(first: Chain, tmp_pat
     assert "is whole" in other.ask("store", "verify", "--read").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_machine_that_is_lost_with_its_disk_is_continued_by_another(
     start: Start, tmp_path: Path, workers: int
@@ -214,6 +215,7 @@ def test_of_two_machines_that_train_the_same_one_waits_and_fetches(start: Start,
     assert any("is making it; waiting" in log for log in logs)
 
 
+@pytest.mark.slow
 def test_whoever_has_lost_its_turn_stops_and_changes_nothing(start: Start, tmp_path: Path) -> None:
     """A machine that stood still for longer than its lease: another one trains on, and it ends with one line."""
     slow = machine(tmp_path / "slow", tmp_path / "store")

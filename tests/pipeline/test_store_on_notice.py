@@ -80,6 +80,7 @@ def brings_a_checkpoint(request: Request) -> bool:
     return request.operation == "put_object" and "/checkpoints/" in request.path
 
 
+@pytest.mark.slow
 def test_what_is_newest_is_in_a_slow_store_within_the_notice(machine: Machine) -> None:
     """Each file of a checkpoint takes three seconds, so that those before it are still on their way."""
     machine.s3.fail(before(lambda: time.sleep(3)), brings_a_checkpoint, times=10_000)
@@ -92,6 +93,7 @@ def test_what_is_newest_is_in_a_slow_store_within_the_notice(machine: Machine) -
     assert f"{machine.newest()} is in the store" in machine.log
 
 
+@pytest.mark.slow
 def test_a_store_that_is_too_slow_is_said_with_how_far_it_got(machine: Machine) -> None:
     """It takes small files only. Lines go on although nothing moves, until the instance goes."""
     wait_until(lambda: len(machine.stored()) > 0)

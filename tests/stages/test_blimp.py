@@ -155,6 +155,7 @@ def test_scores_are_those_of_a_plain_loop(model: Path, tmp_path: Path, monkeypat
         np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_decisions_on_real_pairs_are_those_of_a_plain_loop(shared: Path, tmp_path: Path) -> None:
     """Two pairs of each of BLiMP's sets, in the vocabulary of the original BERT."""
     copy, vocabulary = shared / "data" / "blimp.tar.gz", shared / "data" / "vocab" / "bert-uncased.txt"

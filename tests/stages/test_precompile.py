@@ -47,6 +47,7 @@ def precompile(out: Path, device: str, *trial: str, env: dict[str, str] | None =
     return command("-m", "stages.precompile", "--out", str(out), "--device", device, "--", *trial, env=env)
 
 
+@pytest.mark.slow
 def test_the_graphs_of_xla_are_those_that_training_meets(work: dict[str, object], tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
     out = tmp_path / "compiled"
@@ -93,6 +94,7 @@ def test_a_trial_writes_nothing_and_believes_no_loss(work: dict[str, object], tm
     assert diverged.returncode == 1
 
 
+@pytest.mark.slow
 def test_neurons_graphs_are_those_that_training_meets(small: dict[str, object], tmp_path: Path) -> None:
     """The device's own file, over a stand-in machine. The user's flags stay; the user's cache is not the stage's."""
     pytest.importorskip("torch_xla")
@@ -126,6 +128,7 @@ def test_neurons_graphs_are_those_that_training_meets(small: dict[str, object], 
     assert record["graphs"][1]["hash"] in warnings[0]
 
 
+@pytest.mark.slow
 def test_two_nodes_compile_into_caches_of_their_own(small: dict[str, object], tmp_path: Path) -> None:
     """The first is complete only when the second has compiled, too. (Each has a trial of its own here, one after the
     other: the stand-in's cores cannot meet.)"""
@@ -155,6 +158,7 @@ def test_two_nodes_compile_into_caches_of_their_own(small: dict[str, object], tm
     assert first_modules == second_modules
 
 
+@pytest.mark.slow
 def test_a_graph_that_did_not_compile_is_one_line_and_compiled_later(small: dict[str, object], tmp_path: Path) -> None:
     """Even if the compiler was killed, and has left its lock in the stage's cache."""
     pytest.importorskip("torch_xla")
@@ -190,6 +194,7 @@ def test_what_is_missing_is_one_line(work: dict[str, object], tmp_path: Path) ->
     assert_one_line_error(done, "device neuron needs torch-neuronx", "docs/trainium.md")
 
 
+@pytest.mark.slow
 def test_torch_compiles_once_and_its_code_is_found_again(work: dict[str, object], tmp_path: Path) -> None:
     """The curve is that of single operations, and training compiles nothing that the trial has not."""
     given = {**work, "device": "cpu", "compile": True, "disable_dropout": True, "ckpt_interval_steps": 2}
@@ -214,6 +219,7 @@ def test_torch_compiles_once_and_its_code_is_found_again(work: dict[str, object]
     np.testing.assert_allclose(losses(tmp_path / "a"), losses(tmp_path / "b"), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_killed_compiled_run_ends_with_the_same_bytes(work: dict[str, object], tmp_path: Path) -> None:
     given = {**work, "device": "cpu", "compile": True, "ckpt_interval_steps": 2, "compile_cache": tmp_path / "cache"}
     given["model_config"] = write_model_config(tmp_path, num_hidden_layers=1)

@@ -159,6 +159,7 @@ def test_the_evaluation_is_that_of_the_manifest(text: str) -> None:
         assert f">{cell}<" in text, cell
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(browser.find() is None, reason=f"none of {', '.join(browser.NAMES)} is installed")
 def test_a_real_browser_shows_it_at_two_widths(text: str, tmp_path: Path) -> None:
     """It asks for nothing but the page, has no error, is no wider than the window, and draws every picture."""
@@ -321,6 +322,7 @@ def test_a_card_that_was_edited_stays_and_one_that_is_gone_comes_back(small: lis
     assert card.read_text() == made
 
 
+@pytest.mark.slow
 def test_killed_at_every_write_it_ends_with_the_same_files(small: list[Path], tmp_path: Path) -> None:
     log, card = tmp_path / "points", small[3] / "model" / "README.md"
     assert make(small, tmp_path / "straight", FAILPOINT="none", FAILPOINT_LOG=str(log)).returncode == 0

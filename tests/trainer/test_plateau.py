@@ -154,6 +154,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_gets_no_warning(language: Path, tmp_path: Path, name: str) -> None:
     lines = train_here(language, tmp_path / "out", **HEALTHY[name])

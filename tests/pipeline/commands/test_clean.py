@@ -90,6 +90,7 @@ def test_the_settings_that_are_given_decide_what_is_current(chain: Chain, tmp_pa
     assert old not in copy.directories()
 
 
+@pytest.mark.slow
 def test_after_several_changes_of_settings_all_that_latest_needs_is_whole(chain: Chain, tmp_path: Path) -> None:
     """And the present settings, and those of every link, still find what they made."""
     copy = chain.copy(tmp_path / "copy")

@@ -115,6 +115,7 @@ def neuron(folder: Path, **versions: str) -> dict[str, str]:
     return hardware(folder, cores=[2])
 
 
+@pytest.mark.slow
 def test_3_the_wrong_torch_neuronx(chain: Chain, tmp_path: Path) -> None:
     others = {"neuronx_cc": "2.24.8799.0", "libneuronxla": "2.2.16408.0"}
     env = neuron(tmp_path / "old", torch_neuronx="2.8.0.2.10.1", **others)
@@ -138,6 +139,7 @@ def test_3_fewer_cores_than_workers(chain: Chain, tmp_path: Path) -> None:
     assert "2 NeuronCores for 4 workers" in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
 def test_3_no_gpu(chain: Chain) -> None:
     assert "torch sees no GPU" in problem(chain, "device", "--Cluster-device", "cuda")

@@ -124,6 +124,7 @@ def test_the_number_of_parameters_is_hugging_faces(size: str, cls: Any) -> None:
         assert parameter_count(model) == cls(config).num_parameters()
 
 
+@pytest.mark.slow
 def test_a_short_run_makes_everything_known_and_leaves_nothing(tmp_path: Path) -> None:
     chain = Chain(tmp_path)
     found = estimated(chain, "--measure")

@@ -230,6 +230,7 @@ def test_pods_request_what_the_nodes_can_give(tmp_path: Path) -> None:
     assert container["image"] == made["kubernetes"]["image"]
 
 
+@pytest.mark.slow
 def test_a_laptop_trains_with_it(tmp_path: Path, bare: dict[str, str], corpus: Path) -> None:
     """The whole chain on the text given, with the file as it is but for the number of steps."""
     init(tmp_path / "run", "--text", str(corpus), **bare)

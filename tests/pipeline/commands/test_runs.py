@@ -177,6 +177,7 @@ def machine(directory: Path, store: Path) -> Chain:
     return Chain(directory, f"\n[store]\nurl = {store}\nlease_s = 3\n")
 
 
+@pytest.mark.slow
 def test_what_only_the_store_has_is_listed_as_it_was_here(tmp_path: Path) -> None:
     here = machine(tmp_path / "here", tmp_path / "store")
     here.run("BertPhase2")

@@ -128,6 +128,7 @@ def test_a_held_lock_is_running_and_is_left_alone(chain: Chain, tmp_path: Path) 
         pass  # nobody who only looked holds it
 
 
+@pytest.mark.slow
 def test_training_is_running_and_once_killed_interrupted(chain: Chain, tmp_path: Path) -> None:
     """Through the real luigi; the steps are those that metrics.jsonl and the checkpoints have."""
     copy = chain.copy(tmp_path / "copy")

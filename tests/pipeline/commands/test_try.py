@@ -25,6 +25,7 @@ def loaded(chain: Chain):  # type: ignore[no-untyped-def]
     return load(model, model)
 
 
+@pytest.mark.slow
 def test_the_command_prints_five_fillings_and_the_next_sentence(chain: Chain) -> None:
     done = chain.ask("try", "--Phase1-lr", "0.5", "The [MASK] is here.", "A child and a [MASK].")
     lines = done.stdout.splitlines()

@@ -69,6 +69,7 @@ def test_a_terminal_has_a_header_and_a_line_for_each_stage(chain: Chain) -> None
     assert any(re.search(r"━.* \d+% [\d.]+ [kM]?B/[\d.]+ MB", line) for line in live), live[-3:]
 
 
+@pytest.mark.slow
 def test_the_header_tells_how_long_it_takes_once_stages_were_made(chain: Chain) -> None:
     write_corpus(chain.directory / "corpus.txt", 20_000)
     first, second = (chain.run(*SHARDS, *words).stderr.splitlines()[0] for words in ((), ("--Corpus-held-out", "0.2")))

@@ -140,6 +140,7 @@ def peak_bytes(source: Path, out: Path) -> int:
     return int(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     """BERT-base, 440 MB in 4 shards: all of it in memory would be well over the largest tensor and 200 MB."""
     config = ModelConfig.preset("base")

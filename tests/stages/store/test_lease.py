@@ -118,6 +118,7 @@ def calls(begun: dict[str, bytes], directory: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_machine_may_stop_at_any_call_while_another_is_at_any_other(begun: dict[str, bytes], disk: Path) -> None:
     """One stops, the other takes its turn and stops, the first goes on and ends, then the second. Calls of one kind in
     a row are one: they can be in any order."""

@@ -127,6 +127,7 @@ def test_another_model_is_published_with_the_card_of_its_records(chain: Chain, m
     assert content(tmp_path / "b") == content(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_killed_anywhere_a_folder_is_the_old_or_the_new_one(chain: Chain, tmp_path: Path) -> None:
     folder, log = tmp_path / "published", tmp_path / "points"
     chain.ask("publish", str(folder), FAILPOINT="none", FAILPOINT_LOG=str(log))
@@ -228,6 +229,7 @@ def test_a_published_prefix_has_the_same_files_and_is_encrypted(
     assert puts[-1] == "config.json"
 
 
+@pytest.mark.slow
 def test_killed_anywhere_a_prefix_does_not_look_whole(chain: Chain, s3: S3, bucket: Bucket) -> None:
     """The model that stood there, of two files, is gone by then; what is no model's file stays."""
     others = {"bert/notes.txt": b"mine", "bert/checkpoints/model.safetensors": b"mine"}

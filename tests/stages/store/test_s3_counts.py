@@ -46,6 +46,7 @@ def counted(s3: S3) -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 def test_10000_shards_take_no_request_each_but_to_send_those_that_are_new(
     s3: S3, bucket: Bucket, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_one_sentence_a_line_is_cut_further_only_where_a_sentence_ends(shared: P
     assert sum(piece[-1] in ".!?" for piece in pieces) > 0.9 * len(pieces)
 
 
+@pytest.mark.slow
 def test_builtin_text_is_prose_without_duplicates_and_always_the_same() -> None:
     found, dropped = read(BUILTIN)
     assert found == read(BUILTIN)[0]

@@ -225,6 +225,7 @@ def test_memory_does_not_grow_with_a_dump(tmp_path: Path) -> None:
     assert peak(6_000) < peak(600) + 1_000_000  # 24 MB of XML, and 2.4
 
 
+@pytest.mark.slow
 def test_neither_processes_nor_a_restart_show_in_the_bytes(
     tmp_path: Path, dump: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

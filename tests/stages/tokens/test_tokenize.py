@@ -80,6 +80,7 @@ def test_ids_are_berttokenizerfasts_read_from_the_directory(
     assert [pair["input_ids"][0], pair["input_ids"][-1]] == [tokenizer.cls_token_id, tokenizer.sep_token_id]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lower_case"),
     [

@@ -469,6 +469,7 @@ def test_a_connection_below_the_least_rate_is_dropped_and_its_range_asked_for_ag
     assert "bytes in 3 s, less than 1000 bytes/s; trying again in" in said
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_too_slow_is_given_up_in_one_line(web: Web, shards: Path, tmp_path: Path) -> None:
     over, tries = threading.Event(), stages.transfer.ranges.TRIES
     web.faults.extend([drip(0.005, over)] * tries)

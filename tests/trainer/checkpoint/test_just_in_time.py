@@ -28,6 +28,7 @@ def names(out: Path) -> list[str]:
     return sorted(path.name for path in (out / "checkpoints").iterdir() if path.suffix != ".tmp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "size", "victim", "optimizer"),
     [

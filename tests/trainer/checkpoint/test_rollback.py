@@ -202,6 +202,7 @@ def test_phase_1_is_not_begun_again_where_phase_2_has_begun(training: Training, 
     assert names(out) == {"": ["ckpt_7"]}
 
 
+@pytest.mark.slow
 def test_a_kill_while_checkpoints_are_set_aside_or_pruned_loses_nothing(
     training: Training, six: Path, straight: Path, tmp_path: Path
 ) -> None:

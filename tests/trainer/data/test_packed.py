@@ -116,6 +116,7 @@ def test_loss_and_gradients_are_those_of_sequences_apart(tmp_path: Path, operati
         torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 def test_packed_rows_train_alike_however_they_are_computed(tmp_path: Path) -> None:
     """One worker, two, two that share the model, XLA (with static shapes, and no graph but the first two)."""
     for shard in (0, 1):

@@ -15,6 +15,7 @@ from trainer.devices.inductor import Inductor
 from trainer.models.bert import BertForPreTraining
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
 def test_compiled_gradients_have_the_same_bits_every_time(

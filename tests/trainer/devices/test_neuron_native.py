@@ -44,6 +44,7 @@ def work(tmp_path: Path) -> dict[str, object]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "more"),
     [
@@ -74,6 +75,7 @@ def test_the_losses_are_the_cpus(
     assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < 1e-6 * max(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws_on_host", ["0", "1"])
 def test_dropout_is_seeded_whichever_generator_it_draws_from(native: dict[str, str], draws_on_host: str) -> None:
     program = """
@@ -90,6 +92,7 @@ print(len(findings), [finding for finding in findings if not finding.passed])
     assert done.stdout == "22 []\n", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_operations_on_the_cpu_are_refused_unless_they_are_named(
     native: dict[str, str], work: dict[str, object], tmp_path: Path
 ) -> None:
@@ -102,6 +105,7 @@ def test_operations_on_the_cpu_are_refused_unless_they_are_named(
     assert allowed.returncode == 0, allowed.stdout
 
 
+@pytest.mark.slow
 def test_precompile_is_a_warm_up_whose_graphs_training_is_held_to(
     native: dict[str, str], work: dict[str, object], tmp_path: Path
 ) -> None:
@@ -127,6 +131,7 @@ def test_precompile_is_a_warm_up_whose_graphs_training_is_held_to(
     assert "is not in" in other.stdout, other.stdout
 
 
+@pytest.mark.slow
 def test_a_machine_that_computes_wrongly_is_not_compiled_for(
     native: dict[str, str], work: dict[str, object], tmp_path: Path
 ) -> None:
@@ -149,6 +154,7 @@ def test_a_machine_that_computes_wrongly_is_not_compiled_for(
     assert json.loads(record.read_text())["passed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "more", "words"),
     [
@@ -169,6 +175,7 @@ def test_what_the_lane_cannot_do_is_refused(
     assert "Traceback" not in refused.stdout + refused.stderr
 
 
+@pytest.mark.slow
 def test_the_native_lane_is_not_trained_with_the_other_ones_packages(work: dict[str, object], tmp_path: Path) -> None:
     pytest.importorskip("torch_xla")
     refused = train_there(machine(tmp_path / "machine"), **work, device="neuron-native", output_dir=tmp_path / "out")
@@ -187,6 +194,7 @@ def test_losses_are_scaled_by_powers_of_two_before_the_backward_pass() -> None:
     assert NeuronNativeDevice.loss_factors(NeuronNativeDevice.__new__(NeuronNativeDevice), [0]) == ([1.0], 1)
 
 
+@pytest.mark.slow
 def test_the_device_is_not_used_before_the_process_group(native: dict[str, str]) -> None:
     """As AWS asks; the stand-in counts what has been allocated."""
     program = """
@@ -201,6 +209,7 @@ print(torch.neuron.max_memory_allocated(), device.torch_device)
     assert done.stdout.split() == ["0", "neuron:0"], done.stderr
 
 
+@pytest.mark.slow
 def test_doctor_tells_the_lane(native: dict[str, str]) -> None:
     examined = command("-m", "trainer", "--doctor", env=native)
     assert "lane    neuron-native: torch-neuronx 2.14.3.0.1 is native" in examined.stdout, examined.stderr

@@ -147,6 +147,7 @@ def test_hardware_that_does_not_round_is_refused(precision: str, monkeypatch: py
         device.require_precision(allowed)
 
 
+@pytest.mark.slow
 def test_autocast_computes_the_same_without_the_hardware(work: list[str], tmp_path: Path) -> None:
     """With `autocast-sr` our graphs are those of `autocast`; XLA's CPU does not round stochastically."""
     env, curves = machine(tmp_path), []
@@ -276,6 +277,7 @@ def test_a_machine_without_the_packages_says_where_they_are(work: list[str]) -> 
     )
 
 
+@pytest.mark.slow
 def test_packages_that_hold_nothing_are_recognised(work: list[str], tmp_path: Path) -> None:
     """The text is that of the public registry's torch-neuronx 1.0."""
     about = "WRONG PACKAGE. Please install the package from Neuron Repository"
@@ -296,6 +298,7 @@ def test_the_doctor_gives_the_next_command(tmp_path: Path) -> None:
     assert examined.stdout.splitlines()[-1].startswith("next    LUIGI_CONFIG_PATH=configs/trn1-bert-large.cfg luigi")
 
 
+@pytest.mark.slow
 def test_the_device_trains_with_a_stand_in_runtime(work: list[str], tmp_path: Path) -> None:
     """One worker, its graphs on XLA's CPU: the order of things up to the first step is the real one. It is on the
     second machine, which has a cache of its own."""
@@ -313,6 +316,7 @@ def test_the_device_trains_with_a_stand_in_runtime(work: list[str], tmp_path: Pa
     assert (tmp_path / "out" / "checkpoints" / "ckpt_3" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 def test_workers_meet_through_torch_xla_and_reduce(work: list[str], tmp_path: Path, tensor_parallel_size: int) -> None:
     """torch_xla's own rendezvous and `xm.all_reduce`, which does nothing where XLA's world is 1: two workers' losses

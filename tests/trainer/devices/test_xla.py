@@ -26,6 +26,7 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, **values: objec
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-8), ("fp32", 1e-4)])
 def test_the_loss_curve_is_the_cpus(data: Path, model: Path, tmp_path: Path, precision: str, tolerance: float) -> None:
     """Other kernels sum in another order: rounding, which 50 steps carry on. Two workers reduce through gloo."""

@@ -16,6 +16,7 @@ from tests.helpers.support import ROOT, assert_one_line_error, assert_same_bytes
 GIVEN = {"batch_size": 4, "grad_accum_usteps": 1, "max_steps": 4, "warmup_steps": 1, "max_pred_len": 5, "lr": 3e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "data_parallel"), [("cpu", "ddp"), ("xla", "allreduce")])
 def test_spawned_workers_are_torchruns(
     data: Path, model: Path, tmp_path: Path, device: str, data_parallel: str
@@ -35,6 +36,7 @@ def test_spawned_workers_are_torchruns(
     assert_same_bytes(spawned / "checkpoints" / "ckpt_4", under_torchrun / "checkpoints" / "ckpt_4")
 
 
+@pytest.mark.slow
 def test_a_signal_reaches_the_spawned_workers(data: Path, model: Path, tmp_path: Path) -> None:
     """They save and stop with the status that means so; nothing of them stays."""
     given = {"data_dir": data, "model_config": model, "device": "cpu", **GIVEN, "max_steps": 100_000}

@@ -109,6 +109,7 @@ def test_ddp_refuses_it(work: dict[str, object], tmp_path: Path) -> None:
     assert_one_line_error(done, "ddp supports neither", "nor --grad_reduce_in_bf16; use allreduce, or leave them out")
 
 
+@pytest.mark.slow
 def test_xla_sends_them_too(work: dict[str, object], tmp_path: Path) -> None:
     """Through gloo on the host, from separate tensors: the CPU's curve but for the order of sums."""
     pytest.importorskip("torch_xla")

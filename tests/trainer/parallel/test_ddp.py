@@ -47,6 +47,7 @@ def test_the_curve_is_that_of_the_all_reduce(
     np.testing.assert_allclose(curves["ddp"], curves["allreduce"], rtol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_with_one_or_two_workers_a_resumed_run_ends_with_the_same_bytes(
     workloads: dict[str, dict[str, object]], tmp_path: Path, workers: int

@@ -48,6 +48,7 @@ def run(data: Path, model: Path, out: Path, layout: tuple[int, int], *, status: 
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-8), ("fp32", 1e-4)])
 def test_losses_and_gradient_norms_are_those_of_one_rank(
     data: Path, model: Path, tmp_path: Path, precision: str, tolerance: float
@@ -79,6 +80,7 @@ def test_an_optimizer_of_whole_matrices_updates_them_as_one_rank_does(
         np.testing.assert_allclose(curves[layout], curves[1, 1], rtol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 def test_a_joined_checkpoint_is_that_of_one_rank_and_goes_on_with_any_number(
     data: Path, model: Path, tmp_path: Path, optimizer: str
@@ -204,6 +206,7 @@ def test_two_ranks_write_little_more_than_half_each(data: Path, tmp_path: Path) 
     assert held[2] <= 1.15 / 2 * held[1]
 
 
+@pytest.mark.slow
 def test_xla_shares_a_model_as_the_cpu_does(data: Path, model: Path, tmp_path: Path) -> None:
     """The same layers over the device's collectives."""
     pytest.importorskip("torch_xla")
