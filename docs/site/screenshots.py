@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import itertools
 import os
 import pty
 import re
@@ -54,15 +55,17 @@ def main() -> None:
         draw(screen, " ".join(command), "first-run-end")
 
 
+def style_of(cell: pyte.screens.Char) -> str:
+    colour = cell.fg if cell.fg in ("red", "green", "blue", "magenta", "cyan", "white") else ""
+    return f"{colour} bold".strip() if cell.bold else colour
+
+
 def draw(screen: pyte.Screen, title: str, name: str) -> None:
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
-    for row in range(max(screen.cursor.y, 1)):
+    for row in range(screen.cursor.y + 1):
         line = Text()
-        for column in range(COLUMNS):
-            cell = screen.buffer[row][column]
-            colour = cell.fg if cell.fg in ("red", "green", "blue", "magenta", "cyan", "white") else None
-            style = " ".join(word for word in (colour, "bold" if cell.bold else None) if word)
-            line.append(cell.data, style or None)
+        for style, cells in itertools.groupby((screen.buffer[row][column] for column in range(COLUMNS)), style_of):
+            line.append("".join(cell.data for cell in cells), style)
         line.rstrip()
         console.print(line)
     IMAGES.mkdir(exist_ok=True)
