@@ -1,4 +1,4 @@
-"""The pictures of a first run in docs/images/: `python docs/site/screenshots.py`, in an empty work directory.
+"""The pictures of a first run in docs/images/: `PYTHONPATH=. python docs/site/screenshots.py`.
 
 Runs the embedded default in a terminal whose screen pyte keeps, and draws it with rich while phase 1 trains and at its
 end.
@@ -6,22 +6,18 @@ end.
 
 from __future__ import annotations
 
-import fcntl
 import io
 import itertools
-import os
-import pty
 import re
-import struct
-import subprocess
 import sys
 import tempfile
-import termios
 from pathlib import Path
 
 import pyte
 from rich.console import Console
 from rich.text import Text
+
+from tests.pipeline.console.terminal import in_terminal
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"
@@ -31,28 +27,19 @@ HALF = re.compile(r"pretrain-phase1 .* (4[5-9]|5\d)%")
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory(prefix="first-run-") as directory:
-        command = ["luigi", "--module", "pipeline", "BertPhase2"]
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-        environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", *command], cwd=directory, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
-        )
-        os.close(theirs)
-        screen, is_taken = pyte.Screen(COLUMNS, ROWS), False
-        stream = pyte.ByteStream(screen)
-        while True:
-            try:
-                stream.feed(os.read(ours, 1 << 16))
-            except OSError:  # the last one that had it open has ended
-                break
-            if not is_taken and any(HALF.search(line) for line in screen.display):
-                draw(screen, " ".join(command), "first-run")
-                is_taken = True
-        if process.wait() or not is_taken:
-            sys.exit("\n".join(screen.display))
-        draw(screen, " ".join(command), "first-run-end")
+    command, taken = ["luigi", "--module", "pipeline", "BertPhase2"], list[pyte.Screen]()
+
+    def look(screen: pyte.Screen, written: bytes) -> None:
+        if not taken and any(HALF.search(line) for line in screen.display):
+            draw(screen, " ".join(command), "first-run")
+            taken.append(screen)
+
+    with tempfile.TemporaryDirectory(prefix="first-run-") as name:
+        words, env = [sys.executable, "-m", *command], {"PYTHONPATH": str(ROOT)}
+        status = in_terminal(words, env, look, columns=COLUMNS, rows=ROWS, cwd=Path(name))
+    if status or not taken:
+        sys.exit(f"error: the run ended with {status}, {'after' if taken else 'before'} the first picture")
+    draw(taken[0], " ".join(command), "first-run-end")
 
 
 def style_of(cell: pyte.screens.Char) -> str:

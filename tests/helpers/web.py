@@ -176,18 +176,28 @@ def then(action: Callable[[], object]) -> Fault:
 def serving(data: bytes, path: str = "/shards.tar", tls: ssl.SSLContext | None = None) -> Iterator[Web]:
     """A server of `data` on this machine, for the block; with `tls` by https."""
     web = Web(data)
-    handler = type("Bound", (Handler,), {"web": web})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    with listening(Handler, tls, web=web) as address:
+        web.url = f"{address}{path}"
+        try:
+            yield web
+        finally:
+            web.open_again.set()
+
+
+@contextlib.contextmanager
+def listening(
+    handler: type[BaseHTTPRequestHandler], tls: ssl.SSLContext | None = None, **attributes: object
+) -> Iterator[str]:
+    """A server on this machine whose handlers have these attributes, for the block; its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (handler,), attributes))
     server.daemon_threads = True
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
-    web.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_address[1]}{path}"
     try:
-        yield web
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_address[1]}"
     finally:
-        web.open_again.set()
         server.shutdown()
         thread.join()
         server.server_close()

@@ -16,11 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
+
+from tests.helpers.web import listening
 
 #: Tokens: one that may write everywhere, and one that may read.
 WRITER, READER = "hf_standInWriterToken", "hf_standInReaderToken"
@@ -327,14 +329,5 @@ def _git_oid(data: bytes) -> str:
 def serving(part_bytes: int | None = None) -> Iterator[Hub]:
     """The stand-in, for the block."""
     hub = Hub(part_bytes)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    with listening(Handler, hub=hub) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -19,6 +19,7 @@ from moto.server import ThreadedMotoServer
 
 from common.secrets import Secret
 from stages.store.options import StoreOptions
+from tests.helpers.web import listening
 
 KEYS = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
 
@@ -262,18 +263,11 @@ def moto() -> Iterator[str]:
 def proxied(server: str) -> Iterator[S3]:
     """A proxy before the S3 server at this host and port, for the block."""
     s3 = S3(server)
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"s3": s3}))
-    proxy.daemon_threads = True
-    thread = threading.Thread(target=proxy.serve_forever, args=(0.02,))
-    thread.start()
-    s3.url = f"http://127.0.0.1:{proxy.server_address[1]}"
-    try:
-        yield s3
-    finally:
-        s3.over.set()
-        proxy.shutdown()
-        thread.join()
-        proxy.server_close()
+    with listening(Handler, s3=s3) as s3.url:
+        try:
+            yield s3
+        finally:
+            s3.over.set()
 
 
 @contextlib.contextmanager

@@ -119,8 +119,10 @@ def test_settings_have_the_names_and_values_that_the_command_line_gives_them(cha
 
 
 def test_the_newest_is_first_and_what_differs_is_shown(tmp_path: Path) -> None:
+    own = []
     for index, lr in enumerate((1e-3, 5e-4, 2e-3)):
-        for directory in write_chain(tmp_path, lr, 2.0 + index):
+        own.append(write_chain(tmp_path, lr, 2.0 + index))
+        for directory in own[-1]:
             manifest = json.loads((directory / MANIFEST).read_text())
             (directory / MANIFEST).write_text(json.dumps({**manifest, "started": f"2026-11-1{index}T00:00:00Z"}))
     head, *lines = said(tmp_path).splitlines()
@@ -128,9 +130,8 @@ def test_the_newest_is_first_and_what_differs_is_shown(tmp_path: Path) -> None:
         f"Phase2-lr={lr} Phase1-lr={lr}" for lr in (0.002, 0.0005, 0.001)
     ]
     assert [run["loss"] for run in runs(tmp_path)] == [4.0, 3.0, 2.0]
-    # Shared data belongs to none of them; rates and times have more digits or fewer.
-    sizes = [run["bytes"] for run in runs(tmp_path)]
-    assert max(sizes) - min(sizes) < 100, sizes
+    # Shared data belongs to none of them.
+    assert [run["bytes"] for run in runs(tmp_path)] == [disk_bytes(*directories) for directories in reversed(own)]
 
 
 def test_numbers_are_compared_as_numbers_and_unknown_settings_are_refused(tmp_path: Path) -> None:

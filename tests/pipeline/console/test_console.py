@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pyte
@@ -18,6 +14,7 @@ import pytest
 
 from tests.helpers.chain import Chain, start_luigi, write_corpus
 from tests.helpers.support import ROOT
+from tests.pipeline.console.terminal import in_terminal
 
 SHARDS = ("ShardDataset", "--phase", "1")
 STAGES = ("tokenize_corpus", "shard_dataset-phase1")
@@ -30,30 +27,21 @@ def chain(tmp_path: Path) -> Chain:
     return Chain(tmp_path)
 
 
-def in_terminal(words: list[str], env: dict[str, str], columns: int = 110) -> tuple[list[list[str]], bytes, int]:
+def screens_of(words: list[str], env: dict[str, str], columns: int = 110) -> tuple[list[list[str]], bytes, int]:
     """Run a command in a terminal: (its screens after each write, all bytes, exit status)."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
-    env = {"TERM": "xterm-256color", "COLUMNS": str(columns), **env}
-    process = subprocess.Popen(words, cwd=ROOT, env={**os.environ, **env}, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    screen = pyte.Screen(columns, 30)
-    stream, screens, written = pyte.ByteStream(screen), list[list[str]](), b""
-    while True:
-        try:
-            some = os.read(ours, 1 << 16)
-        except OSError:  # the last one that had it open has ended
-            break
-        written += some
-        stream.feed(some)
+    screens, written = list[list[str]](), list[bytes]()
+
+    def look(screen: pyte.Screen, some: bytes) -> None:
         screens.append([line.rstrip() for line in screen.display if line.strip()])
-    os.close(ours)
-    return screens, written, process.wait()
+        written.append(some)
+
+    status = in_terminal(words, env, look, columns=columns, rows=30, cwd=ROOT)
+    return screens, b"".join(written), status
 
 
 def luigi(chain: Chain, *words: str, columns: int = 110, **env: str) -> tuple[list[list[str]], bytes, int]:
     command = [sys.executable, "-m", "luigi", "--module", "pipeline", *words]
-    return in_terminal(command, {"LUIGI_CONFIG_PATH": str(chain.config), **env}, columns)
+    return screens_of(command, {"LUIGI_CONFIG_PATH": str(chain.config), **env}, columns)
 
 
 def test_a_terminal_has_a_header_and_a_line_for_each_stage(chain: Chain) -> None:
@@ -164,7 +152,7 @@ def test_warnings_of_a_stage_are_shown_above_its_live_line(tmp_path: Path) -> No
         "    log('a line of luigi')\n"
         "    time.sleep(0.6)\n"
     )
-    screens, _, status = in_terminal([sys.executable, "-c", program], {})
+    screens, _, status = screens_of([sys.executable, "-c", program], {})
     assert status == 0
     expected = [
         "pretrain-phase1: warning: the rate is too high", "pretrain-phase1: note: a batch is skipped",

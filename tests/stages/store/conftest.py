@@ -15,7 +15,19 @@ import pytest
 import stages.store.s3_files
 import stages.transfer.ranges
 from stages.store.open import open_store
+from tests.helpers.chain import Chain, finished_chain
 from tests.helpers.stores.s3 import S3, moto, proxied, store_options
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
+    """Tests that change it take a copy."""
+    return finished_chain(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def model(chain: Chain) -> Path:
+    return chain.latest("merge_shards") / "model"
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from stages.store.publish_s3 import S3Prefix
-from tests.helpers.chain import Chain, finished_chain
+from tests.helpers.chain import Chain
 from tests.helpers.stores.hub import card_errors
 from tests.helpers.stores.s3 import S3, error
 from tests.helpers.support import assert_one_line_error, command, flip_a_byte
@@ -25,17 +25,6 @@ FILES = {
     "README.md", "config.json", "model.safetensors", "special_tokens_map.json", "tokenizer.json",
     "tokenizer_config.json", "vocab.txt",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """Tests that change it take a copy."""
-    return finished_chain(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def model(chain: Chain) -> Path:
-    return chain.latest("merge_shards") / "model"
 
 
 def content(folder: Path) -> dict[str, bytes]:

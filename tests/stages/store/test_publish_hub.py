@@ -14,22 +14,12 @@ from pathlib import Path
 import pytest
 
 from common.process import free_port
-from tests.helpers.chain import Chain, finished_chain, wait_until
+from tests.helpers.chain import Chain, wait_until
 from tests.helpers.stores.hub import NO_COMPRESSION, READER, WRITER, Handler, Hub, Repository, serving
 from tests.helpers.support import ROOT, assert_one_line_error
 
 pytest.importorskip("huggingface_hub")
 NAME = "org/bert-mini"
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    return finished_chain(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def model(chain: Chain) -> Path:
-    return chain.latest("merge_shards") / "model"
 
 
 @pytest.fixture

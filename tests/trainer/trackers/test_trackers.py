@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,16 @@ def before_checkpoint(step: int) -> dict[str, str]:
     return {"FAILPOINT": f"recorded:{step}", "FAILPOINT_ACTION": "wait 300"}
 
 
-def kill_before_checkpoint(step: int, server: MlflowServer, given: dict[str, Any]) -> None:
-    """Train, and SIGKILL the training there, once the server has all that earlier checkpoints hold."""
-    workers = Workers(1, "trainer", options(**given), before_checkpoint(step))
+def kill_before_checkpoint(
+    step: int, given: dict[str, Any], env: dict[str, str], *, last_sent: Callable[[], int], trackers: int
+) -> None:
+    """Train, and SIGKILL the training there, once `last_sent` is a step that earlier checkpoints hold. At least so many
+    `trackers` have a process."""
+    workers = Workers(1, "trainer", options(**given), {**env, **before_checkpoint(step)})
     try:
-        wait_until(lambda: server.last_step(given["tracker_project"]) >= step - EVERY)
+        wait_until(lambda: last_sent() >= step - EVERY)
         beside = companions(workers.processes[0].pid)
-        assert len(beside) >= 2
+        assert len(beside) >= trackers
         os.kill(workers.processes[0].pid, signal.SIGKILL)
         # W&B's own process looks every few seconds whether ours is there.
         _, alive = psutil.wait_procs(beside, timeout=60)
@@ -83,9 +87,10 @@ def test_a_training_that_is_killed_twice_is_one_run_with_each_step_once(
     pytest.importorskip("wandb", reason="needs the extra wandb")
     out = tmp_path / f"killed-{secrets.token_hex(4)}"
     given = settings(data, model, out, trackers="tensorboard,mlflow,wandb", mlflow_uri=server.uri)
-    kill_before_checkpoint(9, server, given)
+    sent = functools.partial(server.last_step, given["tracker_project"])
+    kill_before_checkpoint(9, given, {}, last_sent=sent, trackers=2)
     assert metrics(out)[-1]["step"] == 9
-    kill_before_checkpoint(15, server, given)
+    kill_before_checkpoint(15, given, {}, last_sent=sent, trackers=2)
     done = train(**given)
     assert done.returncode == 0, done.stdout
     assert "note:" not in done.stdout

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.helpers.chain import wait_until
-from tests.helpers.support import Workers, options, train
-from tests.trainer.trackers.test_trackers import EVERY, STEPS, before_checkpoint, companions, recorded, settings
+from tests.helpers.support import train
+from tests.trainer.trackers.test_trackers import STEPS, kill_before_checkpoint, recorded, settings
 from tests.trainer.trackers.wandb_server import KEY, OnlineRun, OnlineServer, online_server
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the extra wandb")
@@ -37,25 +33,17 @@ def the_run(online: OnlineServer) -> OnlineRun | None:
     return next(iter(online.runs.values()), None)
 
 
-def kill_before_checkpoint(step: int, online: OnlineServer, words: dict[str, Any], env: dict[str, str]) -> None:
-    """Train, and SIGKILL the training before it saves `step`, once the server has all that earlier checkpoints hold."""
-    workers = Workers(1, "trainer", options(**words), {**env, **before_checkpoint(step)})
-    try:
-        wait_until(lambda: (run := the_run(online)) is not None and run.steps[-1:] >= [step - EVERY])
-        beside = companions(workers.processes[0].pid)
-        os.kill(workers.processes[0].pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(beside, timeout=60)
-        assert not alive
-    finally:
-        workers.end()
+def last_step(online: OnlineServer) -> int:
+    run = the_run(online)
+    return run.steps[-1] if run is not None and run.steps else -1
 
 
 def test_a_training_that_is_killed_twice_goes_on_as_the_same_run(
     online: OnlineServer, data: Path, model: Path, tmp_path: Path
 ) -> None:
     words, env = given(data, model, tmp_path / "out", online)
-    kill_before_checkpoint(9, online, words, env)
-    kill_before_checkpoint(15, online, words, env)
+    for step in (9, 15):
+        kill_before_checkpoint(step, words, env, last_sent=lambda: last_step(online), trackers=1)
     done = train(env=env, **words)
     assert done.returncode == 0, done.stdout
     assert "note:" not in done.stdout

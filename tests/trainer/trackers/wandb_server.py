@@ -10,11 +10,12 @@ import contextlib
 import gzip
 import json
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.helpers.web import listening
 
 KEY = "0123456789abcdef" * 3
 
@@ -128,14 +129,5 @@ class _Handler(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def online_server() -> Iterator[OnlineServer]:
     online = OnlineServer()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (_Handler,), {"online": online}))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    online.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    with listening(_Handler, online=online) as online.url:
         yield online
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
