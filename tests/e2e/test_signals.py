@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stages.directory import attempts
 from stages.directory.lock import hold
 from tests.helpers.chain import Chain, prepared_chain, start_luigi, wait_until
 from tests.helpers.luigid import luigid
@@ -55,6 +56,15 @@ def training(chain: Chain) -> Path:
     wait_until(lambda: any(steps_done(path) > 3 for path in chain.work.glob("pretrain-phase1-*")))
     (directory,) = chain.work.glob("pretrain-phase1-*")
     return directory
+
+
+def starts(chain: Chain) -> list[attempts.Attempt]:
+    """Of phase 1."""
+    return [
+        one
+        for path in chain.work.glob("pretrain-phase1-*")
+        for one in attempts.read(path, running=True, complete=False)
+    ]
 
 
 def assert_saved(directory: Path) -> int:
@@ -223,9 +233,11 @@ def test_two_work_directories_on_one_luigid_do_not_wait_for_each_other(chain: Ch
 def test_with_luigid_a_run_resumes_at_once_however_the_last_one_ended(chain: Chain) -> None:
     """Luigid itself would take the stage for running for 60 to 120 s more."""
     with luigid(chain):
-        for signum, status in ((signal.SIGINT, 75), (signal.SIGKILL, -9), (signal.SIGTERM, 75)):
+        for run, (signum, status) in enumerate(((signal.SIGINT, 75), (signal.SIGKILL, -9), (signal.SIGTERM, 75)), 1):
             process = chain.start("Pretrain", "--phase", "1", *LONG)
-            before = max(map(steps_done, chain.work.glob("pretrain-phase1-*")), default=0)
+            # The workers that a killed run leaves go on for a moment: their steps are none of this run's.
+            wait_until(lambda run=run: len(starts(chain)) == run)  # type: ignore[misc]
+            before = steps_done(training(chain))
             wait_until(lambda before=before: steps_done(training(chain)) > before + 3)  # type: ignore[misc]
             process.send_signal(signum)
             assert process.wait(timeout=120) == status, (chain.directory / "luigi.log").read_text()
