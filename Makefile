@@ -1,5 +1,6 @@
 # make run     pretrain the embedded default, end to end
-# make test    all tests but the slow ones, which are: make test-slow        make check   format, lint, types, taste
+# make test    all tests but the slow ones, which are: make test-slow; both in one run: make test MARK=
+# make check   format, lint, types, taste
 # make bench   every speed claim    make mutants deliberate faults: does the test named for each one fail?
 # make docs    the documentation as a site in build/site
 # make test-newest, make test-lowest: the main job and the contracts with the newest and the lowest versions of packages that
@@ -23,11 +24,12 @@ run: $(RUNTIME)
 # One worker more than there are cores: most tests wait for processes of their own.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+MARK ?= not slow
 test: $(INSTALLED)
-	$(PYTEST) -m 'not slow' $(ARGS)
+	$(PYTEST) -m '$(MARK)' $(ARGS)
 
-test-slow: $(INSTALLED)
-	$(PYTEST) -m slow $(ARGS)
+test-slow:
+	$(MAKE) test MARK=slow
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

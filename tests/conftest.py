@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,11 @@ from tests.helpers.support import command
 
 # One thread a process, here and in all that is started: many tests run at the same time. Read when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
+# XLA's compiler for CPUs takes half the time without optimization; the graphs are the same, values differ in rounding.
+# tests/trainer/devices/test_xla.py compiles with it as well.
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+)
 # What a shell has started in the background ignores Ctrl-C, and hands that on to all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parent.parent
@@ -33,6 +39,12 @@ class Disk:
 
     def resize(self, kib: int) -> None:
         subprocess.run(["mount", "-o", f"remount,size={kib}k", self.path], check=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with the most slow tests first: none of them is the last one that all others wait for."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -164,8 +164,9 @@ def test_a_machine_that_is_lost_with_its_disk_is_continued_by_another(
     undisturbed = machine(tmp_path / "undisturbed", Path("unused"), "push = none\npull = none\n")
     undisturbed.run("Pretrain", "--phase", "1", *LONG, *layout)
     lost = machine(tmp_path / "lost", tmp_path / "store")
-    process = start(lost, "Pretrain", "--phase", "1", *LONG, *layout)
-    wait_until(lambda: "goes on" in _log(lost) or len(_turn(tmp_path / "store").get("checkpoints", ())) > 0)
+    # Its training gets no further than step 30, however long the first push takes.
+    process = start(lost, "Pretrain", "--phase", "1", *LONG, *layout, FAILPOINT="step:30.0", FAILPOINT_ACTION="stop")
+    wait_until(lambda: len(_turn(tmp_path / "store").get("checkpoints", ())) > 0)
     lost.lose(process)
     killed_at = time.time()
     shutil.rmtree(lost.work)

@@ -60,13 +60,14 @@ def test_a_terminal_has_a_header_and_a_line_for_each_stage(chain: Chain) -> None
 @pytest.mark.slow
 def test_the_header_tells_how_long_it_takes_once_stages_were_made(chain: Chain) -> None:
     write_corpus(chain.directory / "corpus.txt", 20_000)
-    first, second = (chain.run(*SHARDS, *words).stderr.splitlines()[0] for words in ((), ("--Corpus-held-out", "0.2")))
+    first = chain.run(*SHARDS).stderr.splitlines()[0]
     made = [chain.manifest(stage)["seconds"] for stage in STAGES]
+    second = chain.run(*SHARDS, "--Corpus-held-out", "0.2").stderr.splitlines()[0]
     assert first.endswith("cores")
     told = re.search(r" cores, about (\d+\.?\d*) s$", second)
     assert told, second
-    # The second run replaced the manifests: its corpus is as large, other programs share the cores.
-    assert float(told[1]) == pytest.approx(sum(map(float, made)), rel=0.7)  # type: ignore[arg-type]
+    # The corpus is as large, a fifth fewer documents are left for the shards.
+    assert float(told[1]) == pytest.approx(sum(map(float, made)), rel=0.25, abs=1)  # type: ignore[arg-type]
 
 
 def test_the_stage_log_has_every_line_and_the_command(chain: Chain) -> None:

@@ -18,10 +18,11 @@ pytest.importorskip("torch_xla")
 COMMON = {"batch_size": 4, "lr": 3e-3, "warmup_steps": 5, "max_pred_len": 5, "ckpt_interval_steps": 0}
 
 
-def run(data: Path, model: Path, out: Path, *, workers: int = 1, **values: object) -> Path:
-    """16 sequences a step in 4 micro-batches, whatever the number of workers."""
+def run(data: Path, model: Path, out: Path, *, workers: int = 1, flags: str | None = None, **values: object) -> Path:
+    """16 sequences a step in 4 micro-batches, whatever the number of workers. `flags`: XLA's, the tests' if None."""
     given = {"device": "xla", "grad_accum_usteps": 4 // workers, **COMMON, **values}
-    done = train(workers, data_dir=data, model_config=model, output_dir=out, **given)
+    env = {} if flags is None else {"XLA_FLAGS": flags}
+    done = train(workers, data_dir=data, model_config=model, output_dir=out, env=env, **given)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -29,12 +30,14 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, **values: objec
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-8), ("fp32", 1e-4)])
 def test_the_loss_curve_is_the_cpus(data: Path, model: Path, tmp_path: Path, precision: str, tolerance: float) -> None:
-    """Other kernels sum in another order: rounding, which 50 steps carry on. Two workers reduce through gloo."""
+    """Other kernels sum in another order: rounding, which 50 steps carry on. Two workers reduce through gloo. One
+    worker compiles as a user's does, with optimization."""
     given = {"precision": precision, "disable_dropout": True, "max_steps": 50}
     expected = losses(run(data, model, tmp_path / "cpu", device="cpu", **given))
     assert expected[-1] < expected[0]
-    for workers, execution in ((1, 2), (2, 1)):
-        out = run(data, model, tmp_path / str(workers), workers=workers, batches_per_execution=execution, **given)
+    for workers, execution, flags in ((1, 2, ""), (2, 1, None)):
+        out = tmp_path / str(workers)
+        run(data, model, out, workers=workers, batches_per_execution=execution, flags=flags, **given)
         np.testing.assert_allclose(losses(out), expected, rtol=tolerance)
 
 
