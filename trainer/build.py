@@ -22,6 +22,7 @@ from trainer.optim.parameters import FlatParameters, Parameters, SeparateParamet
 from trainer.optim.schedule import learning_rate, stable_steps
 from trainer.optim.select import Optimizer, make_optimizer, separates_matrices
 from trainer.optim.sharing import Replicas, SharedModel
+from trainer.optim.zero import ShardedParameters
 from trainer.parallel.allreduce import AllReduceModel
 from trainer.parallel.ddp import DdpModel, DdpParameters
 from trainer.parallel.mesh import Mesh
@@ -99,7 +100,10 @@ def build_parameters(
     `precision` computes with. Raises `UserError`."""
     device, has_weight_decay, extras = run.device, run.workload.has_weight_decay, len(run.workload.losses)
     group = run.mesh.data_parallel_group
-    replicas = Replicas(run.mesh.data_parallel_rank, group.size, lambda tensors: device.all_reduce(tensors, group))
+    replicas = Replicas(
+        run.mesh.data_parallel_rank, group.size, lambda tensors: device.all_reduce(tensors, group),
+        lambda tensors: device.broadcast(tensors, group),
+    )  # fmt: skip
     is_matrix = run.workload.is_hidden_matrix if separates_matrices(run.config.optimizer) else lambda name: False
     if run.config.data_parallel == "ddp":
         if not device.has_ddp:
@@ -115,7 +119,14 @@ def build_parameters(
             tensor_parallel.rank, tensor_parallel.size, split_axis, tensor_parallel.reduce_in_place,
             tensor_parallel.region,
         )  # fmt: skip
-    layout = SeparateParameters if device.compiles_steps else FlatParameters
+    layout: type[Parameters] = SeparateParameters if device.compiles_steps else FlatParameters
+    if run.config.shard_optimizer:
+        if device.compiles_steps:
+            raise UserError(
+                f"--shard_optimizer: {device.describe()} compiles the update, which would be another graph on every "
+                f"worker; leave it out, or share the model itself with --tensor_parallel_size"
+            )
+        layout = ShardedParameters
     forward = model if device.compiler is None else device.compiler.compile(model)
     return AllReduceModel(forward), layout(model, has_weight_decay, extras, precision, shared, replicas, is_matrix)
 
@@ -133,7 +144,8 @@ def build_optimizer(run: Run, parameters: Parameters, number: Callable[[float], 
 def checkpoint_tensors(
     model: Model, parameters: Parameters, optimizer: Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The model's and the optimizer's tensors under the names that checkpoints give them; later steps change them."""
+    """The model's, and the optimizer's that this worker keeps, under the names that checkpoints give them; later steps
+    change them."""
     masters = {f"{MASTER}.{name}": tensor for name, tensor in parameters.masters().items()}
     return dict(model.named_parameters()), optimizer.state() | masters
 

@@ -230,6 +230,11 @@ class TrainConfig:
         "DistributedDataParallel, sums during the backward pass, for models whose all-reduce takes long; with more "
         "than 2 workers a resumed run then ends with other bytes, as its buckets are reordered after the first step",
     )  # fmt: skip
+    shard_optimizer: bool = option(
+        False, **_MACHINE,
+        help="each data-parallel worker keeps the moments and master weights of a share of the parameters, updates "
+        "them and sends them to the others (ZeRO stage 1): less memory, more bytes on the network; not on xla",
+    )  # fmt: skip
     compile: bool = option(False, **_MACHINE, help="compile the model with torch.compile; xla always compiles")
     compile_cache: str | None = option(None, **_MACHINE, help="directory of compiled graphs (default: the compiler's)")
     allow_fallbacks: str | None = option(
@@ -263,8 +268,9 @@ class TrainConfig:
             if name not in CHANGEABLE:
                 raise UserError(f"--allow_changes is {name}; allowed: {', '.join(CHANGEABLE)}")
         require_agreement(self.optimizer, self.precision)
-        if self.data_parallel == "ddp" and (self.tensor_parallel_size > 1 or self.compile or self.grad_reduce_in_bf16):
-            others = "--tensor_parallel_size > 1, --compile nor --grad_reduce_in_bf16"
+        without = self.compile or self.grad_reduce_in_bf16 or self.shard_optimizer
+        if self.data_parallel == "ddp" and (self.tensor_parallel_size > 1 or without):
+            others = "--tensor_parallel_size > 1, --compile, --shard_optimizer nor --grad_reduce_in_bf16"
             raise UserError(f"--data_parallel ddp supports neither {others}; use allreduce, or leave them out")
         if self.grad_accum_usteps % self.batches_per_execution:
             raise UserError(

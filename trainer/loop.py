@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.files import failpoint
 from trainer import build
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.gather import OptimizerShares
 from trainer.data.batch import Batch
 from trainer.data.loader import Step
 from trainer.devices.graphs import GraphList
@@ -46,12 +47,14 @@ class Trainer:
         self._all_reduce = functools.partial(run.device.all_reduce, group=run.mesh.data_parallel_group)
         self.optimizer = build.build_optimizer(run, self.parameters, self._number)
         self.lr_schedule = build.build_lr_schedule(run.config)
-        self.state = resume(run, self.state, start, self.optimizer, self.tensor_parallel)
+        self.tensors = build.checkpoint_tensors(self.model, self.parameters, self.optimizer)
+        model, optimizer = self.tensors
+        shares = OptimizerShares(run.mesh, optimizer, are_shared=run.config.shard_optimizer)
+        self.state = resume(run, self.state, start, self.optimizer, self.tensor_parallel, shares.elsewhere)
         doctor = build.build_doctor(run, self.model, self.parameters)
         self.dataloader = build.build_dataloader(run, self.state.skipped, doctor)
-        self.tensors = build.checkpoint_tensors(self.model, self.parameters, self.optimizer)
-        self.checkpointer.begin(start, self.state, self.tensors, run.workload.vocab_size, self.tensor_parallel)
-        self.replicas = ReplicaCheck(run, self.tensors)
+        self.checkpointer.begin(start, self.state, model, shares, run.workload.vocab_size, self.tensor_parallel)
+        self.replicas = ReplicaCheck(run, model, optimizer, are_shared=shares.are_shared)
         self.metrics = Metrics(run, self.state, doctor)
         self.graphs = GraphList(run.config, run.device, run.log, is_root=run.mesh.is_root)
         self.agreement = Agreement(run.mesh, requests)
@@ -128,10 +131,12 @@ class Trainer:
         losses = self.parameters.reduce(self._all_reduce, factor, in_bf16=in_bf16)
         norm = self.parameters.clip(self._number(config.max_grad_norm) if config.max_grad_norm else None)
         lr = self.lr_schedule(step.index)
-        self._seed(derive_seed(config.seed, "stochastic rounding", self.state.global_step))
+        rounding = (self.state.global_step, *self.parameters.rounding_seed)
+        self._seed(derive_seed(config.seed, "stochastic rounding", *rounding))
         self.optimizer.prepare()
         self._is_whole = False
         self.optimizer.step(lr)
+        self.parameters.exchange()
         self.state = self.state.advanced(step.epoch, len(step.samples) * self.mesh.data_parallel_size)
         self._is_whole = True
         self.parameters.zero_gradients()

@@ -16,11 +16,12 @@ from trainer.state import TrainState
 class ReplicaCheck:
     """Compares the weights and moments that several workers should hold alike. All workers call it together."""
 
-    def __init__(self, run: Run, tensors: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
-        """`tensors`: the model's and the optimizer's, by name."""
-        model, optimizer = tensors
+    def __init__(self, run: Run, model: dict[str, Tensor], optimizer: dict[str, Tensor], *, are_shared: bool) -> None:
+        """The model's and the optimizer's tensors, by name; the latter are different ones on every worker if
+        `are_shared`."""
         self._config, self._device, self._mesh = run.config, run.device, run.mesh
         self._tensors = {**model, **optimizer}
+        self._alike = model if are_shared else self._tensors
 
     def is_due(self, state: TrainState) -> bool:
         """Whether `--replica_check_steps` asks for a check of `state`."""
@@ -34,7 +35,7 @@ class ReplicaCheck:
             return
         mesh, step = self._mesh, f"step {state.global_step}"
         summaries = dict(zip(self._tensors, self._device.summaries(list(self._tensors.values())), strict=True))
-        digest = hashlib.sha256(repr([bits for bits, _ in summaries.values()]).encode()).hexdigest()
+        digest = hashlib.sha256(repr([summaries[name][0] for name in self._alike]).encode()).hexdigest()
         broken = next((name for name, (_, is_finite) in summaries.items() if not is_finite), "")
         found = mesh.all_gather_object((digest, broken))
         odd = sorted(rank for ranks in mesh.data_parallel_group.ranks for rank in _odd_ones(ranks, found))

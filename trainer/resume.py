@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -79,9 +79,15 @@ def initial_state(run: Run, start: ResumePoint | None, precision: Precision, ski
 
 
 def resume(
-    run: Run, state: TrainState, start: ResumePoint | None, optimizer: Optimizer, tensor_parallel: TensorParallel
+    run: Run,
+    state: TrainState,
+    start: ResumePoint | None,
+    optimizer: Optimizer,
+    tensor_parallel: TensorParallel,
+    elsewhere: Collection[str],
 ) -> TrainState:
-    """The state to continue from, with its moments loaded into `optimizer`; `state` itself in a new phase.
+    """The state to continue from, with its moments loaded into `optimizer`, except those `elsewhere`, which other
+    workers keep; `state` itself in a new phase.
 
     Logs the starting point and the changes permitted by `--allow_changes`. Raises `CheckpointError` if any other option
     that decides the result has changed, or the optimizer's state cannot be used.
@@ -94,7 +100,7 @@ def resume(
         return state
 
     def load_optimizer() -> None:
-        load_into(optimizer.state(), start, "optimizer", run.workload.vocab_size, tensor_parallel)
+        load_into(optimizer.state(), start, "optimizer", run.workload.vocab_size, tensor_parallel, elsewhere)
         run.device.finish_closures()
 
     if start.restarts:

@@ -41,6 +41,7 @@ class Cluster(luigi.Config):
     nproc_per_node: int = whole(1, 1024)
     tensor_parallel_size: int = setting(TrainConfig, "tensor_parallel_size", most=1024)
     data_parallel: str = setting(TrainConfig, "data_parallel")
+    shard_optimizer: bool = setting(TrainConfig, "shard_optimizer")
     batches_per_execution: int = setting(TrainConfig, "batches_per_execution")
     compile: bool = setting(TrainConfig, "compile")
     self_test: bool = setting(PrecompileOptions, "self_test")

@@ -190,6 +190,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("kubernetes", "service_account", "trainer", NOTHING),
     ("kubernetes", "start_timeout_s", "60", NOTHING),
     ("cluster", "data_parallel", "ddp", COMPILED),
+    ("cluster", "shard_optimizer", "true", NOTHING),
     ("cluster", "batches_per_execution", "2", COMPILED),
     ("cluster", "compile", "true", COMPILED),
     ("cluster", "collective_timeout_s", "60", NOTHING),

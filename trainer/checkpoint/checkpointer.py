@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.files import METRICS
+from trainer.checkpoint.gather import OptimizerShares
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume_point import ResumePoint, agree_on_start, checkpoint_directory, left_behind
 from trainer.checkpoint.snapshot import HostCopy, Snapshot
@@ -41,7 +42,9 @@ class Checkpointer:
             rank=mesh.tensor_parallel_rank, size=mesh.tensor_parallel_size, timeout_s=config.collective_timeout_s,
         )  # fmt: skip
         self._host_copy: HostCopy | None = None
-        #: This worker's state, and what of each tensor is stored; None in a trial.
+        #: None in a trial.
+        self._shares: OptimizerShares | None = None
+        #: This worker's state, if it has all of it, and what of each tensor is stored; None in a trial.
         self._live: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._stored: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
         self._saved_at, self._saved_step = time.monotonic(), -1
@@ -56,13 +59,14 @@ class Checkpointer:
         self,
         start: ResumePoint | None,
         state: TrainState,
-        tensors: tuple[dict[str, Tensor], dict[str, Tensor]],
+        model: dict[str, Tensor],
+        shares: OptimizerShares,
         vocab_size: int,
         tensor_parallel: TensorParallel,
     ) -> None:
         """Prepare for training from `state`: set aside checkpoints of other branches and allocate the host copy.
 
-        `tensors`: the model's and the optimizer's, by name. Raises `DiskError`.
+        `model`: its tensors by name; `shares`: the optimizer's. Raises `DiskError`.
         """
         config, mesh = self._config, self._mesh
         # Before the first step, the checkpoint that the run started from already holds its state.
@@ -71,12 +75,14 @@ class Checkpointer:
             return
         if mesh.is_root:
             self._manager.set_aside(left_behind(config, self._manager, start), config.output_dir / METRICS)
-        self._live = tensors
+        self._shares = shares
+        # A worker that keeps a share of the state alone has nothing to save without the others.
+        self._live = None if shares.are_shared else (model, shares.everything())
         self._stored = functools.partial(without_padding, vocab_size=vocab_size, ranks=tensor_parallel)
         if mesh.data_parallel_rank == 0:
             if config.minimal_ckpt:
                 self._log("the checkpoint that ends the phase will hold the weights only")
-            self._host_copy = HostCopy(*tensors, self._device.host_memory, self._stored)
+            self._host_copy = HostCopy(model, shares.everything(), self._device.host_memory, self._stored)
             self._manager.begin(self._host_copy.touch)
 
     def is_due(self, state: TrainState) -> bool:
@@ -94,9 +100,14 @@ class Checkpointer:
         """Start writing a checkpoint from a copy of `state`. Raises the previous write's error."""
         self._saved_at, self._saved_step = time.monotonic(), state.step
         self.wait()
-        if self._host_copy is not None:
-            self._manager.finish()
-            self._manager.save(self._to_store(self._host_copy.take(state, self._device.copy_to_host)))
+        if self._shares is None:
+            return
+        if self._host_copy is None:
+            self._shares.send()
+            return
+        self._manager.finish()
+        taken = self._host_copy.take(state, self._device.copy_to_host, self._shares.receive)
+        self._manager.save(self._to_store(taken))
 
     def save_alone(self, state: TrainState, record: Callable[[TrainState], None]) -> None:
         """After the loss of a worker: save `state` from the live tensors, if this worker's model has replicas.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,15 @@ from trainer.parallel.tensor import TensorParallel
 
 @torch.no_grad()
 def load_into(
-    targets: dict[str, Tensor], start: ResumePoint, kind: str, vocab_size: int, ranks: TensorParallel
+    targets: dict[str, Tensor],
+    start: ResumePoint,
+    kind: str,
+    vocab_size: int,
+    ranks: TensorParallel,
+    elsewhere: Collection[str] = (),
 ) -> None:
-    """Copy this rank's shard of a checkpoint's tensors of `kind` (model or optimizer) into `targets`, by name.
+    """Copy this rank's shard of a checkpoint's tensors of `kind` (model or optimizer) into `targets`, by name; those
+    `elsewhere` are other workers'.
 
     Weights come from the master copy if the checkpoint has one; the optimizer's state excludes it. Raises
     `CheckpointError` naming the first tensor that is missing, unexpected, or of another shape.
@@ -39,7 +47,10 @@ def load_into(
             f"this one cannot be resumed; train it anew in another --output_dir"
         )
     missing = set(targets)
-    for stored, tensor in read_tensors(file, lambda name: name.startswith(f"{MASTER}.") is bool(prefix)):
+    others, masters = frozenset(elsewhere), f"{MASTER}."
+    for stored, tensor in read_tensors(
+        file, lambda name: name.startswith(masters) is bool(prefix) and name not in others
+    ):
         name = stored.removeprefix(prefix)
         if name not in targets:
             raise CheckpointError(f"{file} holds {name}, which this run has no place for; is it of another model?")

@@ -41,8 +41,8 @@ class HostCopy:
         allocate: Callable[[Tensor], Tensor],
         stored: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
     ) -> None:
-        """`model`, `optimizer`: the live tensors; `allocate` returns a host tensor of the same shape and dtype;
-        `stored` selects the part of a tensor that a checkpoint stores."""
+        """`model`, `optimizer`: the live tensors, or ones without data of what other workers keep; `allocate` returns a
+        host tensor of the same shape and dtype; `stored` selects the part of a tensor that a checkpoint stores."""
         self._sources = (model, optimizer)
         self._stored = stored
         self._copies = tuple({name: allocate(t) for name, t in tensors.items()} for tensors in self._sources)
@@ -54,9 +54,17 @@ class HostCopy:
                 tensor.zero_()
 
     @torch.no_grad()
-    def take(self, state: TrainState, copy: Callable[[list[Tensor], list[Tensor]], None]) -> Snapshot:
-        """Copy the current state; valid until the next call. `copy` copies the first list into the second."""
+    def take(
+        self,
+        state: TrainState,
+        copy: Callable[[list[Tensor], list[Tensor]], None],
+        receive: Callable[[dict[str, Tensor]], None] = lambda copies: None,
+    ) -> Snapshot:
+        """Copy the current state; valid until the next call. `copy` copies the first list into the second, `receive`
+        fills those of the optimizer's that other workers keep."""
         for sources, copies in zip(self._sources, self._copies, strict=True):
-            copy(list(sources.values()), [copies[name] for name in sources])
+            here = [name for name, tensor in sources.items() if not tensor.is_meta]
+            copy([sources[name] for name in here], [copies[name] for name in here])
+        receive(self._copies[1])
         kept = ({name: self._stored(name, copy) for name, copy in copies.items()} for copies in self._copies)
         return Snapshot(state, *kept)

@@ -157,6 +157,17 @@ class Device(abc.ABC):
         for work in pending:
             work.wait()
 
+    def broadcast(self, tensors: list[tuple[torch.Tensor, int]], group: Group) -> None:
+        """Replace each tensor by that of the worker of the group whose number is given with it."""
+        if group.size == 1:
+            return
+        pending = [
+            dist.broadcast(tensor, group=group.process_group, group_src=owner, async_op=True)
+            for tensor, owner in tensors
+        ]
+        for work in pending:
+            work.wait()
+
     def _pieces(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The parts of a tensor that are reduced concurrently."""
         if self.backend == "gloo" and tensor.numel() >= _LARGE:

@@ -80,6 +80,8 @@ class Parameters(abc.ABC):
     _gradients: list[Tensor]
     #: (E,)
     _extras: Tensor
+    #: What makes this worker's rounding differ from its replicas', if anything.
+    rounding_seed: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -189,16 +191,17 @@ class Parameters(abc.ABC):
         norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         return norm
 
+    def exchange(self) -> None:  # noqa: B027 (workers that update all of them have nothing to send)
+        """Make all weights those of this update, where workers share its work."""
+
     def named(self, values: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """`named` of all groups."""
         yield from named(self.groups, values)
 
     def masters(self) -> dict[str, Tensor]:
-        """The weights in `Precision.dtype`, by name and in the model's order; empty where it keeps none."""
-        if not self.precision.keeps_master:
-            return {}
-        views = dict(self.named([group.masters for group in self.groups]))
-        return {name: views[name] for name in self._parameters}
+        """The weights in `Precision.dtype`, by name, of the parameters that this worker updates; empty where it keeps
+        none."""
+        return dict(self.named([group.masters for group in self.groups])) if self.precision.keeps_master else {}
 
 
 def _move_gradient(parameter: Tensor, home: Tensor) -> None:
@@ -213,29 +216,43 @@ class FlatParameters(Parameters):
         total = sum(parameter.numel() for parameter in self._parameters.values())
         device = next(iter(self._parameters.values())).device
         weights = torch.empty(total, dtype=precision.weights, device=device)
-        masters = torch.empty(total, dtype=precision.dtype, device=device) if precision.keeps_master else None
         reduced = torch.zeros(total + extras, dtype=precision.dtype, device=device)
         self.groups = []
         at = 0
-        for decays, is_split, is_matrix, names in self._by_group():
-            begin, places = at, {}
-            for name in names:
-                parameter = self._parameters[name]
-                shape, place = parameter.shape, slice(at, at + parameter.numel())
-                at = place.stop
-                places[name] = slice(place.start - begin, place.stop - begin), shape
-                for whole in (weights,) if masters is None else (weights, masters):
-                    whole[place] = parameter.detach().reshape(-1)
-                parameter.data = weights[place].view(shape)
-                self._sum_into(name, reduced[place].view(shape))
-            part = slice(begin, at)
-            self.groups.append(
-                Group(
-                    [weights[part]], [reduced[part]], decays, is_matrix, precision, _views(places),
-                    [] if masters is None else [masters[part]], self._region(is_split=is_split),
-                )
-            )  # fmt: skip
+        for decays, is_split, is_matrix, together in self._by_group():
+            placed = []
+            for is_mine, names in self._shares(together):
+                begin, places, masters = at, {}, list[Tensor]()
+                if is_mine and precision.keeps_master:
+                    numel = sum(self._parameters[name].numel() for name in names)
+                    masters = [torch.empty(numel, dtype=precision.dtype, device=device)]
+                for name in names:
+                    parameter = self._parameters[name]
+                    shape, place = parameter.shape, slice(at, at + parameter.numel())
+                    at = place.stop
+                    places[name] = slice(place.start - begin, place.stop - begin), shape
+                    for whole, where in ((weights, place), *((master, places[name][0]) for master in masters)):
+                        whole[where] = parameter.detach().reshape(-1)
+                    parameter.data = weights[place].view(shape)
+                    self._sum_into(name, reduced[place].view(shape))
+                part = slice(begin, at)
+                placed.append(weights[part])
+                if is_mine and names:
+                    self.groups.append(
+                        Group(
+                            [weights[part]], [reduced[part]], decays, is_matrix, precision, _views(places), masters,
+                            self._region(is_split=is_split),
+                        )
+                    )  # fmt: skip
+            self._place(placed)
         self._reduced, self._gradients, self._extras = [reduced], [reduced[:total]], reduced[total:]
+
+    def _shares(self, names: list[str]) -> list[tuple[bool, list[str]]]:
+        """Parts of a group, which lie together: (whether this worker updates it, its parameters)."""
+        return [(True, names)]
+
+    def _place(self, weights: list[Tensor]) -> None:
+        """Called with the weights of each of the `_shares` of a group."""
 
 
 def _views(

@@ -75,6 +75,8 @@ class Replicas:
     size: int = 1
     #: Adds up tensors over the workers, in place.
     all_reduce: Callable[[list[Tensor]], None] = lambda tensors: None
+    #: Replaces each tensor by that of the worker named with it.
+    broadcast: Callable[[list[tuple[Tensor, int]]], None] = lambda tensors: None
 
     def share(self, stacks: list[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """`work` of each stack (L, …), which treats all L alike and keeps the shape; each worker does a part of them.
