@@ -85,6 +85,7 @@ def build_model(
             run.workload.initialise(model, run.config.seed)
         else:
             state.require_same_model(start.state, start.checkpoint)
+            model.to(precision.dtype)  # before loading: fp64 weights would be rounded to fp32
             load_into(dict(model.named_parameters()), start, "model", run.workload.vocab_size, tensor_parallel)
         built.append(model.to(run.device.torch_device, precision.dtype).train())
         run.device.finish_closures()  # until then a lazy device keeps the host's copy

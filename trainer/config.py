@@ -231,10 +231,8 @@ class TrainConfig:
         "than 2 workers a resumed run then ends with other bytes, as its buckets are reordered after the first step",
     )  # fmt: skip
     shard_optimizer: bool = option(
-        False, **_MACHINE,
-        help="each data-parallel worker keeps the moments and master weights of a share of the parameters, updates "
-        "them and sends them to the others (ZeRO stage 1): less memory, more bytes on the network; not on xla",
-    )  # fmt: skip
+        False, **_MACHINE, help="workers share moments and master weights (ZeRO stage 1): less memory; not on xla"
+    )
     compile: bool = option(False, **_MACHINE, help="compile the model with torch.compile; xla always compiles")
     compile_cache: str | None = option(None, **_MACHINE, help="directory of compiled graphs (default: the compiler's)")
     allow_fallbacks: str | None = option(
