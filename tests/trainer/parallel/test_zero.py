@@ -169,7 +169,9 @@ def test_a_flipped_bit_is_found(data: Path, model: Path, tmp_path: Path) -> None
     env = {"FAILPOINT": "step:4.1", "FAILPOINT_ACTION": "damage"}
     given = {**GIVEN, "data_dir": data, "model_config": model, "grad_accum_usteps": 2, "shard_optimizer": True}
     done = train(2, env=env, output_dir=tmp_path / "out", **given)
-    assert_one_line_error(done, "the weights or moments of workers 0, 1 differ", "nothing is saved of this step")
+    assert_one_line_error(
+        done, "the weights or moments of workers 0, 1 differ", "nothing is saved of this step", status=71
+    )
 
 
 @pytest.mark.parametrize(
