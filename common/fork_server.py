@@ -24,7 +24,14 @@ from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
-from common.process import PARENT_VARIABLE, SAVING_S, STOP_SIGNALS, die_with_parent, die_with_starter
+from common.process import (
+    PARENT_VARIABLE,
+    SAVING_S,
+    STOP_SIGNALS,
+    die_with_parent,
+    die_with_starter,
+    fork_without_warning,
+)
 
 #: Seconds between two looks at commands that are to end.
 _LOOK_S = 1.0
@@ -118,7 +125,8 @@ class _Server:
             os._exit(0)
         reply = socket.socket(fileno=received[0])
         try:
-            pid = os.fork()
+            with fork_without_warning():
+                pid = os.fork()
         except OSError as error:  # other commands go on
             print(f"error: a command could not be forked: {error}", file=sys.stderr, flush=True)
             pid = -1

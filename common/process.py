@@ -11,6 +11,8 @@ import socket
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import EXIT_INTERRUPTED, UserError
@@ -98,6 +100,15 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
+
+
+@contextlib.contextmanager
+def fork_without_warning() -> Iterator[None]:
+    """Where no thread is in the way of a fork: Python 3.12 and newer also count those of numpy's OpenBLAS, which it
+    ends itself before a fork."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        yield
 
 
 def die_with_starter() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,7 +14,7 @@ from multiprocessing import get_context
 from typing import TypeVar
 
 from common.errors import UserError
-from common.process import HEARTBEAT_THREAD, die_with_parent
+from common.process import HEARTBEAT_THREAD, die_with_parent, fork_without_warning
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -62,9 +61,7 @@ class Workers:
                 self._processes, mp_context=get_context(_start_method()), initializer=_begin_worker,
                 initargs=(os.getpid(),),
             )  # fmt: skip
-            with warnings.catch_warnings():
-                # Python 3.12 counts the threads of numpy's OpenBLAS, which stand a fork.
-                warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            with fork_without_warning():
                 self._pool.submit(os.getpid)
         return self
 

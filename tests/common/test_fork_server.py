@@ -73,6 +73,28 @@ time.sleep(4)
     assert not (tmp_path / "ran").exists()
 
 
+#: What Python 3.12 and newer do where the kernel still counts a thread.
+WARNING_FORK = """
+import os, warnings
+forked = os.fork
+def fork():
+    pid = forked()
+    if pid:
+        warnings.warn("This process (pid=1) is multi-threaded, use of fork() may lead to deadlocks in the child.",
+                      DeprecationWarning, stacklevel=2)
+    return pid
+os.fork = fork
+"""
+
+
+def test_a_fork_shows_no_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "warning_fork.py").write_text(WARNING_FORK)
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport os\nos.environ['PYTHONPATH'] = sys.path[0]\n"
+    with starter(tmp_path, program=program + STARTER.replace("json", "warning_fork")) as process:
+        assert answer(process)[0] == "Forked"
+    assert capfd.readouterr().err == ""
+
+
 def test_a_module_that_cannot_be_imported_does_not_stop_the_server(tmp_path: Path) -> None:
     with starter(tmp_path, program=STARTER.replace("json", "no_such_module")) as process:
         assert answer(process)[0] == "Forked"
