@@ -46,7 +46,6 @@ mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants.run $(ARGS)
 
 docs: $(INSTALLED)
-	$(INSTALL) --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/sphinx-build -q --fail-on-warning --keep-going -c docs/site -b html . build/site
 	@echo build/site/docs/site/index.html
 

@@ -9,8 +9,8 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends ca-certificates curl gnupg g++ \
     python3 python3-dev python3-venv \
  && install -m 0755 -d /etc/apt/keyrings \
- && curl -fsSL https://apt.repos.neuron.amazonaws.com/GPG-PUB-KEY-AMAZON-AWS-NEURON.PUB \
-  | gpg --batch --dearmor -o /etc/apt/keyrings/neuron.gpg \
+ && curl -fsSLo /tmp/neuron.pub https://apt.repos.neuron.amazonaws.com/GPG-PUB-KEY-AMAZON-AWS-NEURON.PUB \
+ && gpg --batch --dearmor -o /etc/apt/keyrings/neuron.gpg /tmp/neuron.pub && rm /tmp/neuron.pub \
  && . /etc/os-release \
  && echo "deb [signed-by=/etc/apt/keyrings/neuron.gpg] https://apt.repos.neuron.amazonaws.com $VERSION_CODENAME main" \
   > /etc/apt/sources.list.d/neuron.list \
@@ -19,11 +19,13 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 # EFA's libfabric, for several machines; its kernel module is the host's.
 ARG EFA_INSTALLER=latest
-RUN cd /tmp && apt-get update \
+WORKDIR /tmp/efa
+RUN apt-get update \
  && curl -fsSLO https://efa-installer.amazonaws.com/aws-efa-installer-$EFA_INSTALLER.tar.gz \
- && tar -xf aws-efa-installer-$EFA_INSTALLER.tar.gz && cd aws-efa-installer \
+ && tar -xf aws-efa-installer-$EFA_INSTALLER.tar.gz --strip-components=1 \
  && ./efa_installer.sh -y --skip-kmod --skip-limit-conf --no-verify \
- && rm -rf /tmp/aws-efa-installer* /var/lib/apt/lists/*
+ && rm -rf /tmp/efa/* /var/lib/apt/lists/*
+WORKDIR /
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:/opt/aws/neuron/bin:/opt/amazon/efa/bin:$PATH \
     LD_LIBRARY_PATH=/opt/aws/neuron/lib:/opt/amazon/efa/lib \

@@ -1,9 +1,10 @@
-"""The image recipes: nothing here can build them, so their instructions are read."""
+"""The image recipes: nothing here can build them, so hadolint and these tests read their instructions."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def test_every_recipe_is_looked_at_here() -> None:
 @each_image
 def test_it_is_a_dockerfile(image: str) -> None:
     found = instructions(image)
-    assert {name for name, _ in found} <= {"FROM", "ARG", "RUN", "ENV", "COPY"}
+    assert {name for name, _ in found} <= {"FROM", "ARG", "RUN", "ENV", "COPY", "WORKDIR"}
     assert found[0] == ("FROM", BASES[image][0] if image in BASES else "python:3.13-slim")
     for words in arguments(image, "RUN"):
         script = subprocess.run(["sh", "-n", "-c", words], capture_output=True, text=True, check=False)
@@ -50,6 +51,15 @@ def test_it_is_a_dockerfile(image: str) -> None:
     declared |= {"PATH", "VERSION_CODENAME"}  # the shell's, and of /etc/os-release
     used = set(re.findall(r"\$\{?([A-Z_]+)", " ".join(words for _, words in found)))
     assert used <= declared
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    program = Path(sys.executable).parent / "hadolint"
+    if not program.exists():
+        pytest.skip("hadolint has a package for Linux on x86-64 only")
+    words = [program, "--no-color", *sorted((ROOT / "containers").glob("*.Dockerfile"))]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 @each_lane

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -95,6 +98,22 @@ def test_what_everyone_reads_is_short(name: str, lines: int) -> None:
 def test_the_site_has_every_page() -> None:
     listed = re.findall(r"^/(\S+)$", (ROOT / "docs" / "site" / "index.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(str(page.relative_to(ROOT).with_suffix("")) for page in PAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # a minute and a half of one core
+def test_the_site_is_made_without_a_warning(tmp_path: Path) -> None:
+    """All of it, links and the API too; only its HTML is not written."""
+    pages = tmp_path / "pages"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for name in tracked:
+        (pages / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, pages / name)
+    rule = re.search(r"sphinx-build (.*) -b html \. build/site", (ROOT / "Makefile").read_text())
+    assert rule is not None
+    words = [sys.executable, "-m", "sphinx", *rule[1].split(), "-b", "dummy", ".", str(tmp_path / "site")]
+    done = subprocess.run(words, cwd=pages, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_commit_runs_what_make_check_runs() -> None:

@@ -1,5 +1,13 @@
 """The pages of this repository, and the API from the code's docstrings, as a site: `make docs`."""
 
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.domains.python import PythonDomain
+
 project = "BERT pretraining pipeline"
 extensions = [
     "myst_parser",
@@ -19,3 +27,14 @@ autodoc2_packages = ["common", "trainer", "stages", "pipeline"]
 autodoc2_output_dir = "docs/site/api"
 autodoc2_render_plugin = "myst"  # docstrings are Markdown
 autodoc2_hidden_objects = {"private", "dunder", "inherited"}
+
+
+class _Domain(PythonDomain):
+    """In a signature, `bytes` is Python's and not an attribute of that name, of which Sphinx would take any."""
+
+    def find_obj(self, env: Any, modname: Any, classname: Any, name: str, *rest: Any) -> Any:
+        return [] if hasattr(builtins, name) else super().find_obj(env, modname, classname, name, *rest)
+
+
+def setup(app: Sphinx) -> None:
+    app.add_domain(_Domain, override=True)

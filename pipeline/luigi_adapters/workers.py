@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from types import FrameType
 
@@ -27,6 +28,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def install() -> None:
     """Pass stop signals from luigi's main process on to its task processes. Without any, take the default action."""
+    if sys.platform == "linux":  # where Python 3.14 no longer forks unless told to, which luigi relies on
+        multiprocessing.set_start_method("fork", force=True)
     if threading.current_thread() is threading.main_thread():
         for signum in _SIGNALS:
             if not is_ignored(signum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -117,7 +118,10 @@ def test_it_ends_as_a_new_interpreter_does(tmp_path: Path, program: str, status:
         assert process.wait(60) == process.poll() == status
         # What runs a module differs; the module's own lines do not.
         ends.append([line for line in said(tmp_path).splitlines() if 'File "' not in line and "main()" not in line])
-    ours, theirs = ([line for line in end if "_run_" not in line and "runpy" not in line] for end in ends)
+    carets = re.compile(r"[ ~^]+$")  # Python 3.13 and newer mark the part of a line
+    ours, theirs = (
+        [line for line in end if "_run_" not in line and "runpy" not in line and not carets.match(line)] for end in ends
+    )
     assert ours[-3:] == theirs[-3:]
 
 

@@ -1,4 +1,5 @@
-"""The chain without what only Linux has: the calls are taken away in every process. Not a test on another system."""
+"""The chain without what only Linux has, where the calls are taken away in every process (not a test on another system);
+and with what a newer Python does otherwise."""
 
 from __future__ import annotations
 
@@ -73,6 +74,16 @@ def test_the_whole_chain_runs_with_two_workers(tmp_path: Path, site: str) -> Non
     assert "Traceback" not in done.stderr
     for stage in ("shard_dataset-phase1", "pretrain-phase2", "merge_shards", "evaluate"):
         assert (chain.latest(stage) / "manifest.json").exists()
+
+
+def test_luigis_workers_run_where_python_does_not_fork_by_itself(tmp_path: Path) -> None:
+    """As Python 3.14 does on Linux."""
+    (tmp_path / "site").mkdir()
+    program = 'import multiprocessing\nmultiprocessing.set_start_method("forkserver")'
+    (tmp_path / "site" / "sitecustomize.py").write_text(program)
+    chain = Chain(tmp_path)
+    chain.run("ShardDataset", "--phase", "1", "--workers", "2", PYTHONPATH=str(tmp_path / "site"))
+    assert (chain.latest("shard_dataset-phase1") / "manifest.json").exists()
 
 
 def test_a_large_file_is_written_whole(tmp_path: Path, site: str) -> None:
