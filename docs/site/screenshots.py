@@ -1,7 +1,7 @@
-"""The pictures of a first run in docs/images/: `PYTHONPATH=. python docs/site/screenshots.py`.
+"""The pictures of a first run in docs/images/: `PYTHONPATH=. python docs/site/screenshots.py [OPTION…]`.
 
-Runs the embedded default in a terminal whose screen pyte keeps, and draws it with rich while phase 1 trains and at its
-end.
+Runs the embedded default, with these options of luigi, in a terminal whose screen pyte keeps, and draws it with rich
+while phase 1 trains and at its end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pyte
-from rich.console import Console
+from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.text import Text
 
 from tests.pipeline.console.terminal import in_terminal
@@ -27,7 +27,7 @@ HALF = re.compile(r"pretrain-phase1 .* (4[5-9]|5\d)%")
 
 
 def main() -> None:
-    command, taken = ["luigi", "--module", "pipeline", "BertPhase2"], list[pyte.Screen]()
+    command, taken = ["luigi", "--module", "pipeline", "BertPhase2", *sys.argv[1:]], list[pyte.Screen]()
 
     def look(screen: pyte.Screen, written: bytes) -> None:
         if not taken and any(HALF.search(line) for line in screen.display):
@@ -43,7 +43,9 @@ def main() -> None:
 
 
 def style_of(cell: pyte.screens.Char) -> str:
-    colour = cell.fg if cell.fg in ("red", "green", "blue", "magenta", "cyan", "white") else ""
+    """rich's name of a style that pyte has read. pyte has hexadecimal digits for the 256 colours."""
+    named = {"default": "", "brown": "yellow"}.get(cell.fg, cell.fg)
+    colour = f"#{named}" if re.fullmatch(r"[0-9a-f]{6}", named) else named
     return f"{colour} bold".strip() if cell.bold else colour
 
 
@@ -56,7 +58,9 @@ def draw(screen: pyte.Screen, title: str, name: str) -> None:
         line.rstrip()
         console.print(line)
     IMAGES.mkdir(exist_ok=True)
-    (IMAGES / f"{name}.svg").write_text(console.export_svg(title=title))
+    # In the reader's own font, not one from elsewhere.
+    template = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    (IMAGES / f"{name}.svg").write_text(console.export_svg(title=title, code_format=template))
 
 
 if __name__ == "__main__":

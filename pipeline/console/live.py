@@ -63,8 +63,9 @@ class Live(Console):
     def complete(self, label: str, seconds: float, result: str) -> None:
         from rich.text import Text
 
-        line = Text("✓ ", "green") + Text(f"{label:{_LABEL_WIDTH}} ", "bold") + Text(f"{clock(seconds):>7}  ", "dim")
-        self._console.print(line + Text(result), soft_wrap=True)
+        name, time_taken = f"{label:{_LABEL_WIDTH}} ", f"{clock(seconds):>7}  "
+        line = Text.assemble(("✓ ", "green"), (name, "bold"), (time_taken, "dim"), result)
+        self._console.print(line, soft_wrap=True)
 
     def _print(self, text: str, style: str | None) -> None:
         self._console.print(text, style=style, soft_wrap=True)
@@ -84,7 +85,7 @@ def _row(spinner: Any, label: str, elapsed_s: float, progress: dict[str, Any]) -
         cells += [
             ProgressBar(total=total, completed=done, width=_BAR_WIDTH),
             Text(f"{done / total:4.0%}", "cyan"),
-            Text(f"{_amounts(done, total, progress.get('unit', ''), per_s)}{left}"),
+            Text(f"{_amounts(done, total, progress.get('unit', ''), per_s)}{left} "),
         ]
     for cell in cells:
         row.add_column(no_wrap=True, min_width=len(cell) if isinstance(cell, Text) else None)

@@ -1,5 +1,5 @@
-"""The chain without what only Linux has, where the calls are taken away in every process (not a test on another system);
-and with what a newer Python does otherwise."""
+"""The chain without what only Linux has: the calls are taken away in every process, which is not a test on another
+system. And with what a newer Python does otherwise."""
 
 from __future__ import annotations
 

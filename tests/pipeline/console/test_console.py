@@ -84,6 +84,25 @@ def test_no_color_leaves_the_colours_out(chain: Chain) -> None:
     _, coloured, _ = luigi(chain, *SHARDS, "--Run-seed", "7")
     assert not COLOUR.search(plain)
     assert COLOUR.search(coloured)
+    # The mark alone is green.
+    assert re.search("\x1b\\[32m✓ \x1b\\[0m".encode(), coloured)
+    assert re.search(rb"\x1b\[0m[\d,]+ documents and", coloured)
+
+
+def test_a_live_line_keeps_its_parts_apart(tmp_path: Path) -> None:
+    """By a progress file as a training leaves it."""
+    progress = {"done": 420, "total": 2000, "per_s": 8.5, "unit": "steps", "label": "phase 1, loss 4.303"}
+    (tmp_path / "progress.json").write_text(json.dumps(progress))
+    program = (
+        "import pathlib, time\n"
+        "from pipeline.console.select import choose_once, shown\n"
+        "choose_once('live')\n"
+        f"with shown().running('pretrain-phase1', pathlib.Path({str(tmp_path)!r})):\n"
+        "    time.sleep(0.6)\n"
+    )
+    screens, _, _ = screens_of([sys.executable, "-c", program], {}, columns=130)
+    expected = re.compile(r" 21% 420/2,000 steps, 8\.50*/s, 3:06 left  phase 1, loss 4\.303$")
+    assert any(expected.search(line) for one in screens for line in one), screens[:1]
 
 
 def test_a_dumb_terminal_and_a_pipe_have_plain_lines(chain: Chain) -> None:
