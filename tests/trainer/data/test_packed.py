@@ -17,7 +17,7 @@ from stages.examples.form import RowCapacity
 from stages.examples.packing import pack, pack_masked, pack_tokens
 from tests.helpers.support import MODEL, losses, metrics, synthetic_rows, train, write_model_config
 from trainer.config import ModelConfig
-from trainer.data.bert_batch import IGNORED
+from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import LENGTHS_KEY, ShardSet, write_shard
@@ -154,6 +154,19 @@ def test_without_padding_the_tokens_are_those_of_the_sequences(tmp_path: Path) -
         assert int(bare.cu_seqlens[sequences]) == tokens
         assert pairs == int((lengths[:sequences] ** 2).sum())
         assert torch.equal(torch.bincount(bare.sequence_ids[0, :tokens])[1:], lengths[:sequences])
+
+
+def test_without_padding_what_fills_up_is_in_runs_no_longer_than_a_row() -> None:
+    """A kernel leaves undefined what lies beyond the greatest length that it is told; 33 tokens are filled up to 64."""
+    rows, length = 64, 16
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    ids[:2] = 1
+    ids[2, 0] = 1
+    one = torch.zeros(1, dtype=torch.int64)
+    batch = BertBatch(ids, ids, ids, torch.arange(length)[None], one, one, None, None).without_padding()
+    assert batch.input_ids.shape == (1, 64)
+    assert batch.cu_seqlens.tolist() == [0, 16, 32, 33, 49, 64]
+    assert batch.max_seqlen == length
 
 
 def test_masked_tokens_in_padding_stay_in_padding(tmp_path: Path) -> None:

@@ -97,7 +97,10 @@ def test_no_step_asks_for_a_value(optimizer: str, precision: str) -> None:
     rows = batch_of(synthetic_rows(4, seq_len=32, max_pred_len=5, seed=3))
     batches = [rows, rows.without_padding()]
     with NoCopies():
-        assert trainer.train_step(step_of(batches, device), [1, 1])
+        try:
+            assert trainer.train_step(step_of(batches, device), [1, 1])
+        except (RuntimeError, NotImplementedError) as error:
+            pytest.fail(f"assert that no value is asked for: {error}")
     assert device.copies == len(batches)
     assert [tensor.shape for tensor in device.late] == [(3,)]
 

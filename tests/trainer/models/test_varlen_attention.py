@@ -64,7 +64,7 @@ def test_gradients_are_the_derivatives(dropout_p: float) -> None:
         torch.manual_seed(3)
         return attend(*given, BOUNDS, 7, dropout_p)
 
-    assert torch.autograd.gradcheck(seeded, inputs())
+    assert torch.autograd.gradcheck(seeded, inputs(), raise_exception=False)
 
 
 def test_the_seed_decides_what_is_dropped_and_the_backward_pass_draws_nothing() -> None:
