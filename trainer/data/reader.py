@@ -90,14 +90,6 @@ class BatchReader:
     def _require_limits(self, arrays: Arrays, samples: Samples) -> None:
         """Raise `UserError` that names file, row and value if one is not what the model takes."""
         seq_len = self._shards.seq_len
-        mask = arrays["input_mask"]
-        has_gap = (mask[:, 1:] > mask[:, :-1]).any(axis=1)
-        if has_gap.any():
-            row = int(has_gap.argmax())
-            raise UserError(
-                f"{self._shards.names[samples.shard[row]]}: input_mask of row {samples.row[row]} has tokens after "
-                f"padding; allowed is 1 for all tokens and 0 after them; make this file again"
-            )
         for key, limit in value_limits(seq_len, self._vocab_size).items():
             if key not in arrays:
                 continue
@@ -117,6 +109,14 @@ class BatchReader:
             raise UserError(
                 f"{name}: {key} of row {at} holds {wrong}; allowed is 0 to {limit - 1} in rows of {seq_len} tokens; "
                 f"fetch or make this file again"
+            )
+        mask = arrays["input_mask"]
+        has_gap = (mask[:, 1:] > mask[:, :-1]).any(axis=1)
+        if has_gap.any():
+            row = int(has_gap.argmax())
+            raise UserError(
+                f"{self._shards.names[samples.shard[row]]}: input_mask of row {samples.row[row]} has tokens after "
+                f"padding; allowed is 1 for all tokens and 0 after them; make this file again"
             )
 
     def _masked(
