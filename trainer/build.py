@@ -47,9 +47,9 @@ def build_tensor_parallel(device: Device, mesh: Mesh) -> TensorParallel:
     )
 
 
-def build_dataloader(run: Run, skipped: Sequence[int], doctor: Doctor | None) -> Loader:
+def build_dataloader(run: Run, precision: Precision, skipped: Sequence[int], doctor: Doctor | None) -> Loader:
     """This worker's share of all batches but the `skipped` ones; `doctor` looks at them."""
-    config, mesh = run.config, run.mesh
+    config, mesh, without_padding = run.config, run.mesh, run.device.needs_no_padding(precision)
     order = SampleOrder(
         run.workload.rows_per_shard,
         seed=config.seed,
@@ -58,12 +58,18 @@ def build_dataloader(run: Run, skipped: Sequence[int], doctor: Doctor | None) ->
         ramp=BatchRamp(config.batch_ramp_steps, config.batch_ramp_parts),
     )
     return Loader(
-        run.workload.reader(static_shapes=run.device.static_shapes, seed=config.seed, falling=mask_rate_steps(config)),
+        run.workload.reader(
+            static_shapes=run.device.static_shapes,
+            without_padding=without_padding,
+            seed=config.seed,
+            falling=mask_rate_steps(config),
+        ),
         order,
         micro_batch_size=config.micro_batch_size,
         rank=mesh.data_parallel_rank,
         size=mesh.data_parallel_size,
         observe=None if doctor is None else doctor.observe,
+        without_padding=without_padding,
     )
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data.batch import Batch
@@ -21,6 +24,10 @@ def filled_up(length: int) -> int:
     """`length` rounded up to a multiple of 16, so that there are few sizes: oneDNN compiles kernels for each size, and
     blocks of ever new sizes fragment the heap (docs/decisions.md)."""
     return padded_length(length, 16)
+
+
+#: Lengths that micro-batches without padding have, of as many rows.
+_LENGTHS = 32
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,40 @@ class BertBatch(Batch):
         """`PackedBertBatch.cu_seqlens` of packed rows, else None."""
         return None
 
+    @property
+    def max_seqlen(self) -> int:
+        """No sequence is longer."""
+        return self.input_ids.shape[1]
+
+    def without_padding(self) -> UnpaddedBertBatch:
+        """The same sequences, one after another in one row, on the host. It is filled up, by a 32nd of the rows at
+        most, so that it has few lengths: devices keep freed memory for blocks of the same size."""
+        ids = self.sequence_ids.numpy()
+        rows, seq_len = ids.shape
+        is_real = (ids > 0).reshape(-1)
+        tokens, place = int(np.count_nonzero(is_real)), np.maximum(np.cumsum(is_real) - 1, 0)
+        # In faulty data masked tokens may be in padding: there they stay.
+        lost = ~is_real[self.masked_index.numpy()] & (self.masked_labels.numpy() != IGNORED)
+        step = max(16, rows * seq_len // _LENGTHS)
+        length = min(padded_length(tokens + int(lost.any()), step), rows * seq_len)
+        of_sequence = (ids + (ids.max() + 1) * np.arange(rows)[:, None]).reshape(-1)[is_real]
+        is_first = np.diff(of_sequence, prepend=-1) != 0
+        # Runs of padding are no longer than a row, either.
+        bounds = [*np.flatnonzero(is_first), *range(tokens, length, seq_len), length]
+
+        def row(values: NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(np.pad(values, (0, length - tokens))[None])
+
+        def taken(values: Tensor) -> Tensor:
+            return row(np.broadcast_to(values.numpy(), ids.shape).reshape(-1)[is_real])
+
+        return UnpaddedBertBatch(
+            taken(self.input_ids), taken(self.segment_ids), row(np.cumsum(is_first)), taken(self.position_ids),
+            torch.from_numpy(np.where(lost, length - 1, place[self.masked_index.numpy()])), self.masked_labels,
+            None if self.first_index is None else torch.from_numpy(place[self.first_index.numpy()]),
+            self.next_sentence_labels, torch.tensor(bounds), seq_len,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class PackedBertBatch(BertBatch):
@@ -61,3 +102,15 @@ class PackedBertBatch(BertBatch):
     @property
     def packed_bounds(self) -> Tensor | None:
         return self.cu_seqlens
+
+
+@dataclass(frozen=True)
+class UnpaddedBertBatch(PackedBertBatch):
+    """A micro-batch of one row that has no padding but what fills it up."""
+
+    #: Tokens in a row that it was made of: no run between two of `cu_seqlens` is longer.
+    row_length: int
+
+    @property
+    def max_seqlen(self) -> int:
+        return self.row_length

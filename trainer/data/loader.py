@@ -5,6 +5,7 @@ A: micro-steps in a step, B: samples in a micro-batch.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import queue
 import threading
@@ -73,14 +74,17 @@ class Loader:
         size: int = 1,
         prefetch: int = 2,
         observe: Callable[[Step], None] | None = None,
+        without_padding: bool = False,
     ) -> None:
         """`prefetch`: how many reads to be ahead, each of one step or of several small ones (`rows_at_once`). `observe`
-        is called by the reading thread with each step."""
+        is called by the reading thread with each step, before the micro-batches get rid of padding, if they do
+        (`without_padding`)."""
         self._reader = reader
         self._order = order
         self._micro_batch_size = micro_batch_size
         self._prefetch = prefetch
         self._observe = observe
+        self._without_padding = without_padding
         self._rank, self._size = rank, size
         self._steps_at_once = max(1, reader.rows_at_once // (order.global_batch_size // size))
 
@@ -106,6 +110,9 @@ class Loader:
             steps.append(Step(step, self._order.epoch_of(step), batches[share], totals, batch, where, micro_steps))
             if self._observe is not None:
                 self._observe(steps[-1])
+            if self._without_padding:
+                unpadded = [one.without_padding() for one in batches[share]]
+                steps[-1] = dataclasses.replace(steps[-1], micro_batches=unpadded)
             at += rows
         return steps
 

@@ -35,11 +35,13 @@ class BatchReader:
         *,
         vocab_size: int,
         static_shapes: bool = False,
+        without_padding: bool = False,
         dynamic_masking: DynamicMasking | None = None,
     ) -> None:
         """With `static_shapes` every micro-batch of B rows has B·P masked positions, and B·K sequences if it is packed;
-        else as many as there are, `filled_up`. Those that fill it up are labelled `IGNORED`. `dynamic_masking`: of
-        shards without masks, whose vocabulary must have `vocab_size` entries at most.
+        else as many as there are, `filled_up`. Those that fill it up are labelled `IGNORED`. `without_padding`: the
+        padding of rows is not computed, and so not counted. `dynamic_masking`: of shards without masks, whose
+        vocabulary must have `vocab_size` entries at most.
         """
         if dynamic_masking is not None and dynamic_masking.vocabulary.size > vocab_size:
             raise UserError(
@@ -51,12 +53,13 @@ class BatchReader:
         self._shards = shards
         self._vocab_size = vocab_size
         self._static_shapes = static_shapes
+        self._counts_padding = not without_padding
 
     def micro_batches(
         self, samples: Samples, size: int, *, step: int = 0, epoch: int = 0
     ) -> tuple[list[BertBatch], list[Counts]]:
         """See `Reader`; the losses are sums over masked positions and over sequences. Also counted are tokens, and the
-        pairs of tokens that attention compares: without padding in packed rows, with it in others.
+        pairs of tokens that attention compares: without padding in packed rows, with it in others if it is computed.
 
         Raises `UserError` on an id outside the vocabulary.
         """
@@ -67,7 +70,7 @@ class BatchReader:
             part = {key: value[start : start + size] for key, value in arrays.items()}
             masked = self._masked(part, numbers[start : start + size], step, epoch)
             batches.append(self._micro_batch(part, *masked))
-            counts.append((len(masked[0]), *_counts(part)))
+            counts.append((len(masked[0]), *_counts(part, padded=self._counts_padding)))
         return batches, counts
 
     def read(self, samples: Samples) -> Arrays:
@@ -106,6 +109,14 @@ class BatchReader:
             raise UserError(
                 f"{name}: {key} of row {at} holds {wrong}; allowed is 0 to {limit - 1} in rows of {seq_len} tokens; "
                 f"fetch or make this file again"
+            )
+        mask = arrays["input_mask"]
+        has_gap = (mask[:, 1:] > mask[:, :-1]).any(axis=1)
+        if has_gap.any():
+            row = int(has_gap.argmax())
+            raise UserError(
+                f"{self._shards.names[samples.shard[row]]}: input_mask of row {samples.row[row]} has tokens after "
+                f"padding; allowed is 1 for all tokens and 0 after them; make this file again"
             )
 
     def _masked(
@@ -180,12 +191,13 @@ class BatchReader:
         return as_int64(places), as_int64(known)
 
 
-def _counts(arrays: Arrays) -> tuple[int, int, int]:
-    """Sequences, tokens, pairs of tokens."""
+def _counts(arrays: Arrays, *, padded: bool) -> tuple[int, int, int]:
+    """Sequences, tokens, pairs of tokens; of rows that are not packed with their padding, if `padded`."""
     rows, seq_len = arrays["input_ids"].shape
-    if LENGTHS_KEY not in arrays:
+    if LENGTHS_KEY not in arrays and padded:
         return rows, rows * seq_len, rows * seq_len**2
-    lengths = arrays[LENGTHS_KEY].astype(np.int64)
+    lengths = arrays[LENGTHS_KEY] if LENGTHS_KEY in arrays else arrays["input_mask"].sum(axis=1, keepdims=True)
+    lengths = lengths.astype(np.int64)
     return int(np.count_nonzero(lengths)), int(lengths.sum()), int((lengths**2).sum())
 
 

@@ -21,6 +21,7 @@ from trainer.devices.inductor import Inductor
 from trainer.models.operations import Operations
 from trainer.optim.rounding import stochastically_rounded
 from trainer.parallel.mesh import Group, Mesh
+from trainer.precision import Precision
 
 #: From this many elements on, gloo reduces two halves concurrently: a fifth to a third faster (docs/decisions.md).
 _LARGE = 1 << 20
@@ -59,6 +60,8 @@ class Device(abc.ABC):
     init_method: str = "env://"
     #: The model operations that this device implements in its own way.
     operations: Operations = Operations()
+    #: Those that replace them if torch.compile was requested, which fuses torch's own better than a device's.
+    compiled_operations: Operations = Operations()
     #: Whether torch's DistributedDataParallel works on it.
     has_ddp: bool = True
     #: Whether the state can be read after a collective has failed: no kernel waits for a lost worker.
@@ -86,6 +89,10 @@ class Device(abc.ABC):
     def static_shapes(self) -> bool:
         """Whether all micro-batches need the same shapes, so that one graph serves them."""
         return self.compiles_shapes or self.compiler is not None
+
+    def needs_no_padding(self, precision: Precision) -> bool:
+        """Whether micro-batches come without the padding of their rows, in a training in that precision."""
+        return False
 
     def start(self, mesh: Mesh) -> None:  # noqa: B027 (most are ready once constructed)
         """Initialise the device, after `mesh` has connected. Raises `UserError`."""

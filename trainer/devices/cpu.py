@@ -32,7 +32,9 @@ class CpuOperations(Operations):
         dropped: Tensor = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
         return dropped
 
-    def attention_mask(self, sequence_ids: Tensor, cu_seqlens: Tensor | None) -> AttentionMask:
+    def attention_mask(
+        self, sequence_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None
+    ) -> AttentionMask:
         """For packed rows, (length, is a sequence and not padding) of each run; the usual mask in a compiled graph."""
         if cu_seqlens is None or torch.compiler.is_compiling():
             return super().attention_mask(sequence_ids, cu_seqlens)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +15,9 @@ from common.errors import UserError
 from trainer.data.batch import B
 from trainer.devices.base import Device, DeviceOptions
 from trainer.models.operations import AttentionMask, Operations
+from trainer.models.varlen_attention import CAPABILITY, HEAD_SIZE_MAX, KERNEL_TYPES, takes, varlen_attention
 from trainer.parallel.mesh import Mesh
+from trainer.precision import Precision
 
 #: Dense bf16 tensor-core peaks, FLOP/s, by words of the name torch reports; None: not known. Data sheets often give
 #: twice as much, with sparsity. Sources: nvidia.com/en-us/data-center/h100 (SXM, NVL, PCIe) and /h200 (SXM), as quoted
@@ -29,39 +29,60 @@ _BF16_PEAKS: dict[str, float | None] = {
 
 
 class CudaOperations(Operations):
-    """Attends to packed rows as nested tensors, for which torch calls FlashAttention with variable lengths."""
+    """Attention of rows, packed or not, by FlashAttention, which takes the lengths of sequences in place of a mask; in
+    types that it does not compute in, by torch's choice of kernel with a mask."""
 
-    def attention_mask(self, sequence_ids: Tensor, cu_seqlens: Tensor | None) -> AttentionMask:
-        if cu_seqlens is None or torch.compiler.is_compiling():
-            return super().attention_mask(sequence_ids, cu_seqlens)
-        # Printed once per process otherwise.
-        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype", UserWarning)
-        return Bounds(cu_seqlens)
+    def __init__(self, *, has_flash: bool = True) -> None:
+        """`has_flash`: whether this GPU and this build of torch have the kernels."""
+        self.has_flash = has_flash
+
+    def attention_mask(
+        self, sequence_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None
+    ) -> AttentionMask:
+        if not self.has_flash:
+            return super().attention_mask(sequence_ids, cu_seqlens, max_seqlen)
+        bounds = row_bounds(sequence_ids) if cu_seqlens is None else cu_seqlens
+        return Sequences(bounds.int(), max_seqlen or sequence_ids.shape[1], sequence_ids, cu_seqlens)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
-        if not isinstance(mask, Bounds):
+        if not isinstance(mask, Sequences):
             return super().attention(query, key, value, mask, dropout_p)
+        if not takes(query):
+            if mask.max_seqlen < query.shape[2]:  # without padding: as long as a micro-batch, and so would be the mask
+                raise UserError(
+                    f"attention heads of {query.shape[3]} numbers in {str(query.dtype).removeprefix('torch.')}; "
+                    f"FlashAttention takes at most {HEAD_SIZE_MAX}; use precision fp32, or a model with more heads"
+                )
+            dense = super().attention_mask(mask.sequence_ids, mask.packed_bounds)
+            return super().attention(query, key, value, dense, dropout_p)
         B, A, S, D = query.shape
-
-        def nested(x: Tensor) -> Tensor:
-            flat = x.transpose(1, 2).reshape(B * S, A, D)
-            # Given minimum and maximum lengths, torch need not read them from the GPU, which would wait for it.
-            jagged: Tensor = torch.nested.nested_tensor_from_jagged(flat, mask.tensor, min_seqlen=1, max_seqlen=S)
-            return jagged.transpose(1, 2)
-
-        out = F.scaled_dot_product_attention(nested(query), nested(key), nested(value), dropout_p=dropout_p)
-        return out.transpose(1, 2).values().view(B, S, A, D).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2).reshape(B * S, A, D) for x in (query, key, value))
+        out = varlen_attention(q, k, v, mask.cu_seqlens, mask.max_seqlen, dropout_p)
+        return out.view(B, S, A, D).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """`cu_seqlens` of the flattened micro-batch, as `CudaOperations.attention` takes them."""
+class Sequences(NamedTuple):
+    """What `CudaOperations.attention` is told of a micro-batch. All of its tokens are of some sequence, those of a
+    row's padding of one of their own: the kernels leave what belongs to none undefined."""
 
-    tensor: Tensor
+    #: (R + 1,) int32, as `varlen_attention` takes it.
+    cu_seqlens: Tensor
+    max_seqlen: int
+    #: What the mask is made of where the kernels are not used.
+    sequence_ids: Tensor
+    packed_bounds: Tensor | None
+
+
+def row_bounds(sequence_ids: Tensor) -> Tensor:
+    """Where each row's sequence and its padding begin in the flattened micro-batch, and its end: (B, S), of rows that
+    are not packed, → (2B + 1,). Computed where the rows are: the host does not wait."""
+    rows, seq_len = sequence_ids.shape
+    lengths = sequence_ids.count_nonzero(1)
+    return F.pad(torch.stack([lengths, seq_len - lengths], dim=1).flatten().cumsum(0), (1, 0))
 
 
 class CudaDevice(Device):
-    operations = CudaOperations()
+    operations: CudaOperations
     backend = "cpu:gloo,cuda:nccl"
 
     def __init__(self, local_rank: int) -> None:
@@ -75,6 +96,10 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.torch_device)
         torch.backends.cuda.matmul.allow_tf32 = False
+        # AMD's build, a cuda device too, has other kernels behind the same operators.
+        has_flash = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+        is_new = torch.cuda.get_device_capability(self.torch_device) >= CAPABILITY
+        self.operations = self.compiled_operations = CudaOperations(has_flash=has_flash and is_new)
         self._waiting: list[tuple[Callable[..., Any], list[torch.Tensor], torch.cuda.Event]] = []
 
     @classmethod
@@ -89,8 +114,13 @@ class CudaDevice(Device):
             return "autocast", "this GPU has bf16 tensor cores"
         return "fp32", "this GPU has no bf16 tensor cores"
 
+    def needs_no_padding(self, precision: Precision) -> bool:
+        """Where the kernels are used, and a batch's shapes need not be those of all others."""
+        return self.operations.has_flash and precision.products in KERNEL_TYPES and not self.static_shapes
+
     def put(self, batch: B) -> B:
-        return super().put(batch.map(torch.Tensor.pin_memory))
+        """By one copy, which the host does not wait for."""
+        return batch.in_one_buffer(lambda buffer: buffer.to(self.torch_device, non_blocking=True), pinned=True)
 
     def seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed)

@@ -11,7 +11,6 @@ from common.errors import UserError
 from trainer import registry
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.neuron_lane import Installation, cores, lane_of, require_lane
-from trainer.models.operations import Operations
 from trainer.parallel.mesh import Mesh
 
 
@@ -24,7 +23,7 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
     device = kind.of(mesh, options)
     if options.compile:
         device.compiler = device.make_compiler(options.compile_cache)
-        device.operations = Operations()  # torch.compile fuses these better than our own
+        device.operations = device.compiled_operations
     return device
 
 

@@ -217,7 +217,7 @@ class BertForPreTraining(Model):
     def logits(self, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
         """Masked-LM logits (M, V / t) at the masked positions, and next-sentence logits (Q, 2), or None if the model
         or the batch is without next-sentence prediction."""
-        mask = self._ops.attention_mask(batch.sequence_ids, batch.packed_bounds)
+        mask = self._ops.attention_mask(batch.sequence_ids, batch.packed_bounds, batch.max_seqlen)
         x = self.bert.encoder(self.bert.embeddings(batch), mask).flatten(0, 1)
         masked = x.index_select(0, batch.masked_index)
         first = None if batch.first_index is None else x.index_select(0, batch.first_index)

@@ -18,12 +18,14 @@ class Operations:
         """Zero a share `p` of `x` and scale the rest by 1 / (1 - p)."""
         return F.dropout(x, p)
 
-    def attention_mask(self, sequence_ids: Tensor, cu_seqlens: Tensor | None) -> AttentionMask:
+    def attention_mask(
+        self, sequence_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None
+    ) -> AttentionMask:
         """The attention mask of all layers: a token attends to its own sequence.
 
-        `sequence_ids` (B, S) and, for packed rows, `cu_seqlens` (R,) as in `BertBatch`. This one is bool, True where
-        attention is allowed: (B, 1, 1, S), or (B, 1, S, S) for packed rows. Padding attends to padding, so that no
-        softmax is empty; the results of padding are not used.
+        `sequence_ids` (B, S) and, for packed rows, `cu_seqlens` (R,) as in `BertBatch`; `max_seqlen`: no sequence is
+        longer (default: S). This one is bool, True where attention is allowed: (B, 1, 1, S), or (B, 1, S, S) for packed
+        rows. Padding attends to padding, so that no softmax is empty; the results of padding are not used.
         """
         if cu_seqlens is None:
             return sequence_ids.bool()[:, None, None, :]

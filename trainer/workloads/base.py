@@ -81,8 +81,9 @@ class Workload(abc.ABC):
         when hashing takes long. Raises `UserError`."""
 
     @abc.abstractmethod
-    def reader(self, *, static_shapes: bool, seed: int, falling: range) -> Reader:
-        """A reader of the data set; with `static_shapes` all micro-batches have the same shapes.
+    def reader(self, *, static_shapes: bool, without_padding: bool, seed: int, falling: range) -> Reader:
+        """A reader of the data set. With `static_shapes` all micro-batches have the same shapes; `without_padding`:
+        that of rows is not computed.
 
         `seed`: of what it draws; `falling`: the steps, from 0, in which a masking rate falls.
         """

@@ -164,14 +164,15 @@ class BertWorkload(Workload):
             "whole_word_mask": self.masking.whole_words,
         }
 
-    def reader(self, *, static_shapes: bool, seed: int, falling: range) -> BatchReader:
+    def reader(self, *, static_shapes: bool, without_padding: bool, seed: int, falling: range) -> BatchReader:
         masks = None
         if self.masking is not None:
             vocabulary = Vocabulary.of(read_vocabulary(self.shards.directory / VOCABULARY_FILE))
             masks = DynamicMasking(self.masking, vocabulary, seed=seed, falling=falling)
         return BatchReader(
-            self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes, dynamic_masking=masks
-        )
+            self.shards, vocab_size=self.config.vocab_size, static_shapes=static_shapes,
+            without_padding=without_padding, dynamic_masking=masks,
+        )  # fmt: skip
 
     def work(self, counts: Sequence[int]) -> StepCost:
         """A multiply-add counts as two operations and the backward pass as two forward passes (Narayanan et al. 2021,

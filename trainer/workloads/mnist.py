@@ -142,7 +142,7 @@ class MnistWorkload(Workload):
     def identity(self, cache: Path, log: Callable[[str], None]) -> str:
         return self.images.identity
 
-    def reader(self, *, static_shapes: bool, seed: int, falling: range) -> Images:
+    def reader(self, *, static_shapes: bool, without_padding: bool, seed: int, falling: range) -> Images:
         return self.images  # SampleOrder makes no smaller batches
 
     def work(self, counts: Sequence[int]) -> StepCost:

@@ -98,7 +98,9 @@ class WrongMask(Sound):
     """Padding is attended to."""
 
     class Wrong(CpuOperations):
-        def attention_mask(self, sequence_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        def attention_mask(
+            self, sequence_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None
+        ) -> Tensor:
             return torch.ones(len(sequence_ids), 1, 1, sequence_ids.shape[1], dtype=torch.bool)
 
     operations = Wrong()

@@ -24,7 +24,7 @@ def some_rows(rows: int = 40, *, S: int = 16, P: int = 3, seed: int = 0) -> Arra
     rng = np.random.default_rng(seed)
     return {
         "input_ids": rng.integers(0, 100, (rows, S)).astype(np.uint16),
-        "input_mask": rng.integers(0, 2, (rows, S)).astype(np.uint8),
+        "input_mask": (np.arange(S) < rng.integers(1, S + 1, (rows, 1))).astype(np.uint8),
         "segment_ids": rng.integers(0, 2, (rows, S)).astype(np.uint8),
         "masked_lm_positions": rng.integers(0, S, (rows, P)).astype(np.uint16),
         "masked_lm_ids": rng.integers(0, 100, (rows, P)).astype(np.uint16),

@@ -1,0 +1,194 @@
+"""What a GPU's training step does, without a GPU: nothing waits for values, and a batch is one copy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.errors import UserError
+from tests.helpers.support import MODEL, synthetic_rows
+from tests.trainer.models.test_bert import batch_of
+from trainer.config import ModelConfig
+from trainer.data.batch import Batch
+from trainer.data.bert_batch import BertBatch
+from trainer.data.loader import Step
+from trainer.data.order import Samples
+from trainer.devices.cuda import CudaDevice, CudaOperations
+from trainer.loop import Trainer
+from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
+from trainer.models.mlp import ImageBatch
+from trainer.models.operations import Operations
+from trainer.optim.parameters import FlatParameters
+from trainer.optim.select import make_optimizer
+from trainer.parallel.allreduce import AllReduceModel
+from trainer.parallel.mesh import Mesh
+from trainer.parallel.tensor import TensorParallel
+from trainer.precision import Precision
+
+
+class WithoutValues(CudaDevice):
+    """A GPU whose tensors have no values: whoever asks for one, or copies one to the host, fails."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("meta")
+        self.operations = self.compiled_operations = CudaOperations()
+        self.copies = 0
+        self.late: list[Tensor] = []
+
+    def put(self, batch: Any) -> Any:
+        def move(buffer: Tensor) -> Tensor:
+            self.copies += 1
+            return buffer.to(self.torch_device, non_blocking=True)
+
+        return batch.in_one_buffer(move)
+
+    def step_closure(self, f: Any, *tensors: Tensor) -> None:
+        self.late += tensors  # the one thing that is read, a step late
+
+
+class NoCopies(TorchDispatchMode):
+    """Fails when a tensor is copied between host and device other than beside the host's work."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, kwargs = func(*args, **(kwargs or {})), kwargs or {}
+        sources = [x for x in args if isinstance(x, Tensor)][-1:]
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default) and sources:
+            assert sources[0].device == out.device or kwargs.get("non_blocking"), (func, sources[0].device, out.device)
+        return out
+
+
+def step_of(batches: list[BertBatch], device: CudaDevice) -> Step:
+    rows = np.zeros(8, np.int64)
+    return Step(0, 0, map(device.put, batches), (1, 1), 0, Samples(rows, rows), len(batches))
+
+
+class Nothing:
+    """Takes any call."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "LAMB", "Muon", "SGD"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-master", "bf16-sr"])
+def test_no_step_asks_for_a_value(optimizer: str, precision: str) -> None:
+    """The loop's own step, from a batch on the host to the losses: with dropout, with and without padding."""
+    device, mesh = WithoutValues(), Mesh()
+    kind = Precision(precision, device.round_stochastically)
+    model = BertForPreTraining(ModelConfig(**MODEL), device.operations).to(device.torch_device, kind.dtype).train()
+    matrices = is_hidden_matrix if optimizer == "Muon" else lambda name: False
+    parameters = FlatParameters(model, has_weight_decay, 2, kind, is_matrix=matrices)
+    trainer = Trainer.__new__(Trainer)
+    vars(trainer).update(
+        config=SimpleNamespace(grad_reduce_in_bf16=False, max_grad_norm=1.0, seed=1),
+        workload=SimpleNamespace(losses=("masked", "next")), device=device, mesh=mesh, precision=kind, model=model,
+        metrics=Nothing(), agreement=Nothing(), forward=AllReduceModel(model), parameters=parameters,
+        optimizer=make_optimizer(optimizer, parameters, weight_decay=0.01, number=None), lr_schedule=lambda step: 1e-3,
+        state=SimpleNamespace(global_step=0, advanced=lambda epoch, samples: trainer.state),
+        tensor_parallel=TensorParallel(), _number=device_number(device), _all_reduce=lambda tensors: None,
+    )  # fmt: skip
+    rows = batch_of(synthetic_rows(4, seq_len=32, max_pred_len=5, seed=3))
+    batches = [rows, rows.without_padding()]
+    with NoCopies():
+        try:
+            assert trainer.train_step(step_of(batches, device), [1, 1])
+        except (RuntimeError, NotImplementedError) as error:
+            pytest.fail(f"assert that no value is asked for: {error}")
+    assert device.copies == len(batches)
+    assert [tensor.shape for tensor in device.late] == [(3,)]
+
+
+def device_number(device: CudaDevice) -> Any:
+    return lambda value: device.number(value, torch.float32)
+
+
+@pytest.mark.parametrize("ask", [Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.nonzero, bool])
+def test_asking_for_a_value_fails_there(ask: Any) -> None:
+    """What the test above rests on."""
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        ask(torch.ones((), device="meta"))
+
+
+def test_a_batch_is_one_copy() -> None:
+    """All tensors, of any type and shape, as they were, aligned as kernels need it; what is none stays."""
+    calls = []
+
+    def move(buffer: Tensor) -> Tensor:
+        calls.append(buffer)
+        return buffer.clone()
+
+    rows = batch_of(synthetic_rows(4, seq_len=32, max_pred_len=5, seed=3))
+    images = ImageBatch(torch.rand(3, 5), torch.arange(3))
+    for batch in (rows, rows.without_padding(), BertBatch(*list(vars(rows).values())[:6], None, None), images):
+        calls.clear()
+        moved: Batch = batch.in_one_buffer(move)
+        assert len(calls) == 1
+        assert type(moved) is type(batch)
+        storages = set()
+        for name, value in vars(batch).items():
+            found = getattr(moved, name)
+            if isinstance(value, Tensor):
+                assert found.dtype == value.dtype
+                assert torch.equal(found, value)
+                assert found.data_ptr() % 16 == calls[0].clone().data_ptr() % 16 == 0
+                storages.add(found.untyped_storage().data_ptr())
+            else:
+                assert found == value
+        assert len(storages) == 1
+
+
+def heads(dtype: torch.dtype, head_size: int) -> Tensor:
+    return torch.empty(2, 3, 16, head_size, device="cuda:0", dtype=dtype)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "has_flash"), [(torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)]
+)
+def test_the_kernels_are_used_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has_flash: bool, packed: bool
+) -> None:
+    """For packed rows and for others; else torch's attention with a mask."""
+    masks: list[Any] = []
+    monkeypatch.setattr(Operations, "attention_mask", lambda self, ids, bounds, most=None: (ids, bounds))
+    monkeypatch.setattr(Operations, "attention", lambda self, q, k, v, mask, p: masks.append(mask) or q)
+    with FakeTensorMode(), torch.no_grad():
+        ids = torch.ones(2, 16, device="cuda:0", dtype=torch.int64)
+        bounds = torch.zeros(5, device="cuda:0", dtype=torch.int64) if packed else None
+        operations, x = CudaOperations(has_flash=has_flash), heads(dtype, 64)
+        out = operations.attention(x, x, x, operations.attention_mask(ids, bounds), 0.1)
+    assert (out.shape, out.dtype) == (x.shape, dtype)
+    assert masks == ([] if has_flash and dtype == torch.bfloat16 else [(ids, bounds)])
+
+
+def test_heads_that_the_kernels_do_not_take_are_refused_without_padding() -> None:
+    with FakeTensorMode(), torch.no_grad():
+        operations, x = CudaOperations(), heads(torch.bfloat16, 264)
+        ids, bounds = (torch.ones(*shape, device="cuda:0", dtype=torch.int64) for shape in ((2, 16), (3,)))
+        with pytest.raises(
+            UserError, match=r"heads of 264 numbers in bfloat16; FlashAttention takes at most 256; use "
+        ):
+            operations.attention(x, x, x, operations.attention_mask(ids, bounds, 8), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "has_flash", "compiled", "expected"),
+    [
+        ("autocast", True, False, True), ("bf16-master", True, False, True), ("fp32", True, False, False),
+        ("autocast", False, False, False), ("autocast", True, True, False),
+    ],
+)  # fmt: skip
+def test_micro_batches_come_without_padding_where_nothing_needs_rows(
+    precision: str, has_flash: bool, compiled: bool, expected: bool
+) -> None:
+    device = WithoutValues()
+    device.operations = CudaOperations(has_flash=has_flash)
+    device.compiler = Nothing() if compiled else None  # type: ignore[assignment]
+    assert device.needs_no_padding(Precision(precision)) is expected
