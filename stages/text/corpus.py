@@ -18,12 +18,14 @@ from typing import Any, ClassVar
 from common.errors import UserError
 from common.hashing import InputFile, InputHashes, digest
 from common.options import option
+from common.workers import Workers
 from stages.directory.manifest import Identity
 from stages.directory.options import StageOptions
 from stages.text.base import PACKED, Document, FileSource, Source, cannot_read, text_of
 from stages.text.jsonl import JsonLinesSource
 from stages.text.patterns import expand
 from stages.text.plain import PlainTextSource
+from stages.text.spans import reader
 from stages.text.tables import ArrowSource, ParquetSource
 from stages.text.wikipedia import WikipediaSource
 
@@ -116,14 +118,19 @@ def open_sources(specs: Iterable[str], hashes: InputHashes, *, document: str = B
     ]
 
 
-def raw_documents(sources: Iterable[Source], dropped: Counter[str]) -> Iterator[Document]:
-    """Yield the documents of all sources in order; raises `UserError` if a file is unreadable or all text is empty."""
+def raw_documents(
+    sources: Sequence[Source], dropped: Counter[str], workers: Workers | None = None
+) -> Iterator[Document]:
+    """Yield the documents of all sources in order; raises `UserError` if a file is unreadable or all text is empty.
+
+    With several `workers` these look for them, and documents are places in a file where that is possible.
+    """
     empty: list[str] = []
-    found = False
+    found, read = False, reader(sources, workers)
     for source in sources:
         anything = False
         try:
-            for document in source.documents(dropped):
+            for document in read(source, dropped):
                 anything = found = True
                 yield document
         except OSError as error:

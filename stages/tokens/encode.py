@@ -23,8 +23,9 @@ from common.workers import Workers
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.progress import Progress
 from stages.directory.records import DATA_CARD
-from stages.text.base import Document, Source, text_of
+from stages.text.base import Document, Source
 from stages.text.corpus import HELD_OUT_TOKENS, TOKENIZER, TokenizeOptions, sentences
+from stages.text.spans import texts_of
 from stages.tokens.data_card import write_data_card
 from stages.tokens.files import (
     SPLITS,
@@ -120,8 +121,8 @@ def tokenize_corpus(
         total = sum(source.size for source in (*sources, *held_out_sources))
         with work.progress("tokenize", total, "B") as bar:
             progress = _EncodeProgress([*sources, *held_out_sources], bar)
-            documents = progress.reading(split_documents(sources, held_out_sources, share, options.seed, dropped))
-            batches = _batches(work.path, documents, options, skipped=progress.done)
+            split = split_documents(sources, held_out_sources, share, options.seed, dropped, workers)
+            batches = _batches(work.path, progress.reading(split), options, skipped=progress.done)
             for encoded in workers.map(_encode, batches):
                 ready.append(encoded.tokens)
                 if encoded.last:
@@ -215,7 +216,7 @@ def _encode(batch: _Batch) -> _Encoded:
     vocabulary, encoder = read_vocabulary(batch.tokenizer / "vocab.txt"), _encoder(batch.tokenizer, batch.lower_case)
     unk = vocabulary.index(UNK)
     dropped: Counter[str] = Counter()
-    texts = [text_of(document, dropped) for document in batch.documents]
+    texts = list(texts_of(batch.documents, dropped))
     found = [sentences(text) for text in texts if text]  # an empty text was counted in `dropped`
     flat = [sentence for document in found for sentence in document]
     ids, lengths = encoder.encode(flat)

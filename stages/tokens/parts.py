@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from common.errors import UserError
+from common.workers import Workers
 from stages.text.base import Document, Source
 from stages.text.corpus import raw_documents
 from stages.tokens.files import TEST, TRAINING
@@ -56,13 +57,18 @@ def _held_out_flags(share: float, seed: int) -> Iterator[bool]:
 
 
 def split_documents(
-    sources: list[Source], held_out_sources: list[Source], share: float, seed: int, dropped: Counter[str]
+    sources: list[Source],
+    held_out_sources: list[Source],
+    share: float,
+    seed: int,
+    dropped: Counter[str],
+    workers: Workers | None = None,
 ) -> Iterator[tuple[str, Document]]:
-    """Yield (split, raw document) for the whole corpus, always in the same order."""
-    for document, held_out in zip(raw_documents(sources, dropped), _held_out_flags(share, seed), strict=False):
+    """Yield (split, raw document) for the whole corpus, always in the same order; `workers` as in `raw_documents`."""
+    for document, held_out in zip(raw_documents(sources, dropped, workers), _held_out_flags(share, seed), strict=False):
         yield (TEST if held_out else TRAINING), document
     if held_out_sources:
-        for document in raw_documents(held_out_sources, dropped):
+        for document in raw_documents(held_out_sources, dropped, workers):
             yield TEST, document
 
 

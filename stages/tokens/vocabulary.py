@@ -12,8 +12,9 @@ from pathlib import Path
 
 from common.workers import Workers
 from stages.directory.manifest import StageDirectory
-from stages.text.base import Document, text_of
+from stages.text.base import Document
 from stages.text.corpus import TOKENIZER, Corpus
+from stages.text.spans import texts_of
 from stages.tokens.files import TRAINING
 from stages.tokens.parts import in_batches, split_documents
 from stages.tokens.wordpiece import count_words, learn_vocabulary, save_tokenizer
@@ -47,7 +48,7 @@ def _words(work: StageDirectory, corpus: Corpus, share: float, workers: Workers)
     sources = [copy.copy(source) for source in corpus.sources]  # each has its own position
     size = sum(source.size for source in sources)
     stride = max(1, math.ceil(size / _SAMPLE_BYTES))
-    split = split_documents(sources, [], share, options.seed, Counter())
+    split = split_documents(sources, [], share, options.seed, Counter(), workers)
     training = (document for which, document in split if which == TRAINING)
     counts: Counter[str] = Counter()
     shown = 0
@@ -62,4 +63,4 @@ def _words(work: StageDirectory, corpus: Corpus, share: float, workers: Workers)
 
 
 def _count_words(documents: list[Document], *, lower_case: bool) -> Counter[str]:
-    return count_words([text_of(document, Counter()) for document in documents], lower_case=lower_case)
+    return count_words(texts_of(documents, Counter()), lower_case=lower_case)
