@@ -114,7 +114,7 @@ def tokenizers_alone(text: Text, tokenizer: Path) -> tuple[float, float]:
     """The library's rate on one thread in MB/s, on paragraphs and on sentences."""
     from tokenizers import Tokenizer
 
-    from stages.text.corpus import sentences
+    from stages.text.sentences import sentences
 
     library = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     rates = []

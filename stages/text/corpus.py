@@ -13,21 +13,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from common.errors import UserError
 from common.hashing import InputFile, InputHashes, digest
 from common.options import option
-from common.workers import Workers
 from stages.directory.manifest import Identity
 from stages.directory.options import StageOptions
 from stages.text.base import PACKED, Document, FileSource, Source, cannot_read, text_of
 from stages.text.jsonl import JsonLinesSource
 from stages.text.patterns import expand
 from stages.text.plain import PlainTextSource
+from stages.text.sentences import sentences
 from stages.text.spans import reader
 from stages.text.tables import ArrowSource, ParquetSource
 from stages.text.wikipedia import WikipediaSource
+
+if TYPE_CHECKING:
+    from common.workers import Workers
 
 BUILTIN = "builtin"
 #: Folder of the tokenizer inside a tokenized corpus.
@@ -36,8 +39,6 @@ TOKENIZER = "tokenizer"
 HELD_OUT_TOKENS = "tokens_test_*.hdf5"
 #: What ends a document of plain text.
 BLANK_LINE, FILE = DOCUMENT_ENDS = ("blank_line", "file")
-#: Longer lines are split into sentences one window of this length at a time.
-_WINDOW_CHARACTERS = 8192
 #: File name extension → source class.
 FORMATS: dict[str, type[FileSource]] = {
     ".jsonl": JsonLinesSource,
@@ -163,40 +164,6 @@ def _what_was_dropped(dropped: Counter[str]) -> str:
     return f"nothing was left ({', '.join(what)})" if what else "it is empty, or only white space"
 
 
-def sentences(document: str) -> list[str]:
-    """Split a text into stripped sentences, in order; no sentence spans a line break."""
-    found: list[list[str]] = []  # the pieces of each sentence
-    for line in document.split("\n"):
-        inside = False
-        for sentence in _segments(line):
-            if inside:
-                found[-1].append(sentence)
-            else:
-                found.append([sentence])
-            # sentencex ends a sentence inside "tkinter.Tk()"; in scripts with spaces, a space must follow the end.
-            inside = sentence[-1].isascii() and not sentence[-1].isspace()
-    return [stripped for pieces in found if (stripped := "".join(pieces).strip())]
-
-
-def _segments(line: str) -> Iterator[str]:
-    """Segment a line with sentencex.
-
-    sentencex takes quadratic time: seconds for a line of 80,000 Chinese characters. So a long line is processed in
-    windows; each starts at the last sentence of the previous window, which may have been cut.
-    """
-    from sentencex import segment
-
-    start = 0
-    while len(line) - start > _WINDOW_CHARACTERS:
-        *whole, last = segment("en", line[start : start + _WINDOW_CHARACTERS])
-        if not whole:  # not a real sentence: cut after a space, or anywhere
-            last = last[: last.rfind(" ") + 1] or last
-            whole = [last]
-        yield from whole
-        start += sum(map(len, whole))
-    yield from segment("en", line[start:])
-
-
 def documents(spec: str) -> Iterator[list[str]]:
     """Yield one source's documents as lists of sentences; raises `UserError` as `open_sources` and `raw_documents`."""
     dropped: Counter[str] = Counter()
@@ -237,6 +204,11 @@ class TokenizeOptions(StageOptions):
     processes: int = option(
         0, least=0, decides=False, help="worker processes; 0: one per core; does not affect the output"
     )
+    builders: int = option(
+        1, least=1, most=4096, unit="machines", decides=False, omit_default=True,
+        help="machines that fill --out together, each started with its rank, from 0, in the variable PET_NODE_RANK; "
+        "does not affect the output",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()

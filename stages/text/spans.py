@@ -13,9 +13,8 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from common.workers import Workers
 from stages.text.base import (
     CONTROL_LINES,
     DOCUMENT_CHARACTERS_MAX,
@@ -25,6 +24,9 @@ from stages.text.base import (
     cannot_read,
     text_of,
 )
+
+if TYPE_CHECKING:  # it imports what the pipeline, which only needs the options, does without
+    from common.workers import Workers
 
 #: Bytes of a chunk, and of the small files that are given to a worker together, and how many of these.
 _CHUNK_BYTES, _FILES_MAX = 4 << 20, 256

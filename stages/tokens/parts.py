@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 
 from common.errors import UserError
 from common.workers import Workers
+from stages.directory.builders import Builders
 from stages.text.base import Document, Source
 from stages.text.corpus import raw_documents
 from stages.tokens.files import TEST, TRAINING
@@ -95,6 +98,32 @@ class Parts:
         if len(self._current) > 1:
             return [part for part in (self._held, self._current) if part]
         return [part for part in (self._held + self._current,) if part]
+
+
+class SharedParts:
+    """Which parts are made here, and which of the others are there."""
+
+    def __init__(self, directory: Path, builders: Builders, done: Callable[[int], None]) -> None:
+        """`done`: called with the characters of each part that is not made here, once it is there."""
+        self.directory, self._builders, self._done = directory, builders, done
+        self._awaited: dict[Path, int] = {}
+
+    def is_made_here(self, path: Path, number: int, documents: list[Document]) -> bool:
+        if self._builders.makes(number) and not path.exists():
+            return True
+        self._awaited[path] = sum(map(len, documents))
+        if len(self._awaited) == 1 or path.exists():
+            self.look()
+        return False
+
+    def look(self) -> None:
+        names = set(os.listdir(self.directory))
+        for path in [path for path in self._awaited if path.name in names]:
+            self._done(self._awaited.pop(path))
+
+    def are_all_there(self) -> bool:
+        self.look()
+        return not self._awaited
 
 
 def in_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

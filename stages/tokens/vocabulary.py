@@ -11,13 +11,14 @@ from itertools import islice
 from pathlib import Path
 
 from common.workers import Workers
+from stages.directory.builders import Builders
 from stages.directory.manifest import StageDirectory
 from stages.text.base import Document
 from stages.text.corpus import TOKENIZER, Corpus
 from stages.text.spans import texts_of
 from stages.tokens.files import TRAINING
 from stages.tokens.parts import in_batches, split_documents
-from stages.tokens.wordpiece import count_words, learn_vocabulary, save_tokenizer
+from stages.tokens.wordpiece import LAST_FILE, count_words, learn_vocabulary, save_tokenizer
 from trainer.data.vocabulary import read_vocabulary
 
 #: A vocabulary is learned from an evenly spread sample of at most about this many bytes (of compressed files:
@@ -25,9 +26,15 @@ from trainer.data.vocabulary import read_vocabulary
 _SAMPLE_BYTES = 100 << 20
 
 
-def make_tokenizer(work: StageDirectory, corpus: Corpus, share: float, workers: Workers) -> list[str]:
-    """Write the tokenizer's files, learning a vocabulary if none is given or learned yet; returns the vocabulary."""
+def make_tokenizer(
+    work: StageDirectory, corpus: Corpus, share: float, workers: Workers, builders: Builders
+) -> list[str]:
+    """Write the tokenizer's files, learning a vocabulary if none is given or learned yet; returns the vocabulary. All
+    but the first of several machines wait for it."""
     directory, options = work.path / TOKENIZER, corpus.options
+    if not builders.is_first:
+        builders.wait_for((directory / LAST_FILE).exists, "machine 0 to make the vocabulary")
+        return read_vocabulary(directory / "vocab.txt")
     if corpus.vocabulary is not None:
         vocabulary = read_vocabulary(Path(corpus.vocabulary.path))
         corpus.vocabulary.require_unchanged()
