@@ -364,11 +364,15 @@ def test_without_kubectl_there_is_one_line(prepared: Chain, tmp_path: Path) -> N
 def test_two_pods_build_the_data_of_one_machine_although_one_is_lost(
     prepared: Chain, cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = ("--Cluster-build-nodes", "2", "--Run-work-dir", str(tmp_path / "w"))
-    luigi = prepared.start("ShardDataset", "--phase", "1", *words, **cluster.environment)
     there = tmp_path / "w"
+    words = ("--Cluster-build-nodes", "2", "--Run-work-dir", str(there))
+    luigi = prepared.start("TokenizeCorpus", *words, **cluster.environment)
     wait_until(lambda: len(lost := pods_of(there)) == 2 and lost[-1].kill() is None, timeout_s=60)
     assert luigi.wait(timeout=300) == 0, (prepared.directory / "luigi.log").read_text()
+    (tmp_path / "second").mkdir()
+    second = Cluster(tmp_path / "second")  # the stand-in has room for one Job
+    prepared.run("ShardDataset", "--phase", "1", *words, **second.environment)
+    (second.state / "deleted").touch()
     for stage in ("tokenize_corpus", "shard_dataset-phase1"):
         made, wanted = (
             json.loads((path / "manifest.json").read_text())
