@@ -33,6 +33,10 @@ class Workers:
         self._processes = processes
         self._pool: ProcessPoolExecutor | None = None
 
+    @property
+    def are_several(self) -> bool:
+        return self._processes > 1
+
     def map(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         """Yield `function(task)` for each of `tasks`, in order; tasks are read as needed.
 

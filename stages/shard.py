@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from common.errors import UserError
 from common.options import option
 from common.process import processes_asked_for
+from stages.directory.builders import ALONE, Builders
 from stages.directory.command import run
 from stages.directory.manifest import StageDirectory, why_incomplete
 from stages.directory.options import StageOptions, parse, stage_parser
@@ -88,6 +89,11 @@ class ShardOptions(StageOptions):
     processes: int = option(
         0, least=0, help="worker processes; 0: one per core; does not affect the output", decides=False
     )
+    builders: int = option(
+        1, least=1, most=4096, unit="machines", decides=False, omit_default=True,
+        help="machines that fill --out together, each started with its rank, from 0, in the variable PET_NODE_RANK; "
+        "does not affect the output",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,7 +148,7 @@ def tokens_fingerprint(directory: Path) -> str:
     return fingerprint
 
 
-def shard_dataset(work: StageDirectory, options: ShardOptions) -> dict[str, Any]:
+def shard_dataset(work: StageDirectory, options: ShardOptions, builders: Builders = ALONE) -> dict[str, Any]:
     """Write the shards to `work` and complete it; returns the counts.
 
     Raises `UserError` if the corpus is too small, `DiskError` if the disk lacks space.
@@ -158,6 +164,7 @@ def shard_dataset(work: StageDirectory, options: ShardOptions) -> dict[str, Any]
         seed=options.seed,
         phase=options.phase,
         processes=processes_asked_for(options.processes),
+        builders=builders,
     )
 
 
@@ -167,8 +174,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options, out = parse(ShardOptions, parser())
-    with StageDirectory.begin(out, options.identity) as work:
-        counts = shard_dataset(work, options)
+    builders = Builders.here(options.builders)
+    with builders.begin(out, options.identity) as work:
+        counts = shard_dataset(work, options, builders)
+    if not builders.is_first:
+        print(f"machine {builders.rank} of {builders.count} has made its part of {out}")
+        return
     print(f"{counts['training_rows']:,} training and {counts['test_rows']:,} test rows: {out}")
 
 

@@ -6,8 +6,8 @@ import argparse
 
 from common.hashing import InputHashes
 from common.process import processes_asked_for
+from stages.directory.builders import Builders
 from stages.directory.command import run
-from stages.directory.manifest import StageDirectory
 from stages.directory.options import parse, stage_parser
 from stages.text.corpus import TokenizeOptions
 
@@ -25,8 +25,12 @@ def main() -> None:
     hashes = InputHashes.beside(out)
     if options.vocab_file is not None:
         read_vocabulary(options.vocab_file)  # refuse a bad one before any work is done
-    with StageDirectory.begin(out, lambda: options.identity(hashes)) as work:
-        counts = tokenize_corpus(work, options, processes=processes, hashes=hashes)
+    builders = Builders.here(options.builders)
+    with builders.begin(out, lambda: options.identity(hashes)) as work:
+        counts = tokenize_corpus(work, options, processes=processes, hashes=hashes, builders=builders)
+    if not builders.is_first:
+        print(f"machine {builders.rank} of {builders.count} has made its part of {out}")
+        return
     documents = f"{counts['documents']:,} documents and {counts['held_out_documents']:,} held out"
     print(f"{documents}, {counts['tokens']:,} tokens: {out}")
 

@@ -34,6 +34,7 @@ class Cluster(luigi.Config):
     device: str = setting(TrainConfig, "device")
     launcher = Choice(LAUNCHERS)
     nnodes: int = whole(1, 4096)
+    build_nodes: int = whole(1, 4096)
     node_rank: int = whole(0, 4095)
     master_addr = luigi.StrParameter()
     master_port: int = whole(1024, 65_000)
@@ -90,6 +91,11 @@ class Cluster(luigi.Config):
                 raise UserError(
                     f"[cluster] nnodes = {self.nnodes} with launcher = local needs master_addr, the address of the "
                     f"machine with node_rank = 0"
+                )
+            if self.build_nodes not in (1, self.nnodes):
+                raise UserError(
+                    f"[cluster] build_nodes = {self.build_nodes} with launcher = local; allowed: 1, or nnodes = "
+                    f"{self.nnodes}, the machines on which luigi is started"
                 )
         elif self.node_rank or self.master_addr:
             raise UserError(

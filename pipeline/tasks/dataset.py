@@ -71,7 +71,23 @@ def _require_one_vocabulary(settings: Settings) -> None:
     )
 
 
-class TokenizeCorpus(Stage):
+class BuiltStage(Stage):
+    """A stage that [cluster] build_nodes machines make together."""
+
+    @property
+    def nodes(self) -> int:
+        return self.settings.cluster.build_nodes
+
+    @property
+    def is_on_cluster(self) -> bool:
+        return self.nodes > 1
+
+    @property
+    def restarts(self) -> bool:
+        return self.nodes > 1  # what a lost machine has not made is then made
+
+
+class TokenizeCorpus(BuiltStage):
     """Text → a vocabulary and token ids, once for both phases; held-out documents are kept apart first."""
 
     stored_as = "shards"
@@ -90,6 +106,7 @@ class TokenizeCorpus(Stage):
             document=corpus.document,
             max_unknown_share=corpus.max_unknown_share,
             processes=run.processes,
+            builders=self.nodes,
         )
 
     @functools.cached_property
@@ -105,7 +122,7 @@ class TokenizeCorpus(Stage):
                 raise UserError(f"[corpus]{at} {error}") from error
 
 
-class ShardDataset(Stage):
+class ShardDataset(BuiltStage):
     """Token ids → the examples of one phase, as HDF5 shards."""
 
     stored_as = "shards"
@@ -131,6 +148,7 @@ class ShardDataset(Stage):
             seed=self.settings.run.seed,
             phase=self.phase,
             processes=self.settings.run.processes,
+            builders=self.nodes,
         )
 
 

@@ -28,7 +28,7 @@ class RunnableStage(PlacedStage, Protocol):
     """What a runner needs of a stage."""
 
     @property
-    def resumes(self) -> bool: ...
+    def restarts(self) -> bool: ...
     @property
     def nodes(self) -> int: ...
     @property
@@ -67,7 +67,7 @@ class Runner:
         #: What its command has said last.
         self._last_line = ""
         self._restarts: RestartPolicy = (
-            RestartWhileProgressing(stage.directory) if stage.resumes else RestartAfterHang()
+            RestartWhileProgressing(stage.directory) if stage.restarts else RestartAfterHang()
         )
 
     def run(self) -> None:
@@ -175,7 +175,7 @@ class Runner:
                 stage.identity.fingerprint,
                 stage.command(),
                 stage.nodes,
-                stage.resumes,
+                stage.restarts,
                 stage.hang_timeout_s,
                 stage.imports_torch,
             )

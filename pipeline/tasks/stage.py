@@ -63,6 +63,16 @@ class Stage(ChainTask):
         return self.settings.cluster.nnodes if self.on_all_nodes else 1
 
     @property
+    def is_on_cluster(self) -> bool:
+        """Whether [cluster] launcher runs it."""
+        return self.on_cluster
+
+    @property
+    def restarts(self) -> bool:
+        """Whether its command is started again after a crash."""
+        return self.resumes
+
+    @property
     def hang_timeout_s(self) -> float | None:
         """Seconds without a sign of life after which the command is killed; None: never."""
         return self.settings.run.stage_hang_timeout_s or None
@@ -208,7 +218,7 @@ class Stage(ChainTask):
     def make(self) -> None:
         """`run` outside a luigi worker. Raises `Interrupted`, `LockHeld`, `UserError`."""
         cluster = self.settings.cluster
-        runner = Runner(self, launchers.launcher(self.settings, on_cluster=self.on_cluster))
+        runner = Runner(self, launchers.launcher(self.settings, on_cluster=self.is_on_cluster))
         if cluster.follows:
             runner.follow(cluster.node_rank, cluster.join_timeout_s)
         else:

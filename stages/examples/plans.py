@@ -16,6 +16,7 @@ import numpy as np
 from common.errors import UserError
 from common.files import durable_file
 from common.workers import Workers
+from stages.directory.builders import Builders
 from stages.directory.manifest import StageDirectory
 from stages.examples.form import Form
 from stages.examples.packing import pack
@@ -132,8 +133,12 @@ def make_plans(
     seed: int,
     phase: int,
     workers: Workers,
+    builders: Builders,
 ) -> dict[str, SplitPlan]:
-    """Plan the splits, reusing plan files that exist; `separator`: the id of [SEP]. Raises `DiskError`."""
+    """Plan the splits, reusing plan files that exist; `separator`: the id of [SEP]. Several `builders` share the parts.
+
+    Raises `DiskError`.
+    """
     directory = work.path / PLAN
     directory.mkdir(exist_ok=True)
     tasks = [
@@ -144,21 +149,27 @@ def make_plans(
         for split, tokens in splits.items()
         for index, part in enumerate(tokens.parts)
     ]  # fmt: skip
-    rows = []
-    with work.progress("plan", len(tasks), "parts") as bar:
-        for count in workers.map(_make_pairs, tasks):
-            rows.append(count)
+    with builders.progress(work, "plan", len(tasks), "parts") as bar:
+        for _ in workers.map(_make_pairs, [task for number, task in enumerate(tasks) if builders.makes(number)]):
             bar.update()
-    plans, left = {}, iter(rows)
+        builders.wait_for(lambda: all(task.pairs.exists() for task in tasks), "the plans of the other machines")
+    plans, left = {}, iter([_rows_of(task) for task in tasks])
     for split, tokens in splits.items():
-        _join(tokens.parts, ids_path(directory, split), None if form.next_sentence else separator)
+        ids = ids_path(directory, split)
+        if builders.is_first:
+            _join(tokens.parts, ids, None if form.next_sentence else separator)
+        builders.wait_for(ids.exists, "machine 0 to join the ids")
         of_parts = np.array([next(left) for _ in tokens.parts], np.int64)
         plans[split] = SplitPlan(directory, split, tokens.cut, tokens.dtype, form_of(split, form), of_parts)
     return plans
 
 
-def _make_pairs(task: _Task) -> int:
-    """Write the pairs of a part's rows, unless the file exists; returns the number of rows."""
+def _rows_of(task: _Task) -> int:
+    return task.pairs.stat().st_size // (PAIR.itemsize * task.form.sequences_per_row)
+
+
+def _make_pairs(task: _Task) -> None:
+    """Write the pairs of a part's rows, unless the file exists."""
     if not task.pairs.exists():
         part = read_part(task.part)
         cut = plan_pairs if task.form.next_sentence else plan_sentences
@@ -172,7 +183,6 @@ def _make_pairs(task: _Task) -> int:
             pairs = _packed(pairs, task.form, rng)
         with durable_file(task.pairs) as file:
             file.write(pairs.tobytes())
-    return task.pairs.stat().st_size // (PAIR.itemsize * task.form.sequences_per_row)
 
 
 def _packed(pairs: Array, form: Form, rng: np.random.Generator) -> Array:

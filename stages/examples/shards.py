@@ -19,6 +19,7 @@ from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.files import durable_file
 from common.workers import Workers
+from stages.directory.builders import Builders
 from stages.directory.manifest import Output, StageDirectory
 from stages.examples.form import Form
 from stages.examples.pairs import PAIR
@@ -42,13 +43,14 @@ def make_shards(
     seed: int,
     phase: int,
     processes: int,
+    builders: Builders,
 ) -> dict[str, Any]:
     """Write the shards of the tokenized corpus `tokens` to `work` and complete it; returns the counts.
 
     `shards`: number of shards per split; None: so many that each has about 64 MB. Raises `UserError` if the corpus is
-    too small, `DiskError` if the disk lacks space.
+    too small, `DiskError` if the disk lacks space. With several `builders`, all but the first write shards only, and
+    return {} when the stage is complete.
     """
-    made = []
     with Workers(processes) as workers:
         splits = read_splits(tokens, form)
         if TEST not in splits:
@@ -62,17 +64,17 @@ def make_shards(
         }
         _require_room(work.path, splits, least, forms, vocab_size, "plan and shards need at least")
         separator = load_vocabulary(tokens).sep
-        plans = make_plans(work, splits, form, separator=separator, seed=seed, phase=phase, workers=workers)
+        plans = make_plans(
+            work, splits, form, separator=separator, seed=seed, phase=phase, workers=workers, builders=builders
+        )
         rows = {split: int(plan.rows.sum()) for split, plan in plans.items()}
         _require_room(work.path, splits, rows, forms, vocab_size, "the shards need")
         tasks = [
             task for split, plan in plans.items() for task in _tasks_of(work, tokens, plan, shards[split], seed, phase)
         ]
-        with work.progress("shard", len(tasks), "shards") as bar:
-            for one in workers.map(make_shard, tasks):
-                made.append(one)
-                bar.update()
-    shutil.rmtree(work.path / PLAN)
+        made = _make_all(work, tasks, workers, builders)
+    if not builders.is_first:
+        return {}
     counts = _counts(made, form, vocab_size)
     outputs = [one.output for one in made]
     if not form.is_masked:
@@ -81,7 +83,29 @@ def make_shards(
             file.write((tokens / TOKENIZER / VOCABULARY_FILE).read_bytes())
         outputs.append(Output.of(work.path, vocabulary))
     work.finish(outputs, counts)
+    # After the manifest: a first machine that is started again needs the plan, and the others make none any more.
+    shutil.rmtree(work.path / PLAN)
     return counts
+
+
+def _make_all(work: StageDirectory, tasks: list[ShardTask], workers: Workers, builders: Builders) -> list[ShardResult]:
+    """Make this machine's shards, and wait for the others' or, on all but the first, for the manifest; returns the
+    results of all, which reads the others' shards, on the first machine."""
+    mine = [number for number in range(len(tasks)) if builders.makes(number)]
+    others = [number for number in range(len(tasks)) if not builders.makes(number)]
+    made: dict[int, ShardResult] = {}
+    with builders.progress(work, "shard", len(tasks), "shards") as bar:
+        for number, one in zip(mine, workers.map(make_shard, [tasks[n] for n in mine]), strict=True):
+            made[number] = one
+            bar.update()
+        if not builders.is_first:
+            builders.wait_for_end(work)
+            return []
+        builders.wait_for(lambda: all(tasks[n].path.exists() for n in others), "the shards of the other machines")
+        for number, one in zip(others, workers.map(make_shard, [tasks[n] for n in others]), strict=True):
+            made[number] = one
+            bar.update()
+    return [made[number] for number in range(len(tasks))]
 
 
 def _require_room(

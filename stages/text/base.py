@@ -29,6 +29,8 @@ _ZSTD_WINDOW_LOG_MAX = 31
 _PACKED_RATIO = 3
 #: Longer lines inside a record's text are cut, because sentences are split line by line.
 _RECORD_LINE_CHARACTERS = 1 << 20
+#: Lines that show nothing but are not white space either, which would end a document.
+CONTROL_LINES = "lines: control characters only"
 _VISIBLE = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028\u2029\u2060\ufeff]")
 
 
@@ -126,20 +128,24 @@ class FileSource:
     def documents(self, dropped: Counter[str]) -> Iterator[Document]:
         raise NotImplementedError
 
-    def blocks(self) -> Iterator[bytes]:
+    def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """Yield the decompressed content in blocks of at most 1 MiB.
 
+        `start`, `stop`: only these bytes, of a file that is not compressed; blocks end where they do without.
         Raises `UserError` if the file is damaged or truncated, or has changed since it was hashed.
         """
         from common.zstd import zstd
 
-        self.position = position = unpacked = 0
+        assert not (self.is_packed and (start or stop is not None))
+        self.position = position = start
+        unpacked = 0
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(self.path.open("rb"))
             self.file.require_unchanged(raw.fileno())
             try:
+                raw.seek(start)
                 file = stack.enter_context(self._unpacked(raw))
-                while block := file.read(_BLOCK_BYTES):
+                while block := file.read(_BLOCK_BYTES if self.is_packed else _to_read(start + unpacked, stop)):
                     self.file.require_unchanged(raw.fileno())  # this check also covers read-ahead
                     self.position = position  # end of the previous block: none of this one has been used yet
                     position = file.tell_compressed() // 8 if hasattr(file, "tell_compressed") else raw.tell()
@@ -153,7 +159,7 @@ class FileSource:
                     f"{self.name} is damaged or cut: it cannot be unpacked beyond {unpacked:,} bytes "
                     f"({' '.join(str(error).split())}); fetch it again and compare its checksum"
                 ) from error
-        self.position = self.size
+        self.position = self.size if stop is None else stop
 
     def _unpacked(self, raw: Any) -> Any:
         if self.path.name.endswith(".gz"):
@@ -168,6 +174,12 @@ class FileSource:
 
             return zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG_MAX})
         return raw
+
+
+def _to_read(at: int, stop: int | None) -> int:
+    """Bytes from `at` to the end of its block, or to `stop`."""
+    size = _BLOCK_BYTES - at % _BLOCK_BYTES
+    return size if stop is None else min(size, stop - at)
 
 
 def cannot_read(source: Source, error: OSError) -> UserError:
@@ -186,7 +198,7 @@ def gathered(lines: Iterable[str], dropped: Counter[str], *, one_document: bool)
                 continue
             dropped["document ends: cut, too long"] += 1
         elif line and not line.isspace():
-            dropped["lines: control characters only"] += 1
+            dropped[CONTROL_LINES] += 1
             continue
         elif one_document:
             continue

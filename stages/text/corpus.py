@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from common.errors import UserError
 from common.hashing import InputFile, InputHashes, digest
@@ -24,8 +24,13 @@ from stages.text.base import PACKED, Document, FileSource, Source, cannot_read, 
 from stages.text.jsonl import JsonLinesSource
 from stages.text.patterns import expand
 from stages.text.plain import PlainTextSource
+from stages.text.sentences import sentences
+from stages.text.spans import reader
 from stages.text.tables import ArrowSource, ParquetSource
 from stages.text.wikipedia import WikipediaSource
+
+if TYPE_CHECKING:
+    from common.workers import Workers
 
 BUILTIN = "builtin"
 #: Folder of the tokenizer inside a tokenized corpus.
@@ -34,8 +39,6 @@ TOKENIZER = "tokenizer"
 HELD_OUT_TOKENS = "tokens_test_*.hdf5"
 #: What ends a document of plain text.
 BLANK_LINE, FILE = DOCUMENT_ENDS = ("blank_line", "file")
-#: Longer lines are split into sentences one window of this length at a time.
-_WINDOW_CHARACTERS = 8192
 #: File name extension → source class.
 FORMATS: dict[str, type[FileSource]] = {
     ".jsonl": JsonLinesSource,
@@ -116,14 +119,19 @@ def open_sources(specs: Iterable[str], hashes: InputHashes, *, document: str = B
     ]
 
 
-def raw_documents(sources: Iterable[Source], dropped: Counter[str]) -> Iterator[Document]:
-    """Yield the documents of all sources in order; raises `UserError` if a file is unreadable or all text is empty."""
+def raw_documents(
+    sources: Sequence[Source], dropped: Counter[str], workers: Workers | None = None
+) -> Iterator[Document]:
+    """Yield the documents of all sources in order; raises `UserError` if a file is unreadable or all text is empty.
+
+    With several `workers` these look for them, and documents are places in a file where that is possible.
+    """
     empty: list[str] = []
-    found = False
+    found, read = False, reader(sources, workers)
     for source in sources:
         anything = False
         try:
-            for document in source.documents(dropped):
+            for document in read(source, dropped):
                 anything = found = True
                 yield document
         except OSError as error:
@@ -154,40 +162,6 @@ def no_garbage_collection() -> Iterator[None]:
 def _what_was_dropped(dropped: Counter[str]) -> str:
     what = [f"{reason} {count:,}" for reason, count in sorted(dropped.items()) if not reason.startswith("files: ")]
     return f"nothing was left ({', '.join(what)})" if what else "it is empty, or only white space"
-
-
-def sentences(document: str) -> list[str]:
-    """Split a text into stripped sentences, in order; no sentence spans a line break."""
-    found: list[list[str]] = []  # the pieces of each sentence
-    for line in document.split("\n"):
-        inside = False
-        for sentence in _segments(line):
-            if inside:
-                found[-1].append(sentence)
-            else:
-                found.append([sentence])
-            # sentencex ends a sentence inside "tkinter.Tk()"; in scripts with spaces, a space must follow the end.
-            inside = sentence[-1].isascii() and not sentence[-1].isspace()
-    return [stripped for pieces in found if (stripped := "".join(pieces).strip())]
-
-
-def _segments(line: str) -> Iterator[str]:
-    """Segment a line with sentencex.
-
-    sentencex takes quadratic time: seconds for a line of 80,000 Chinese characters. So a long line is processed in
-    windows; each starts at the last sentence of the previous window, which may have been cut.
-    """
-    from sentencex import segment
-
-    start = 0
-    while len(line) - start > _WINDOW_CHARACTERS:
-        *whole, last = segment("en", line[start : start + _WINDOW_CHARACTERS])
-        if not whole:  # not a real sentence: cut after a space, or anywhere
-            last = last[: last.rfind(" ") + 1] or last
-            whole = [last]
-        yield from whole
-        start += sum(map(len, whole))
-    yield from segment("en", line[start:])
 
 
 def documents(spec: str) -> Iterator[list[str]]:
@@ -230,6 +204,11 @@ class TokenizeOptions(StageOptions):
     processes: int = option(
         0, least=0, decides=False, help="worker processes; 0: one per core; does not affect the output"
     )
+    builders: int = option(
+        1, least=1, most=4096, unit="machines", decides=False, omit_default=True,
+        help="machines that fill --out together, each started with its rank, from 0, in the variable PET_NODE_RANK; "
+        "does not affect the output",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()

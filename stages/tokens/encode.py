@@ -20,11 +20,14 @@ from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.hashing import InputHashes, changed
 from common.workers import Workers
+from stages.directory.builders import ALONE, Builders, Unshown
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.progress import Progress
 from stages.directory.records import DATA_CARD
-from stages.text.base import Document, Source, text_of
-from stages.text.corpus import HELD_OUT_TOKENS, TOKENIZER, TokenizeOptions, sentences
+from stages.text.base import Document, Source
+from stages.text.corpus import HELD_OUT_TOKENS, TOKENIZER, TokenizeOptions
+from stages.text.sentences import sentences
+from stages.text.spans import texts_of
 from stages.tokens.data_card import write_data_card
 from stages.tokens.files import (
     SPLITS,
@@ -38,7 +41,7 @@ from stages.tokens.files import (
     total_counts,
     write_part,
 )
-from stages.tokens.parts import Parts, in_batches, share_held_out, split_documents
+from stages.tokens.parts import Parts, SharedParts, in_batches, share_held_out, split_documents
 from stages.tokens.vocabulary import make_tokenizer
 from stages.tokens.wordpiece import Encoder
 from trainer.data.shards import id_dtype
@@ -75,7 +78,7 @@ class _Encoded:
 class _EncodeProgress:
     """The tokenized share of the sources: the share read times the part of that already encoded."""
 
-    def __init__(self, sources: list[Source], bar: Progress) -> None:
+    def __init__(self, sources: list[Source], bar: Progress | Unshown) -> None:
         self._sources = sources
         self._size = max(sum(source.size for source in sources), 1)
         self._bar = bar
@@ -100,9 +103,17 @@ class _EncodeProgress:
 
 
 def tokenize_corpus(
-    work: StageDirectory, options: TokenizeOptions, *, processes: int, hashes: InputHashes | None = None
+    work: StageDirectory,
+    options: TokenizeOptions,
+    *,
+    processes: int,
+    hashes: InputHashes | None = None,
+    builders: Builders = ALONE,
 ) -> dict[str, Any]:
-    """Write the tokenizer and the token parts to `work` and complete it; returns the counts. Raises `UserError`."""
+    """Write the tokenizer and the token parts to `work` and complete it; returns the counts. Raises `UserError`.
+
+    With several `builders`, all but the first write parts only, and return {} when the stage is complete.
+    """
     corpus = options.open(hashes or InputHashes())
     sources, held_out_sources = corpus.sources, corpus.held_out_sources
     if corpus.inputs() != work.identity.inputs:
@@ -116,21 +127,27 @@ def tokenize_corpus(
     seen: Counter[str] = Counter()
     ready: list[Tokens] = []
     with Workers(processes) as workers:
-        vocabulary = make_tokenizer(work, corpus, share, workers)
+        vocabulary = make_tokenizer(work, corpus, share, workers, builders)
         total = sum(source.size for source in (*sources, *held_out_sources))
-        with work.progress("tokenize", total, "B") as bar:
+        with builders.progress(work, "tokenize", total, "B") as bar:
             progress = _EncodeProgress([*sources, *held_out_sources], bar)
-            documents = progress.reading(split_documents(sources, held_out_sources, share, options.seed, dropped))
-            batches = _batches(work.path, documents, options, skipped=progress.done)
+            parts = SharedParts(work.path, builders, progress.done)
+            split = split_documents(sources, held_out_sources, share, options.seed, dropped, workers)
+            batches = _batches(parts, progress.reading(split), options)
             for encoded in workers.map(_encode, batches):
                 ready.append(encoded.tokens)
                 if encoded.last:
                     write_part(encoded.part, ready)
                     ready = []
+                    parts.look()
                 progress.done(encoded.characters)
                 seen.update(encoded.tokens.counts)
                 # Fail early: once over the limit for the whole corpus, no remaining text can bring the share down.
-                _check_unknown(seen, options.max_unknown_share, of_corpus=progress.share)
+                _check_unknown(seen, options.max_unknown_share, of_corpus=progress.share / builders.count)
+            if not builders.is_first:
+                builders.wait_for_end(work)
+                return {}
+            builders.wait_for(parts.are_all_there, "the parts of the other machines")
     totals = {split: total_counts(part_paths(work.path, split)) for split in SPLITS}
     _check_unknown(totals[TRAINING] + totals[TEST], options.max_unknown_share)
     counts = {**_counts(totals, vocabulary, dropped), "text_bytes": text_bytes}
@@ -174,16 +191,17 @@ def _counts(by_split: dict[str, Counter[str]], vocabulary: list[str], counted: C
 
 
 def _batches(
-    directory: Path, documents: Iterator[tuple[str, Document]], options: TokenizeOptions, *, skipped: Any
+    parts: SharedParts, documents: Iterator[tuple[str, Document]], options: TokenizeOptions
 ) -> Iterator[_Batch]:
-    """Yield the batches of missing parts, part by part; calls `skipped` with the characters of each existing part."""
+    """Yield the batches of the missing parts that are made here, part by part."""
+    directory = parts.directory
     splits = {split: Parts() for split in SPLITS}
 
     def batches_of(split: str, part_documents: list[Document]) -> Iterator[_Batch]:
-        path = part_path(directory, split, splits[split].number)
+        number = splits[split].number
+        path = part_path(directory, split, number)
         splits[split].number += 1
-        if path.exists():
-            skipped(sum(map(len, part_documents)))
+        if not parts.is_made_here(path, number, part_documents):
             return
         left = len(part_documents)
         for batch in in_batches(part_documents):
@@ -215,7 +233,7 @@ def _encode(batch: _Batch) -> _Encoded:
     vocabulary, encoder = read_vocabulary(batch.tokenizer / "vocab.txt"), _encoder(batch.tokenizer, batch.lower_case)
     unk = vocabulary.index(UNK)
     dropped: Counter[str] = Counter()
-    texts = [text_of(document, dropped) for document in batch.documents]
+    texts = list(texts_of(batch.documents, dropped))
     found = [sentences(text) for text in texts if text]  # an empty text was counted in `dropped`
     flat = [sentence for document in found for sentence in document]
     ids, lengths = encoder.encode(flat)

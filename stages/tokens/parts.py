@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 
 from common.errors import UserError
+from common.workers import Workers
+from stages.directory.builders import Builders
 from stages.text.base import Document, Source
 from stages.text.corpus import raw_documents
 from stages.tokens.files import TEST, TRAINING
@@ -56,13 +60,18 @@ def _held_out_flags(share: float, seed: int) -> Iterator[bool]:
 
 
 def split_documents(
-    sources: list[Source], held_out_sources: list[Source], share: float, seed: int, dropped: Counter[str]
+    sources: list[Source],
+    held_out_sources: list[Source],
+    share: float,
+    seed: int,
+    dropped: Counter[str],
+    workers: Workers | None = None,
 ) -> Iterator[tuple[str, Document]]:
-    """Yield (split, raw document) for the whole corpus, always in the same order."""
-    for document, held_out in zip(raw_documents(sources, dropped), _held_out_flags(share, seed), strict=False):
+    """Yield (split, raw document) for the whole corpus, always in the same order; `workers` as in `raw_documents`."""
+    for document, held_out in zip(raw_documents(sources, dropped, workers), _held_out_flags(share, seed), strict=False):
         yield (TEST if held_out else TRAINING), document
     if held_out_sources:
-        for document in raw_documents(held_out_sources, dropped):
+        for document in raw_documents(held_out_sources, dropped, workers):
             yield TEST, document
 
 
@@ -89,6 +98,32 @@ class Parts:
         if len(self._current) > 1:
             return [part for part in (self._held, self._current) if part]
         return [part for part in (self._held + self._current,) if part]
+
+
+class SharedParts:
+    """Which parts are made here, and which of the others are there."""
+
+    def __init__(self, directory: Path, builders: Builders, done: Callable[[int], None]) -> None:
+        """`done`: called with the characters of each part that is not made here, once it is there."""
+        self.directory, self._builders, self._done = directory, builders, done
+        self._awaited: dict[Path, int] = {}
+
+    def is_made_here(self, path: Path, number: int, documents: list[Document]) -> bool:
+        if self._builders.makes(number) and not path.exists():
+            return True
+        self._awaited[path] = sum(map(len, documents))
+        if len(self._awaited) == 1 or path.exists():
+            self.look()
+        return False
+
+    def look(self) -> None:
+        names = set(os.listdir(self.directory))
+        for path in [path for path in self._awaited if path.name in names]:
+            self._done(self._awaited.pop(path))
+
+    def are_all_there(self) -> bool:
+        self.look()
+        return not self._awaited
 
 
 def in_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -11,12 +11,14 @@ from itertools import islice
 from pathlib import Path
 
 from common.workers import Workers
+from stages.directory.builders import Builders
 from stages.directory.manifest import StageDirectory
-from stages.text.base import Document, text_of
+from stages.text.base import Document
 from stages.text.corpus import TOKENIZER, Corpus
+from stages.text.spans import texts_of
 from stages.tokens.files import TRAINING
 from stages.tokens.parts import in_batches, split_documents
-from stages.tokens.wordpiece import count_words, learn_vocabulary, save_tokenizer
+from stages.tokens.wordpiece import LAST_FILE, count_words, learn_vocabulary, save_tokenizer
 from trainer.data.vocabulary import read_vocabulary
 
 #: A vocabulary is learned from an evenly spread sample of at most about this many bytes (of compressed files:
@@ -24,9 +26,15 @@ from trainer.data.vocabulary import read_vocabulary
 _SAMPLE_BYTES = 100 << 20
 
 
-def make_tokenizer(work: StageDirectory, corpus: Corpus, share: float, workers: Workers) -> list[str]:
-    """Write the tokenizer's files, learning a vocabulary if none is given or learned yet; returns the vocabulary."""
+def make_tokenizer(
+    work: StageDirectory, corpus: Corpus, share: float, workers: Workers, builders: Builders
+) -> list[str]:
+    """Write the tokenizer's files, learning a vocabulary if none is given or learned yet; returns the vocabulary. All
+    but the first of several machines wait for it."""
     directory, options = work.path / TOKENIZER, corpus.options
+    if not builders.is_first:
+        builders.wait_for((directory / LAST_FILE).exists, "machine 0 to make the vocabulary")
+        return read_vocabulary(directory / "vocab.txt")
     if corpus.vocabulary is not None:
         vocabulary = read_vocabulary(Path(corpus.vocabulary.path))
         corpus.vocabulary.require_unchanged()
@@ -47,7 +55,7 @@ def _words(work: StageDirectory, corpus: Corpus, share: float, workers: Workers)
     sources = [copy.copy(source) for source in corpus.sources]  # each has its own position
     size = sum(source.size for source in sources)
     stride = max(1, math.ceil(size / _SAMPLE_BYTES))
-    split = split_documents(sources, [], share, options.seed, Counter())
+    split = split_documents(sources, [], share, options.seed, Counter(), workers)
     training = (document for which, document in split if which == TRAINING)
     counts: Counter[str] = Counter()
     shown = 0
@@ -62,4 +70,4 @@ def _words(work: StageDirectory, corpus: Corpus, share: float, workers: Workers)
 
 
 def _count_words(documents: list[Document], *, lower_case: bool) -> Counter[str]:
-    return count_words([text_of(document, Counter()) for document in documents], lower_case=lower_case)
+    return count_words(texts_of(documents, Counter()), lower_case=lower_case)

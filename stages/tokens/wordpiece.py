@@ -56,6 +56,10 @@ class _Characters(dict[int, str]):
         return result
 
 
+#: The file of a tokenizer that is written last.
+LAST_FILE = "special_tokens_map.json"
+
+
 class WordSplitter:
     """Splits sentences into normalised words, adding a separator word after each sentence."""
 
@@ -229,7 +233,7 @@ def save_tokenizer(directory: Path, vocabulary: list[str], *, lower_case: bool) 
         "vocab.txt": "\n".join(vocabulary),
         "tokenizer.json": build_tokenizer(vocabulary, lower_case=lower_case).to_str(pretty=True),
         "tokenizer_config.json": json.dumps(configuration, indent=2),
-        "special_tokens_map.json": json.dumps(special, indent=2),
+        LAST_FILE: json.dumps(special, indent=2),
     }
     for name, content in files.items():
         with durable_file(directory / name) as file:

@@ -165,7 +165,7 @@ def test_what_cannot_work_is_one_line(prepared: Chain, words: tuple[str, ...], l
 
 def supervisors(chain: Chain) -> list[psutil.Process]:
     """What runs in the pods."""
-    return [process for process in ours(str(chain.work)) if "pipeline.launchers.supervisor" in process.cmdline()]
+    return pods_of(chain.work)
 
 
 @pytest.fixture
@@ -358,3 +358,31 @@ def test_without_kubectl_there_is_one_line(prepared: Chain, tmp_path: Path) -> N
     assert done.returncode == 30
     assert "kubectl is not here" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_two_pods_build_the_data_of_one_machine_although_one_is_lost(
+    prepared: Chain, cluster: Cluster, tmp_path: Path
+) -> None:
+    there = tmp_path / "w"
+    words = ("--Cluster-build-nodes", "2", "--Run-work-dir", str(there))
+    luigi = prepared.start("TokenizeCorpus", *words, **cluster.environment)
+    wait_until(lambda: len(lost := pods_of(there)) == 2 and lost[-1].kill() is None, timeout_s=60)
+    assert luigi.wait(timeout=300) == 0, (prepared.directory / "luigi.log").read_text()
+    (tmp_path / "second").mkdir()
+    second = Cluster(tmp_path / "second")  # the stand-in has room for one Job
+    prepared.run("ShardDataset", "--phase", "1", *words, **second.environment)
+    (second.state / "deleted").touch()
+    for stage in ("tokenize_corpus", "shard_dataset-phase1"):
+        made, wanted = (
+            json.loads((path / "manifest.json").read_text())
+            for path in ((there / "latest" / stage).resolve(), prepared.latest(stage))
+        )
+        assert (made["fingerprint"], made["outputs"]) == (wanted["fingerprint"], wanted["outputs"])
+    _, job = documents(prepared, "tokenize_corpus", "--Cluster-build-nodes", "3")
+    assert (job["spec"]["completions"], job["spec"]["completionMode"]) == (3, "Indexed")
+
+
+def pods_of(work: Path) -> list[psutil.Process]:
+    """What runs in the pods of the work directory."""
+    return [process for process in ours(str(work)) if "pipeline.launchers.supervisor" in process.cmdline()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stages.directory.manifest import why_incomplete
 from tests.e2e.test_interruptions import LONG, ours, training_directory
 from tests.helpers.chain import Chain, finished_chain, one_core, wait_until
 from tests.helpers.slurm import Slurm, missing_programs
@@ -193,3 +195,21 @@ def test_a_work_directory_may_have_any_name(prepared: Chain, slurm: Slurm, tmp_p
     done = (work / "latest" / "precompile-phase1").resolve()
     assert (done / "manifest.json").exists()
     assert re.fullmatch(r"job-\d+\.log", next(done.glob("job-*.log")).name)
+
+
+@pytest.mark.slow
+def test_two_nodes_build_the_data_of_one_although_one_is_killed(runs: Runs, tmp_path: Path) -> None:
+    """Node 1 is killed when it has made its shard: all are started again in the same job, and keep what they have."""
+    token = tmp_path / "token"
+    token.touch()
+    kill = {"FAILPOINT": "write-after:bert_training_00001.hdf5", "FAILPOINT_TOKEN": str(token)}
+    words = ("--Cluster-launcher", "slurm", "--Cluster-build-nodes", "2", "--Run-work-dir", str(tmp_path / "w"))
+    luigi = runs.start("ShardDataset", "--phase", "1", *words, **kill)
+    assert luigi.wait(timeout=300) == 0, runs.said()
+    assert not token.exists()
+    for stage in ("tokenize_corpus", "shard_dataset-phase1"):
+        there, here = (tmp_path / "w/latest" / stage).resolve(), runs.chain.latest(stage)
+        got, wanted = (json.loads((path / "manifest.json").read_text()) for path in (there, here))
+        assert (there.name, got["outputs"], got["counts"]) == (here.name, wanted["outputs"], wanted["counts"])
+        assert why_incomplete(there, wanted["fingerprint"], verify=True) is None
+        assert "machine 1 of 2" in (there / "stage.log").read_text()

@@ -27,9 +27,9 @@ from stages.text.corpus import (
     documents,
     open_sources,
     raw_documents,
-    sentences,
 )
 from stages.text.patterns import expand
+from stages.text.sentences import sentences
 
 
 def read(*specs: object, document: str = "blank_line") -> tuple[list[str], Counter[str]]:

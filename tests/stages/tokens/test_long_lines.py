@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sentencex import segment
 
-from stages.text.corpus import _WINDOW_CHARACTERS, _segments, sentences
+from stages.text.sentences import _WINDOW_CHARACTERS, _segments, sentences
 from stages.tokens.wordpiece import Encoder, save_tokenizer
 from trainer.data.vocabulary import SPECIAL_TOKENS
 

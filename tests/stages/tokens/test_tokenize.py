@@ -20,6 +20,7 @@ import pytest
 
 from common.errors import UserError
 from stages.directory.manifest import Identity, StageDirectory
+from stages.text import spans
 from stages.text.corpus import TokenizeOptions, documents
 from stages.tokens import parts
 from stages.tokens.encode import tokenize_corpus
@@ -169,13 +170,18 @@ def test_processes_do_not_show_in_the_bytes(tmp_path: Path, monkeypatch: pytest.
     text = write_corpus(tmp_path / "text", documents=400)
     monkeypatch.setattr(parts, "_PART_CHARACTERS", 40_000)
     monkeypatch.setattr(parts, "_BATCH_CHARACTERS", 5_000)
-    options = TokenizeOptions(sources=(str(text),), vocab_size=300, held_out=0.1)
-    for processes in (1, 2):
-        with StageDirectory.begin(tmp_path / str(processes), options.identity) as work:
+    monkeypatch.setattr(spans, "_CHUNK_BYTES", 10_007)  # documents go on from one chunk to the next
+    records = tmp_path / "records.jsonl"
+    records.write_text("".join(json.dumps({"text": " ".join(WORDS[n : n + 9])}) + "\n" for n in range(100)))
+    options = TokenizeOptions(sources=(str(text), str(records)), vocab_size=300, held_out=0.1)
+    made = {}
+    for processes in (1, 2, 3, 5):
+        directory = tmp_path / str(processes)
+        with StageDirectory.begin(directory, options.identity) as work:
             tokenize_corpus(work, options, processes=processes)
-    one, two = outputs(tmp_path / "1"), outputs(tmp_path / "2")
-    assert len([name for name in one if TRAINING in name]) > 3
-    assert one == two
+        made[processes] = outputs(directory), counts(directory), (directory / "DATACARD.md").read_bytes()
+    assert len([name for name in made[1][0] if TRAINING in name]) > 3
+    assert made[1] == made[2] == made[3] == made[5]
 
 
 @pytest.mark.parametrize(

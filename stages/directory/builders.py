@@ -1,0 +1,111 @@
+"""Several machines that fill one stage directory, on a file system that they share.
+
+Files are functions of their number, so each machine makes those whose number, modulo the number of machines, is its own
+rank. The first one makes what there is once, waits for the others' files and writes the manifest, for which the others
+wait: all end together. A machine that is started again makes the files that are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.lock import HELD_FINGERPRINT_VARIABLE
+from common.process import node_rank
+from stages.directory.lock import JOB, is_held
+from stages.directory.manifest import MANIFEST, AlreadyComplete, Identity, StageDirectory, why_incomplete
+from stages.directory.progress import Progress, signs_of_life
+from stages.directory.records import read_identity
+
+#: Seconds between two looks at the files of others.
+_LOOK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Builders:
+    """This machine among those that fill a directory."""
+
+    rank: int = 0
+    count: int = 1
+
+    @classmethod
+    def here(cls, count: int) -> Builders:
+        """This one of `count`, by the rank that its launcher gave it. Raises `UserError`."""
+        rank = node_rank() if count > 1 else 0
+        if rank >= count:
+            raise UserError(f"this machine's rank is {rank}; allowed with --builders {count}: 0 to {count - 1}")
+        return cls(rank, count)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def makes(self, number: int) -> bool:
+        """Whether the file with this number is made here."""
+        return number % self.count == self.rank
+
+    @contextlib.contextmanager
+    def begin(self, out: Path, identity: Callable[[], Identity]) -> Iterator[StageDirectory]:
+        """`StageDirectory.begin`; the first machine has the lock, the others wait until it has."""
+        if self.is_first:
+            with StageDirectory.begin(out, identity) as work:
+                yield work
+            return
+        wanted = os.environ.get(HELD_FINGERPRINT_VARIABLE) or identity().fingerprint
+        self.wait_for(lambda: _is_begun(out, wanted), f"machine 0 to begin with {out}")
+        if why_incomplete(out, wanted) is None:
+            raise AlreadyComplete
+        record = read_identity(out)
+        assert record is not None
+        with signs_of_life(out):
+            yield StageDirectory(out, Identity.of_record(record))
+
+    def progress(self, work: StageDirectory, label: str, total: int, unit: str) -> Progress | Unshown:
+        """The first machine's shows what all have made."""
+        return work.progress(label, total, unit) if self.is_first else Unshown()
+
+    def wait_for_end(self, work: StageDirectory) -> None:
+        """Until the first machine has completed the stage."""
+        self.wait_for((work.path / MANIFEST).exists, "machine 0 to complete the stage")
+
+    def wait_for(self, is_there: Callable[[], bool], what: str) -> None:
+        """Says so only once: whoever started this process counts lines as signs of life, and it gives none itself."""
+        if is_there():
+            return
+        print(f"machine {self.rank} of {self.count} waits for {what}", file=sys.stderr)
+        while not is_there():
+            time.sleep(_LOOK_EVERY_S)
+
+
+#: The only machine.
+ALONE = Builders()
+
+
+class Unshown:
+    """A progress bar that is not shown."""
+
+    def update(self, n: int = 1) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> Unshown:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def _is_begun(out: Path, fingerprint: str) -> bool:
+    """Whether `out` is being filled with this: by a process that has its lock, or in a job of a scheduler."""
+    record = read_identity(out)
+    return (
+        record is not None
+        and record["fingerprint"] == fingerprint
+        and (is_held(out) or (out / JOB).exists() or why_incomplete(out, fingerprint) is None)
+    )

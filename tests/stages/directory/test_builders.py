@@ -1,0 +1,170 @@
+"""Several machines make what one makes, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.directory import builders as builders_module
+from stages.directory.builders import ALONE, Builders
+from stages.directory.manifest import AlreadyComplete
+from stages.examples import plans, shard_writer
+from stages.shard import ShardOptions, shard_dataset
+from stages.text.corpus import TokenizeOptions
+from stages.tokens import encode, parts
+from stages.tokens.encode import tokenize_corpus
+from tests.helpers.chain import wait_until
+from tests.helpers.support import ROOT, assert_one_line_error
+from tests.stages.tokens.test_tokenize import write_corpus
+
+COUNT = 3
+
+
+def files(directory: Path) -> dict[str, Any]:
+    """All that a stage has made; of its manifest, what does not tell the time."""
+    skipped = {"lock", "stage.json", "manifest.json", "alive"}
+    found: dict[str, Any] = {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name not in skipped
+    }
+    manifest = json.loads((directory / "manifest.json").read_text())
+    return {**found, "manifest": [manifest[key] for key in ("fingerprint", "outputs", "counts")]}
+
+
+def tokenize(out: Path, text: Path, builders: Builders) -> None:
+    options = TokenizeOptions(sources=(str(text),), vocab_size=300, held_out=0.2)
+    with builders.begin(out, options.identity) as work:
+        tokenize_corpus(work, options, processes=1, builders=builders)
+
+
+def shard(out: Path, tokens: Path, builders: Builders) -> None:
+    options = ShardOptions(
+        tokens=tokens, seq_len=64, max_pred_len=10, shards=7, test_shards=2, masking="dynamic", processes=1
+    )
+    with builders.begin(out, options.identity) as work:
+        shard_dataset(work, options, builders)
+
+
+def start(made: Any, *arguments: Any) -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=made, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def ended(processes: list[BaseProcess]) -> list[int | None]:
+    for process in processes:
+        process.join(timeout=120)
+    return [process.exitcode for process in processes]
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(parts, "_PART_CHARACTERS", 20_000)
+    monkeypatch.setattr(builders_module, "_LOOK_EVERY_S", 0.02)
+    return write_corpus(tmp_path / "text", documents=300)
+
+
+@pytest.fixture
+def alone(tmp_path: Path, text: Path) -> tuple[Path, Path]:
+    tokenize(tmp_path / "tokens-alone", text, ALONE)
+    shard(tmp_path / "shards-alone", tmp_path / "tokens-alone", ALONE)
+    return tmp_path / "tokens-alone", tmp_path / "shards-alone"
+
+
+def test_three_machines_make_the_bytes_of_one(tmp_path: Path, text: Path, alone: tuple[Path, Path]) -> None:
+    """The last begins first, and waits."""
+    tokens, shards = tmp_path / "tokens", tmp_path / "shards"
+    for one, made, source in ((alone[0], tokenize, text), (alone[1], shard, tokens)):
+        out = tokens if made is tokenize else shards
+        assert ended([start(made, out, source, Builders(rank, COUNT)) for rank in (2, 1, 0)]) == [0, 0, 0]
+        assert files(out) == files(one)
+    assert len(list(tokens.glob("tokens_training_*"))) > COUNT
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stage", ["tokens", "shards"])
+def test_a_lost_machines_files_are_made_again(
+    tmp_path: Path, text: Path, alone: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rank: int, stage: str
+) -> None:
+    """It is killed when it has made one of several files; the others wait for the one that takes its place."""
+    out, made = tmp_path / "made", tokenize if stage == "tokens" else shard
+    source, one = (text, alone[0]) if stage == "tokens" else alone
+    whole = {"tokens": encode.write_part, "shards": shard_writer.contiguous_file}
+
+    def lost(*arguments: Any) -> None:
+        written = []
+
+        def write(path: Path, *values: Any, **named: Any) -> Any:
+            written.append(path)
+            if len(written) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return whole[stage](path, *values, **named)
+
+        where = (encode, "write_part") if stage == "tokens" else (shard_writer, "contiguous_file")
+        monkeypatch.setattr(*where, write)
+        made(*arguments)
+
+    others = [start(made, out, source, Builders(other, COUNT)) for other in range(COUNT) if other != rank]
+    assert ended([start(lost, out, source, Builders(rank, COUNT))]) == [-signal.SIGKILL]
+    assert not (out / "manifest.json").exists()
+    assert all(other.is_alive() for other in others)
+    assert ended([start(made, out, source, Builders(rank, COUNT)), *others]) == [0, 0, 0]
+    assert files(out) == files(one)
+
+
+def test_a_machine_makes_its_own_files_only(tmp_path: Path, text: Path, alone: tuple[Path, Path]) -> None:
+    out = tmp_path / "made"
+    last = start(tokenize, out, text, Builders(1, 2))
+    first = start(tokenize, out, text, Builders(0, 2))
+    assert ended([first, last]) == [0, 0]
+    number = len(list(out.glob("tokens_training_*")))
+    for path in out.glob("tokens_*"):
+        path.unlink()
+    (out / "manifest.json").unlink()
+    first = start(tokenize, out, text, Builders(0, 2))
+    try:
+        wait_until(lambda: len(list(out.glob("tokens_training_*[02468].hdf5"))) == (number + 1) // 2, timeout_s=60)
+        assert not list(out.glob("tokens_training_*[13579].hdf5"))
+    finally:
+        first.kill()
+        first.join()
+
+
+def test_the_commands_meet_by_the_rank_in_their_environment(tmp_path: Path, text: Path) -> None:
+    """And a machine that comes when all is done has nothing to do."""
+    words = ("--source", text, "--vocab-size", 300, "--builders", 2, "--out", tmp_path / "o")
+    command = [sys.executable, "-m", "stages.tokenize", *map(str, words)]
+
+    def run(rank: int) -> subprocess.Popen[str]:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        environment = {**os.environ, "PET_NODE_RANK": str(rank)}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)  # type: ignore[call-overload, no-any-return]
+
+    second, first = run(1), run(0)
+    said, _ = first.communicate(timeout=120)
+    assert "documents and" in said
+    said, errors = second.communicate(timeout=120)
+    assert (first.returncode, second.returncode) == (0, 0), errors
+    assert "machine 1 of 2 has made its part" in said or "complete already" in errors
+    again = run(1)
+    assert "complete already" in again.communicate(timeout=120)[1]
+    refused = run(2)
+    said, errors = refused.communicate(timeout=120)
+    ran = subprocess.CompletedProcess(command, refused.returncode, said, errors)
+    assert_one_line_error(ran, "this machine's rank is 2; allowed with --builders 2: 0 to 1")
+
+
+def test_what_is_complete_is_not_waited_for(tmp_path: Path, text: Path, alone: tuple[Path, Path]) -> None:
+    with pytest.raises(AlreadyComplete):
+        tokenize(alone[0], text, Builders(1, 2))
+    assert plans.PLAN not in os.listdir(alone[1])
