@@ -19,8 +19,8 @@ from benchmarks.results import Result, say
 from benchmarks.work import ROOT
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import HostCopy
-from trainer.config import ModelConfig
 from trainer.devices.cpu import CpuDevice
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining, has_weight_decay
 from trainer.optim.adamw import AdamW
 from trainer.optim.parameters import FlatParameters

@@ -42,7 +42,7 @@ def make(directory: Path, *, small: bool) -> None:
 
     from trainer.checkpoint.manager import CheckpointManager
     from trainer.checkpoint.snapshot import Snapshot
-    from trainer.config import ModelConfig
+    from trainer.model_config import ModelConfig
     from trainer.models.bert import BertForPreTraining
     from trainer.state import TrainState
 

@@ -21,8 +21,8 @@ from stages.directory.manifest import Identity
 from stages.shard import STATIC, ShardOptions
 from stages.text.corpus import TokenizeOptions
 from stages.text.patterns import split
-from trainer.config import ModelConfig
 from trainer.data.mask_rate import MaskRate
+from trainer.model_config import ModelConfig
 from trainer.optim.schedule import STABLE_SCHEDULES
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from stages.directory.manifest import StageDirectory
 from stages.evaluation.frequencies import characters, count_pieces, frequency_scores
 from stages.evaluation.prompts import suggest
 from trainer.checkpoint.format import read_tensors
-from trainer.config import ModelConfig
 from trainer.data.bert_batch import IGNORED
 from trainer.data.order import Samples, shuffled
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining, has_next_sentence_head
 from trainer.parallel.fp32_sums import at_least_fp32
 

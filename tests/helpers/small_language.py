@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.config import ModelConfig, TrainConfig
+from trainer.config import TrainConfig
 from trainer.data.bert_batch import BertBatch
 from trainer.data.mask_rate import MaskRate
 from trainer.data.masking import Masking
@@ -20,6 +20,7 @@ from trainer.data.vocabulary import VOCABULARY_FILE
 from trainer.devices.cpu import CpuDevice
 from trainer.launch.preemption import Interruptions
 from trainer.loop import Trainer
+from trainer.model_config import ModelConfig
 from trainer.models.base import Model
 from trainer.parallel.mesh import Mesh
 from trainer.run import Run

@@ -22,10 +22,10 @@ from stages.evaluation.bert import load_model
 from stages.evaluation.blimp import Blimp, load_tokenizer, pseudo_log_likelihoods, read_pairs
 from stages.tokens.wordpiece import save_tokenizer
 from tests.helpers.support import MODEL, assert_one_line_error, forked
-from trainer.config import ModelConfig
 from trainer.data.vocabulary import MASK, SPECIAL_TOKENS, read_vocabulary
 from trainer.devices.base import Device
 from trainer.devices.cpu import CpuDevice
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
 
 WORDS = [

@@ -20,10 +20,10 @@ from stages.evaluation.frequencies import characters, count_pieces, frequency_sc
 from stages.statistics import rows
 from stages.statistics.rows import evenly_spaced
 from tests.helpers.support import MODEL, VOCAB, synthetic_rows
-from trainer.config import ModelConfig
 from trainer.data.file_names import HELD_OUT_SHARDS
 from trainer.data.shards import LENGTHS_KEY, MASKED_KEYS, ShardSet, write_shard
 from trainer.devices.cpu import CpuDevice
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
 
 Arrays = dict[str, np.ndarray]

@@ -23,8 +23,8 @@ from stages.view import facts
 from tests.helpers.runs import write_stage
 from tests.helpers.small_language import train_here
 from tests.helpers.support import forked
-from trainer.config import ModelConfig
 from trainer.data.shards import write_shard
+from trainer.model_config import ModelConfig
 
 transformers = pytest.importorskip("transformers")
 

@@ -20,8 +20,8 @@ from tests.helpers.support import (
     tensors,
     train,
 )
-from trainer.config import ModelConfig
 from trainer.data.shards import NEXT_SENTENCE_KEY, ShardSet, write_shard
+from trainer.model_config import ModelConfig
 from trainer.workloads.bert import BertWorkload
 
 HEAD = ("bert.pooler.", "cls.seq_relationship.")

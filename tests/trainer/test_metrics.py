@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers.known_peak import PEAK_FLOPS_PER_S
 from tests.helpers.support import VOCAB, Workers, metrics, options
 from tests.trainer.data.test_packed import write_both
-from trainer.config import ModelConfig
 from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet, write_shard
 from trainer.devices.cpu import CpuOperations
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
 from trainer.workloads.bert import BertWorkload
 

@@ -25,9 +25,9 @@ from tests.helpers.support import (
     write_model_config,
 )
 from trainer.checkpoint.format import MASTER
-from trainer.config import ModelConfig
 from trainer.data.shards import write_shard
 from trainer.devices.cpu import CpuDevice, CpuOperations
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertBatch, BertForPreTraining
 from trainer.models.operations import Operations
 from trainer.optim.parameters import FlatParameters, SeparateParameters

@@ -22,11 +22,11 @@ from tests.helpers.support import (
     write_dataset,
     write_model_config,
 )
-from trainer.config import ModelConfig
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet, write_shard
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
 
 STEPS = 50

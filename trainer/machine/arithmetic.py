@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from trainer.config import ModelConfig
 from trainer.data.batch import Batch
 from trainer.data.bert_batch import IGNORED
 from trainer.devices.base import Device
 from trainer.machine.subject import Finding, Subject, differing, fetch, program, relative_error
+from trainer.model_config import ModelConfig
 from trainer.models.operations import Operations
 from trainer.parallel.fp32_sums import Embedding, LayerNorm
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from trainer.config import ModelConfig, TrainConfig
+from trainer.config import TrainConfig
 from trainer.devices.base import Device
 from trainer.launch.preemption import Interruptions
 from trainer.loop import Trainer
+from trainer.model_config import ModelConfig
 from trainer.parallel.mesh import Mesh
 from trainer.run import Run
 from trainer.workloads.base import Workload

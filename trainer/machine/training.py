@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from common.process import available_cores
 from trainer.checkpoint.resume_point import checkpoint_directory
-from trainer.config import ModelConfig
 from trainer.data.bert_batch import IGNORED
 from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
 from trainer.devices.cpu import CpuDevice
 from trainer.machine.subject import Finding, Subject, fetch, trained_steps, trainer_of
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
 from trainer.models.operations import Operations
 from trainer.optim.parameters import Parameters

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainer.config import ModelConfig
 from trainer.data.bert_batch import IGNORED, BertBatch
+from trainer.model_config import ModelConfig
 from trainer.models.base import Model
 from trainer.models.initial import InitialValues
 from trainer.models.operations import AttentionMask, Operations

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from common.errors import UserError
-from trainer.config import ModelConfig
+from trainer.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from common.errors import UserError
 from common.options import check, option
-from trainer.config import PRESETS, ModelConfig
 from trainer.data.identity import content_identity
 from trainer.data.mask_rate import MaskRate
 from trainer.data.masking import DynamicMasking, Masking
 from trainer.data.reader import BatchReader
 from trainer.data.shards import NEXT_SENTENCE_KEY, ShardSet
 from trainer.data.vocabulary import VOCABULARY_FILE, Vocabulary, read_vocabulary
+from trainer.model_config import PRESETS, ModelConfig
 from trainer.models.bert import (
     OUTPUT_BIAS,
     WORD_EMBEDDINGS,

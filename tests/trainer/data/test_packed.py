@@ -16,13 +16,13 @@ from stages.evaluation.bert import evaluate
 from stages.examples.form import RowCapacity
 from stages.examples.packing import pack, pack_masked, pack_tokens
 from tests.helpers.support import MODEL, losses, metrics, synthetic_rows, train, write_model_config
-from trainer.config import ModelConfig
 from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import LENGTHS_KEY, ShardSet, write_shard
 from trainer.devices.cpu import CpuDevice, CpuOperations
 from trainer.devices.cuda import CudaOperations
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
 from trainer.models.operations import Operations
 

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.errors import UserError
 from tests.helpers.support import MODEL, synthetic_rows
 from tests.trainer.models.test_bert import batch_of
-from trainer.config import ModelConfig
 from trainer.data.batch import Batch
 from trainer.data.bert_batch import BertBatch
 from trainer.data.loader import Step
 from trainer.data.order import Samples
 from trainer.devices.cuda import CudaDevice, CudaOperations
 from trainer.loop import Trainer
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
 from trainer.models.mlp import ImageBatch
 from trainer.models.operations import Operations

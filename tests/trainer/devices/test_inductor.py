@@ -10,8 +10,8 @@ import torch
 
 from tests.helpers.support import MODEL, synthetic_rows
 from tests.trainer.models.test_bert import batch_of
-from trainer.config import ModelConfig
 from trainer.devices.inductor import Inductor
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.helpers.support import MODEL, synthetic_rows
-from trainer.config import PRESETS, ModelConfig
 from trainer.data.bert_batch import IGNORED, BertBatch
+from trainer.model_config import PRESETS, ModelConfig
 from trainer.models.bert import BertForPreTraining, has_weight_decay
 
 transformers = pytest.importorskip("transformers")

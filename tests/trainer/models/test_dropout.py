@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.helpers.support import MODEL, synthetic_rows
-from trainer.config import ModelConfig
 from trainer.data.bert_batch import BertBatch
 from trainer.devices.cpu import CpuOperations
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
 
 transformers = pytest.importorskip("transformers")

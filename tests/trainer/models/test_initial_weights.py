@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.chance import assert_mean_zero, assert_uncorrelated
-from trainer.config import PRESETS, ModelConfig
+from trainer.model_config import PRESETS, ModelConfig
 from trainer.models.base import Model
 from trainer.models.bert import BertForPreTraining
 from trainer.models.mlp import MLP

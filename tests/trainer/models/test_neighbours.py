@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.helpers.support import synthetic_rows
-from trainer.config import ModelConfig
 from trainer.data.shards import ShardSet, write_shard
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
 from trainer.parallel.tensor import TensorParallel
 from trainer.registry import INITIAL_ATTENTION

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.helpers.support import MODEL
-from trainer.config import ModelConfig
 from trainer.devices.cpu import CpuDevice
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining, has_weight_decay
 from trainer.optim.adamw import AdamW
 from trainer.optim.lamb import Lamb

@@ -11,7 +11,7 @@ import torch
 from common.errors import UserError
 from tests.helpers.support import ROOT
 from trainer.checkpoint.interop.names import parameter_shapes
-from trainer.config import PRESETS, ModelConfig
+from trainer.model_config import PRESETS, ModelConfig
 from trainer.models.bert import BertForPreTraining
 from trainer.parallel.plan import padded_length, padded_shape, require_divisible, share, split_of, stored_shape
 

@@ -19,8 +19,8 @@ from tests.helpers.support import (
     train,
     write_model_config,
 )
-from trainer.config import ModelConfig
 from trainer.devices.cpu import CpuDevice
+from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
 from trainer.parallel.tensor import TensorParallel
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from common.errors import CheckpointError
-from trainer.config import ModelConfig
+from trainer.model_config import ModelConfig
 from trainer.models.bert import has_weight_decay
 
 #: Alias of a tied parameter → its name in `BertForPreTraining.named_parameters`.
