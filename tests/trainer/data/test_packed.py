@@ -117,6 +117,7 @@ def test_loss_and_gradients_are_those_of_sequences_apart(tmp_path: Path, operati
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_xla")
 def test_packed_rows_train_alike_however_they_are_computed(tmp_path: Path) -> None:
     """One worker, two, two that share the model, XLA (with static shapes, and no graph but the first two)."""
     for shard in (0, 1):
