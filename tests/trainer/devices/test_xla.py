@@ -45,6 +45,7 @@ def test_the_loss_curve_is_the_cpus(data: Path, model: Path, tmp_path: Path, pre
         np.testing.assert_allclose(losses(out), expected, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
     data: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_measuring_the_steps_of_a_budget_compiles_the_graphs_of_the_training(
     assert [record["compiled_graphs"] for record in metrics(whole)][2:] == [2, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "optimizer"), [("bf16-sr", "LAMB"), ("bf16-master", "AdamW"), ("bf16-sr", "Muon")]
 )
