@@ -172,7 +172,7 @@ def test_a_machine_that_computes_wrongly_is_not_compiled_for(
     ("workers", "more", "words"),
     [
         (1, {"precision": "fp64"}, ["precision fp64 on neuron-native"]),
-        (3, {}, ["asks for NeuronCore 2, but torch sees 2"]),
+        (3, {"spawn": 3}, ["asks for NeuronCore 2, but torch sees 2"]),
         (1, {"device": "neuron-xla"}, ["device neuron-xla, but torch-neuronx 2.14.3.0.1 is native", "choose device"]),
     ],
 )
