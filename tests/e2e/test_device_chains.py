@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from tests.helpers.chain import Chain
 from tests.helpers.killer import check_end, digest, torment
-from tests.helpers.support import fork_server, metrics
+from tests.helpers.support import metrics
 from tests.standins.neuron_native.machine import native_machine
 
 
@@ -62,8 +61,7 @@ def test_the_native_lane_trains_the_graphs_that_precompile_compiled(native: Chai
 def test_random_kills_change_nothing_on_the_native_lane(native: Chain, tensor_parallel_size: int) -> None:
     words = ["--Cluster-device", "neuron", "--Cluster-nproc-per-node", "2", "--Cluster-self-test", "false"]
     words += ["--Cluster-tensor-parallel-size", str(tensor_parallel_size)]
-    with fork_server(PYTHONPATH=os.environ["PYTHONPATH"]):
-        native.run("BertPhase2", *words)
+    native.run("BertPhase2", *words)
     wanted = digest(native)
     shutil.rmtree(native.work)
     assert torment(native, random.Random(tensor_parallel_size), words, longest_s=5.0, most=6) > 0
