@@ -1,6 +1,6 @@
 # make run     pretrain the embedded default, end to end
 # make test    all tests but the slow ones, which are: make test-slow; both in one run: make test MARK=
-# make check   format, lint, types, taste
+# make check   format, lint, types (make style), that all tests can be collected, taste
 # make bench   every speed claim    make mutants deliberate faults: does the test named for each one fail?
 # make docs    the documentation as a site in build/site
 # make test-newest, make test-lowest: the main job and the contracts with the newest and the lowest versions of packages that
@@ -15,7 +15,7 @@ INSTALL = $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python
 RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
 
-.PHONY: run test test-slow check bench mutants docs test-newest test-lowest constraints clean
+.PHONY: run test test-slow style check bench mutants docs test-newest test-lowest constraints clean
 .DELETE_ON_ERROR:
 
 run: $(RUNTIME)
@@ -31,10 +31,12 @@ test: $(INSTALLED)
 test-slow:
 	$(MAKE) test MARK=slow
 
-check: $(INSTALLED)
+style: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+check: style
 	$(BIN)/python -m pytest --collect-only --no-summary
 	$(BIN)/python -m pytest tests/test_taste.py
 

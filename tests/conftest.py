@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from common import forked
-from tests.helpers.support import command
+from tests.helpers.support import command, fork_server, require_torch_xla, stop_fork_servers
 
 # One thread a process, here and in all that is started: many tests run at the same time. Read when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
 # XLA's compiler for CPUs takes half the time without optimization; the graphs are the same, values differ in rounding.
 # tests/trainer/devices/test_xla.py compiles with it as well.
 os.environ["XLA_FLAGS"] = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
+    "--xla_cpu_enable_fast_math=false"  # added by torch_xla when it is imported: here before XLA_FLAGS is set
 )
 # What a shell has started in the background ignores Ctrl-C, and hands that on to all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,7 +56,7 @@ def scratch() -> Iterator[None]:
     ):
         patch.setenv("TMPDIR", name)
         yield
-        forked.stop()
+        stop_fork_servers()
 
 
 @pytest.fixture
@@ -73,14 +73,27 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 @pytest.fixture(scope="session")
-def native_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The device of the stand-in for native torch-neuronx, compiled once for all processes of a test run."""
+def native_library() -> Path:
+    """The device of the stand-in for native torch-neuronx, compiled once for all test runs with this torch."""
     if shutil.which("g++") is None:
         pytest.skip("g++, which compiles the stand-in for native torch-neuronx, is not installed")
     from tests.standins.neuron_native.machine import build
 
-    base = tmp_path_factory.getbasetemp()
-    return build((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "neuron-native")
+    return build(ROOT / "build" / "neuron-native")
+
+
+#: The variables that torch_xla sets when it is imported.
+SET_BY_TORCH_XLA = {"TF_CPP_MIN_LOG_LEVEL": "1", "GRPC_VERBOSITY": "ERROR"}
+
+
+@pytest.fixture
+def torch_xla(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands are forked by a server that has imported torch_xla, which takes 5 s."""
+    require_torch_xla()
+    for name, value in SET_BY_TORCH_XLA.items():
+        monkeypatch.setenv(name, value)
+    with fork_server("torch_xla"):
+        yield
 
 
 @pytest.fixture(scope="session")

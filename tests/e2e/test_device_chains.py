@@ -16,8 +16,8 @@ from tests.standins.neuron_native.machine import native_machine
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_xla")
 def test_both_phases_train_on_xla_and_compile_only_what_precompile_listed(tmp_path: Path) -> None:
-    pytest.importorskip("torch_xla")
     chain = Chain(tmp_path)
     done = chain.run("BertPhase2", "--Cluster-device", "xla")
     assert "warning: graph" not in done.stderr

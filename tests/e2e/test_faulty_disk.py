@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from common.files import sweep_temporaries
-from common.forked import stop
 from tests.e2e.test_failpoints import TRAINING, outputs
 from tests.helpers.chain import write_corpus
 from tests.helpers.support import (
@@ -21,6 +20,7 @@ from tests.helpers.support import (
     assert_same_bytes,
     assert_workers_error,
     command,
+    fork_server,
     forked,
     train,
     write_dataset,
@@ -39,11 +39,9 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     library = tmp_path_factory.mktemp("shim") / "faulty_io.so"
     source = ROOT / "tests" / "helpers" / "faulty" / "io.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, fork_server(LD_PRELOAD=str(library)):
         patch.setenv("LD_PRELOAD", str(library))
-        stop()  # the next command starts a new fork server, with the library
         yield
-    stop()
 
 
 def faulty(prefix: Path, n: int) -> dict[str, str]:

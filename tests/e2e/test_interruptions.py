@@ -27,6 +27,8 @@ from tests.helpers.support import (
     write_model_config,
 )
 
+pytestmark = pytest.mark.slow
+
 #: Enough steps that a signal sent when the first are done arrives in the middle.
 LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "500")
 #: (workers, how many of them share a model)
@@ -183,7 +185,6 @@ def test_a_killed_launcher_loses_no_step(prepared, start) -> None:  # type: igno
     assert recorded == list(range(1, len(recorded) + 1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_killed_worker_is_replaced_and_the_bytes_are_the_same(prepared, start, tmp_path: Path, size: int) -> None:  # type: ignore[no-untyped-def]
     token = tmp_path / "token"
@@ -203,7 +204,6 @@ def test_a_killed_worker_is_replaced_and_the_bytes_are_the_same(prepared, start,
     assert_same_bytes(killed / "checkpoints" / "ckpt_8", straight / "checkpoints" / "ckpt_8")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_stopped_worker_is_noticed(prepared, start, tmp_path: Path, size: int) -> None:  # type: ignore[no-untyped-def]
     token = tmp_path / "token"
@@ -231,7 +231,6 @@ def test_a_crash_loop_ends_with_the_workers_own_traceback(prepared, start) -> No
     assert 'trainer/loop.py", line' in last
 
 
-@pytest.mark.slow
 def test_of_100_simultaneous_starts_one_runs(prepared: Chain, tmp_path: Path) -> None:
     words = [*LUIGI, "Pretrain", "--phase", "1", *LONG, "--Phase1-lr", "0.006"]
     environment = {**os.environ, "LUIGI_CONFIG_PATH": str(prepared.config)}

@@ -79,8 +79,8 @@ def test_it_is_complete_and_predicts(ran: tuple[Chain, str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_xla")
 def test_on_xla_it_compiles_only_what_precompile_listed(tmp_path: Path) -> None:
-    pytest.importorskip("torch_xla")
     chain = Chain(tmp_path)
     chain.config.write_text(chain.config.read_text().replace("[dataset]\n", OFF))
     assert "warning: graph" not in chain.run("BertPhase2", "--Cluster-device", "xla").stderr

@@ -70,12 +70,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_xla")
 @pytest.mark.parametrize("device", ["xla", "neuron"])
 def test_the_chain_trains_and_evaluates_on_an_xla_device(images: Path, tmp_path: Path, device: str) -> None:
     """torch_xla is the real one, on the CPU; neuron is the real device file over a stand-in machine. The accuracy is
     that of the same checkpoint, evaluated on the CPU."""
-    pytest.importorskip("torch_xla")
-    env = neuron_machine.machine(tmp_path / "machine")
+    env = neuron_machine.machine(tmp_path / "machine") if device == "neuron" else {}
     done = luigi(tmp_path / "work", "--Cluster-device", device, env=env, **{**SMALL, "url": images})
     assert f"device {device}" in done.stderr, done.stderr
     evaluated = counts(tmp_path / "work", "evaluate_mlp")

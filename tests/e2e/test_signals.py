@@ -20,6 +20,8 @@ from stages.directory.lock import hold
 from tests.helpers.chain import Chain, prepared_chain, start_luigi, wait_until
 from tests.helpers.luigid import luigid
 
+pytestmark = pytest.mark.slow
+
 #: Trains until it is stopped.
 LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "0")
 WORKERS = ("--workers", "2")

@@ -14,6 +14,7 @@ from tests.helpers.chain import Chain
 from tests.helpers.support import ROOT
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_in_an_empty_folder(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="pip install hatchling, which builds the wheel")
     build = ("-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path))

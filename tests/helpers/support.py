@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -9,12 +11,15 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
+import common.forked as fork_client
 from common.forked import PRELOADED, Forked, NewInterpreter, start, start_python
 from common.process import free_port
 from trainer.data.shards import write_shard
@@ -87,10 +92,46 @@ def command(*words: str, env: dict[str, str] | None = None, timeout: float = 590
     return subprocess.CompletedProcess(list(words), status, *texts)
 
 
-def start_fork_server() -> None:
-    """One for all that a process of the test run starts: it has imported torch, and what luigi imports."""
+def start_fork_server(*modules: str) -> None:
+    """One for all that a process of the test run starts: it has imported torch, what luigi imports, and `modules`."""
     libraries = ("requests", "jsonschema", "jinja2", "tenacity", "tornado.ioloop", "prometheus_client", "yaml", "tqdm")
-    start((*PRELOADED, *libraries))
+    start((*PRELOADED, *libraries, *modules))
+
+
+def require_torch_xla() -> None:
+    """Skip the test without torch_xla, which is not imported here: that takes 5 s."""
+    if importlib.util.find_spec("torch_xla") is None:
+        pytest.skip("torch_xla is not installed")
+
+
+#: Servers of `fork_server` that are kept, by what they have imported.
+_kept: dict[tuple[str, ...], Any] = {}
+
+
+@contextlib.contextmanager
+def fork_server(*modules: str, **environment: str) -> Iterator[None]:
+    """Commands with the variables `environment` are forked in the block by a server of their own, which has imported
+    `modules` as well. Without variables it is kept for the next block."""
+    before, fork_client._client = fork_client._client, None if environment else _kept.get(modules)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            start_fork_server(*modules)
+        yield
+    finally:
+        if environment:
+            fork_client.stop()
+        else:
+            _kept[modules] = fork_client._client
+        fork_client._client = before
+
+
+def stop_fork_servers() -> None:
+    """End all of this process."""
+    for client in (fork_client._client, *_kept.values()):
+        fork_client._client = client
+        fork_client.stop()
 
 
 class Workers:

@@ -20,6 +20,7 @@ from tests.helpers.support import (
     command,
     losses,
     options,
+    require_torch_xla,
     tensors,
     train,
     write_dataset,
@@ -48,8 +49,8 @@ def precompile(out: Path, device: str, *trial: str, env: dict[str, str] | None =
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_xla")
 def test_the_graphs_of_xla_are_those_that_training_meets(work: dict[str, object], tmp_path: Path) -> None:
-    pytest.importorskip("torch_xla")
     out = tmp_path / "compiled"
     done = precompile(out, "xla", "-m", "trainer", *options(**work, device="xla"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -97,7 +98,7 @@ def test_a_trial_writes_nothing_and_believes_no_loss(work: dict[str, object], tm
 @pytest.mark.slow
 def test_neurons_graphs_are_those_that_training_meets(small: dict[str, object], tmp_path: Path) -> None:
     """The device's own file, over a stand-in machine. The user's flags stay; the user's cache is not the stage's."""
-    pytest.importorskip("torch_xla")
+    require_torch_xla()
     out, env = tmp_path / "out", {**machine(tmp_path / "machine"), "NEURON_CC_FLAGS": "-O1 --cache_dir=/nowhere"}
     given = options(**small)
     done = precompile(out, "neuron", "-m", "trainer", *given, env=env)
@@ -132,7 +133,7 @@ def test_neurons_graphs_are_those_that_training_meets(small: dict[str, object], 
 def test_two_nodes_compile_into_caches_of_their_own(small: dict[str, object], tmp_path: Path) -> None:
     """The first is complete only when the second has compiled, too. (Each has a trial of its own here, one after the
     other: the stand-in's cores cannot meet.)"""
-    pytest.importorskip("torch_xla")
+    require_torch_xla()
     out, env = tmp_path / "out", machine(tmp_path / "machine")
     words = [sys.executable, "-m", "stages.precompile", "--out", str(out), "--device", "neuron", "--nodes", "2", "--"]
     words += ["-m", "trainer", *options(**small)]
@@ -161,7 +162,7 @@ def test_two_nodes_compile_into_caches_of_their_own(small: dict[str, object], tm
 @pytest.mark.slow
 def test_a_graph_that_did_not_compile_is_one_line_and_compiled_later(small: dict[str, object], tmp_path: Path) -> None:
     """Even if the compiler was killed, and has left its lock in the stage's cache."""
-    pytest.importorskip("torch_xla")
+    require_torch_xla()
     out, env = tmp_path / "out", machine(tmp_path / "machine")
     trial = ("-m", "trainer", *options(**small))
     failed = precompile(out, "neuron", *trial, env={**env, "UNCOMPILED": "MODULE_1+abc"})
@@ -173,6 +174,7 @@ def test_a_graph_that_did_not_compile_is_one_line_and_compiled_later(small: dict
     assert f"removed {lock}" in done.stderr
 
 
+@pytest.mark.usefixtures("torch_xla")
 def test_a_trial_that_fails_is_one_line_more(work: dict[str, object], tmp_path: Path) -> None:
     wrong = options(**work, device="xla", tensor_parallel_size=2)
     done = precompile(tmp_path / "out", "xla", "-m", "trainer", *wrong)

@@ -11,7 +11,15 @@ import pytest
 
 from tests.helpers.neuron_machine import hardware, machine
 from tests.helpers.support import VOCAB as IDS
-from tests.helpers.support import assert_one_line_error, command, forked, options, train, write_dataset
+from tests.helpers.support import (
+    assert_one_line_error,
+    command,
+    forked,
+    options,
+    require_torch_xla,
+    train,
+    write_dataset,
+)
 
 GIVEN = {"batch_size": 4, "grad_accum_usteps": 1, "max_steps": 2, "warmup_steps": 1, "max_pred_len": 5}
 TINY = {"model": "tiny", "vocab_size": IDS, "device": "cpu", **GIVEN}
@@ -74,7 +82,7 @@ def test_local_rank_is_taken(data: Path, model: Path, tmp_path: Path, name: str)
 
 
 def test_auto_is_the_machines_neuron_cores(data: Path, model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torch_xla")
+    require_torch_xla()
     given = {"data_dir": data, "model_config": model, **GIVEN, "precision": "fp32", "max_steps": 1, "warmup_steps": 0}
     env = machine(tmp_path / "machine")
     done = command("-m", "trainer", *options(**given, output_dir=tmp_path / "neuron"), env=env)

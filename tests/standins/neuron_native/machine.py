@@ -7,8 +7,10 @@ host's memory. The code under test runs whole; not real are the arithmetic units
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -29,6 +31,20 @@ def from_name(cls, name):
 
 metadata.Distribution.from_name = classmethod(from_name)
 """
+#: A command that a server forks imports the package before it begins, in its own environment, as it would with torch.
+#: (Where torch imports a package, the project starts no server; tests do.)
+_FORK = """
+import os, runpy, sys
+
+def run_module(*words, run=runpy.run_module, **named):
+    import torch
+    torch._import_device_backends()
+    return run(*words, **named)
+
+if "common.fork_server" in sys.orig_argv:
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    runpy.run_module = run_module
+"""
 _ENTRY_POINTS = """
 [torch.backends]
 torch_neuronx = torch_neuronx:_autoload
@@ -38,9 +54,10 @@ neuron = torch_neuronx:_compile
 
 
 def build(folder: Path) -> Path:
-    """Compile device.cpp into `folder`, once for all processes that name it; returns the module."""
+    """Compile device.cpp into `folder`, once for all processes that name it; returns the module. It takes 30 s."""
     folder.mkdir(parents=True, exist_ok=True)
-    module = folder / "_device.so"
+    known_by = f"{torch.__version__} {sys.version} {(_HERE / 'device.cpp').read_text()}"
+    module = folder / f"_device-{hashlib.sha256(known_by.encode()).hexdigest()[:10]}.so"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not module.exists():
@@ -74,5 +91,5 @@ def native_machine(folder: Path, module: Path, *, cores: int = 2) -> dict[str, s
     (site / "torch.py").unlink()
     install_package(site, "neuronx_cc", "2.28.7631.0", "Stand-in.")
     install_package(site, "nki", "0.7.0", "Stand-in.")
-    (site / "sitecustomize.py").write_text(_HIDE)
+    (site / "sitecustomize.py").write_text(_HIDE + _FORK)
     return {**hardware(folder, cores=[cores]), "STANDIN_CORES": str(cores)}

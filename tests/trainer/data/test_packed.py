@@ -222,6 +222,7 @@ def test_one_graph_computes_micro_batches_of_other_lengths_on_a_gpu(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_xla")
 def test_packed_rows_train_alike_however_they_are_computed(tmp_path: Path) -> None:
     """One worker, two, two that share the model, XLA (with static shapes, and no graph but the first two)."""
     for shard in (0, 1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from tests.helpers.neuron_machine import machine
 from tests.helpers.support import (
     assert_one_line_error,
     command,
+    fork_server,
     losses,
     options,
+    require_torch_xla,
     train,
     write_dataset,
     write_model_config,
@@ -25,14 +28,24 @@ from trainer.devices.neuron_native import NeuronNativeDevice
 
 
 @pytest.fixture
-def native(tmp_path: Path, native_library: Path) -> dict[str, str]:
+def autoloading(tmp_path: Path, native_library: Path) -> dict[str, str]:
+    """A machine on which each command is a new interpreter."""
     return native_machine(tmp_path / "machine", native_library)
 
 
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory, native_library: Path) -> Iterator[dict[str, str]]:
+    """A machine whose commands are forked, and then import the package."""
+    env = native_machine(tmp_path_factory.mktemp("machine"), native_library)
+    with fork_server(PYTHONPATH=env["PYTHONPATH"]):
+        yield env
+
+
 def train_there(env: dict[str, str], workers: int = 1, **given: object) -> subprocess.CompletedProcess[str]:
-    """`python -m trainer` in a new process, since the packages are found when torch is imported."""
-    spawned = {"spawn": workers} if workers > 1 else {}
-    return command("-m", "trainer", *options(**spawned, **given), env=env)
+    """`python -m trainer` on that machine, its workers started as torchrun would, or by --spawn if that is `given`."""
+    if workers > 1 and "spawn" not in given:
+        return train(workers, env=env, **given)
+    return command("-m", "trainer", *options(**given), env=env)
 
 
 @pytest.fixture
@@ -50,7 +63,7 @@ def work(tmp_path: Path) -> dict[str, object]:
     [
         (1, {"compile": True}),
         (1, {"optimizer": "Muon"}),
-        (2, {}),
+        (2, {"spawn": 2}),
         (2, {"tensor_parallel_size": 2}),
         (2, {"data_parallel": "ddp"}),
     ],
@@ -62,7 +75,7 @@ def test_the_losses_are_the_cpus(
     """Without dropout, of which each device has its own."""
     replicas = workers // int(str(more.get("tensor_parallel_size", 1)))
     given = {**work, "disable_dropout": True, "optimizer": more.get("optimizer", "AdamW")}
-    assert train(**given, device="cpu", output_dir=tmp_path / "cpu").returncode == 0
+    assert train(env=native, **given, device="cpu", output_dir=tmp_path / "cpu").returncode == 0
     done = train_there(
         native, workers, **{**given, **more, "grad_accum_usteps": 2 // replicas}, device="neuron",
         output_dir=tmp_path / "neuron",
@@ -77,7 +90,7 @@ def test_the_losses_are_the_cpus(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draws_on_host", ["0", "1"])
-def test_dropout_is_seeded_whichever_generator_it_draws_from(native: dict[str, str], draws_on_host: str) -> None:
+def test_dropout_is_seeded_whichever_generator_it_draws_from(autoloading: dict[str, str], draws_on_host: str) -> None:
     program = """
 from types import SimpleNamespace
 import torch
@@ -88,7 +101,7 @@ subject = SimpleNamespace(device=device, devices={"eager": device})
 findings = [*check_dropout_rate(subject), *check_dropout_independence(subject)]
 print(len(findings), [finding for finding in findings if not finding.passed])
 """
-    done = command("-c", program, env={**native, "STANDIN_DRAWS_ON_HOST": draws_on_host})
+    done = command("-c", program, env={**autoloading, "STANDIN_DRAWS_ON_HOST": draws_on_host})
     assert done.stdout == "22 []\n", done.stdout + done.stderr
 
 
@@ -107,13 +120,13 @@ def test_operations_on_the_cpu_are_refused_unless_they_are_named(
 
 @pytest.mark.slow
 def test_precompile_is_a_warm_up_whose_graphs_training_is_held_to(
-    native: dict[str, str], work: dict[str, object], tmp_path: Path
+    autoloading: dict[str, str], work: dict[str, object], tmp_path: Path
 ) -> None:
     out = tmp_path / "compiled"
     given = {**work, "device": "neuron", "compile": True}
     done = command(
         "-m", "stages.precompile", "--out", str(out), "--device", "neuron", "--compile", "--no-self-test", "--", "-m",
-        "trainer", *options(**given), env={**native, "TORCH_NEURONX_NEFF_CACHE_DIR": "/nowhere"},
+        "trainer", *options(**given), env={**autoloading, "TORCH_NEURONX_NEFF_CACHE_DIR": "/nowhere"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     cache, graphs = out / "cache", out / "graphs.json"
@@ -122,12 +135,12 @@ def test_precompile_is_a_warm_up_whose_graphs_training_is_held_to(
     times = [path.stat().st_mtime_ns for path in compiled]
 
     held = {**given, "graphs": graphs, "compile_cache": cache}
-    trained = train_there(native, **held, output_dir=tmp_path / "same")
+    trained = train_there(autoloading, **held, output_dir=tmp_path / "same")
     assert trained.returncode == 0, trained.stdout
     assert "warning" not in trained.stdout
     assert sorted((cache / "node-0" / "neff").rglob("model.neff")) == compiled
     assert times == [path.stat().st_mtime_ns for path in compiled]
-    other = train_there(native, **{**held, "batch_size": 2}, output_dir=tmp_path / "other")
+    other = train_there(autoloading, **{**held, "batch_size": 2}, output_dir=tmp_path / "other")
     assert "is not in" in other.stdout, other.stdout
 
 
@@ -159,7 +172,7 @@ def test_a_machine_that_computes_wrongly_is_not_compiled_for(
     ("workers", "more", "words"),
     [
         (1, {"precision": "fp64"}, ["precision fp64 on neuron-native"]),
-        (3, {}, ["asks for NeuronCore 2, but torch sees 2"]),
+        (3, {"spawn": 3}, ["asks for NeuronCore 2, but torch sees 2"]),
         (1, {"device": "neuron-xla"}, ["device neuron-xla, but torch-neuronx 2.14.3.0.1 is native", "choose device"]),
     ],
 )
@@ -177,7 +190,7 @@ def test_what_the_lane_cannot_do_is_refused(
 
 @pytest.mark.slow
 def test_the_native_lane_is_not_trained_with_the_other_ones_packages(work: dict[str, object], tmp_path: Path) -> None:
-    pytest.importorskip("torch_xla")
+    require_torch_xla()
     refused = train_there(machine(tmp_path / "machine"), **work, device="neuron-native", output_dir=tmp_path / "out")
     assert_one_line_error(refused, "device neuron-native, but torch-neuronx 2.9", "choose device neuron-xla")
 
@@ -195,7 +208,7 @@ def test_losses_are_scaled_by_powers_of_two_before_the_backward_pass() -> None:
 
 
 @pytest.mark.slow
-def test_the_device_is_not_used_before_the_process_group(native: dict[str, str]) -> None:
+def test_the_device_is_not_used_before_the_process_group(autoloading: dict[str, str]) -> None:
     """As AWS asks; the stand-in counts what has been allocated."""
     program = """
 import torch, torch_neuronx
@@ -205,7 +218,7 @@ from trainer.parallel.mesh import Mesh
 device = select("neuron", Mesh(), DeviceOptions(compile=True))
 print(torch.neuron.max_memory_allocated(), device.torch_device)
 """
-    done = command("-c", program, env=native)
+    done = command("-c", program, env=autoloading)
     assert done.stdout.split() == ["0", "neuron:0"], done.stderr
 
 

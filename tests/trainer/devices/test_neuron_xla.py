@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from common.errors import UserError
+from tests.conftest import SET_BY_TORCH_XLA
 from tests.helpers.neuron_machine import hardware, install_package, install_xla_lane, machine
 from tests.helpers.support import (
     TORCHRUN,
     assert_one_line_error,
     command,
+    fork_server,
     losses,
     options,
+    require_torch_xla,
     write_dataset,
     write_model_config,
 )
@@ -45,6 +49,15 @@ def work(tmp_path: Path) -> list[str]:
         data_dir=data, model_config=model, output_dir=tmp_path / "out", device="neuron", batch_size=4,
         grad_accum_usteps=2, max_steps=3, warmup_steps=1, max_pred_len=5,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forked_there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A machine whose commands are forked by a server that has imported torch_xla."""
+    require_torch_xla()
+    env = machine(tmp_path_factory.mktemp("machine"))
+    with fork_server("torch_xla", PYTHONPATH=env["PYTHONPATH"]):
+        yield {**SET_BY_TORCH_XLA, **env}
 
 
 #: Flags of ours, as for a stage that has a cache.
@@ -148,12 +161,14 @@ def test_hardware_that_does_not_round_is_refused(precision: str, monkeypatch: py
 
 
 @pytest.mark.slow
-def test_autocast_computes_the_same_without_the_hardware(work: list[str], tmp_path: Path) -> None:
+def test_autocast_computes_the_same_without_the_hardware(
+    forked_there: dict[str, str], work: list[str], tmp_path: Path
+) -> None:
     """With `autocast-sr` our graphs are those of `autocast`; XLA's CPU does not round stochastically."""
-    env, curves = machine(tmp_path), []
+    curves = []
     for precision in ("autocast", "autocast-sr"):
         out = tmp_path / precision
-        done = command("-m", "trainer", *work, "--precision", precision, "--output_dir", str(out), env=env)
+        done = command("-m", "trainer", *work, "--precision", precision, "--output_dir", str(out), env=forked_there)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"NEURON_RT_STOCHASTIC_ROUNDING_EN={int(precision == 'autocast-sr')};" in done.stdout
         curves.append(losses(out))
@@ -318,25 +333,28 @@ def test_the_device_trains_with_a_stand_in_runtime(work: list[str], tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_workers_meet_through_torch_xla_and_reduce(work: list[str], tmp_path: Path, tensor_parallel_size: int) -> None:
+def test_workers_meet_through_torch_xla_and_reduce(
+    forked_there: dict[str, str], work: list[str], tmp_path: Path, tensor_parallel_size: int
+) -> None:
     """torch_xla's own rendezvous and `xm.all_reduce`, which does nothing where XLA's world is 1: two workers' losses
     are those of one on the CPU, and their weights are compared before a checkpoint."""
     plain = options(precision="fp32", disable_dropout=True)
-    cpu = command("-m", "trainer", *work, *plain, *options(device="cpu", output_dir=tmp_path / "cpu"))
+    cpu = command("-m", "trainer", *work, *plain, *options(device="cpu", output_dir=tmp_path / "cpu"), env=forked_there)
     assert cpu.returncode == 0, cpu.stdout + cpu.stderr
     two = options(
         tensor_parallel_size=tensor_parallel_size, grad_accum_usteps=tensor_parallel_size, output_dir=tmp_path / "two"
     )
-    env = {**machine(tmp_path), "ALL_REDUCES": str(tmp_path / "log")}
+    env = {**forked_there, "ALL_REDUCES": str(tmp_path / "log")}
     done = command(*TORCHRUN, *work, *plain, *two, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "cpu"), rtol=1e-5)
     assert (tmp_path / "log").exists()
 
 
-def test_the_self_test_of_two_workers_passes(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_self_test_of_two_workers_passes(forked_there: dict[str, str], tmp_path: Path) -> None:
     """Through the same rendezvous; nothing of it falls back to another device."""
-    env = {**machine(tmp_path), "ALL_REDUCES": str(tmp_path / "log")}
+    env = {**forked_there, "ALL_REDUCES": str(tmp_path / "log")}
     given = options(debug=True, vocab_size=100, batch_size=2, device="neuron", output_dir=tmp_path / "out")
     done = command("-m", "trainer", "--self-test", "--spawn", "2", *given, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -345,6 +363,7 @@ def test_the_self_test_of_two_workers_passes(tmp_path: Path) -> None:
     assert (tmp_path / "log").exists()
 
 
+@pytest.mark.slow
 def test_a_runtime_that_sees_other_workers_is_refused(work: list[str], tmp_path: Path) -> None:
     """XLA's CPU sees one device in each process: torch_xla's rendezvous calls every worker the only one."""
     env = machine(tmp_path)

@@ -13,7 +13,10 @@ from trainer.devices.xla import XlaDevice
 from trainer.metrics.budget import fixed_steps
 from trainer.parallel.mesh import Mesh
 
-pytest.importorskip("torch_xla")
+pytestmark = pytest.mark.usefixtures("torch_xla")
+
+#: What torch_xla adds to a user's flags when it is imported.
+A_USERS_FLAGS = "--xla_cpu_enable_fast_math=false"
 
 COMMON = {"batch_size": 4, "lr": 3e-3, "warmup_steps": 5, "max_pred_len": 5, "ckpt_interval_steps": 0}
 
@@ -31,16 +34,18 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, flags: str | No
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-8), ("fp32", 1e-4)])
 def test_the_loss_curve_is_the_cpus(data: Path, model: Path, tmp_path: Path, precision: str, tolerance: float) -> None:
     """Other kernels sum in another order: rounding, which 50 steps carry on. Two workers reduce through gloo. One
-    worker compiles as a user's does, with optimization."""
+    worker compiles as a user's does, with optimization, in the precision of users."""
     given = {"precision": precision, "disable_dropout": True, "max_steps": 50}
     expected = losses(run(data, model, tmp_path / "cpu", device="cpu", **given))
     assert expected[-1] < expected[0]
-    for workers, execution, flags in ((1, 2, ""), (2, 1, None)):
+    optimized = A_USERS_FLAGS if precision == "fp32" else None
+    for workers, execution, flags in ((1, 2, optimized), (2, 1, None)):
         out = tmp_path / str(workers)
         run(data, model, out, workers=workers, batches_per_execution=execution, flags=flags, **given)
         np.testing.assert_allclose(losses(out), expected, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
     data: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -78,6 +83,7 @@ def test_measuring_the_steps_of_a_budget_compiles_the_graphs_of_the_training(
     assert [record["compiled_graphs"] for record in metrics(whole)][2:] == [2, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "optimizer"), [("bf16-sr", "LAMB"), ("bf16-master", "AdamW"), ("bf16-sr", "Muon")]
 )

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.chain import one_core, wait_until
-from tests.helpers.support import ROOT, assert_one_line_error, assert_same_bytes, command, metrics, options
+from tests.helpers.support import (
+    ROOT,
+    assert_one_line_error,
+    assert_same_bytes,
+    command,
+    metrics,
+    options,
+    require_torch_xla,
+)
 
 GIVEN = {"batch_size": 4, "grad_accum_usteps": 1, "max_steps": 4, "warmup_steps": 1, "max_pred_len": 5, "lr": 3e-3}
 
@@ -23,7 +31,7 @@ def test_spawned_workers_are_torchruns(
 ) -> None:
     """The same bytes as under torchrun itself."""
     if device == "xla":
-        pytest.importorskip("torch_xla")
+        require_torch_xla()
     given = {"data_dir": data, "model_config": model, "device": device, "data_parallel": data_parallel, **GIVEN}
     spawned, under_torchrun = tmp_path / "spawned", tmp_path / "torchrun"
     with one_core():

@@ -110,9 +110,9 @@ def test_ddp_refuses_it(work: dict[str, object], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_xla")
 def test_xla_sends_them_too(work: dict[str, object], tmp_path: Path) -> None:
     """Through gloo on the host, from separate tensors: the CPU's curve but for the order of sums."""
-    pytest.importorskip("torch_xla")
     given = {**work, "max_steps": 12, "grad_reduce_in_bf16": True}
     cpu, xla = (losses(run(tmp_path / device, 2, **{**given, "device": device})) for device in ("cpu", "xla"))
     np.testing.assert_allclose(xla, cpu, rtol=1e-3)

@@ -63,8 +63,8 @@ def test_with_one_or_two_workers_a_resumed_run_ends_with_the_same_bytes(
         assert got[name].tobytes() == tensor.tobytes(), name
 
 
+@pytest.mark.usefixtures("torch_xla")
 def test_xla_on_the_cpu_is_refused(workloads: dict[str, dict[str, object]], tmp_path: Path) -> None:
-    pytest.importorskip("torch_xla")
     done = train(output_dir=tmp_path / "out", device="xla", data_parallel="ddp", **workloads["mnist"])
     assert_one_line_error(done, "--data_parallel ddp", "xla on CPU", "--data_parallel allreduce")
 

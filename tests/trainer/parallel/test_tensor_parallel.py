@@ -207,9 +207,9 @@ def test_two_ranks_write_little_more_than_half_each(data: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("torch_xla")
 def test_xla_shares_a_model_as_the_cpu_does(data: Path, model: Path, tmp_path: Path) -> None:
     """The same layers over the device's collectives."""
-    pytest.importorskip("torch_xla")
     given = {"precision": "fp64", "disable_dropout": True, "max_steps": 6}
     alone = metrics(run(data, model, tmp_path / "cpu", (1, 1), **given))
     shared = metrics(run(data, model, tmp_path / "xla", (2, 2), **{**given, "device": "xla"}))

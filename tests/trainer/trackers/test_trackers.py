@@ -80,6 +80,7 @@ def kill_before_checkpoint(
         workers.end()
 
 
+@pytest.mark.slow
 def test_a_training_that_is_killed_twice_is_one_run_with_each_step_once(
     server: MlflowServer, data: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_training_that_is_killed_twice_is_one_run_with_each_step_once(
         assert dict(points) == pytest.approx({step: dict(wanted[name])[step] for step in steps}, rel=1e-6), name
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_and_goes_gets_everything(
     server: MlflowServer, data: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -155,6 +157,7 @@ def test_a_tracker_that_never_answers_changes_nothing_and_is_not_waited_for(
     assert_same_bytes(out / "checkpoints" / f"ckpt_{STEPS}", tmp_path / "plain" / "checkpoints" / f"ckpt_{STEPS}")
 
 
+@pytest.mark.slow
 def test_rolling_back_begins_another_run_and_leaves_the_first(
     server: MlflowServer, data: Path, model: Path, tmp_path: Path
 ) -> None:
