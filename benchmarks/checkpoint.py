@@ -20,8 +20,8 @@ from benchmarks.work import ROOT
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import HostCopy
 from trainer.devices.cpu import CpuDevice
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining, has_weight_decay
+from trainer.models.config import ModelConfig
 from trainer.optim.adamw import AdamW
 from trainer.optim.parameters import FlatParameters
 from trainer.precision import Precision

@@ -42,8 +42,8 @@ def make(directory: Path, *, small: bool) -> None:
 
     from trainer.checkpoint.manager import CheckpointManager
     from trainer.checkpoint.snapshot import Snapshot
-    from trainer.model_config import ModelConfig
     from trainer.models.bert import BertForPreTraining
+    from trainer.models.config import ModelConfig
     from trainer.state import TrainState
 
     config = ModelConfig.preset("large", **(SMALL if small else {}))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.results import Result, say
 from benchmarks.work import SHARED, on_cores, python
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 TEXT, VOCABULARY = SHARED / "data" / "wikitext-2", SHARED / "data" / "vocab" / "bert-uncased.txt"
 #: Claimed: how much sooner our recipe has the loss of BERT's, and of Trainer's; its accuracy in the time of BERT's; how

@@ -95,7 +95,6 @@ def convert(work: StageDirectory, args: ConvertOptions) -> dict[str, Any]:
     """Convert the checkpoint `args.source` to the format `args.to`; returns the counts."""
     from trainer.checkpoint.interop.pt_file import ScriptSettings
     from trainer.checkpoint.interop.write import WriteOptions, bytes_needed
-    from trainer.parallel.plan import require_divisible
 
     options = WriteOptions(
         step=args.step,
@@ -107,7 +106,7 @@ def convert(work: StageDirectory, args: ConvertOptions) -> dict[str, Any]:
         brought(args.source, work, args) as path,
         opened(path, model_config(args.config), optimizer=options.with_optimizer) as source,
     ):
-        require_divisible(source.config, args.tensor_parallel_size)
+        source.config.require_divisible(args.tensor_parallel_size)
         require_disk_space(work.path, bytes_needed(source, options), "the checkpoint needs")
         if args.to not in RESULT:
             outputs, counts = written(work, source, work.path, args.to, options)

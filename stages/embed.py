@@ -18,7 +18,7 @@ from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints, parse, stage_parser
 from trainer.data.file_names import TRAINING_SHARDS
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 #: How the chain may start: from random embeddings, or from this stage's.
 RANDOM, COOCCURRENCE = INITIAL_WORD_EMBEDDINGS = ("random", "cooccurrence")

@@ -117,9 +117,8 @@ def test_the_site_is_made_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_commit_runs_what_make_check_runs() -> None:
-    rule = re.search(r"^check:.*\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert rule is not None
-    checks = [line.strip().replace("$(BIN)", ".venv/bin") for line in rule[1].splitlines()]
+    rules = re.findall(r"^(?:style|check):.*\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    checks = [line.strip().replace("$(BIN)", ".venv/bin") for line in "".join(rules).splitlines()]
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
     assert [repository["repo"] for repository in config["repos"]] == ["local"]  # nothing is downloaded

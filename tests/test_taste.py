@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.support import ROOT
 from trainer.config import TrainConfig
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 PACKAGES = ("pipeline", "stages", "trainer", "common")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -76,7 +76,7 @@ ORDER = {
     "trainer": [
         *("__main__", "machine", "options", "rollback", "loop", "resume", "build", "metrics", "replicas", "run"),
         *("launch", "workloads", "checkpoint", "state", "devices", "models", "data", "parallel", "optim"),
-        *("precision", "config", "model_config", "registry", "seeds", "__init__"),
+        *("precision", "config", "registry", "seeds", "__init__"),
     ],
 }
 MAX_ENTRIES = 24

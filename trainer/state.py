@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from common.errors import CheckpointError
 from trainer.config import CHANGEABLE
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 from trainer.optim.schedule import DECAY_OPTIONS, stable_steps
 
 #: Name of the file in a checkpoint directory.

@@ -28,7 +28,6 @@ from pipeline.settings.origin import named_places
 from pipeline.settings.sections import SECTIONS, Dataset, Phase, Settings, section_name
 from stages.shard import STATIC
 from trainer.data.batch_ramp import BatchRamp
-from trainer.parallel.plan import require_divisible
 from trainer.registry import require_agreement
 
 #: Luigi's own sections; all others must be ours or a task's.
@@ -212,7 +211,7 @@ def _check_together(settings: Settings) -> None:
 def _check_model(settings: Settings) -> None:
     try:
         model = settings.model.config(settings.model.downloaded_vocab_size)
-        require_divisible(model, settings.cluster.tensor_parallel_size)
+        model.require_divisible(settings.cluster.tensor_parallel_size)
     except UserError as error:
         raise UserError(f"[model] {error}") from None
 

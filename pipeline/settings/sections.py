@@ -36,7 +36,7 @@ from stages.store.options import StoreOptions
 from stages.text.corpus import TokenizeOptions
 from stages.transfer.urls import Transport
 from trainer.config import TrainConfig
-from trainer.model_config import PRESETS, ModelConfig
+from trainer.models.config import PRESETS, ModelConfig
 from trainer.registry import INITIAL_ATTENTION
 
 #: Values of [store] push and pull.

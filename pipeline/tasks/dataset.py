@@ -22,7 +22,7 @@ from stages.shard import STATIC, ShardOptions
 from stages.text.corpus import TokenizeOptions
 from stages.text.patterns import split
 from trainer.data.mask_rate import MaskRate
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 from trainer.optim.schedule import STABLE_SCHEDULES
 
 if TYPE_CHECKING:

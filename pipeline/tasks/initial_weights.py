@@ -10,7 +10,7 @@ from pipeline.tasks.dataset import dataset_of
 from pipeline.tasks.parent import parent_of
 from pipeline.tasks.stage import Stage
 from stages.embed import COOCCURRENCE, EMBEDDINGS, RANDOM, EmbedOptions
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 
 class EmbedWords(Stage):

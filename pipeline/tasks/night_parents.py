@@ -24,7 +24,7 @@ from stages.text.corpus import HELD_OUT_TOKENS, TOKENIZER
 from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, whole_checkpoints, why_invalid
 from trainer.checkpoint.stable import stable_step
 from trainer.data.file_names import HELD_OUT_SHARDS
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 from trainer.optim.schedule import STABLE_SCHEDULES, stable_steps
 from trainer.state import TrainState
 

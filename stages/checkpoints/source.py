@@ -25,7 +25,7 @@ from stages.directory.records import read_manifest
 from stages.transfer.partial import STATE
 from stages.transfer.urls import Transport, open_source
 from stages.transfer.urls import source_identity as url_identity
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 #: Folder in the stage directory for a remote source until it is converted.
 DOWNLOAD = "download"

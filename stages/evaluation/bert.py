@@ -22,8 +22,8 @@ from trainer.data.order import Samples, shuffled
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining, has_next_sentence_head
+from trainer.models.config import ModelConfig
 from trainer.parallel.fp32_sums import at_least_fp32
 
 

@@ -18,8 +18,8 @@ from trainer.checkpoint.interop.write import entry_of
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.tensor_file import Spec, write_tensor_file
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 from trainer.state import TrainState
 
 #: A vocabulary that does not divide.

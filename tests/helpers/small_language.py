@@ -20,8 +20,8 @@ from trainer.data.vocabulary import VOCABULARY_FILE
 from trainer.devices.cpu import CpuDevice
 from trainer.launch.preemption import Interruptions
 from trainer.loop import Trainer
-from trainer.model_config import ModelConfig
 from trainer.models.base import Model
+from trainer.models.config import ModelConfig
 from trainer.parallel.mesh import Mesh
 from trainer.run import Run
 from trainer.workloads.bert import BertWorkload

@@ -25,8 +25,8 @@ from tests.helpers.support import MODEL, assert_one_line_error, forked
 from trainer.data.vocabulary import MASK, SPECIAL_TOKENS, read_vocabulary
 from trainer.devices.base import Device
 from trainer.devices.cpu import CpuDevice
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 
 WORDS = [
     *("the", "a", "cat", "cats", "dog", "dogs", "sleep", "##s", "run", "##ning"),

@@ -16,8 +16,8 @@ from common.errors import UserError
 from stages.statistics.cooccurrence import WINDOW, Cooccurrences, positive_pmi, word_vectors
 from tests.helpers.support import ROOT, VOCAB, synthetic_rows
 from trainer.data.shards import MASKED_KEYS, ShardSet, write_shard
-from trainer.model_config import ModelConfig
 from trainer.models.bert import OUTPUT_BIAS, WORD_EMBEDDINGS, BertForPreTraining
+from trainer.models.config import ModelConfig
 from trainer.parallel.tensor import TensorParallel
 from trainer.workloads.bert import BertWorkload
 

@@ -19,8 +19,8 @@ from tests.helpers.support import MODEL, synthetic_rows
 from trainer.data.file_names import HELD_OUT_SHARDS
 from trainer.data.shards import ShardSet, write_shard
 from trainer.devices.cpu import CpuDevice
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 from trainer.models.mlp import MLP
 from trainer.workloads.mnist import HELD_OUT, Images
 

@@ -23,8 +23,8 @@ from tests.helpers.support import MODEL, VOCAB, synthetic_rows
 from trainer.data.file_names import HELD_OUT_SHARDS
 from trainer.data.shards import LENGTHS_KEY, MASKED_KEYS, ShardSet, write_shard
 from trainer.devices.cpu import CpuDevice
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 
 Arrays = dict[str, np.ndarray]
 

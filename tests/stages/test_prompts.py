@@ -24,7 +24,7 @@ from tests.helpers.runs import write_stage
 from tests.helpers.small_language import train_here
 from tests.helpers.support import forked
 from trainer.data.shards import write_shard
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 transformers = pytest.importorskip("transformers")
 

@@ -21,7 +21,7 @@ from tests.helpers.support import (
     train,
 )
 from trainer.data.shards import NEXT_SENTENCE_KEY, ShardSet, write_shard
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 from trainer.workloads.bert import BertWorkload
 
 HEAD = ("bert.pooler.", "cls.seq_relationship.")

@@ -17,8 +17,8 @@ from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet, write_shard
 from trainer.devices.cpu import CpuOperations
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 from trainer.workloads.bert import BertWorkload
 
 ROWS, S, P = 8, 32, 4

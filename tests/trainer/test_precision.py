@@ -27,8 +27,8 @@ from tests.helpers.support import (
 from trainer.checkpoint.format import MASTER
 from trainer.data.shards import write_shard
 from trainer.devices.cpu import CpuDevice, CpuOperations
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertBatch, BertForPreTraining
+from trainer.models.config import ModelConfig
 from trainer.models.operations import Operations
 from trainer.optim.parameters import FlatParameters, SeparateParameters
 from trainer.parallel.plan import split_of

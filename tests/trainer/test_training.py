@@ -26,8 +26,8 @@ from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet, write_shard
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 
 STEPS = 50
 COMMON = {

@@ -111,7 +111,7 @@ class BatchReader:
                 f"fetch or make this file again"
             )
         mask = arrays["input_mask"]
-        has_gap = (mask[:, 1:] > mask[:, :-1]).any(axis=1)
+        has_gap = np.greater(mask[:, 1:], mask[:, :-1]).any(axis=1)
         if has_gap.any():
             row = int(has_gap.argmax())
             raise UserError(

@@ -19,7 +19,7 @@ from trainer.data.batch import Batch
 from trainer.data.bert_batch import IGNORED
 from trainer.devices.base import Device
 from trainer.machine.subject import Finding, Subject, differing, fetch, program, relative_error
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 from trainer.models.operations import Operations
 from trainer.parallel.fp32_sums import Embedding, LayerNorm
 

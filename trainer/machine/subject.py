@@ -14,7 +14,7 @@ from trainer.config import TrainConfig
 from trainer.devices.base import Device
 from trainer.launch.preemption import Interruptions
 from trainer.loop import Trainer
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 from trainer.parallel.mesh import Mesh
 from trainer.run import Run
 from trainer.workloads.base import Workload

@@ -22,8 +22,8 @@ from trainer.data.shards import ShardSet
 from trainer.devices.base import Device
 from trainer.devices.cpu import CpuDevice
 from trainer.machine.subject import Finding, Subject, fetch, trained_steps, trainer_of
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 from trainer.models.operations import Operations
 from trainer.optim.parameters import Parameters
 from trainer.parallel.mesh import Mesh

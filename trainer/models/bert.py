@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.data.bert_batch import IGNORED, BertBatch
-from trainer.model_config import ModelConfig
 from trainer.models.base import Model
+from trainer.models.config import ModelConfig
 from trainer.models.initial import InitialValues
 from trainer.models.operations import AttentionMask, Operations
 from trainer.parallel.fp32_sums import Embedding, LayerNorm, at_least_fp32

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 _POSITIONS = "bert.embeddings.position_embeddings.weight"
 _QUERY, _KEY = (f"bert.encoder.layer.0.attention.self.{name}.weight" for name in ("query", "key"))

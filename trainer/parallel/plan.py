@@ -12,9 +12,6 @@ import functools
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from common.errors import UserError
-from trainer.model_config import ModelConfig
-
 
 @dataclass(frozen=True)
 class Split:
@@ -84,14 +81,3 @@ def padded_shape(name: str, shape: tuple[int, ...], size: int) -> tuple[int, ...
     if split is None or size == 1:
         return shape
     return (*shape[: split.axis], padded_length(shape[split.axis], size) // size, *shape[split.axis + 1 :])
-
-
-def require_divisible(model: ModelConfig, size: int) -> None:
-    """Raise `UserError` unless the model can be split among `size` ranks."""
-    for name in ("num_attention_heads", "intermediate_size"):
-        value = getattr(model, name)
-        if value % size:
-            raise UserError(
-                f"tensor_parallel_size = {size} does not divide {name} = {value}: {value} / {size} = "
-                f"{value / size:g}; choose a size that does"
-            )

@@ -22,7 +22,6 @@ from trainer.data.masking import DynamicMasking, Masking
 from trainer.data.reader import BatchReader
 from trainer.data.shards import NEXT_SENTENCE_KEY, ShardSet
 from trainer.data.vocabulary import VOCABULARY_FILE, Vocabulary, read_vocabulary
-from trainer.model_config import PRESETS, ModelConfig
 from trainer.models.bert import (
     OUTPUT_BIAS,
     WORD_EMBEDDINGS,
@@ -30,9 +29,9 @@ from trainer.models.bert import (
     has_weight_decay,
     is_hidden_matrix,
 )
+from trainer.models.config import PRESETS, ModelConfig
 from trainer.models.neighbours import neighbour_weights, position_directions
 from trainer.models.operations import Operations
-from trainer.parallel.plan import require_divisible
 from trainer.parallel.tensor import TensorParallel
 from trainer.registry import INITIAL_ATTENTION
 from trainer.workloads.base import MASKED_LM_LOSS, StepCost, Workload
@@ -133,7 +132,7 @@ class BertWorkload(Workload):
         return self.config.to_dict()
 
     def make_model(self, operations: Operations, ranks: TensorParallel) -> BertForPreTraining:
-        require_divisible(self.config, ranks.size)
+        self.config.require_divisible(ranks.size)
         return BertForPreTraining(self.config, operations, ranks)
 
     def initialise(self, model: BertForPreTraining, seed: int) -> None:

@@ -22,7 +22,7 @@ from stages.text.base import Source
 from stages.text.wikipedia import WikipediaSource
 from stages.view.curves import MetricsFile
 from stages.view.status import StageStatus
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 #: Bytes of a parameter in a checkpoint: an fp32 weight, and with the optimizer two fp32 moments.
 _WEIGHT_BYTES, _STATE_BYTES = 4, 12

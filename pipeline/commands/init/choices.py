@@ -12,7 +12,7 @@ from common.errors import UserError
 from pipeline.commands.init.draft import Draft
 from pipeline.commands.init.surroundings import Nodes, Surroundings
 from stages.text.patterns import expand
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 _GPU_CONFIG, _SLURM_CONFIG = "configs/gpu-bert-large.cfg", "configs/slurm-two-nodes.cfg"
 _TRAINIUM = {"trn1": "configs/trn1-bert-large.cfg", "trn2": "configs/trn2-bert-large.cfg"}

@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 from pipeline.commands.doctor.estimates import parameter_count
 from tests.helpers.chain import STAGES, Chain, finished_chain
 from tests.helpers.images import write_images
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 
 @pytest.fixture(scope="module")

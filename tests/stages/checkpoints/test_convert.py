@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.helpers.checkpoints import CONFIG, contents, snapshot, write_config, write_native
 from tests.helpers.support import assert_one_line_error, forked, tensors
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 from trainer.state import TrainState
 
 EMBEDDINGS = "bert.embeddings.word_embeddings.weight"

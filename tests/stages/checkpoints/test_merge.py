@@ -21,7 +21,7 @@ from tests.conftest import Disk
 from tests.helpers.checkpoints import CONFIG, contents, rewrite, snapshot, write_config, write_native
 from tests.helpers.support import ROOT, assert_one_line_error, forked
 from trainer.checkpoint.interop import chunks
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"

@@ -22,8 +22,8 @@ from trainer.data.reader import BatchReader
 from trainer.data.shards import LENGTHS_KEY, ShardSet, write_shard
 from trainer.devices.cpu import CpuDevice, CpuOperations
 from trainer.devices.cuda import CudaOperations
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 from trainer.models.operations import Operations
 
 S, P, K = 64, 24, 6

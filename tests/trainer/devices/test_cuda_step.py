@@ -21,8 +21,8 @@ from trainer.data.loader import Step
 from trainer.data.order import Samples
 from trainer.devices.cuda import CudaDevice, CudaOperations
 from trainer.loop import Trainer
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
+from trainer.models.config import ModelConfig
 from trainer.models.mlp import ImageBatch
 from trainer.models.operations import Operations
 from trainer.optim.parameters import FlatParameters

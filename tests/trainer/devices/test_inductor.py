@@ -11,8 +11,8 @@ import torch
 from tests.helpers.support import MODEL, synthetic_rows
 from tests.trainer.models.test_bert import batch_of
 from trainer.devices.inductor import Inductor
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import torch
 
 from tests.helpers.support import MODEL, synthetic_rows
 from trainer.data.bert_batch import IGNORED, BertBatch
-from trainer.model_config import PRESETS, ModelConfig
 from trainer.models.bert import BertForPreTraining, has_weight_decay
+from trainer.models.config import PRESETS, ModelConfig
 
 transformers = pytest.importorskip("transformers")
 

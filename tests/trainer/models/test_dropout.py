@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.helpers.support import MODEL, synthetic_rows
 from trainer.data.bert_batch import BertBatch
 from trainer.devices.cpu import CpuOperations
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.helpers.chance import assert_mean_zero, assert_uncorrelated
-from trainer.model_config import PRESETS, ModelConfig
 from trainer.models.base import Model
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import PRESETS, ModelConfig
 from trainer.models.mlp import MLP
 
 #: Numbers of a tensor that are compared with those of every other.

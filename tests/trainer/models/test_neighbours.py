@@ -7,8 +7,8 @@ import torch
 
 from tests.helpers.support import synthetic_rows
 from trainer.data.shards import ShardSet, write_shard
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 from trainer.parallel.tensor import TensorParallel
 from trainer.registry import INITIAL_ATTENTION
 from trainer.workloads.bert import BertWorkload

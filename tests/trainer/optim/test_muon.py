@@ -14,8 +14,8 @@ from common.process import free_port
 from tests.helpers.support import FORKS, MODEL
 from tests.trainer.optim.test_optim import Layout, fake_backward, layouts, small_model
 from trainer.devices.cpu import CpuDevice
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
+from trainer.models.config import ModelConfig
 from trainer.optim.muon import ADAMW_RATE, Muon, orthogonalised
 from trainer.optim.parameters import FlatParameters
 from trainer.optim.sharing import Replicas, SharedModel

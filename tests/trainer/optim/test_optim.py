@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.helpers.support import MODEL
 from trainer.devices.cpu import CpuDevice
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining, has_weight_decay
+from trainer.models.config import ModelConfig
 from trainer.optim.adamw import AdamW
 from trainer.optim.lamb import Lamb
 from trainer.optim.parameters import FlatParameters, SeparateParameters

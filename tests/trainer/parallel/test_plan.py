@@ -11,9 +11,9 @@ import torch
 from common.errors import UserError
 from tests.helpers.support import ROOT
 from trainer.checkpoint.interop.names import parameter_shapes
-from trainer.model_config import PRESETS, ModelConfig
 from trainer.models.bert import BertForPreTraining
-from trainer.parallel.plan import padded_length, padded_shape, require_divisible, share, split_of, stored_shape
+from trainer.models.config import PRESETS, ModelConfig
+from trainer.parallel.plan import padded_length, padded_shape, share, split_of, stored_shape
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -59,9 +59,9 @@ def test_shapes_with_and_without_padding() -> None:
 
 
 def test_a_size_that_does_not_divide_is_one_line() -> None:
-    require_divisible(ModelConfig(), 8)
+    ModelConfig().require_divisible(8)
     with pytest.raises(UserError, match=r"tensor_parallel_size = 3 does not divide num_attention_heads = 16"):
-        require_divisible(ModelConfig(), 3)
+        ModelConfig().require_divisible(3)
 
 
 def test_the_plan_imports_no_torch() -> None:

@@ -12,8 +12,8 @@ from common.process import free_port
 from tests.helpers.support import FORKS, MODEL, synthetic_rows
 from trainer.data.bert_batch import BertBatch
 from trainer.devices.cpu import CpuDevice, CpuOperations
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining, has_weight_decay
+from trainer.models.config import ModelConfig
 from trainer.optim.parameters import FlatParameters
 from trainer.optim.sharing import SharedModel
 from trainer.parallel.mesh import Mesh

@@ -20,8 +20,8 @@ from tests.helpers.support import (
     write_model_config,
 )
 from trainer.devices.cpu import CpuDevice
-from trainer.model_config import ModelConfig
 from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
 from trainer.parallel.tensor import TensorParallel
 
 #: (workers, ranks that share a model)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.interop.sources import Source
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 from trainer.state import TrainState
 
 MODEL, OPTIMIZER = "model", "optimizer"

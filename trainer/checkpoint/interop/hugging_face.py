@@ -14,7 +14,7 @@ from trainer.checkpoint.interop.contents import Contents
 from trainer.checkpoint.interop.foreign import sizes_of, untie
 from trainer.checkpoint.interop.sources import Mapped, Renamed, Source, load_pickle, tensors_of
 from trainer.checkpoint.tensor_file import TensorFile
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 
 CONFIG = "config.json"
 OPTIMIZER_FILE = "optimizer.safetensors"

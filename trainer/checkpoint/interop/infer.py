@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from common.errors import CheckpointError
 from trainer.checkpoint.interop.contents import Contents
-from trainer.model_config import PRESETS, ModelConfig
+from trainer.models.config import PRESETS, ModelConfig
 
 _LAYER = re.compile(r"bert\.encoder\.layer\.(\d+)\.")
 

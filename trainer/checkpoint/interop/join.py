@@ -23,8 +23,8 @@ from trainer.checkpoint.interop.infer import conflicts, infer_model
 from trainer.checkpoint.interop.names import TIED, moment_names, parameter_shapes
 from trainer.checkpoint.interop.sources import Source
 from trainer.checkpoint.tensor_file import DTYPES, Spec
-from trainer.model_config import ModelConfig
 from trainer.models.bert import has_next_sentence_head
+from trainer.models.config import ModelConfig
 from trainer.parallel.plan import padded_shape, split_of, stored_shape
 
 #: Groups that may be partly split: other tools leave the decoder's bias whole.

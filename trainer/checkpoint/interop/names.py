@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from common.errors import CheckpointError
-from trainer.model_config import ModelConfig
 from trainer.models.bert import has_weight_decay
+from trainer.models.config import ModelConfig
 
 #: Alias of a tied parameter → its name in `BertForPreTraining.named_parameters`.
 TIED = {

@@ -14,7 +14,7 @@ from trainer.checkpoint.format import MASTER
 from trainer.checkpoint.interop.contents import KINDS, MODEL, OPTIMIZER, Contents
 from trainer.checkpoint.interop.sources import Renamed, Source
 from trainer.checkpoint.tensor_file import TensorFile
-from trainer.model_config import ModelConfig
+from trainer.models.config import ModelConfig
 from trainer.precision import Precision
 from trainer.state import STATE, TrainState
 

@@ -22,7 +22,7 @@ from trainer.checkpoint.interop.hugging_face import CONFIG, OPTIMIZER_FILE
 from trainer.checkpoint.interop.join import Checkpoint, require_finite
 from trainer.checkpoint.tensor_file import Spec, tensor_writer
 from trainer.data.order import ORDER_VERSION
-from trainer.parallel.plan import require_divisible, share, split_of, stored_shape
+from trainer.parallel.plan import share, split_of, stored_shape
 from trainer.state import TrainState
 
 #: {"path", "bytes", "sha256"} of each file written.
@@ -90,7 +90,7 @@ def state_of(source: Checkpoint, options: WriteOptions) -> TrainState:
 def write_native(directory: Path, source: Checkpoint, options: WriteOptions) -> Entries:
     """Write a native checkpoint for `tensor_parallel_size` ranks into the empty `directory`."""
     size, state = options.tensor_parallel_size, state_of(source, options)
-    require_divisible(source.config, size)
+    source.config.require_divisible(size)
     metadata = {"format": "pt", "step": str(state.global_step)}
     entries: Entries = []
     for kind in options.kinds(source):

@@ -83,3 +83,13 @@ class ModelConfig:
 
     def without_dropout(self) -> Self:
         return dataclasses.replace(self, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+    def require_divisible(self, tensor_parallel_size: int) -> None:
+        """Raise `UserError` unless the model can be split among so many ranks."""
+        for name in ("num_attention_heads", "intermediate_size"):
+            value, size = getattr(self, name), tensor_parallel_size
+            if value % size:
+                raise UserError(
+                    f"tensor_parallel_size = {size} does not divide {name} = {value}: {value} / {size} = "
+                    f"{value / size:g}; choose a size that does"
+                )
