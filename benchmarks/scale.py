@@ -112,7 +112,7 @@ class Machine:
 #: of SDK 2.20 for phase 2, and, for want of any, what benchmarks/gpu.py claims.
 MACHINES = (
     Machine("trn1.32xlarge", 32, {1: 3_827, 2: 525}, 100e9),
-    Machine("8 × H100", 8, {1: 8 * 1_800, 2: 8 * 870}, 400e9, 450e9),
+    Machine("8 × H100", 8, {1: 8 * 1_800, 2: 8 * 970}, 400e9, 450e9),
 )
 NODES = (1, 2, 4, 8, 16, 32, 64)
 PARAMETERS, GRADIENT_BYTES = 336_226_108, 4
