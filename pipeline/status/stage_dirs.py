@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import defaultdict
@@ -161,6 +162,7 @@ def size_bytes(directory: Path) -> int:
     total = 0
     for parent, _, names in os.walk(directory):
         for name in names:
-            stat = os.lstat(os.path.join(parent, name))
-            total += stat.st_size if stat.st_nlink == 1 else 0
+            with contextlib.suppress(FileNotFoundError):  # a stage under way replaces its files
+                stat = os.lstat(os.path.join(parent, name))
+                total += stat.st_size if stat.st_nlink == 1 else 0
     return total

@@ -10,12 +10,14 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR
+from pipeline.status.stage_dirs import size_bytes
 from pipeline.status.states import State
 from stages.directory.attempts import record_failure, recording
 from stages.directory.lock import hold
@@ -265,3 +267,17 @@ def test_every_command_has_help(asked: str) -> None:
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) > 4
     assert asked in command("-m", "pipeline", "--help").stdout
+
+
+def test_a_directory_is_measured_while_its_files_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept").write_bytes(b"12345")
+    replaced, walk = tmp_path / "stage.json.tmp", os.walk
+    replaced.write_bytes(b"1")
+
+    def listed_then_renamed(top: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for found in walk(top):
+            replaced.unlink()
+            yield found
+
+    monkeypatch.setattr(os, "walk", listed_then_renamed)
+    assert size_bytes(tmp_path) == 5
