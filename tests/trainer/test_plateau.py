@@ -102,12 +102,14 @@ def identical(arrays: dict[str, np.ndarray]) -> None:
         values[:] = values[0]
 
 
-def inverted(arrays: dict[str, np.ndarray]) -> None:
-    arrays["input_mask"] = 1 - arrays["input_mask"]
+def cut_short(arrays: dict[str, np.ndarray]) -> None:
+    arrays["input_mask"][:, 4:] = 0
 
 
-@pytest.mark.parametrize(("cause", "change"), [("duplicates", identical), ("attention mask", inverted)])
-@pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("cause", "change", "is_static"),
+    [("duplicates", identical, False), ("duplicates", identical, True), ("attention mask", cut_short, True)],
+)  # masks that are drawn when examples are read are where the attention mask allows them
 def test_a_fault_of_the_shards_is_found_within_60_steps(
     tmp_path: Path, cause: str, change: Change, is_static: bool
 ) -> None:
