@@ -231,6 +231,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
 ONE_VALUE = [
     ("cluster", "tensor_parallel_size", "2"),
     ("cluster", "nnodes", "2"),
+    ("cluster", "build_nodes", "2"),
     ("cluster", "node_rank", "1"),
     ("dataset", "masking", "static"),  # without other shares to mask
 ]
@@ -375,6 +376,11 @@ def test_the_number_of_nodes_changes_graphs_alone(fingerprints: Fingerprints) ->
     by_hand = (("cluster", "nnodes", "2"), ("cluster", "master_addr", "10.0.0.1"))
     assert fingerprints(slurm, ("cluster", "nnodes", "2")) == fingerprints(*by_hand)
     assert fingerprints(*by_hand, ("cluster", "node_rank", "1")) == fingerprints(*by_hand)
+
+
+def test_how_many_machines_make_the_data_changes_nothing(fingerprints: Fingerprints) -> None:
+    slurm = ("cluster", "launcher", "slurm")
+    assert fingerprints(slurm, ("cluster", "build_nodes", "2")) == fingerprints(slurm)
 
 
 @pytest.mark.parametrize(("section", "key", "value"), ONE_VALUE)
