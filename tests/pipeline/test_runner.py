@@ -31,8 +31,8 @@ class Stage:
 
     label, nodes, hang_timeout_s, stored, imports_torch = "example", 1, 20.0, None, False
 
-    def __init__(self, work_dir: Path, *, resumes: bool) -> None:
-        self.directory, self.resumes = work_dir / "example-0", resumes
+    def __init__(self, work_dir: Path, *, restarts: bool) -> None:
+        self.directory, self.restarts = work_dir / "example-0", restarts
         self.identity = Identity("example", 1)
 
     def command(self) -> list[str]:
@@ -67,10 +67,10 @@ class Launcher:
         return result
 
 
-def run(tmp_path: Path, *results: ProcessResult | Exception, resumes: bool = True, **options: Any) -> int:
+def run(tmp_path: Path, *results: ProcessResult | Exception, restarts: bool = True, **options: Any) -> int:
     """Run the stage to its end; returns how often its command was started."""
     launcher = Launcher(*results, **options)
-    stage = Stage(tmp_path, resumes=resumes)
+    stage = Stage(tmp_path, restarts=restarts)
     Runner(stage, launcher).run()
     assert stage.why_incomplete() is None
     assert (tmp_path / "latest" / "example").resolve() == stage.directory
@@ -98,13 +98,13 @@ def test_what_a_person_has_to_fix_is_not_tried_again(tmp_path: Path) -> None:
 
 
 def test_any_other_stage_is_restarted_once_after_a_hang(tmp_path: Path) -> None:
-    assert run(tmp_path, HANG, DONE, resumes=False) == 2
+    assert run(tmp_path, HANG, DONE, restarts=False) == 2
 
 
 @pytest.mark.parametrize("results", [(CRASH,), (HANG, HANG), (HANG, CRASH)], ids=["crash", "hang twice", "hang, crash"])
 def test_any_other_stage_is_given_up_otherwise(tmp_path: Path, results: tuple[ProcessResult, ...]) -> None:
     with pytest.raises(CommandFailed, match="example failed: "):
-        run(tmp_path, *results, resumes=False)
+        run(tmp_path, *results, restarts=False)
 
 
 @pytest.mark.parametrize("stopped", [STOPPED, Detached("slurm job 17")], ids=["here", "as a job"])
