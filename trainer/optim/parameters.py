@@ -199,9 +199,12 @@ class Parameters(abc.ABC):
         yield from named(self.groups, values)
 
     def masters(self) -> dict[str, Tensor]:
-        """The weights in `Precision.dtype`, by name, of the parameters that this worker updates; empty where it keeps
-        none."""
-        return dict(self.named([group.masters for group in self.groups])) if self.precision.keeps_master else {}
+        """The weights in `Precision.dtype` of the parameters that this worker updates, by name and in the model's order;
+        empty where it keeps none."""
+        if not self.precision.keeps_master:
+            return {}
+        views = dict(self.named([group.masters for group in self.groups]))
+        return {name: views[name] for name in self._parameters if name in views}
 
 
 def _move_gradient(parameter: Tensor, home: Tensor) -> None:
