@@ -199,8 +199,7 @@ class Parameters(abc.ABC):
         yield from named(self.groups, values)
 
     def masters(self) -> dict[str, Tensor]:
-        """The weights in `Precision.dtype` of the parameters that this worker updates, by name and in the model's order;
-        empty where it keeps none."""
+        """The weights in `Precision.dtype` that this worker updates, by name, in the model's order; if it keeps any."""
         if not self.precision.keeps_master:
             return {}
         views = dict(self.named([group.masters for group in self.groups]))
