@@ -231,5 +231,6 @@ def test_many_at_once(tmp_path: Path) -> None:
             for number in range(60)
         ]
     assert [process.wait(60) for process in processes] == list(range(60))
-    (server,) = [child for child in psutil.Process().children() if "common.fork_server" in " ".join(child.cmdline())]
-    assert not server.children()
+    # Tests of other devices may have left servers of their own.
+    servers = [child for child in psutil.Process().children() if "common.fork_server" in " ".join(child.cmdline())]
+    assert servers and not any(server.children() for server in servers)
