@@ -233,4 +233,5 @@ def test_many_at_once(tmp_path: Path) -> None:
     assert [process.wait(60) for process in processes] == list(range(60))
     # Tests of other devices may have left servers of their own.
     servers = [child for child in psutil.Process().children() if "common.fork_server" in " ".join(child.cmdline())]
-    assert servers and not any(server.children() for server in servers)
+    assert servers
+    assert not any(server.children() for server in servers)
