@@ -13,7 +13,7 @@ from common.process import processes_asked_for
 from stages.directory.builders import ALONE, Builders
 from stages.directory.command import run
 from stages.directory.manifest import StageDirectory, why_incomplete
-from stages.directory.options import StageOptions, parse, stage_parser
+from stages.directory.options import BuildOptions, parse, stage_parser
 from stages.directory.records import read_manifest
 from stages.examples.form import (
     DOC_SENTENCES,
@@ -30,7 +30,7 @@ STATIC, DYNAMIC = "static", "dynamic"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardOptions(StageOptions):
+class ShardOptions(BuildOptions):
     """The tokens of one phase's shards, and how to make the shards from them."""
 
     module: ClassVar = "stages.shard"
@@ -85,14 +85,6 @@ class ShardOptions(StageOptions):
     phase: int = option(
         1, least=1, most=2, decides=False,  # the identity has a place of its own for it
         help="phase that trains on them, 1 or 2; each has its own random streams",
-    )  # fmt: skip
-    processes: int = option(
-        0, least=0, help="worker processes; 0: one per core; does not affect the output", decides=False
-    )
-    builders: int = option(
-        1, least=1, most=4096, unit="machines", decides=False, omit_default=True,
-        help="machines that fill --out together, each started with its rank, from 0, in the variable PET_NODE_RANK; "
-        "does not affect the output",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -178,7 +170,6 @@ def main() -> None:
     with builders.begin(out, options.identity) as work:
         counts = shard_dataset(work, options, builders)
     if not builders.is_first:
-        print(f"machine {builders.rank} of {builders.count} has made its part of {out}")
         return
     print(f"{counts['training_rows']:,} training and {counts['test_rows']:,} test rows: {out}")
 

@@ -29,7 +29,6 @@ def main() -> None:
     with builders.begin(out, lambda: options.identity(hashes)) as work:
         counts = tokenize_corpus(work, options, processes=processes, hashes=hashes, builders=builders)
     if not builders.is_first:
-        print(f"machine {builders.rank} of {builders.count} has made its part of {out}")
         return
     documents = f"{counts['documents']:,} documents and {counts['held_out_documents']:,} held out"
     print(f"{documents}, {counts['tokens']:,} tokens: {out}")

@@ -66,6 +66,7 @@ class Builders:
         assert record is not None
         with signs_of_life(out):
             yield StageDirectory(out, Identity.of_record(record))
+        print(f"machine {self.rank} of {self.count} has made its part of {out}")
 
     def progress(self, work: StageDirectory, label: str, total: int, unit: str) -> Progress | Unshown:
         """The first machine's shows what all have made."""

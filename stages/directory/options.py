@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from common.hashing import InputHashes
-from common.options import add_options, check, deciding, from_namespace, kind_of, words
+from common.options import add_options, check, deciding, from_namespace, kind_of, option, words
 from common.secrets import Secret
 from stages.directory.manifest import Identity, why_incomplete
 from stages.directory.records import read_manifest
@@ -71,6 +71,20 @@ class StageOptions:
         if self.out_is_positional:
             return ["-m", self.module, *words(self, str(out))]
         return ["-m", self.module, *words(self), f"--out={out}"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions(StageOptions):
+    """Of a stage that several processes make, on one machine or on several."""
+
+    processes: int = option(
+        0, least=0, decides=False, help="worker processes; 0: one per core; does not affect the output"
+    )
+    builders: int = option(
+        1, least=1, most=4096, unit="machines", decides=False, omit_default=True,
+        help="machines that fill --out together, each started with its rank, from 0, in the variable PET_NODE_RANK; "
+        "does not affect the output",
+    )  # fmt: skip
 
 
 def fingerprints(**directories: Path | None) -> dict[str, str]:

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.hashing import InputFile, InputHashes, digest
 from common.options import option
 from stages.directory.manifest import Identity
-from stages.directory.options import StageOptions
+from stages.directory.options import BuildOptions
 from stages.text.base import PACKED, Document, FileSource, Source, cannot_read, text_of
 from stages.text.jsonl import JsonLinesSource
 from stages.text.patterns import expand
@@ -173,7 +173,7 @@ def documents(spec: str) -> Iterator[list[str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizeOptions(StageOptions):
+class TokenizeOptions(BuildOptions):
     """The text of a corpus and how to tokenize it."""
 
     module: ClassVar = "stages.tokenize"
@@ -201,14 +201,6 @@ class TokenizeOptions(StageOptions):
     max_unknown_share: float = option(
         0.05, unit="share", least=0, most=1, decides=False, help="fail if the share of [UNK] exceeds this"
     )
-    processes: int = option(
-        0, least=0, decides=False, help="worker processes; 0: one per core; does not affect the output"
-    )
-    builders: int = option(
-        1, least=1, most=4096, unit="machines", decides=False, omit_default=True,
-        help="machines that fill --out together, each started with its rank, from 0, in the variable PET_NODE_RANK; "
-        "does not affect the output",
-    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()

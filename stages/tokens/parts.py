@@ -117,6 +117,8 @@ class SharedParts:
         return False
 
     def look(self) -> None:
+        if not self._awaited:
+            return
         names = set(os.listdir(self.directory))
         for path in [path for path in self._awaited if path.name in names]:
             self._done(self._awaited.pop(path))

@@ -17,9 +17,12 @@ class OptimizerShares:
         self._own, self.are_shared = own, are_shared
         self._process_group = mesh.host_process_group
         self._ranks = mesh.data_parallel_group.ranks[mesh.tensor_parallel_rank]
-        described = {name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()}
-        found = mesh.all_gather_object(described) if are_shared else []
-        self._others = {rank: found[rank] for rank in self._ranks if rank != mesh.rank} if are_shared else {}
+        #: What each of the other workers keeps, by name, as tensors without data.
+        self._others: dict[int, dict[str, Tensor]] = {}
+        if are_shared:
+            described = {name: torch.empty_like(tensor, device="meta") for name, tensor in own.items()}
+            found = mesh.all_gather_object(described)
+            self._others = {rank: found[rank] for rank in self._ranks if rank != mesh.rank}
 
     @property
     def elsewhere(self) -> dict[str, Tensor]:

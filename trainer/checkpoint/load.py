@@ -47,9 +47,9 @@ def load_into(
             f"this one cannot be resumed; train it anew in another --output_dir"
         )
     missing = set(targets)
-    others, masters = frozenset(elsewhere), f"{MASTER}."
+    masters = f"{MASTER}."
     for stored, tensor in read_tensors(
-        file, lambda name: name.startswith(masters) is bool(prefix) and name not in others
+        file, lambda name: name.startswith(masters) is bool(prefix) and name not in elsewhere
     ):
         name = stored.removeprefix(prefix)
         if name not in targets:

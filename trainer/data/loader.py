@@ -107,12 +107,13 @@ class Loader:
             share = slice(at // self._micro_batch_size, at // self._micro_batch_size + micro_steps)
             totals = tuple(map(sum, zip(*counts[share], strict=True)))
             where, batch = samples[slice(at, at + rows)], self._order.batch_of(step)
-            steps.append(Step(step, self._order.epoch_of(step), batches[share], totals, batch, where, micro_steps))
+            found = Step(step, self._order.epoch_of(step), batches[share], totals, batch, where, micro_steps)
             if self._observe is not None:
-                self._observe(steps[-1])
+                self._observe(found)
             if self._without_padding:
-                unpadded = [one.without_padding() for one in batches[share]]
-                steps[-1] = dataclasses.replace(steps[-1], micro_batches=unpadded)
+                unpadded = [one.without_padding() for one in found.micro_batches]
+                found = dataclasses.replace(found, micro_batches=unpadded)
+            steps.append(found)
             at += rows
         return steps
 
