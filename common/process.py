@@ -56,8 +56,12 @@ def print_in_any_locale() -> None:
 
 
 def node_rank() -> int:
-    """The rank of this machine, from 0. torchrun passes it to its workers as GROUP_RANK."""
-    return int(os.environ.get("GROUP_RANK") or os.environ.get(NODE_RANK_VARIABLE, "0"))
+    """The rank of this machine, from 0. torchrun passes it to its workers as GROUP_RANK. Raises `UserError`."""
+    name = "GROUP_RANK" if os.environ.get("GROUP_RANK") else NODE_RANK_VARIABLE
+    value = os.environ.get(name, "0")
+    if not (value.isascii() and value.isdigit()):
+        raise UserError(f"the environment variable {name} is '{value}'; allowed: the rank of this machine, from 0")
+    return int(value)
 
 
 def stop_early_on_signals() -> None:

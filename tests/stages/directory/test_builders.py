@@ -23,7 +23,7 @@ from stages.text.corpus import TokenizeOptions
 from stages.tokens import encode, parts
 from stages.tokens.encode import tokenize_corpus
 from tests.helpers.chain import wait_until
-from tests.helpers.support import ROOT, assert_one_line_error
+from tests.helpers.support import ROOT, assert_one_line_error, forked
 from tests.stages.tokens.test_tokenize import write_corpus
 
 COUNT = 3
@@ -162,6 +162,14 @@ def test_the_commands_meet_by_the_rank_in_their_environment(tmp_path: Path, text
     said, errors = refused.communicate(timeout=120)
     ran = subprocess.CompletedProcess(command, refused.returncode, said, errors)
     assert_one_line_error(ran, "this machine's rank is 2; allowed with --builders 2: 0 to 1")
+
+
+@pytest.mark.parametrize("rank", ["first", "-1", ""])
+def test_a_rank_that_is_none_is_one_line(tmp_path: Path, text: Path, rank: str) -> None:
+    words = ("--source", text, "--out", tmp_path / "tokens", "--builders", 2)
+    refused = forked("stages.tokenize", *words, PET_NODE_RANK=rank)
+    assert_one_line_error(refused, f"PET_NODE_RANK is '{rank}'; allowed: the rank of this machine, from 0")
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_what_is_complete_is_not_waited_for(tmp_path: Path, text: Path, alone: tuple[Path, Path]) -> None:
