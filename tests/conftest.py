@@ -59,6 +59,17 @@ def scratch() -> Iterator[None]:
         stop_fork_servers()
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Variables that a library sets in a test, as torch's compiler does, are gone after it: commands of later tests would
+    not be forked."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     """A tmpfs of 64 MiB, to be made smaller."""

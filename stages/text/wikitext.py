@@ -1,7 +1,7 @@
 """MediaWiki markup → prose: one paragraph per line, without headings, lists, tables, notes and most templates.
 
-wikitextparser parses each section. Simple markup is removed first, which is faster, and a paragraph that still
-contains anything like markup afterwards is dropped.
+What notes, pictures, links and templates without words are is told by regular expressions; wikitextparser parses the
+sections that have more markup. A paragraph that still contains anything like markup afterwards is dropped.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
+from html import unescape
 
 from wikitextparser import ParserFunction, Table, Template, WikiText
 
+from stages.text.simple_markup import has_other_markup, without_simple_markup
 from stages.text.templates import ASIDE, HOLE, has_words, words_of_template
 
 #: Minimum characters of a page and of a line worth keeping, and the longest line that is processed.
 PAGE_MIN, _LINE_MIN, _LINE_MAX = 200, 30, 20_000
 #: Unclosed brackets make the parser quadratic; a section whose unclosed openings × characters exceed this is dropped.
 _TANGLE_MAX = 10_000_000
+#: So do many within each other; MediaWiki allows 40 templates ($wgMaxTemplateDepth).
+_DEPTH_MAX = 100
 
 #: Sections at the end of an article that hold no prose.
 _BACK_MATTER = frozenset(
@@ -56,9 +60,9 @@ _LOOSE = re.compile(
     r"__(?-i:[A-Z]+)__|https?://[^\s<>\[\]|]+|</?(?:[a-z]{1,3}|blockquote|center|div|span|small|big|font)\b[^<>]{0,99}>",
     re.IGNORECASE,
 )
-_RESIDUE = re.compile(
-    r"\[\[|\]\]|\{\{|\}\}|\||</?[a-zA-Z]+[^<>]{0,200}>|<ref|</|&[a-zA-Z]+;|&#|https?:|\b(?:style|align|colspan|class)\s*="
-)
+_MAY_BE_LOOSE = re.compile(r"<|://|__")
+_RESIDUE = re.compile(r"\[\[|\]\]|\{\{|\}\}|\||<(?:/?[a-zA-Z]+[^<>]{0,200}>|ref|/)|&(?:[a-zA-Z]+;|#)|https?:")
+_ATTRIBUTE = re.compile(r"\b(?:style|align|colspan|class)\s*=")
 _SENTENCE_END = re.compile(r"[.!?…。！？؟।۔][\"'”’»)\]]*$")
 #: A lead-in to a dropped list at the end of a paragraph: "… are as follows:".
 _LEAD_IN = re.compile(r"(?:^|(?<=[.!?…][\"'”’) ]))[^.!?…]*:$")
@@ -73,6 +77,8 @@ _REPAIRS = [
     (re.compile(r"[,;:]\."), "."),
     (re.compile(r"\s{2,}"), " "),
 ]
+#: Whether any of them applies.
+_TO_REPAIR = re.compile(r"[(\[][\s,;:–)\]-]|[)\],.;:!?](?<=[\s,;:].)|\((?:or|and|also)\)|\"\s?\"|“\s?”|\s\s", re.DOTALL)
 _BRACKETS = re.compile(
     r"\{\{|\}\}|\[\[|\]\]|^[ \t:]*\{\||^[ \t]*\|\}(?!\})|<(?!/|br|hr|li|p\b|d[dt]|t[dhr])(?=[a-z])|</|/>|\[(?=\w+:)",
     re.MULTILINE | re.IGNORECASE,
@@ -127,16 +133,12 @@ def _lines(section: str, no_text: re.Pattern[str], dropped: Counter[str]) -> Ite
         dropped["sections: brackets that never close"] += 1
         return
     section = _WITHOUT_TEXT.sub(lambda match: HOLE if match[1].lower() in _FORMULAS else "", section)
-    section = no_text.sub("", section).replace("[[:", "[[")
     for tag, text in _REPLACED:
         section = tag.sub(text, section)
-    text = WikiText(section).plain_text(
-        replace_templates=_words,
-        replace_parser_functions=_number,
-        replace_tables=_nothing,
-        replace_bolds_and_italics=False,
-    )
-    for paragraph in _paragraphs(text):
+    section = without_simple_markup(section, no_text)
+    for paragraph in _paragraphs(
+        _parsed(section, keep_quotes=True) if has_other_markup(section) else unescape(section)
+    ):
         reason, line = _clean(paragraph)
         if reason:
             dropped[reason] += 1
@@ -144,7 +146,21 @@ def _lines(section: str, no_text: re.Pattern[str], dropped: Counter[str]) -> Ite
             yield line
 
 
+def _parsed(text: str, *, keep_quotes: bool = False) -> str:
+    """`keep_quotes`: the apostrophes that mark bold and italic."""
+    found: str = WikiText(text.replace("[[:", "[[")).plain_text(
+        replace_templates=_words,
+        replace_parser_functions=_words_of_function,
+        replace_tables=_nothing,
+        replace_bolds_and_italics=not keep_quotes,
+    )
+    return found
+
+
 def _is_tangled(text: str) -> bool:
+    openings = sum(map(text.count, ("{{", "{|", "[", "<")))
+    if openings <= min(_DEPTH_MAX, _TANGLE_MAX // max(len(text), 1)):
+        return False
     opened: list[str] = []
     loose = tags = 0
     most = _TANGLE_MAX // max(len(text), 1)
@@ -159,7 +175,7 @@ def _is_tangled(text: str) -> bool:
         elif _OPENED_BY[mark] in opened:
             while opened.pop() != _OPENED_BY[mark]:
                 loose += 1
-        if len(opened) + loose + tags > most:
+        if len(opened) + loose + tags > most or len(opened) > _DEPTH_MAX:
             return True
     return False
 
@@ -168,12 +184,15 @@ def _words(template: Template) -> str:
     name = " ".join(template.name.lower().split())
     if not has_words(name):
         return ""
-    values = [WikiText(argument.value).plain_text().strip() for argument in template.arguments if argument.positional]
+    values = [_parsed(argument.value).strip() for argument in template.arguments if argument.positional]
     return words_of_template(name, values)
 
 
-def _number(function: ParserFunction) -> str:
-    return function.arguments[0].value.strip() if function.name.strip().lower() == "formatnum" else ""
+def _words_of_function(function: ParserFunction) -> str:
+    name = function.name.strip().lower()
+    if name == "formatnum":
+        return _parsed(function.arguments[0].value).strip()
+    return words_of_template(name, []) if has_words(name) else ""
 
 
 def _nothing(_: Table) -> str:
@@ -201,25 +220,27 @@ def _clean(line: str) -> tuple[str, str]:
         return "paragraphs: list items", ""
     if len(line) > _LINE_MAX:
         return "paragraphs: too long", ""
-    line = _LOOSE.sub("", line)
-    if "''" in line:
-        line = _without_quotes(line)
-    line = " ".join(line.split())
+    line = " ".join(_without_quotes(_LOOSE.sub("", line) if _MAY_BE_LOOSE.search(line) else line).split())
     if not line:
         return "", ""
-    if HOLE in line or ASIDE in line:
-        line = _without_holes(line)
-        if not line:
-            return "paragraphs: nothing but formulas", ""
-    for pattern, repaired in _REPAIRS:
-        line = pattern.sub(repaired, line)
-    line = line.strip(" ,;")
-    if _RESIDUE.search(line):
+    line = _without_holes(line)
+    if not line:
+        return "paragraphs: nothing but formulas", ""
+    line = _repaired(line)
+    if _RESIDUE.search(line) or ("=" in line and _ATTRIBUTE.search(line)):
         return "paragraphs: markup left", ""
-    line = _LEAD_IN.sub("", line).rstrip()
+    if line.endswith(":"):
+        line = _LEAD_IN.sub("", line).rstrip()
     if len(line) < _LINE_MIN or not _SENTENCE_END.search(line):
         return "paragraphs: no sentence", ""
     return "", line
+
+
+def _repaired(line: str) -> str:
+    if _TO_REPAIR.search(line):
+        for pattern, repaired in _REPAIRS:
+            line = pattern.sub(repaired, line)
+    return line.strip(" ,;")
 
 
 def _without_quotes(line: str) -> str:
@@ -228,6 +249,8 @@ def _without_quotes(line: str) -> str:
     If both kinds are odd in number, as in "the ''Eagle'''s pilot", one run of three closes an italic and leaves an
     apostrophe, as in MediaWiki's doQuotes.
     """
+    if "''" not in line:
+        return line
     runs = [len(run) for run in _QUOTES.findall(line)]
     if runs.count(3) % 2 and runs.count(2) % 2:
         line = _POSSESSIVE.sub("'", line, count=1)
@@ -238,6 +261,8 @@ def _without_holes(line: str) -> str:
     """Drop sentences with a missing formula, and asides in brackets."""
     from sentencex import segment
 
+    if HOLE not in line and ASIDE not in line:
+        return line
     line = _BRACKETED.sub(lambda match: match[0].replace(ASIDE, ""), line).replace(ASIDE, HOLE)
     if HOLE not in line:
         return line

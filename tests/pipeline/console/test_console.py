@@ -74,7 +74,8 @@ def test_the_stage_log_has_every_line_and_the_command(chain: Chain) -> None:
     luigi(chain, *SHARDS)
     (log,) = chain.work.glob("tokenize_corpus-*/stage.log")
     command, *lines = log.read_text().splitlines()
-    assert command.startswith("$ python -m stages.tokenize --source=")
+    assert command.startswith("$ python -m stages.tokenize --")
+    assert f" --source={chain.directory / 'corpus.txt'} " in command
     assert any(" documents and " in line for line in lines)
     assert not any("%|" in line and "100%" not in line for line in lines), "a progress bar on its way"
 

@@ -24,6 +24,7 @@ from stages.tokens import parts
 from stages.tokens.encode import tokenize_corpus
 from tests.conftest import Stage
 from tests.helpers.support import assert_one_line_error
+from tests.stages.text.test_wikitext import by_the_parser_alone
 
 HEAD = (
     '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/"><siteinfo><namespaces><namespace key="0" />'
@@ -93,6 +94,13 @@ def test_no_markup_is_left_of_a_real_dump(articles: tuple[dict[str, str], Counte
     for title, text in articles[0].items():
         for line in text.split("\n"):
             assert not (match := residue.search(line)), (title, line[max(match.start() - 40, 0) : match.end() + 40])
+
+
+def test_simple_markup_of_a_real_dump_is_what_the_parser_takes_it_for(
+    articles: tuple[dict[str, str], Counter[str]], dump: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_the_parser_alone(monkeypatch)
+    assert read(dump) == articles
 
 
 def test_what_is_left_of_a_real_dump_reads_as_prose(articles: tuple[dict[str, str], Counter[str]]) -> None:

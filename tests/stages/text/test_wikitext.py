@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from stages.text import wikitext
 from stages.text.wikitext import PAGE_MIN, prose
 
 MEDIA = ("category", "datei", "file", "image")
@@ -52,6 +53,15 @@ KEPT = [
     (
         "Jan ({{IPAc-en|j|a|n}}; {{lang-cs|Jan}}; 1809 – 1882) was a man of letters.",
         "Jan (1809 – 1882) was a man of letters.",
+    ),
+    (
+        "It is {{nowrap|{{convert|5|km|mi}} long}} and {{small|{{lang|fr|''grand''}}}}{{efn|{{lang|fr|oui}}}} indeed.",
+        "It is 5 km long and grand indeed.",
+    ),
+    (
+        "They had {{formatnum:{{nowrap|5}}}} cows. They had {{formatnum:{{val|5}}}} goats. It is {{CURRENTYEAR}}. It "
+        "ends. Here.",
+        "They had 5 cows. It ends. Here.",
     ),
     (
         "Jan ({{IPA|jan}}) lived there ( ) for {{formatnum:3003}} days {{!}}.",
@@ -130,6 +140,70 @@ def test_short_pages_are_dropped() -> None:
     assert len(prose(sentence * (PAGE_MIN // len(sentence) + 1), MEDIA, counts)) >= PAGE_MIN
 
 
+NAMES = (
+    *(
+        "nowrap",
+        "lang|fr",
+        "convert|5|km",
+        "Infobox",
+        "cite web",
+        "IPA",
+        "val|3",
+        "small",
+        "quote",
+        "ndash",
+        "as of|2010",
+    ),
+    *("formatnum:33", "lc:AB", "#if: a", "e", "nbsp", "=", "!", "circa", "Small\n", "CURRENTYEAR", " lang |la", "_"),
+)
+
+
+def some_markup(draw: random.Random, depth: int = 0, *, link: bool = True, block: bool = True) -> str:
+    """Markup as it may be nested, and closed. In pictures there are no links to other sites, whose last bracket the
+    parser takes for the picture's; and no addresses with "=", which names an argument where it is in a template."""
+
+    def inside(*, link: bool = link, block: bool = False) -> str:
+        return "".join(some_markup(draw, depth + 1, link=link, block=block) for _ in range(draw.randint(1, 3)))
+
+    ways = [
+        lambda: draw.choice(("word ", "two words. ", "a = b ", "&nbsp;x ", "''it'' ", f"{{{{{draw.choice(NAMES)}}}}}"))
+    ] * 3
+    if depth < 4:
+        ways += [
+            lambda: f"{{{{{draw.choice(NAMES)}|{inside()}}}}}",
+            lambda: f"<small>{inside()}</small>",
+            lambda: f'<span class="a">{inside()}</span>',
+        ]
+        if link:
+            ways += [
+                lambda: draw.choice(("[[Page]]", "[[:Category:Page]]", "[[A: B.C]]")),
+                lambda: f"[[{draw.choice(('Page', 'wikt:page', 'A: B.C', ':fr:Page'))}|{inside(link=False)}]]",
+                lambda: f"[[File:A.jpg|thumb|{inside(link=False)}[[Page]]{inside(link=False)}]]",
+                lambda: f"[http://a.b/c {inside(link=False)}]",
+            ]
+        if block:
+            ways += [
+                lambda: f"{{{{Infobox\n| a = {inside(block=True)}\n| b = {inside()}\n}}}}",
+                lambda: f'\n{{| class="a"\n| {inside(block=True)}\n|}}\n',
+            ]
+    return draw.choice(ways)()
+
+
+def test_simple_markup_is_what_the_parser_takes_it_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(7)
+    pages = [f"It {''.join(some_markup(draw) for _ in range(4))} ends.\n\n{FILLER}" for _ in range(1500)]
+    found = [prose(page, MEDIA, Counter()) for page in pages]
+    by_the_parser_alone(monkeypatch)
+    for page, text in zip(pages, found, strict=True):
+        assert text == prose(page, MEDIA, Counter()), page
+    assert len(set(found)) > 400
+
+
+def by_the_parser_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wikitext, "without_simple_markup", lambda text, no_text: no_text.sub("", text))
+    monkeypatch.setattr(wikitext, "has_other_markup", lambda text: True)
+
+
 PIECES = (
     *(
         "{{",
@@ -149,6 +223,7 @@ PIECES = (
         "<!--",
     ),
     *("\n* ", "\n;", "<nowiki>", "<math>", '<a b="', "<", "</b>", "{{a|[[b|<i>''", "{{a|[[b|}}]]", ",", "(", "<b {{"),
+    *("{{a|b}}", "[[a]]", "[[a|b]]", "{{nowrap|{{", "{{a|[[", "\n{|\n|}", "[[File:a|", "[http://a b]"),
     *("}}", "]]", "|}", "</ref>", "-->", "text. ", "&amp;", "<br>", "/>", "|", "\n\n", "'", ": ", "\x04("),
 )
 
@@ -158,6 +233,15 @@ PIECES = (
 def test_a_page_of_one_thing_repeated_comes_to_an_end(piece: str) -> None:
     """Two megabytes, the most that MediaWiki takes, of what is opened and never closed; some parsers take days."""
     prose(piece * (2_000_000 // len(piece)), MEDIA, Counter())
+
+
+@pytest.mark.timeout(120)  # it takes 3 s at most
+@pytest.mark.parametrize("opening", ["{{nowrap|", "{{Infobox|", "[[a|", "{{{a|", "\n{|\n|", "[http://a "])
+def test_a_page_of_one_thing_within_itself_comes_to_an_end(opening: str) -> None:
+    closing = {"{{{": "}}}", "{{": "}}", "[[": "]]", "\n{": "\n|}", "[": "]"}
+    end = next(end for start, end in closing.items() if opening.startswith(start))
+    for depth in (90, 1000, 2_000_000 // len(opening + end)):
+        prose(opening * depth + "word" + end * depth, MEDIA, Counter())
 
 
 def test_random_markup_comes_to_an_end_and_leaves_none() -> None:

@@ -1,0 +1,74 @@
+"""What most of an article's markup is: links, notes, and templates that show nothing. Regular expressions take it away.
+
+wikitextparser then parses the sections that have other markup: it takes ten times as long.
+"""
+
+from __future__ import annotations
+
+import re
+
+from stages.text.templates import has_words, words_of_template
+
+#: Templates within templates, as many as MediaWiki allows ($wgMaxTemplateDepth, once 40).
+_PASSES_MAX = 40
+#: Characters that wikitextparser does not allow in a title: its own placeholders.
+_OWN = r"\x02\x03"
+#: The innermost: without braces inside, and with whole links alone.
+_TEMPLATE = re.compile(
+    rf"\{{\{{(?<!\{{\{{\{{)([^|{{}}\[\]<>\r\n{_OWN}]++)\s*+"
+    r"(?:\|([^{}\[\]]*+(?:\[\[[^{}\[\]]*+\]\][^{}\[\]]*+|\[[^{}\[\]]++\][^{}\[\]]*+)*+))?\}\}"
+)
+#: A link to a page. "=" stays: in a template, it would name an argument; and ".": the page may be a picture.
+_LINK = re.compile(
+    rf"\[\[(?<!\[\[\[):?(?:([^\[\]{{}}|<>\r\n:={_OWN}]++)|([^\[\]{{}}|<>\r\n.={_OWN}]++))(?:\|([^\[\]{{}}|<>\n=]*+))?\]\]"
+)
+#: To another site: its label is shown.
+_EXTERNAL = re.compile(
+    r"\[https?://(?<!\[\[http://)(?<!\[\[https://)[^\s\[\]<>\"{}|]++(?:[ \t]++([^\[\]{}<>|\n]*+))?\]"
+)
+#: Tags without attributes that show nothing themselves.
+_TAG = re.compile(r"</?(?:small|big|su[bp]|[bisuq]|em|tt|var|dfn|kbd|span|div|center)\s*>", re.IGNORECASE)
+_TABLE = re.compile(r"^[ \t:]*+\{\|[^{}]*?\n[ \t]*+\|\}(?!\})", re.MULTILINE)
+#: What the parser is for.
+_OTHER = re.compile(r"\[\[|\{\{|\{\||<[a-z/]|\[(?=[a-z]+:|//)", re.IGNORECASE)
+_MARKUP = re.compile(r"[\[\]{}<>&\n]|''")
+
+
+def without_simple_markup(text: str, no_text: re.Pattern[str]) -> str:
+    """`no_text`: links that show nothing."""
+    text = _TAG.sub("", text)
+    for _ in range(_PASSES_MAX):
+        before = len(text)
+        text = _TEMPLATE.sub(_words, text)
+        text = _EXTERNAL.sub(_shown, _LINK.sub(_label, no_text.sub("", text)))
+        if len(text) == before:
+            break
+    return _TABLE.sub("\n", text)
+
+
+def has_other_markup(text: str) -> bool:
+    """Whether what `without_simple_markup` has left is more than text, apostrophes and entities."""
+    return _OTHER.search(text) is not None
+
+
+def _words(match: re.Match[str]) -> str:
+    name, arguments = match.groups()
+    name = " ".join(name.lower().split())
+    if not name.strip("_"):
+        return match[0]
+    if not has_words(name):
+        return ""
+    if _MARKUP.search(arguments or "") or ":" in name:
+        return match[0]
+    values = [] if arguments is None else [value.strip() for value in arguments.split("|") if "=" not in value]
+    shown = words_of_template(name, values)
+    return match[0] if "=" in shown or _MARKUP.search(shown) else shown
+
+
+def _label(match: re.Match[str]) -> str:
+    article, page, label = match.groups()
+    return article or page if label is None else label
+
+
+def _shown(match: re.Match[str]) -> str:
+    return match[1] or ""
