@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.support import command, fork_server, require_torch_xla, stop_fork_servers
+from tests.helpers.support import command, fork_server, require_torch_xla, start_fork_server, stop_fork_servers
 
 # One thread a process, here and in all that is started: many tests run at the same time. Read when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -55,14 +55,14 @@ def scratch() -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("TMPDIR", name)
+        start_fork_server()  # before a test changes variables that it would keep
         yield
         stop_fork_servers()
 
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Variables that a library sets in a test, as torch's compiler does, are gone after it: commands of later tests would
-    not be forked."""
+    """What a library sets in a test (torch's compiler does) is gone after it: else later commands are not forked."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
