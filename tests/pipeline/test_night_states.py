@@ -73,6 +73,8 @@ def test_the_next_night_tells_of_one_that_was_killed_once(chain: Chain, post: Po
         process.kill()
         process.wait()
     assert (post.mails, post.hooks) == ([], [])
+    # What it has started is killed with it, a moment later.
+    wait_until(lambda: "running" not in chain.ask("nights").stdout)
     done = chain.ask("nights", "--check", "--date", "2026-11-20", status=1)
     assert_one_line_error(done, "night 2026-11-20: killed without a word")
     for date in ("2026-11-21", "2026-11-22"):
