@@ -42,6 +42,7 @@ def test_every_stage_leaves_its_manifest_and_link(chain: Chain) -> None:
         assert (directory / "stage.log").exists()
 
 
+@pytest.mark.filterwarnings("ignore:`clean_up_tokenization_spaces`:FutureWarning")  # transformers 4.44
 def test_hugging_face_loads_the_model_and_its_tokenizer(chain: Chain) -> None:
     transformers = pytest.importorskip("transformers")
     directory = chain.latest("merge_shards") / "model"
