@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,11 +70,13 @@ class Work:
         """Seconds of the steps after the first ones; checkpoints that were pushed meanwhile; processor seconds of what
         pushes."""
         work = self.directory / "run"
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.rmtree(self.directory / "store", ignore_errors=True)
+        for old in (work, *self.directory.glob("store*")):
+            shutil.rmtree(old, ignore_errors=True)
         shutil.copytree(self.directory / "ready", work, symlinks=True)
         config = self.directory / "run.cfg"
-        config.write_text((self.directory / "luigi.cfg").read_text() + (store.section if store else ""))
+        # An empty store: what is in one already is not trained.
+        section = dataclasses.replace(store, url=f"{store.url}-{uuid.uuid4().hex}").section if store else ""
+        config.write_text((self.directory / "luigi.cfg").read_text() + section)
         steps = ("--Phase1-max-steps", str(self.steps), "--Phase1-ckpt-interval-steps", str(self.interval))
         pushing_s = luigi(config, work, "Pretrain", "--phase", "1", *steps)
         (out,) = work.glob("pretrain-phase1-*")

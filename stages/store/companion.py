@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.console import log
 from common.errors import LeaseLost, UserError
+from common.process import available_cores
 from stages.directory.manifest import MANIFEST
 from stages.store.backend import Backend, Report
 from stages.store.checkpoints import forget_checkpoints, push_checkpoint
@@ -20,6 +21,8 @@ from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
 
 #: Seconds between two looks at the stage directory, and after a push that failed.
 _LOOK_S, _AGAIN_S = 1.0, 15.0
+#: The most of this machine's processor time that pushing checkpoints takes from a training.
+_SHARE = 0.01
 #: A lease is renewed so many times before it would expire.
 _RENEWALS = 4
 #: How often the complete stage is tried.
@@ -35,13 +38,14 @@ class Companion:
         #: Entered by whichever thread uses the lease.
         self._alone = threading.Lock()
         self._refused: set[Path] = set()
+        self._began = (time.monotonic(), time.process_time())
 
     def run(self) -> None:
         """Until the stage is complete and pushed. Raises `UserError`; ends the process if the turn is lost."""
         threading.Thread(target=self._keep_turn, daemon=True).start()
         while not (self._directory / MANIFEST).exists():
             try:
-                pushed = self.push_newest()
+                pushed = self._is_due() and self.push_newest()
             except LeaseLost as error:
                 _end(error)
             except UserError as error:
@@ -51,6 +55,11 @@ class Companion:
             if not pushed:
                 time.sleep(_LOOK_S)
         self._push_stage()
+
+    def _is_due(self) -> bool:
+        """Whether this process has taken less than its share. Checkpoints that are made faster are left out."""
+        elapsed, used = time.monotonic() - self._began[0], time.process_time() - self._began[1]
+        return used < _SHARE * elapsed * available_cores()
 
     def push_newest(self, report: Report = ignore) -> bool:
         """Push the newest checkpoint if the store has none as new; returns whether it did. Raises `LeaseLost`,

@@ -64,6 +64,6 @@ def test_random_kills_change_nothing_on_the_native_lane(native: Chain, tensor_pa
     native.run("BertPhase2", *words)
     wanted = digest(native)
     shutil.rmtree(native.work)
-    assert torment(native, random.Random(tensor_parallel_size), words, longest_s=5.0, most=6) > 0
+    assert torment(native, random.Random(tensor_parallel_size), words, longest_s=5.0, most=4) > 0
     assert digest(native) == wanted
     check_end(native)

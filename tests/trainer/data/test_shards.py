@@ -182,7 +182,7 @@ def test_validation_names_file_key_row_and_value(tmp_path: Path, key: str, value
 @pytest.mark.slow
 def test_a_file_that_claims_far_more_than_it_can_hold_is_refused_without_reading_it(tmp_path: Path) -> None:
     """Every chunk was written, as zeros that were deflated twice."""
-    path, rows = tmp_path / "x_training_0.hdf5", 1 << 18
+    path, rows = tmp_path / "x_training_0.hdf5", 1 << 16
     with h5py.File(path, "w") as file:
         for key, values in some_rows().items():
             shape = (rows, *values.shape[1:])
