@@ -21,8 +21,9 @@ from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
 
 #: Seconds between two looks at the stage directory, and after a push that failed.
 _LOOK_S, _AGAIN_S = 1.0, 15.0
-#: The most of this machine's processor time that pushing checkpoints takes from a training.
-_SHARE = 0.01
+#: The most of this machine's processor time that pushing checkpoints takes. With the kernel's writing and what the caches
+#: lose, a training beside it takes two to three times as much longer: about 1 %.
+_SHARE = 0.004
 #: A lease is renewed so many times before it would expire.
 _RENEWALS = 4
 #: How often the complete stage is tried.

@@ -40,8 +40,8 @@ class BusyMachine:
         return SimpleNamespace(monotonic=lambda: self.now, process_time=lambda: self.used_s, sleep=self.sleep)
 
 
-@pytest.mark.parametrize(("cores", "least"), [(1, 9), (2, 18), (4, 36), (64, 90)])
-def test_checkpoints_that_would_take_more_than_a_hundredth_of_the_cores_are_left_out(
+@pytest.mark.parametrize(("cores", "least"), [(1, 4), (2, 8), (10, 36), (64, 90)])
+def test_checkpoints_that_would_take_more_than_their_share_of_the_cores_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, least: int
 ) -> None:
     machine = BusyMachine(tmp_path)
@@ -52,4 +52,4 @@ def test_checkpoints_that_would_take_more_than_a_hundredth_of_the_cores_are_left
     monkeypatch.setattr(beside, "_keep_turn", lambda: None)
     monkeypatch.setattr(beside, "_push_stage", lambda: None)
     beside.run()
-    assert least <= machine.used_s <= 0.01 * cores * machine.now + 1  # one was begun within its share
+    assert least <= machine.used_s <= 0.004 * cores * machine.now + 1  # one was begun within its share
