@@ -21,8 +21,8 @@ from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
 
 #: Seconds between two looks at the stage directory, and after a push that failed.
 _LOOK_S, _AGAIN_S = 1.0, 15.0
-#: The most of this machine's processor time that pushing checkpoints takes. With the kernel's writing, a training beside
-#: it is slowed by two to three times as much: about 1 %.
+#: The most of this machine's processor time that pushing checkpoints takes. With the kernel's writing, a training is
+#: slowed by two to three times as much: about 1 %.
 _SHARE = 0.004
 #: A lease is renewed so many times before it would expire.
 _RENEWALS = 4
