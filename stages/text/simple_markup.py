@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from stages.text.templates import has_words, words_of_template
+from stages.text.templates import has_words, name_of_template, words_of_template
 
 #: Templates within templates, as many as MediaWiki allows ($wgMaxTemplateDepth, once 40).
 _PASSES_MAX = 40
@@ -35,7 +35,10 @@ _MARKUP = re.compile(r"[\[\]{}<>&\n]|''")
 
 
 def without_simple_markup(text: str, no_text: re.Pattern[str]) -> str:
-    """`no_text`: links that show nothing."""
+    """Wikitext with the words that simple links and templates show in their place, the innermost first.
+
+    `no_text`: links that show nothing.
+    """
     text = _TAG.sub("", text)
     for _ in range(_PASSES_MAX):
         before = len(text)
@@ -52,8 +55,8 @@ def has_other_markup(text: str) -> bool:
 
 
 def _words(match: re.Match[str]) -> str:
-    name, arguments = match.groups()
-    name = " ".join(name.lower().split())
+    written, arguments = match.groups()
+    name = name_of_template(written)
     if not name.strip("_"):
         return match[0]
     if not has_words(name):

@@ -46,6 +46,11 @@ _RANGE_WORDS = {
 }
 
 
+def name_of_template(written: str) -> str:
+    """As `has_words` and `words_of_template` take it: in lower case, with single spaces."""
+    return " ".join(written.lower().split())
+
+
 def has_words(name: str) -> bool:
     """Whether `words_of_template` handles this template; all others expand to nothing."""
     return name in _KNOWN or name.startswith(_ASIDES) or bool(_HOLES.fullmatch(name))
@@ -54,7 +59,7 @@ def has_words(name: str) -> bool:
 def words_of_template(name: str, values: list[str]) -> str:
     """What a template expands to inside a sentence: words, `HOLE`, `ASIDE`, or ''.
 
-    `name` is in lower case; `values` are the positional arguments, in order.
+    `name`: of `name_of_template`; `values` are the positional arguments, in order.
     """
     if name in _SIGNS:
         return _SIGNS[name]

@@ -15,7 +15,7 @@ from html import unescape
 from wikitextparser import ParserFunction, Table, Template, WikiText
 
 from stages.text.simple_markup import has_other_markup, without_simple_markup
-from stages.text.templates import ASIDE, HOLE, has_words, words_of_template
+from stages.text.templates import ASIDE, HOLE, has_words, name_of_template, words_of_template
 
 #: Minimum characters of a page and of a line worth keeping, and the longest line that is processed.
 PAGE_MIN, _LINE_MIN, _LINE_MAX = 200, 30, 20_000
@@ -181,7 +181,7 @@ def _is_tangled(text: str) -> bool:
 
 
 def _words(template: Template) -> str:
-    name = " ".join(template.name.lower().split())
+    name = name_of_template(template.name)
     if not has_words(name):
         return ""
     values = [_parsed(argument.value).strip() for argument in template.arguments if argument.positional]
@@ -189,7 +189,7 @@ def _words(template: Template) -> str:
 
 
 def _words_of_function(function: ParserFunction) -> str:
-    name = function.name.strip().lower()
+    name = name_of_template(function.name)
     if name == "formatnum":
         return _parsed(function.arguments[0].value).strip()
     return words_of_template(name, []) if has_words(name) else ""

@@ -152,7 +152,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "micro-batches": {"micro_batch_size": 4, "grad_accum_usteps": 4},
     "30 to 15 % masked": {"rates": (0.3, 0.15)},
     "LAMB": {"optimizer": "LAMB", "lr": 1e-2},
-    # Small: a CPU without bf16 needs 50 times as long for it.
+    # Small: at the others' size, a CPU without bf16 took three minutes.
     "bf16": {"precision": "bf16-sr", "model": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}},
 }
 
