@@ -54,6 +54,9 @@ def seaweedfs() -> Iterator[str]:
         finally:
             process.kill()
             process.wait()
+            for port in (*ports.values(), *grpc.values()):  # whatever TMPDIR says
+                for socket in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                    socket.unlink()
 
 
 def _await(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
