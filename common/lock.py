@@ -53,6 +53,20 @@ def hold(directory: Path) -> Iterator[int]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def exclusively(path: Path) -> Iterator[None]:
+    """Wait for the lock file `path`, which stays, and hold it. The system frees that of a killed process. Raises
+    `DiskError`."""
+    with disk_errors(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with disk_errors(path):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def is_held_for_us(directory: Path) -> bool:
     """Whether the parent process holds the lock of `directory` on behalf of this one."""
     fingerprint = os.environ.get(HELD_FINGERPRINT_VARIABLE)

@@ -15,6 +15,7 @@ from pipeline.status.chain import chain, is_complete, would_run
 from pipeline.store.shared import SharedStore, counted
 from pipeline.tasks.everything import Everything
 from pipeline.tasks.stage import Stage
+from stages.directory.lock import hold
 from stages.view.text import size
 
 if TYPE_CHECKING:
@@ -25,14 +26,18 @@ _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    verbs = parser.add_subparsers(dest="verb", metavar="list|plan|verify|prune")
+    verbs = parser.add_subparsers(dest="verb", metavar="list|plan|push|verify|prune")
     verbs.add_parser("list", help="complete stages and checkpoints (the default)")
     verbs.add_parser("plan", help="what a run with these settings would fetch, make and push")
+    verbs.add_parser("push", help="push what is complete here and not there, also what was pushed once and removed")
     verify = verbs.add_parser("verify", help="compare what is there with its records; exit status 1 if it differs")
     verify.add_argument("--read", action="store_true", help="read every file and compare its sha256, too")
-    verify.add_argument("--remove", action="store_true", help="remove what is damaged; the next run pushes it again")
+    verify.add_argument("--remove", action="store_true", help="remove what is damaged")
     prune = verbs.add_parser("prune", help="what is old or too much; removes it only with --remove")
-    prune.add_argument("--older-than", type=_duration, metavar="TIME", help="stages pushed longer ago, as 30d or 12h")
+    prune.add_argument(
+        "--older-than", type=_duration, metavar="TIME",
+        help="stages pushed, and checkpoints of trainings left, longer ago, as 30d or 12h",
+    )  # fmt: skip
     prune.add_argument("--max-size", type=_bytes, metavar="SIZE", help="oldest stages above so much, as 500G or 2T")
     prune.add_argument("--keep", type=_count, metavar="N", help="of each stage, all but the N pushed last")
     prune.add_argument("--remove", action="store_true", help="remove them, and files that nothing refers to")
@@ -43,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     shared = SharedStore.of(load().store)
     if shared is None:
         raise UserError("[store] url is empty: there is no store; give one, as --Store-url s3://bucket/prefix")
-    return {None: _list, "list": _list, "plan": _plan, "verify": _verify, "prune": _prune}[args.verb](shared, args)
+    verbs = {None: _list, "list": _list, "plan": _plan, "push": _push, "verify": _verify, "prune": _prune}
+    return verbs[args.verb](shared, args)
 
 
 def _list(shared: SharedStore, args: argparse.Namespace) -> int:
@@ -79,8 +85,9 @@ def _plan(shared: SharedStore, args: argparse.Namespace) -> int:
         stage = task.shared
         pushed = "pushed" if shared.pushes(stage) else "not pushed"
         if is_complete(task):
-            stored = shared.find(stage) is not None
-            said = "complete here" + ("" if stored or not shared.pulls(stage) else f"; not in the store: {pushed}")
+            is_gone = shared.pushes(stage) and shared.has_pushed(stage)
+            missing = f"; not in the store{' any more (store push)' if is_gone else f': {pushed}'}"
+            said = "complete here" + (missing if shared.pulls(stage) and shared.find(stage) is None else "")
         elif task.label not in needed:
             said = "not needed"
         elif (record := shared.find(stage)) is not None:
@@ -88,6 +95,21 @@ def _plan(shared: SharedStore, args: argparse.Namespace) -> int:
         else:
             said = f"made here; {pushed}"
         print(f"{task.label:24} {said}")
+    return 0
+
+
+def _push(shared: SharedStore, args: argparse.Namespace) -> int:
+    from stages.store.complete import find_stage, push_stage
+
+    for task in chain(Everything()):
+        assert isinstance(task, Stage)
+        stage = task.shared
+        if not (shared.pushes(stage) and is_complete(task)):
+            continue
+        if find_stage(shared.backend, stage.label, stage.fingerprint) is None:
+            with hold(stage.directory):
+                record = push_stage(shared.backend, stage.directory, stage.label)
+            print(f"{task.label:24} {len(record.files):,} files, {size(record.total_bytes)}")
     return 0
 
 
@@ -110,7 +132,8 @@ def _verify(shared: SharedStore, args: argparse.Namespace) -> int:
         return 0
     if args.remove:
         names = maintenance.remove_damaged(shared.backend, contents, wrong)
-        print(f"removed; {', '.join(names) or 'no complete stage'} will be pushed again by whoever has it")
+        print(f"removed, with the records of {', '.join(names) or 'no complete stage'}")
+        print("whoever has them brings them back with: python -m pipeline store push")
     return 1
 
 
@@ -122,14 +145,16 @@ def _prune(shared: SharedStore, args: argparse.Namespace) -> int:
     gone = maintenance.superfluous(
         contents, older_than_s=args.older_than, most_bytes=args.max_size, newest=args.keep, now=now
     )
-    for stage in gone:
-        print(f"{stage.name}: {size(stage.record.total_bytes)}, pushed {_ago(now - stage.written)} ago")
-    freed = sum(entry.bytes for entry in maintenance.unreferenced(contents, gone, now))
+    for one in gone:
+        what = "checkpoints, left" if isinstance(one, maintenance.StoredTraining) else "pushed"
+        total = sum(file.bytes for file in one.files().values())
+        print(f"{one.name}: {size(total)}, {what} {_ago(now - one.written)} ago")
+    freed = sum(entry.bytes for entry in maintenance.unreferenced(maintenance.without(contents, gone), gone, now))
     if args.remove:
         freed = maintenance.remove(shared.backend, contents, gone, now)
-        log(f"removed {len(gone)} stages: {size(freed)} are free")
+        log(f"removed {len(gone)}: {size(freed)} are free")
     else:
-        log(f"{len(gone)} stages could be removed: {size(freed)}; --remove does it")
+        log(f"{len(gone)} could be removed: {size(freed)}; --remove does it")
     _note_damaged(contents)
     return 0
 

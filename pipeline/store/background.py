@@ -101,9 +101,14 @@ def push_at_exit(options: StoreOptions, label: str, directory: Path) -> None:
     """Push a complete stage at the end of this process, if no run has pushed it yet."""
     if multiprocessing.parent_process() is not None or directory in _unpushed:
         return
-    if (read_json(directory / _STORED) or {}).get("url") != options.place:
+    if not has_pushed(options, directory):
         _at_exit()
         _unpushed[directory] = (options, label)
+
+
+def has_pushed(options: StoreOptions, directory: Path) -> bool:
+    """Whether the stage directory notes that the store has had the stage."""
+    return bool((read_json(directory / _STORED) or {}).get("url") == options.place)
 
 
 @functools.cache

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from common.console import log
 from common.errors import LeaseLost, UserError
 from pipeline.settings.sections import Store
-from pipeline.store.background import CompanionProcess, push_at_exit
+from pipeline.store.background import CompanionProcess, has_pushed, push_at_exit
 from stages.directory import attempts
 from stages.directory.manifest import MANIFEST
 from stages.store.options import StoreOptions
@@ -79,6 +82,10 @@ class SharedStore:
         if self.pushes(stage):
             push_at_exit(self.options, stage.label, stage.directory)
 
+    def has_pushed(self, stage: SharedStage) -> bool:
+        """Whether the store has had the complete stage; it may have been removed there since."""
+        return has_pushed(self.options, stage.directory)
+
     def pulls(self, stage: SharedStage) -> bool:
         return stage.kind is not None and self._settings.pull in ("all", stage.kind)
 
@@ -107,6 +114,8 @@ class SharedStore:
         except NotUsable as error:
             log(f"{stage.label}: note: {error}; it is made here instead")
             self._unusable.add(stage.fingerprint)
+            if self.pushes(stage):  # what is made here takes its place
+                self.backend.delete(error.altered)
             return False
         finally:
             progress.unlink(missing_ok=True)
@@ -131,6 +140,12 @@ class SharedStore:
         assert lease.turn.holder is not None
         holder = lease.turn.holder.id
         companion = CompanionProcess(self.options, stage.label, stage.directory, holder, lease.token)
+        with _ended_by_loss(companion):
+            yield from self._accompanied(stage, lease, companion, attached=attached)
+
+    def _accompanied(
+        self, stage: SharedStage, lease: Lease, companion: CompanionProcess, *, attached: bool
+    ) -> Iterator[bool]:
         try:
             # Another machine may have completed it meanwhile.
             was_fetched = not attached and self.fetch(stage)
@@ -165,7 +180,7 @@ class SharedStore:
         return Lease.acquire(self.backend, key, holder, self.options.lease_s, wait=wait)
 
     def _fetch_checkpoint(self, stage: SharedStage, lease: Lease | None) -> None:
-        from stages.store.checkpoints import fetch_checkpoint
+        from stages.store.checkpoints import fetch_checkpoint, forget_newer
         from stages.store.lease import Turn, turn_key
 
         began = time.time()
@@ -174,6 +189,8 @@ class SharedStore:
         found = fetch_checkpoint(self.backend, turn, name, stage.directory)
         if found is None and lease is None:  # whoever trains may have replaced all that was listed
             found = fetch_checkpoint(self.backend, Turn.read(self.backend, key), name, stage.directory)
+        if lease is not None:
+            forget_newer(self.backend, lease, name, stage.directory)
         if found is not None:
             attempts.record_wait(stage.directory, "downloading", began)
             log(f"{stage.label}: goes on from {found.name}, fetched from {self.backend.url}")
@@ -198,6 +215,28 @@ class SharedStore:
             again.release()
         except UserError as error:
             log(f"{stage.label}: note: {error}; the newest checkpoint may not be in the store")
+
+
+@contextlib.contextmanager
+def _ended_by_loss(companion: CompanionProcess) -> Iterator[None]:
+    """In the block, SIGTERM raises `LeaseLost` once the turn is lost. A training saves and stops by a handler of its
+    own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        if companion.lost:
+            raise LeaseLost(companion.lost)
+        signal.signal(signal.SIGTERM, before)
+        os.kill(os.getpid(), signum)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

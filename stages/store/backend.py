@@ -60,11 +60,11 @@ class Backend(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[Entry]:
-        """The objects whose keys begin with `prefix`, in any order."""
+        """All objects whose keys begin with `prefix`, in any order: what is not listed may be removed as unused."""
         ...
 
-    def present(self, keys: Collection[str]) -> set[str]:
-        """Those of `keys` that hold something."""
+    def present(self, keys: Collection[str]) -> dict[str, int]:
+        """Those of `keys` that hold something, and how many bytes."""
         ...
 
     def upload(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:

@@ -13,13 +13,31 @@ from typing import Any
 
 from common.console import log
 from common.disk_space import require_disk_space
-from common.files import METRICS, TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory, rename_durably
+from common.files import (
+    METRICS,
+    TEMPORARY_SUFFIX,
+    disk_errors,
+    failpoint,
+    fsync_directory,
+    rename_durably,
+    sha256_of,
+)
 from stages.store.backend import Altered, Backend, Missing, Report
-from stages.store.files import NotUsable, checkpoint_files, download, ignore, measured, reason, snapshot, upload
+from stages.store.files import (
+    NotUsable,
+    checkpoint_files,
+    download,
+    ignore,
+    measured,
+    one_push,
+    reason,
+    snapshot,
+    upload,
+)
 from stages.store.lease import Lease, StoredCheckpoint, Turn
 from stages.store.records import CHECKPOINTS as PREFIX
 from stages.store.records import RESUMED_RECORDS, Damaged
-from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, checkpoint_step, whole_checkpoints
+from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, abandoned, checkpoint_step, whole_checkpoints
 from trainer.state import STATE
 
 #: Checkpoints of a training that the store keeps.
@@ -57,6 +75,7 @@ def push_checkpoint(
     resumed = [one for one in RESUMED_RECORDS if (directory / one).is_file()]
     try:
         with (
+            one_push(directory),
             snapshot(path, [file.name for file in path.iterdir()], directory / "push-links", copies=False) as links,
             snapshot(directory, resumed, directory / "push-copies", copies=True) as copies,
         ):
@@ -79,14 +98,18 @@ def push_checkpoint(
 def fetch_checkpoint(
     backend: Backend, turn: Turn, name: str, directory: Path, report: Report = ignore
 ) -> StoredCheckpoint | None:
-    """Fetch the newest checkpoint that can be used, if it is newer than those in `directory`, whose lock is held.
+    """Fetch the newest checkpoint that can be used, if it is newer than those in `directory`, whose lock is held. One
+    that was set aside there, when the training was rolled back, is not fetched again.
 
     None: nothing was fetched. What cannot be used is logged. Raises `UserError`.
     """
-    here = next((step for step, _ in whole_checkpoints(directory / CHECKPOINTS)), -1)
+    here, set_aside = _newest_step(directory), _manifests_set_aside(directory)
     for checkpoint in reversed(turn.checkpoints):
         if checkpoint.step <= here:
             return None
+        if any(file.sha256 in set_aside for file in checkpoint.files if file.path == MANIFEST):
+            log(f"note: {checkpoint.name} in the store was set aside here; it is not fetched")
+            continue
         try:
             _fetch(backend, checkpoint, name, directory, report)
         except (Damaged, Missing, Altered) as error:
@@ -94,6 +117,26 @@ def fetch_checkpoint(
             continue
         return checkpoint
     return None
+
+
+def forget_newer(backend: Backend, lease: Lease, name: str, directory: Path) -> None:
+    """Remove the checkpoints that are newer than those in `directory`, which will make others of these steps: they
+    could not be used, or were set aside. Raises `LeaseLost`, `UserError`."""
+    here, before = _newest_step(directory), lease.turn.checkpoints
+    kept = tuple(one for one in before if one.step <= here)
+    if kept != before:
+        lease.keep(kept)
+        backend.delete(_keys(name, before) - _keys(name, kept))
+
+
+def _newest_step(directory: Path) -> int:
+    return next((step for step, _ in whole_checkpoints(directory / CHECKPOINTS)), -1)
+
+
+def _manifests_set_aside(directory: Path) -> set[str]:
+    """The sha256 of the manifests of checkpoints from which the training was rolled back."""
+    places = abandoned(directory / CHECKPOINTS)
+    return {sha256_of(path) for place in places for path in place.glob(f"*/{MANIFEST}")}
 
 
 def _fetch(backend: Backend, checkpoint: StoredCheckpoint, name: str, directory: Path, report: Report) -> None:

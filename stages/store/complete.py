@@ -29,7 +29,17 @@ from common.files import (
 from stages.directory.manifest import IDENTITY, MANIFEST, why_incomplete
 from stages.directory.records import read_manifest
 from stages.store.backend import Altered, Backend, Conflict, Missing, Report
-from stages.store.files import NotUsable, checkpoint_files, download, ignore, measured, reason, snapshot, upload
+from stages.store.files import (
+    NotUsable,
+    checkpoint_files,
+    download,
+    ignore,
+    measured,
+    one_push,
+    reason,
+    snapshot,
+    upload,
+)
 from stages.store.records import RESUMED_RECORDS, Damaged, StageRecord, StoredFile, require_inside, stage_key
 from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
 from trainer.checkpoint.stable import stable_step
@@ -82,7 +92,7 @@ def push_stage(backend: Backend, directory: Path, label: str, report: Report = i
     listed = {output.path for output in outputs}
     names = [name for name in (*_RECORDS, *manifest.get("present", ())) if (directory / name).is_file()]
     names = [name for name in names if name not in listed]
-    with snapshot(directory, names, directory / "push", copies=True) as copies:
+    with one_push(directory), snapshot(directory, names, directory / "push", copies=True) as copies:
         records = [measured(copies[name], name) for name in names]
         others = [file for file in _extendable(directory) if file.path not in listed]
         files = (*outputs, *others, *records, measured(directory / MANIFEST, MANIFEST))
@@ -116,7 +126,7 @@ def _write_record(backend: Backend, record: StageRecord) -> None:
             with contextlib.suppress(Damaged):
                 theirs = {file.key for file in StageRecord.decode(data, record.label, record.fingerprint).files}
                 others = theirs - {file.key for file in record.files}
-                if backend.present(others) == others:
+                if backend.present(others).keys() == others:
                     return
         with contextlib.suppress(Conflict):
             backend.write(record.key, record.encode(), replaces=version)
@@ -152,7 +162,8 @@ def fetch_stage(
         report(record.total_bytes - sum(file.bytes for file in wanted))
         download(backend, {file.key: file for file in wanted}, targets, report)
     except (Damaged, Missing, Altered) as error:
-        raise NotUsable(f"{backend.url}/{record.key}: {reason(error)}") from None
+        altered = error.args if isinstance(error, Altered) else ()
+        raise NotUsable(f"{backend.url}/{record.key}: {reason(error)}", altered) from None
     with disk_errors(directory):
         for path, ns in times.items():
             os.utime(directory / path, ns=(ns, ns))

@@ -7,12 +7,13 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, sha256_of
+from common.lock import exclusively
 from stages.store.backend import Altered, Backend, Missing, Report
 from stages.store.records import StoredFile
 from trainer.checkpoint.directory import MANIFEST
@@ -21,14 +22,20 @@ from trainer.checkpoint.directory import MANIFEST
 class NotUsable(Exception):
     """What the store has, or what is to be pushed, is damaged or gone; the reason."""
 
+    def __init__(self, reason: str, altered: Collection[str] = ()) -> None:
+        super().__init__(reason)
+        #: Keys of the store under which other bytes are than their sha256 says.
+        self.altered = altered
+
 
 def ignore(moved: int) -> None:
     """A `Report` for nobody."""
 
 
 def upload(backend: Backend, files: Mapping[str, StoredFile], paths: Mapping[str, Path], report: Report) -> None:
-    """Upload the files, by key, that the store does not have. Raises `UserError` for one that was altered."""
-    there = backend.present(files.keys())
+    """Upload the files, by key, that the store does not have, or not in their length. Raises `UserError` for one that
+    was altered."""
+    there = {key for key, size in backend.present(files.keys()).items() if size == files[key].bytes}
     report(sum(files[key].bytes for key in there))
 
     def send(key: str) -> None:
@@ -45,7 +52,9 @@ def upload(backend: Backend, files: Mapping[str, StoredFile], paths: Mapping[str
 def download(
     backend: Backend, files: Mapping[str, StoredFile], targets: Mapping[str, Sequence[Path]], report: Report = ignore
 ) -> None:
-    """Download files by key, each to all of its targets. Raises `Missing`, `Altered`, `UserError`."""
+    """Download files by key, each to all of its targets. Raises `Missing`; `Altered` with the keys of all that are;
+    `UserError`."""
+    altered: list[str] = []
 
     def fetch(key: str) -> None:
         file, (first, *others) = files[key], targets[key]
@@ -53,7 +62,11 @@ def download(
         with disk_errors(first):
             first.parent.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)
-        backend.download(key, temporary, file.bytes, file.sha256, report)
+        try:
+            backend.download(key, temporary, file.bytes, file.sha256, report)
+        except Altered:
+            altered.append(key)
+            return
         for other in others:
             with disk_errors(other):
                 other.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +79,8 @@ def download(
         failpoint("store-downloaded")
 
     _each(backend.connections, fetch, sorted(files, key=lambda key: -files[key].bytes))
+    if altered:
+        raise Altered(*sorted(altered))
 
 
 def _each(connections: int, work: Callable[[str], None], keys: Iterable[str]) -> None:
@@ -85,6 +100,11 @@ def _each(connections: int, work: Callable[[str], None], keys: Iterable[str]) ->
         futures = [threads.submit(guarded, key) for key in keys]
     for future in futures:
         future.result()
+
+
+def one_push(directory: Path) -> contextlib.AbstractContextManager[None]:
+    """Entered while something of a stage directory is pushed: another push of it waits. Raises `DiskError`."""
+    return exclusively(directory / "push.lock")
 
 
 @contextlib.contextmanager
@@ -131,4 +151,4 @@ def reason(error: Exception) -> str:
     """Why something in the store cannot be used."""
     if isinstance(error, Missing):
         return f"{error} is not there"
-    return f"{error} has other bytes than its sha256 says" if isinstance(error, Altered) else str(error)
+    return f"{', '.join(error.args)}: other bytes than the sha256 says" if isinstance(error, Altered) else str(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import uuid
@@ -13,6 +12,7 @@ from typing import BinaryIO
 
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory
+from common.lock import exclusively
 from stages.store.backend import Altered, Conflict, Entry, Missing, Report
 from stages.store.digest import copy_hashed
 from stages.store.options import StoreOptions
@@ -33,7 +33,9 @@ class FolderBackend:
 
     def write(self, key: str, data: bytes, *, replaces: str | None) -> str:
         path = self.root / key
-        with self._exclusive(path):
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with exclusively(path.with_name(_LOCK)):  # all writers of small objects in the folder
             try:
                 before: str | None = self.read(key)[1]
             except Missing:
@@ -44,19 +46,6 @@ class FolderBackend:
                 file.write(data)
         return _version(data)
 
-    @contextlib.contextmanager
-    def _exclusive(self, path: Path) -> Iterator[None]:
-        """Hold an advisory lock that all writers of small objects in a directory take. The system frees that of a
-        killed one."""
-        with disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path.parent / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                yield
-            finally:
-                os.close(fd)
-
     def delete(self, keys: Collection[str]) -> None:
         for key in keys:
             with disk_errors(self.root / key):
@@ -65,18 +54,22 @@ class FolderBackend:
     def list(self, prefix: str) -> Iterator[Entry]:
         # Only the directory that the prefix names is read.
         folder = prefix.rpartition("/")[0]
-        for parent, _, names in os.walk(self.root / folder):
+        for parent, _, names in os.walk(self.root / folder, onerror=_refuse):
             for name in names:
                 path = Path(parent) / name
                 key = path.relative_to(self.root).as_posix()
                 if name == _LOCK or name.endswith(TEMPORARY_SUFFIX) or not key.startswith(prefix):
                     continue
-                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                with contextlib.suppress(Missing), _readable(path):  # deleted meanwhile
                     stat = path.stat()
                     yield Entry(key, stat.st_size, stat.st_mtime)
 
-    def present(self, keys: Collection[str]) -> set[str]:
-        return {key for key in keys if (self.root / key).exists()}
+    def present(self, keys: Collection[str]) -> dict[str, int]:
+        found = {}
+        for key in keys:
+            with contextlib.suppress(Missing), _readable(self.root / key):
+                found[key] = (self.root / key).stat().st_size
+        return found
 
     def upload(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
         final = self.root / key
@@ -97,13 +90,13 @@ class FolderBackend:
 
     def sweep(self, before: float) -> int:
         swept = 0
-        for parent, _, names in os.walk(self.root):
-            for name in names:
-                path = Path(parent) / name
-                with contextlib.suppress(FileNotFoundError):
-                    if name.endswith(TEMPORARY_SUFFIX) and path.stat().st_mtime < before:
-                        path.unlink()
-                        swept += 1
+        for parent, _, names in os.walk(self.root, onerror=_refuse):
+            for path in (Path(parent) / name for name in names if name.endswith(TEMPORARY_SUFFIX)):
+                with contextlib.suppress(Missing), _readable(path):
+                    is_left = path.stat().st_mtime < before
+                    swept += is_left
+                    if is_left:
+                        path.unlink(missing_ok=True)
         return swept
 
 
@@ -139,6 +132,12 @@ def _readable(path: Path) -> Iterator[None]:
         raise Missing(str(path)) from None
     except OSError as error:
         raise UserError(f"the store's {path} cannot be read: {error.strerror}; check its permissions") from error
+
+
+def _refuse(error: OSError) -> None:
+    """For os.walk, which else leaves out what it cannot read."""
+    with contextlib.suppress(Missing), _readable(Path(error.filename)):
+        raise error
 
 
 def _version(data: bytes) -> str:

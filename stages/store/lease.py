@@ -33,6 +33,10 @@ from stages.store.backend import Backend, Conflict, Missing
 from stages.store.records import TURNS, Damaged, StoredFile, require_inside, seal, unseal
 
 
+class DamagedTurn(UserError):
+    """A record of a turn is not what was written."""
+
+
 @dataclass(frozen=True)
 class Holder:
     """Who has the turn: a name drawn at random for the stage directory, and for people where that is."""
@@ -82,7 +86,7 @@ class Turn:
 
     @classmethod
     def read(cls, backend: Backend, key: str) -> Turn:
-        """The record under `key`; an empty one if there is none. Raises `UserError` for a damaged one."""
+        """The record under `key`; an empty one if there is none. Raises `DamagedTurn`, `UserError`."""
         try:
             data, version = backend.read(key)
         except Missing:
@@ -95,14 +99,15 @@ class Turn:
                 int(content["token"]), holder, int(content["beat"]), float(content["lease_s"]), tuple(found), version
             )
         except (Damaged, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{backend.url}/{key} is damaged ({error}); remove it and run the same again") from None
+            raise DamagedTurn(f"{backend.url}/{key} is damaged ({error}); remove it and run the same again") from None
 
 
 def _checkpoint(record: dict[str, Any]) -> StoredCheckpoint:
     files, records = (tuple(map(StoredFile.of_record, record[name])) for name in ("files", "records"))
     require_inside((*files, *records))
     found = StoredCheckpoint(str(record["name"]), int(record["token"]), files, records)
-    assert found.step >= 0
+    if found.step < 0:
+        raise Damaged(f"it lists {found.name}")
     return found
 
 

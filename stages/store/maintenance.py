@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import UserError
-from stages.store.backend import Altered, Backend, Entry, Missing, Report
+from stages.store.backend import Altered, Backend, Conflict, Entry, Missing, Report
 from stages.store.files import ignore
-from stages.store.lease import StoredCheckpoint, Turn, turn_of_key
+from stages.store.lease import DamagedTurn, StoredCheckpoint, Turn, turn_key, turn_of_key
 from stages.store.records import CHECKPOINTS, OBJECTS, STAGES, TURNS, Damaged, StageRecord, StoredFile, stage_of_key
 
 #: Files to which no record refers are kept so long, in seconds: somebody may be about to write the record.
@@ -29,6 +30,10 @@ class StoredStage:
     @property
     def name(self) -> str:
         return f"{self.record.label}-{self.record.fingerprint[:10]}"
+
+    def files(self) -> dict[str, StoredFile]:
+        """Its files, by key."""
+        return {file.key: file for file in self.record.files}
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,19 @@ class StoredTraining:
 
     def files(self) -> dict[str, StoredFile]:
         """The files of its checkpoints, by key."""
-        place = f"{CHECKPOINTS}/{self.label}-{self.fingerprint}"
-        return {f"{place}/{one.token}/{file.sha256}": file for one in self.turn.checkpoints for file in _every(one)}
+        return {key: file for one in self.turn.checkpoints for key, file in self.files_of(one)}
+
+    def files_of(self, checkpoint: StoredCheckpoint) -> Iterator[tuple[str, StoredFile]]:
+        """The files of one of its checkpoints, each with its key."""
+        place = f"{CHECKPOINTS}/{self.label}-{self.fingerprint}/{checkpoint.token}"
+        for file in (*checkpoint.files, *checkpoint.records):
+            yield f"{place}/{file.sha256}", file
+
+    def keep(self, backend: Backend, checkpoints: tuple[StoredCheckpoint, ...]) -> None:
+        """List these checkpoints alone, unless somebody has changed the record since it was read."""
+        turn = dataclasses.replace(self.turn, beat=self.turn.beat + 1, checkpoints=checkpoints)
+        with contextlib.suppress(Conflict):
+            backend.write(turn_key(self.label, self.fingerprint), turn.encode(), replaces=self.turn.version)
 
 
 @dataclass
@@ -93,9 +109,11 @@ def read_records(backend: Backend) -> Contents:
         made = turn_of_key(entry.key)
         try:
             if made is None:
-                raise UserError("it is no record")
-            found.trainings.append(StoredTraining(*made, Turn.read(backend, entry.key), entry.written))
-        except UserError as error:
+                raise DamagedTurn("it is no record")
+            turn = Turn.read(backend, entry.key)
+            if turn.version is not None:  # else removed meanwhile
+                found.trainings.append(StoredTraining(*made, turn, entry.written))
+        except DamagedTurn as error:
             found.damaged[entry.key] = str(error)
 
     with ThreadPoolExecutor(backend.connections) as threads:
@@ -110,9 +128,7 @@ def verify(backend: Backend, contents: Contents, *, read_all: bool, report: Repo
     """Keys of what is damaged or missing, and why. `read_all`: every file is fetched and hashed, else sizes are
     compared."""
     wrong = dict(contents.damaged)
-    wanted = {file.key: file for stage in contents.stages for file in stage.record.files}
-    for training in contents.trainings:
-        wanted |= training.files()
+    wanted = _files_of([*contents.stages, *contents.trainings])
     with tempfile.TemporaryDirectory(prefix="store-verify-") as name:
         for key, file in sorted(wanted.items()):
             entry = contents.files.get(key)
@@ -133,20 +149,26 @@ def verify(backend: Backend, contents: Contents, *, read_all: bool, report: Repo
 
 
 def remove_damaged(backend: Backend, contents: Contents, wrong: dict[str, str]) -> list[str]:
-    """Remove what is damaged, and the records of stages that are not whole without it, so that the next run pushes them
-    again. Returns the stages' names."""
-    broken = [stage for stage in contents.stages if any(file.key in wrong for file in stage.record.files)]
+    """Remove what is damaged, and the records of stages and checkpoints that are not whole without it. Returns the
+    stages' names."""
+    broken = [stage for stage in contents.stages if wrong.keys() & stage.files().keys()]
     backend.delete([stage.record.key for stage in broken])
+    for training in contents.trainings:
+        listed = training.turn.checkpoints
+        whole = tuple(one for one in listed if not any(key in wrong for key, _ in training.files_of(one)))
+        if whole != listed:
+            training.keep(backend, whole)
     backend.delete(wrong)
     return [stage.name for stage in broken]
 
 
 def superfluous(
     contents: Contents, *, older_than_s: float | None, most_bytes: int | None, newest: int | None, now: float
-) -> list[StoredStage]:
+) -> list[StoredStage | StoredTraining]:
     """The stages that are older than `older_than_s`, that are not among the `newest` of their label, or that must go,
-    oldest first, until all the rest has at most `most_bytes`."""
-    gone: list[StoredStage] = []
+    oldest first, until all the rest has at most `most_bytes`; and trainings with checkpoints, not complete, at which
+    nobody has been for `older_than_s`."""
+    gone: list[StoredStage | StoredTraining] = []
     seen: dict[str, int] = {}
     for stage in contents.stages:  # newest first
         seen[stage.record.label] = seen.get(stage.record.label, 0) + 1
@@ -155,36 +177,46 @@ def superfluous(
             gone.append(stage)
     if most_bytes is not None:
         kept = [stage for stage in contents.stages if stage not in gone]
-        while kept and _bytes_of(kept) > most_bytes:
+        while kept and sum(file.bytes for file in _files_of(kept).values()) > most_bytes:
             gone.append(kept.pop())
+    if older_than_s is not None:
+        # A lease is renewed while somebody is at work.
+        gone += [one for one in contents.trainings if one.turn.checkpoints and now - one.written > older_than_s]
     return gone
 
 
-def remove(backend: Backend, contents: Contents, gone: Sequence[StoredStage], now: float) -> int:
-    """Remove the stages, then the files to which nothing refers any more. Returns the bytes freed."""
-    backend.delete([stage.record.key for stage in gone])
-    unused = unreferenced(contents, gone, now)
+def remove(backend: Backend, contents: Contents, gone: Sequence[StoredStage | StoredTraining], now: float) -> int:
+    """Remove the stages and the checkpoints of trainings, then the files to which nothing refers any more. Returns the
+    bytes freed."""
+    backend.delete([one.record.key for one in gone if isinstance(one, StoredStage)])
+    for one in gone:
+        if isinstance(one, StoredTraining):
+            one.keep(backend, ())
+    left = read_records(backend)  # what was pushed since `contents` were read needs its files
+    left.files = contents.files
+    unused = unreferenced(left, gone, now)
     backend.delete([entry.key for entry in unused])
     backend.sweep(now - GRACE_S)
     return sum(entry.bytes for entry in unused)
 
 
-def unreferenced(contents: Contents, gone: Sequence[StoredStage], now: float) -> list[Entry]:
-    """Files of the stages `gone` that no other needs, and those older than `GRACE_S` to which nothing has ever
-    referred, or does not any more."""
-    removed = {stage.record.key for stage in gone}
-    kept = [stage for stage in contents.stages if stage.record.key not in removed]
-    needed = {file.key for stage in kept for file in stage.record.files}
-    complete = {(stage.record.label, stage.record.fingerprint) for stage in kept}
+def unreferenced(left: Contents, gone: Sequence[StoredStage | StoredTraining], now: float) -> list[Entry]:
+    """Files to which no record of `left` refers: those that `gone` needed, and those older than `GRACE_S`."""
+    complete = {(stage.record.label, stage.record.fingerprint) for stage in left.stages}
     # A machine may have died after its training was complete, before its checkpoints were removed.
-    trainings = [one for one in contents.trainings if one.turn.holder or (one.label, one.fingerprint) not in complete]
-    needed |= {key for training in trainings for key in training.files()}
-    named = {file.key for stage in gone for file in stage.record.files}
+    trainings = [one for one in left.trainings if one.turn.holder or (one.label, one.fingerprint) not in complete]
+    needed, named = _files_of([*left.stages, *trainings]), _files_of(gone)
     return [
         entry
-        for key, entry in contents.files.items()
+        for key, entry in left.files.items()
         if key not in needed and (key in named or now - entry.written > GRACE_S)
     ]
+
+
+def without(contents: Contents, gone: Sequence[StoredStage | StoredTraining]) -> Contents:
+    """What is left once `gone` is removed."""
+    stages, trainings = ([one for one in every if one not in gone] for every in (contents.stages, contents.trainings))
+    return dataclasses.replace(contents, stages=stages, trainings=trainings)
 
 
 def now_of(contents: Contents) -> float:
@@ -192,10 +224,6 @@ def now_of(contents: Contents) -> float:
     return max([time.time(), *(entry.written for entry in contents.files.values())])
 
 
-def _bytes_of(stages: Sequence[StoredStage]) -> int:
-    """Of their files, each counted once."""
-    return sum({file.key: file.bytes for stage in stages for file in stage.record.files}.values())
-
-
-def _every(checkpoint: StoredCheckpoint) -> Iterator[StoredFile]:
-    yield from (*checkpoint.files, *checkpoint.records)
+def _files_of(stored: Collection[StoredStage | StoredTraining]) -> dict[str, StoredFile]:
+    """Their files, by key."""
+    return {key: file for one in stored for key, file in one.files().items()}

@@ -36,7 +36,7 @@ class S3Prefix:
 
     def _there(self, publication: Publication) -> set[str]:
         """Names of an earlier publication's files. Folders below the prefix, and other files, are not looked at."""
-        found = self._store.present([pattern for pattern in publication.patterns if "*" not in pattern])
+        found = set(self._store.present([pattern for pattern in publication.patterns if "*" not in pattern]))
         for pattern in publication.patterns:
             if "*" in pattern:
                 found |= {entry.key for entry in self._store.list(pattern.partition("*")[0])}

@@ -61,15 +61,19 @@ class S3Backend(S3Files):
     @functools.cache  # noqa: B019 - one store a process
     def _require_conditions(self) -> None:
         """Raise `UserError` for a server that ignores the conditions of writes: two machines could both have a turn."""
-        key = f"probe/{uuid.uuid4().hex}"
+        key, ignored = f"probe/{uuid.uuid4().hex}", []
         self._write(key, b"first", None)
         try:
-            self._write(key, b"second", None)
-        except Conflict:
-            return
+            for name, replaces in (("If-None-Match", None), ("If-Match", f'"{"0" * 32}"')):
+                with contextlib.suppress(Conflict):
+                    self._write(key, name.encode(), replaces)
+                    ignored.append(name)
         finally:
             self.delete([key])
-        raise UserError(f"{self.url}: this server ignores If-None-Match, which keeps two machines apart; use another")
+        if ignored:
+            raise UserError(
+                f"{self.url}: this server ignores {' and '.join(ignored)}, which keeps two machines apart; use another"
+            )
 
     def delete(self, keys: Collection[str]) -> None:
         for some in _batches(list(keys), _DELETE_AT_ONCE):
@@ -90,8 +94,8 @@ class S3Backend(S3Files):
             for found in page.get("Contents", ()):
                 yield Entry(found["Key"][len(self._prefix) :], found["Size"], found["LastModified"].timestamp())
 
-    def present(self, keys: Collection[str]) -> set[str]:
-        rest, found = sorted(set(keys)), set[str]()
+    def present(self, keys: Collection[str]) -> dict[str, int]:
+        rest, found = sorted(set(keys)), dict[str, int]()
         directory = os.path.commonprefix(rest).rpartition("/")[0]
         prefix = self._prefix + (f"{directory}/" if directory else "")
         is_worth_it = len(rest) > _LIST_ABOVE
@@ -99,12 +103,13 @@ class S3Backend(S3Files):
             # From the next key that is wanted: a page says more than one object however large the store is.
             asked = {"Prefix": prefix, "StartAfter": self._prefix + rest[0][:-1]}
             page = self._repeated("", lambda asked=asked: self._call("list_objects_v2", "", **asked))  # type: ignore[misc]
-            listed = [entry["Key"][len(self._prefix) :] for entry in page.get("Contents", ())]
-            told = bisect.bisect_right(rest, listed[-1]) if page.get("IsTruncated") else len(rest)
-            found |= set(listed).intersection(rest[:told])
+            listed = {entry["Key"][len(self._prefix) :]: entry["Size"] for entry in page.get("Contents", ())}
+            told = bisect.bisect_right(rest, max(listed)) if page.get("IsTruncated") else len(rest)
+            found |= {key: listed[key] for key in rest[:told] if key in listed}
             rest, is_worth_it = rest[told:], told >= _WORTH_A_PAGE
         with ThreadPoolExecutor(self.connections) as threads:
-            return found | {key for key, there in zip(rest, threads.map(self.is_there, rest), strict=True) if there}
+            sizes = zip(rest, threads.map(self.size_of, rest), strict=True)
+            return found | {key: size for key, size in sizes if size is not None}
 
 
 def _batches(keys: list[str], size: int) -> Iterator[list[str]]:

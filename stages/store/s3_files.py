@@ -40,12 +40,13 @@ class S3Files(S3Requests):
         self._listed = float("-inf")
         self._begun_lock = threading.Lock()
 
-    def is_there(self, key: str) -> bool:
+    def size_of(self, key: str) -> int | None:
+        """Bytes of an object; None if there is none."""
         try:
-            self._repeated(key, lambda: self._request("head_object", key))
+            size: int = self._repeated(key, lambda: self._request("head_object", key))["ContentLength"]
         except Missing:
-            return False
-        return True
+            return None
+        return size
 
     def upload(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
         if path.stat().st_size != size:
@@ -58,7 +59,7 @@ class S3Files(S3Requests):
                 self._upload_parts(key, path, size, moved.append, report)
             except Missing:  # completed by a request whose answer was lost, or by another machine
                 self._forget_upload(key)
-                if not self.is_there(key):
+                if self.size_of(key) is None:
                     raise UserError(f"{self.url}/{key}: its upload was removed; run the same again") from None
                 report(size - sum(moved))
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -11,11 +13,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from common.errors import LeaseLost
 from common.files import read_json
+from common.secrets import Secret
+from pipeline.store.shared import SharedStage, SharedStore
 from stages.directory.attempts import read
+from stages.directory.manifest import Identity, StageDirectory
+from stages.store.backend import Conflict
+from stages.store.lease import Holder, Turn, turn_key
+from stages.store.options import StoreOptions
 from tests.helpers.chain import LUIGI, STAGES, Chain, wait_until, write_corpus
 from tests.helpers.support import ROOT, assert_same_bytes
 
@@ -146,11 +157,30 @@ def test_what_is_poisoned_is_made_here_with_the_same_bytes(first: Chain, tmp_pat
     other = machine(tmp_path / "other", tmp_path / "store")
     assert "its sha256 is not its name's" in other.ask("store", "verify", "--read", status=1).stdout
     done = other.run("ShardDataset", "--phase", "1")
-    assert "has other bytes than its sha256 says; it is made here instead" in done.stderr
+    assert "other bytes than the sha256 says; it is made here instead" in done.stderr
     assert other.manifest("shard_dataset-phase1")["outputs"] == outputs
-    other.ask("store", "verify", "--read", "--remove", status=1)
-    other.run("ShardDataset", "--phase", "1", "--Run-work-dir", str(tmp_path / "other/again"))
+    # What was made here has taken the place of what was poisoned, for all others.
     assert "is whole" in other.ask("store", "verify", "--read").stdout
+
+
+def test_what_was_removed_is_pushed_again_when_asked(first: Chain, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    other = machine(tmp_path / "other", store)
+    other.run("ShardDataset", "--phase", "1")
+    assert "not in the store" not in other.ask("store", "plan").stdout
+    for path in (store / "objects").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    said = other.ask("store", "verify", "--remove", status=1).stdout
+    assert "removed, with the records of shard_dataset-phase1" in said
+    assert "tokenize_corpus" in said
+    other.run("ShardDataset", "--phase", "1")
+    assert not stored(store), "pushed once already: a run leaves alone what was removed"
+    assert other.ask("store", "plan").stdout.count("complete here; not in the store any more (store push)") == 2
+    assert other.ask("store", "push").stdout.count(" files, ") == 2
+    assert "is whole" in other.ask("store", "verify", "--read").stdout
+    assert stored(store) == {"tokenize_corpus", "shard_dataset-phase1"}
+    assert not other.ask("store", "push").stdout
 
 
 @pytest.mark.slow
@@ -214,6 +244,30 @@ def test_of_two_machines_that_train_the_same_one_waits_and_fetches(start: Start,
     for stage in ("tokenize_corpus", "shard_dataset-phase1", "pretrain-phase1"):
         assert sum(f"{stage}: fetched from" in log for log in logs) == 1, "\n".join(logs)
     assert any("is making it; waiting" in log for log in logs)
+
+
+def test_a_turn_that_is_lost_before_training_ends_the_run_alike(tmp_path: Path) -> None:
+    """While it fetches, or writes down what was made, no training's handler of signals is there."""
+    settings = cast(Any, SimpleNamespace(push="all", pull="all"))
+    store = SharedStore(settings, StoreOptions(url=Secret.address(str(tmp_path / "store")), lease_s=2.0))
+    stage = SharedStage("pretrain-phase1", "0" * 64, tmp_path / "stage", "models", resumes=True, siblings=())
+    with StageDirectory.begin(stage.directory, lambda: Identity("pretrain", 1, 1, {})):
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(LeaseLost, match="has lost its turn: process 0 on elsewhere"):
+            lose_turn(store, stage)
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def lose_turn(store: SharedStore, stage: SharedStage) -> None:
+    """Make a stage, which another machine takes over meanwhile."""
+    key = turn_key(stage.label, stage.fingerprint)
+    with store.making(stage, attached=False):
+        for _ in range(600):
+            turn = Turn.read(store.backend, key)
+            theirs = dataclasses.replace(turn, token=9, holder=Holder("other", "elsewhere", 0, "now"))
+            with contextlib.suppress(Conflict):
+                store.backend.write(key, theirs.encode(), replaces=turn.version)
+            time.sleep(0.1)
 
 
 @pytest.mark.slow

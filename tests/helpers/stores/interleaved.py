@@ -128,8 +128,10 @@ class ActorsBackend:
         everything = self.actor.call(f"list {prefix}", lambda: dict(self._objects))
         return (Entry(key, len(data), 0.0) for key, data in everything.items() if key.startswith(prefix))
 
-    def present(self, keys: Collection[str]) -> set[str]:
-        return self.actor.call("present", lambda: set(keys) & self._objects.keys())
+    def present(self, keys: Collection[str]) -> dict[str, int]:
+        return self.actor.call(
+            "present", lambda: {key: len(self._objects[key]) for key in keys if key in self._objects}
+        )
 
     def upload(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
         data = path.read_bytes()

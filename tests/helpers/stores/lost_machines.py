@@ -81,7 +81,8 @@ def require_continued(chain: Chain, expected: dict[str, int]) -> None:
     """A training of the last run that has begun did so from the newest checkpoint pushed before."""
     text = said(chain).read_text()
     for label, step in expected.items():
-        if f"{label}: started" in text and "starting phase" in text.partition(f"{label}: started")[2]:
+        began = text.partition(f"{label}: started")[2]
+        if "starting phase" in began or "resuming from checkpoint" in began:
             assert f"{label}: goes on from ckpt_{step}, fetched" in text or f"{label}: fetched from" in text, text
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -185,6 +187,44 @@ def test_only_whole_stages_are_pushed(backend: Backend, made: Path) -> None:
     with pytest.raises(UserError, match=r"is not complete \(never finished\)"):
         push_stage(backend, made, LABEL)
     assert find_stage(backend, LABEL, FINGERPRINT) is None
+
+
+def test_an_object_of_another_length_is_sent_again(backend: Backend, made: Path, tmp_path: Path) -> None:
+    """As a copy of a store to another place may leave it."""
+    record = push_stage(backend, made, LABEL)
+    (tmp_path / "store" / record.files[0].key).write_bytes(b"cut")
+    push_stage(backend, made, LABEL)
+    fetch(backend, tmp_path / "there")
+
+
+def test_all_that_is_altered_is_named(backend: Backend, made: Path, tmp_path: Path) -> None:
+    record = push_stage(backend, made, LABEL)
+    keys = {file.key for file in record.files if file.path in ("a.hdf5", "deep/b.hdf5")}
+    for key in keys:
+        path = tmp_path / "store" / key
+        path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(NotUsable) as refused:
+        fetch(backend, tmp_path / "there")
+    assert set(refused.value.altered) == keys
+    backend.delete(refused.value.altered)
+    push_stage(backend, made, LABEL)
+    fetch(backend, tmp_path / "another")
+
+
+def test_a_directory_is_pushed_twice_at_once(
+    backend: Backend, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a second luigi in the same work directory while the first waits for its pushes."""
+    upload = backend.upload
+
+    def slowly(*what: Any) -> None:
+        time.sleep(0.1)
+        upload(*what)
+
+    monkeypatch.setattr(backend, "upload", slowly)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda _: push_stage(backend, made, LABEL), range(3)))
+    fetch(backend, tmp_path / "there")
 
 
 def test_two_machines_push_the_same_stage_at_once(backend: Backend, made: Path, tmp_path: Path) -> None:

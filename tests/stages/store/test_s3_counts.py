@@ -34,9 +34,9 @@ def memory() -> Iterator[Path]:
 
 
 def put_quietly(bucket: Bucket, keys: list[str]) -> None:
-    """Objects that the store finds there; no request is made."""
+    """Objects of four bytes that the store finds there; no request is made."""
     for key in keys:
-        s3_backends["123456789012"]["aws"].put_object(bucket.name, f"runs/store/{key}", b"")
+        s3_backends["123456789012"]["aws"].put_object(bucket.name, f"runs/store/{key}", b"1234")
 
 
 def counted(s3: S3) -> Counter[str]:
@@ -62,17 +62,17 @@ def test_10000_shards_take_no_request_each_but_to_send_those_that_are_new(
     pages = SHARDS // 1000
     push_stage(bucket.store, memory, LABEL)
     found = counted(s3)
-    # Beside the shards: stage.json, the manifest and the record, and two by which the server is probed.
-    assert found.pop("put_object") == NEW + 3 + 2
+    # Beside the shards: stage.json, the manifest and the record, and three by which the server is probed.
+    assert found.pop("put_object") == NEW + 3 + 3
     assert found.pop("list_objects_v2") <= pages + 1
-    assert found.total() < 5, found
+    assert found.total() <= 5, found
     push_stage(bucket.store, memory, LABEL)
     found = counted(s3)
     assert found.pop("list_objects_v2") <= pages + 1
     assert found.total() < 5, found
     contents = maintenance.read(bucket.store)
     assert set(contents.files) > set(keys)
-    assert maintenance.verify(bucket.store, contents, read_all=False).keys() == set(keys[NEW:]), "they are empty"
+    assert not maintenance.verify(bucket.store, contents, read_all=False)
     assert find_stage(bucket.store, LABEL, IDENTITY.fingerprint) == contents.stages[0].record
     found = counted(s3)
     assert found.pop("list_objects_v2") <= pages + 4
@@ -84,7 +84,7 @@ def test_many_objects_are_listed_and_a_few_of_many_asked_for(s3: S3, bucket: Buc
     keys = [f"objects/{os.urandom(32).hex()}" for _ in range(6000)]
     put_quietly(bucket, keys)
     asked = [*keys[: wanted // 2], *(f"objects/{os.urandom(32).hex()}" for _ in range(wanted // 2))]
-    assert bucket.store.present(asked) == set(keys[: wanted // 2])
+    assert bucket.store.present(asked).keys() == set(keys[: wanted // 2])
     assert s3.count() <= at_most
 
 

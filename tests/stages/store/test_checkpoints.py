@@ -1,0 +1,78 @@
+"""Checkpoints of a training in a store: those that the training was rolled back from are not resumed from."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from common.files import METRICS
+from common.secrets import Secret
+from stages.store.backend import Backend
+from stages.store.checkpoints import fetch_checkpoint, forget_newer, push_checkpoint
+from stages.store.lease import Holder, Lease, Turn
+from stages.store.open import open_store
+from stages.store.options import StoreOptions
+from tests.helpers.stores.interleaved import Shared
+from tests.helpers.stores.machine import LEASE_S, checkpoint_of, write
+from trainer.checkpoint.directory import CHECKPOINTS, set_aside, whole_checkpoints
+
+KEY, NAME = Shared.turn_key, Shared.name
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Backend:
+    return open_store(StoreOptions(url=Secret.address(str(tmp_path / "store"))))
+
+
+def taken(backend: Backend) -> Lease:
+    holder = Holder("a", "host-a", 1, "2026-01-01T00:00:00Z")
+    return Lease.acquire(backend, KEY, holder, LEASE_S, wait=lambda other: pytest.fail("it waits"))
+
+
+def push(backend: Backend, lease: Lease, directory: Path, step: int) -> Path:
+    path = directory / CHECKPOINTS / f"ckpt_{step}"
+    write(path, checkpoint_of(step))
+    push_checkpoint(backend, lease, NAME, directory, path, alone=contextlib.nullcontext())
+    return path
+
+
+def steps(turn: Turn) -> list[int]:
+    return [one.step for one in turn.checkpoints]
+
+
+def test_a_training_that_was_rolled_back_is_not_undone(backend: Backend, tmp_path: Path) -> None:
+    """Steps 2 and 3 are set aside, as --resume_step 1 does; then the training goes on and makes others."""
+    lease, directory = taken(backend), tmp_path / "run"
+    first = push(backend, lease, directory, 1)
+    for step in (2, 3):
+        push(backend, lease, directory, step)
+    aside = [directory / CHECKPOINTS / f"ckpt_{step}" for step in (3, 2)]
+    assert first.exists()
+    assert set_aside(directory / CHECKPOINTS, aside, directory / METRICS)
+    lease = taken(backend)
+    assert steps(lease.turn) == [2, 3]
+    assert fetch_checkpoint(backend, lease.turn, NAME, directory) is None
+    forget_newer(backend, lease, NAME, directory)
+    assert steps(Turn.read(backend, KEY)) == []
+    assert not list(backend.list("checkpoints/"))
+    assert [step for step, _ in whole_checkpoints(directory / CHECKPOINTS)] == [1]
+    push(backend, lease, directory, 2)
+    assert steps(Turn.read(backend, KEY)) == [2]
+
+
+def test_what_cannot_be_used_makes_room_for_what_is_trained_instead(backend: Backend, tmp_path: Path) -> None:
+    lease = taken(backend)
+    for step in (4, 5):
+        push(backend, lease, tmp_path / "lost", step)
+    newest = lease.turn.checkpoints[-1]
+    for file in newest.files:
+        (tmp_path / "store/checkpoints" / NAME / str(newest.token) / file.sha256).write_bytes(b"poison")
+    lease, here = taken(backend), tmp_path / "here"
+    fetched = fetch_checkpoint(backend, lease.turn, NAME, here)
+    assert fetched is not None
+    assert fetched.step == 4
+    forget_newer(backend, lease, NAME, here)
+    assert steps(Turn.read(backend, KEY)) == [4]
+    assert fetch_checkpoint(backend, Turn.read(backend, KEY), NAME, tmp_path / "third") is not None
