@@ -1,26 +1,27 @@
-"""Goodput while processes are killed: the time that the steps reached are worth, over the time since the start.
+"""Goodput under faults: the time that the steps reached are worth, over the time since the start.
 
-Every --period seconds a process of the training is killed with SIGKILL, at random of all of them: the workers, what
-started them, the command itself, which is started again at once (what Trainer and torchft leave is killed first). The
-same schedule beside torchrun with Hugging Face's Trainer and its checkpoints, and beside torchft, if it is installed,
-with the same model and batch. A step is worth the median time of those before the first kill.
+Every --period seconds the next of --faults befalls the training. kill: a process gets SIGKILL, at random of all of
+them: the workers, what started them, the command itself, which is started again at once (what Trainer and torchft leave
+is killed first). stop: one gets SIGSTOP, and SIGCONT a third of the period later. full-disk: no byte is free for as
+long (needs root). lost-machine: all processes at once. lost-disk: those, and what the training has written; ours has a
+store in another folder. The same schedule beside torchrun with Hugging Face's Trainer and its checkpoints, and beside
+torchft, if it is installed, with the same model and batch. A step is worth the median time of those before the first
+fault.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import itertools
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import psutil
-
+from benchmarks.faults.schedule import FAULTS, Fault, Undo, disk_for
 from benchmarks.faults.training import Steps, Training, luigi_training
 from benchmarks.results import Result, say
 from benchmarks.work import A, scratch
@@ -32,7 +33,7 @@ SIDES = {"ours": "luigi", "trainer": "Trainer under torchrun", "torchft": "torch
 MOST_STEPS = 1_000_000
 
 
-def ours(directory: Path, data: Path, *, workers: int, interval: int) -> Training:
+def ours(directory: Path, data: Path, *, workers: int, interval: int, store: str) -> Training:
     return luigi_training(
         directory,
         f"log_interval = 1\n[dataset]\nphase1_url = {data}\nphase2_url = {data}\n"
@@ -41,7 +42,7 @@ def ours(directory: Path, data: Path, *, workers: int, interval: int) -> Trainin
         f"[phase1]\nseq_len = {A.seq_len}\nmax_pred_len = {A.max_pred_len}\nmax_steps = {MOST_STEPS}\n"
         f"global_batch_size = {A.sequences_per_step}\nmicro_batch_size = {A.micro_batch_size}\n"
         f"ckpt_interval_steps = {interval}\nword_embeddings = random\ninitial_attention = random\n"
-        f"optimizer = AdamW\nlr = 1e-4\n[cluster]\nnproc_per_node = {workers}\n",
+        f"optimizer = AdamW\nlr = 1e-4\n[cluster]\nnproc_per_node = {workers}\n[store]\nurl = {store}\n",
     )
 
 
@@ -65,7 +66,7 @@ def theirs(directory: Path, data: Path, model: Path, *, workers: int, interval: 
         *(f"--batch-size={A.micro_batch_size}", f"--grad-accum={A.grad_accum_usteps // workers}"),
         *(f"--steps={MOST_STEPS}", f"--save-steps={interval}"),
     ]
-    return Training(words, {}, directory / "theirs.log", recorded(out / "steps"))
+    return Training(words, {}, directory / "theirs.log", recorded(out / "steps"), out)
 
 
 def torchft(directory: Path, data: Path, model: Path, *, workers: int, interval: int) -> Training:
@@ -75,36 +76,43 @@ def torchft(directory: Path, data: Path, model: Path, *, workers: int, interval:
         *(f"--groups={workers}", f"--batch-size={A.micro_batch_size}", f"--grad-accum={A.grad_accum_usteps}"),
         *(f"--steps={MOST_STEPS}", f"--save-steps={interval}"),
     ]
-    return Training(words, {}, directory / "torchft.log", recorded(out / "steps"))
+    return Training(words, {}, directory / "torchft.log", recorded(out / "steps"), out)
 
 
-def goodput(training: Training, *, seconds: float, period: float, seed: int) -> tuple[float, int, int]:
-    """(goodput, steps reached, kills)."""
-    rng, kills = random.Random(seed), 0
+def goodput(
+    training: Training, faults: Sequence[Fault], *, seconds: float, period: float, seed: int
+) -> tuple[float, int, int]:
+    """(goodput, steps reached, faults)."""
+    rng, count, step_s = random.Random(seed), 0, 0.0
+    undo: Undo | None = None
     began = time.time()
-    first = following = began + period
     try:
-        while time.time() - began < seconds:
+        while (now := time.time()) - began < seconds:
             training.keep_running()
             time.sleep(0.1)
-            if time.time() >= following:
-                following += period
-                victims = training.processes()
-                if victims:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        rng.choice(victims).kill()
-                        kills += 1
+            if undo is not None and now >= began + count * period + period / 3:
+                undo()
+                undo = None
+            if now >= began + (count + 1) * period:
+                step_s = step_s or _step_time(training)
+                undo = faults[count % len(faults)](training, rng)
+                count += 1
         ended = time.time()
     finally:
+        if undo is not None:
+            undo()
         training.end()
-    found = dict(training.steps(None))
-    if not found:
-        sys.exit(f"no step was done:\n{training.said}")
-    ends = [found[step] for step in sorted(found) if found[step] < first]
+    reached = max((step for step, _ in training.steps(None)), default=0)
+    return reached * step_s / (ended - began), reached, count
+
+
+def _step_time(training: Training) -> float:
+    """Seconds, the median so far."""
+    ends = [at for _, at in sorted(training.steps(None))]
     if len(ends) < 5:
-        sys.exit(f"only {len(ends)} steps before the first kill say nothing of a step's time; give a longer --period")
-    step_s = statistics.median(b - a for a, b in itertools.pairwise(ends))
-    return max(found) * step_s / (ended - began), max(found), kills
+        few = f"only {len(ends)} steps before the first fault say nothing of a step's time; give a longer --period"
+        sys.exit(f"{few}:\n{training.said}")
+    return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
 def say_shares(shares: dict[str, float], what: str) -> None:
@@ -120,30 +128,35 @@ def say_shares(shares: dict[str, float], what: str) -> None:
 def main() -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.faults.goodput", description=__doc__)
     p.add_argument("--minutes", type=float, default=20, help="of each side")
-    p.add_argument("--period", type=float, default=60, help="seconds between two kills")
+    p.add_argument("--period", type=float, default=60, help="seconds between two faults")
+    p.add_argument("--faults", nargs="+", choices=FAULTS, default=["kill"], help="each in its turn")
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--interval", type=int, default=4, help="steps between checkpoints, on all sides")
     p.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES], help="which of them to run")
     args = p.parse_args()
     shares = {}
-    with scratch(A, shards=2) as (directory, data, model):
+    is_filled = "full-disk" in args.faults
+    with scratch(A, shards=2) as (scratched, data, model):
         given = {"workers": args.workers, "interval": args.interval}
-        made = {
-            "ours": lambda: ours(directory, data, **given),
-            "trainer": lambda: theirs(directory, data, model, **given),
-            "torchft": lambda: torchft(directory, data, model, **given),
+        store = str(scratched / "store") if "lost-disk" in args.faults else ""
+        made: dict[str, Callable[[Path], Training]] = {
+            "ours": lambda disk: ours(disk, data, **given, store=store),
+            "trainer": lambda disk: theirs(disk, data, model, **given),
+            "torchft": lambda disk: torchft(disk, data, model, **given),
         }
         for side in args.sides:
             if side == "torchft" and importlib.util.find_spec("torchft") is None:
                 print("torchft: left out, as it is not installed", flush=True)
                 continue
-            training = made[side]()
-            share, steps, kills = goodput(training, seconds=60 * args.minutes, period=args.period, seed=0)
+            with disk_for(scratched, is_filled=is_filled) as disk:
+                training, every = made[side](disk), [FAULTS[name] for name in args.faults]
+                share, steps, count = goodput(training, every, seconds=60 * args.minutes, period=args.period, seed=0)
             shares[side] = share
-            killed = f"{kills} processes killed, the command started {training.starts} times"
-            print(f"{SIDES[side]}: goodput {share:.1%}, {steps} steps, {killed}", flush=True)
+            said = f"{count} faults, the command started {training.starts} times"
+            print(f"{SIDES[side]}: goodput {share:.1%}, {steps} steps, {said}", flush=True)
     if "ours" in shares:
-        times = f"a process killed every {args.period:g} s for {args.minutes:g} min"
+        what = "a process killed" if args.faults == ["kill"] else f"{', '.join(args.faults)} in turn,"
+        times = f"{what} every {args.period:g} s for {args.minutes:g} min"
         say_shares(shares, f"goodput, {times}, {args.workers} workers")
 
 

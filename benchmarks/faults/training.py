@@ -31,13 +31,15 @@ class Training:
         environment: dict[str, str],
         log: Path,
         steps: Callable[[int | None], Steps],
+        disk: Path,
         *,
         ends_by_itself: bool = False,
     ) -> None:
-        """`words`: after `python`; `steps`: what is in the last bytes of its record, in all of it for None.
-        `ends_by_itself`: what is left of a killed command may go on, to save; otherwise it is killed, too."""
+        """`words`: after `python`; `steps`: what is in the last bytes of its record, in all of it for None; `disk`: the
+        folder where it writes. `ends_by_itself`: what is left of a killed command may go on, to save; otherwise it is
+        killed, too."""
         self._ends_by_itself = ends_by_itself
-        self._words, self._log, self.steps = list(words), log, steps
+        self._words, self._log, self.steps, self.disk = list(words), log, steps, disk
         self._mark = uuid.uuid4().hex
         self._environment = {**os.environ, "USE_TORCH_XLA": "0", **environment, "BENCHMARK_MARK": self._mark}
         self._process: subprocess.Popen[bytes] | None = None
@@ -98,7 +100,8 @@ def luigi_training(directory: Path, config: str) -> Training:
         return []
 
     words = ("-m", "luigi", "--module", "pipeline", "Pretrain", "--phase", "1")
-    return Training(words, {"LUIGI_CONFIG_PATH": str(file)}, directory / "luigi.log", steps, ends_by_itself=True)
+    where = {"LUIGI_CONFIG_PATH": str(file)}
+    return Training(words, where, directory / "luigi.log", steps, directory / "work", ends_by_itself=True)
 
 
 def latest_steps(training: Training) -> Steps:
