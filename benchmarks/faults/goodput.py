@@ -6,7 +6,7 @@ is killed first). stop: one gets SIGSTOP, and SIGCONT a third of the period late
 long (needs root). lost-machine: all processes at once. lost-disk: those, and what the training has written; ours has a
 store in another folder. The same schedule beside torchrun with Hugging Face's Trainer and its checkpoints, and beside
 torchft, if it is installed, with the same model and batch. A step is worth the median time of those before the first
-fault.
+fault, for which there must be eight.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from benchmarks.work import A, scratch
 LEAST, LEAST_RATIO = 0.9, 1.5
 #: What --sides names.
 SIDES = {"ours": "luigi", "trainer": "Trainer under torchrun", "torchft": "torchft"}
+#: Steps before the first fault.
+WARM_UP = 8
 #: More steps than there is time for.
 MOST_STEPS = 1_000_000
 
@@ -85,34 +87,32 @@ def goodput(
     """(goodput, steps reached, faults)."""
     rng, count, step_s = random.Random(seed), 0, 0.0
     undo: Undo | None = None
-    began = time.time()
+    following = (began := time.time()) + period
     try:
         while (now := time.time()) - began < seconds:
             training.keep_running()
             time.sleep(0.1)
-            if undo is not None and now >= began + count * period + period / 3:
+            if undo is not None and now >= following - 2 * period / 3:
                 undo()
                 undo = None
-            if now >= began + (count + 1) * period:
-                step_s = step_s or _step_time(training)
+            if now >= following and (step_s := step_s or _step_time(training)):
                 undo = faults[count % len(faults)](training, rng)
-                count += 1
+                count, following = count + 1, max(following, now - 1) + period
         ended = time.time()
     finally:
         if undo is not None:
             undo()
         training.end()
+    if not step_s:
+        sys.exit(f"fewer than {WARM_UP} steps in {seconds:.0f} s; give more --minutes:\n{training.said}")
     reached = max((step for step, _ in training.steps(None)), default=0)
     return reached * step_s / (ended - began), reached, count
 
 
 def _step_time(training: Training) -> float:
-    """Seconds, the median so far."""
+    """Seconds, the median so far; 0 before there are enough."""
     ends = [at for _, at in sorted(training.steps(None))]
-    if len(ends) < 5:
-        few = f"only {len(ends)} steps before the first fault say nothing of a step's time; give a longer --period"
-        sys.exit(f"{few}:\n{training.said}")
-    return statistics.median(b - a for a, b in itertools.pairwise(ends))
+    return statistics.median(b - a for a, b in itertools.pairwise(ends)) if len(ends) >= WARM_UP else 0.0
 
 
 def say_shares(shares: dict[str, float], what: str) -> None:

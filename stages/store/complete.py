@@ -83,6 +83,11 @@ def push_stage(backend: Backend, directory: Path, label: str, report: Report = i
 
     Raises `UserError`, also for a stage that is not complete or whose files were altered.
     """
+    with one_push(directory):
+        return _push(backend, directory, label, report)
+
+
+def _push(backend: Backend, directory: Path, label: str, report: Report) -> StageRecord:
     manifest = read_manifest(directory)
     why = "never finished" if manifest is None else why_incomplete(directory, manifest["fingerprint"])
     if manifest is None or why is not None:
@@ -92,7 +97,7 @@ def push_stage(backend: Backend, directory: Path, label: str, report: Report = i
     listed = {output.path for output in outputs}
     names = [name for name in (*_RECORDS, *manifest.get("present", ())) if (directory / name).is_file()]
     names = [name for name in names if name not in listed]
-    with one_push(directory), snapshot(directory, names, directory / "push", copies=True) as copies:
+    with snapshot(directory, names, directory / "push", copies=True) as copies:
         records = [measured(copies[name], name) for name in names]
         others = [file for file in _extendable(directory) if file.path not in listed]
         files = (*outputs, *others, *records, measured(directory / MANIFEST, MANIFEST))

@@ -215,7 +215,8 @@ def unreferenced(left: Contents, gone: Sequence[StoredStage | StoredTraining], n
 
 def without(contents: Contents, gone: Sequence[StoredStage | StoredTraining]) -> Contents:
     """What is left once `gone` is removed."""
-    stages, trainings = ([one for one in every if one not in gone] for every in (contents.stages, contents.trainings))
+    stages = [one for one in contents.stages if one not in gone]
+    trainings = [one for one in contents.trainings if one not in gone]
     return dataclasses.replace(contents, stages=stages, trainings=trainings)
 
 

@@ -118,6 +118,12 @@ def test_nodes_talk_over_the_interface_that_leads_to_the_first(monkeypatch: pyte
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     assert choose_interface("127.0.0.1", 2020) == "lo"
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "eth7")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name)
+    choose_interface("127.0.0.1", 2020)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo", "NCCL takes a bare name for the beginning of names"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with pytest.raises(UserError, match=r"127\.0\.1\.1 here, which other nodes cannot reach; give its address on the"):
+        choose_interface("127.0.1.1", 2020)
     with pytest.raises(UserError, match=r"node 0's address no-host\.invalid cannot be reached: .*check master_addr"):
         choose_interface("no-host.invalid", 2020, patience_s=0)

@@ -250,8 +250,11 @@ def test_a_turn_that_is_lost_before_training_ends_the_run_alike(tmp_path: Path) 
     """While it fetches, or writes down what was made, no training's handler of signals is there."""
     settings = cast(Any, SimpleNamespace(push="all", pull="all"))
     store = SharedStore(settings, StoreOptions(url=Secret.address(str(tmp_path / "store")), lease_s=2.0))
-    stage = SharedStage("pretrain-phase1", "0" * 64, tmp_path / "stage", "models", resumes=True, siblings=())
-    with StageDirectory.begin(stage.directory, lambda: Identity("pretrain", 1, 1, {})):
+    identity = Identity("pretrain", 1, 1, {})
+    stage = SharedStage(
+        "pretrain-phase1", identity.fingerprint, tmp_path / "stage", "models", resumes=True, siblings=()
+    )
+    with StageDirectory.begin(stage.directory, lambda: identity):
         before = signal.getsignal(signal.SIGTERM)
         with pytest.raises(LeaseLost, match="has lost its turn: process 0 on elsewhere"):
             lose_turn(store, stage)

@@ -83,7 +83,7 @@ class Device(abc.ABC):
 
         Raises `UserError` if it is not installed.
         """
-        return Inductor(cache, needs_cxx=self.backend == "gloo")
+        return Inductor(cache, for_cpu=self.backend == "gloo")
 
     @property
     def static_shapes(self) -> bool:

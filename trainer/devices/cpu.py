@@ -47,14 +47,9 @@ class CpuOperations(Operations):
         if isinstance(mask, list):
             return self._attention_by_sequence(query, key, value, mask, dropout_p)
         if dropout_p == 0 and query.dtype != torch.bfloat16:
-            # In bf16 its backward pass takes three times as long as the products below.
+            # In bf16 its backward pass takes three times as long as products.
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-        # Half of the most negative number: adding a score to the number itself could overflow.
-        bias = torch.zeros(mask.shape, dtype=scores.dtype).masked_fill_(~mask, torch.finfo(scores.dtype).min / 2)
-        # dtype: autocast would convert to fp32 and back; the kernel computes in fp32 in any case.
-        weights = torch.softmax(scores.add_(bias), dim=-1, dtype=scores.dtype)
-        return (self.dropout(weights, dropout_p) if dropout_p else weights) @ value
+        return self.attention_by_products(query, key, value, mask, dropout_p)
 
     def _attention_by_sequence(
         self, query: Tensor, key: Tensor, value: Tensor, runs: list[tuple[int, bool]], dropout_p: float

@@ -15,7 +15,14 @@ from common.errors import UserError
 from trainer.data.batch import B
 from trainer.devices.base import Device, DeviceOptions
 from trainer.models.operations import AttentionMask, Operations
-from trainer.models.varlen_attention import CAPABILITY, HEAD_SIZE_MAX, KERNEL_TYPES, takes, varlen_attention
+from trainer.models.varlen_attention import (
+    CAPABILITY,
+    HEAD_SIZE_MAX,
+    KERNEL_TYPES,
+    head_size_max,
+    takes,
+    varlen_attention,
+)
 from trainer.parallel.mesh import Mesh
 from trainer.precision import Precision
 
@@ -30,11 +37,14 @@ _BF16_PEAKS: dict[str, float | None] = {
 
 class CudaOperations(Operations):
     """Attention of rows, packed or not, by FlashAttention, which takes the lengths of sequences in place of a mask; in
-    types that it does not compute in, by torch's choice of kernel with a mask."""
+    types that it does not compute in, by matrix products with a mask. Torch's memory-efficient kernel, which it would
+    choose with a mask, adds a query's gradient in the order in which its blocks come: a resumed run would end with
+    other bytes (torch, aten/src/ATen/native/transformers/cuda/attention_backward.cu, num_splits_key)."""
 
-    def __init__(self, *, has_flash: bool = True) -> None:
-        """`has_flash`: whether this GPU and this build of torch have the kernels."""
-        self.has_flash = has_flash
+    def __init__(self, *, has_flash: bool = True, head_size_max: int = HEAD_SIZE_MAX) -> None:
+        """`has_flash`: whether this GPU and this build of torch have the kernels; `head_size_max`: how large heads may
+        be for them, with dropout."""
+        self.has_flash, self.head_size_max = has_flash, head_size_max
 
     def attention_mask(
         self, sequence_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None
@@ -46,15 +56,16 @@ class CudaOperations(Operations):
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
         if not isinstance(mask, Sequences):
-            return super().attention(query, key, value, mask, dropout_p)
-        if not takes(query):
+            return self.attention_by_products(query, key, value, mask, dropout_p)
+        most = self.head_size_max if dropout_p else HEAD_SIZE_MAX
+        if not takes(query, most):
             if mask.max_seqlen < query.shape[2]:  # without padding: as long as a micro-batch, and so would be the mask
                 raise UserError(
                     f"attention heads of {query.shape[3]} numbers in {str(query.dtype).removeprefix('torch.')}; "
-                    f"FlashAttention takes at most {HEAD_SIZE_MAX}; use precision fp32, or a model with more heads"
+                    f"FlashAttention takes at most {most} on this GPU; use precision fp32, or a model with more heads"
                 )
             dense = super().attention_mask(mask.sequence_ids, mask.packed_bounds)
-            return super().attention(query, key, value, dense, dropout_p)
+            return self.attention_by_products(query, key, value, dense, dropout_p)
         B, A, S, D = query.shape
         q, k, v = (x.transpose(1, 2).reshape(B * S, A, D) for x in (query, key, value))
         out = varlen_attention(q, k, v, mask.cu_seqlens, mask.max_seqlen, dropout_p)
@@ -98,8 +109,10 @@ class CudaDevice(Device):
         torch.backends.cuda.matmul.allow_tf32 = False
         # AMD's build, a cuda device too, has other kernels behind the same operators.
         has_flash = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
-        is_new = torch.cuda.get_device_capability(self.torch_device) >= CAPABILITY
-        self.operations = self.compiled_operations = CudaOperations(has_flash=has_flash and is_new)
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        self.operations = self.compiled_operations = CudaOperations(
+            has_flash=has_flash and capability >= CAPABILITY, head_size_max=head_size_max(capability)
+        )
         self._waiting: list[tuple[Callable[..., Any], list[torch.Tensor], torch.cuda.Event]] = []
 
     @classmethod

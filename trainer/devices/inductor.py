@@ -14,20 +14,30 @@ from torch import fx
 from common.errors import UserError
 from trainer.devices.compiler import Compiler
 
+#: Compilers, of which one is needed: the first is named by a variable.
+_CXX, _CC = ("CXX", "g++", "clang++"), ("CC", "gcc", "clang")
+#: What Inductor would choose by a stopwatch: other kernels add in another order, and a resume on another machine, or
+#: with another cache, would end with other bytes.
+_FIXED = {"shape_padding": False, "triton.autotune_pointwise": False, "dynamic_scale_rblock": False}
+
 
 class Inductor(Compiler):
-    def __init__(self, cache: str | None, *, needs_cxx: bool) -> None:
+    def __init__(self, cache: str | None, *, for_cpu: bool) -> None:
         """`cache`: directory for compiled code; None: torch's. Raises `UserError` without a compiler that it needs."""
         super().__init__()
-        if needs_cxx and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
-            raise UserError("compile needs a C++ compiler on the CPU; install g++, or leave compile off")
+        variable, *names = _CXX if for_cpu else _CC
+        if not any(map(shutil.which, (os.environ.get(variable, names[0]), *names))):
+            language = "C++" if for_cpu else "C"
+            raise UserError(f"compile needs a {language} compiler; install {names[0]}, or leave compile off")
         if cache is not None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
 
     def lower(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
-        compiled: Any = compile_fx(graph, inputs, decompositions=_rules())
+        fixed = {**_FIXED, "deterministic": True} if hasattr(config, "deterministic") else _FIXED
+        compiled: Any = compile_fx(graph, inputs, config_patches=fixed, decompositions=_rules())
         kernel: Callable[..., Any] = compiled
         return kernel
 

@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 
-from torch.distributed import DistError
+from torch.distributed import DistBackendError, DistError
 
 from common.errors import EXIT_SOFTWARE, AgreedError, UserError
 from trainer.launch.preemption import signalled
@@ -33,8 +33,7 @@ def end(error: Exception, mesh: Mesh) -> int:
             who = "" if alone or isinstance(error, AgreedError) else f"worker {mesh.rank}: "
             sys.stderr.write(f"error: {who}{error}\n")  # one write: other workers may print at the same time
     elif not alone and is_loss(error):
-        reason = str(error).splitlines()[0]
-        sys.stderr.write(f"worker {mesh.rank} lost the connection to another worker and stops: {reason}\n")
+        sys.stderr.write(f"worker {mesh.rank} {_said(error)}\n")
         sys.stderr.flush()
         # Sent by torchrun once it has seen the failed worker, which may have been before this one saw the loss.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -49,6 +48,13 @@ def end(error: Exception, mesh: Mesh) -> int:
     # Without cleanup: threads may hang in a collective, and destroying a process group that has lost a member aborts
     # the process.
     os._exit(status)
+
+
+def _said(error: Exception) -> str:
+    """NCCL's own failures look like the loss of a worker, and tell their cause in later lines."""
+    if isinstance(error, DistBackendError):
+        return f"has lost another worker, or NCCL has failed here, and stops: {error}"
+    return f"lost the connection to another worker and stops: {str(error).splitlines()[0]}"
 
 
 def is_loss(error: Exception) -> bool:

@@ -18,8 +18,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from common.errors import NodeMissing, UserError
 
-#: The network interface for gloo and NCCL; by default they resolve the host's name, which may be 127.0.1.1.
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+#: What Debian's /etc/hosts gives as the address of a machine's own name.
+_OWN_NAME = "127.0.1.1"
+#: The network interface for gloo and NCCL; by default they resolve the host's name, which may be that.
+_GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 #: Seconds between two log lines about missing nodes, and between two polls.
 _LOG_INTERVAL_S, _POLL_INTERVAL_S = 30.0, 0.2
 #: Timeout of one attempt to reach node 0, in seconds.
@@ -125,7 +127,8 @@ def _different(rank: int) -> UserError:
 def choose_interface(addr: str, port: int, *, patience_s: float = 30.0) -> str:
     """Have gloo and NCCL use the interface that routes to `addr`, unless the user has chosen one; returns gloo's.
 
-    Raises `UserError` if `addr` has no route for `patience_s` seconds: the name of a new pod takes a while to resolve.
+    Raises `UserError` if `addr` has no route for `patience_s` seconds: the name of a new pod takes a while to resolve;
+    or if it is an address of this machine alone.
     """
     deadline = time.monotonic() + patience_s
     while True:
@@ -139,11 +142,16 @@ def choose_interface(addr: str, port: int, *, patience_s: float = 30.0) -> str:
             if time.monotonic() > deadline:
                 raise UserError(f"node 0's address {addr} cannot be reached: {error}; check master_addr") from None
             time.sleep(_POLL_INTERVAL_S)
+    if address[0] == _OWN_NAME:
+        raise UserError(
+            f"node 0's address {addr} is {_OWN_NAME} here, which other nodes cannot reach; give its address on the "
+            f"network as master_addr, or remove the line of {_OWN_NAME} from /etc/hosts"
+        )
     for name, addresses in psutil.net_if_addrs().items():
         if any(_is(own, entry.address) for entry in addresses):
-            for variable in _INTERFACE_VARIABLES:
-                os.environ.setdefault(variable, name)
-    return os.environ.get(_INTERFACE_VARIABLES[0], "whichever it finds")
+            os.environ.setdefault(_GLOO_INTERFACE, name)
+            os.environ.setdefault(_NCCL_INTERFACE, f"={name}")  # exactly: without "=" it is a prefix
+    return os.environ.get(_GLOO_INTERFACE, "whichever it finds")
 
 
 def _is(own: ipaddress.IPv4Address | ipaddress.IPv6Address, text: str) -> bool:

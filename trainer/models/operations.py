@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -34,3 +35,15 @@ class Operations:
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
         """Scaled dot-product attention, (B, A, S, D) → (B, A, S, D)."""
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout_p)
+
+    def attention_by_products(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout_p: float
+    ) -> Tensor:
+        """The same by matrix products, (B, A, S, S) numbers at a time, whose gradients are summed in a fixed order."""
+        scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+        # Half of the most negative number: adding a score to the number itself could overflow.
+        bias = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
+        bias.masked_fill_(~mask, torch.finfo(scores.dtype).min / 2)
+        # dtype: autocast would convert to fp32 and back; the kernel computes in fp32 in any case.
+        weights = torch.softmax(scores.add_(bias), dim=-1, dtype=scores.dtype)
+        return (self.dropout(weights, dropout_p) if dropout_p else weights) @ value

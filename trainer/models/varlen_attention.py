@@ -26,9 +26,17 @@ KERNEL_TYPES, HEAD_SIZE_MULTIPLE, HEAD_SIZE_MAX = (torch.bfloat16, torch.float16
 CAPABILITY = (8, 0)
 
 
-def takes(query: Tensor) -> bool:
-    """Whether `varlen_attention` computes in this type and head size, where the tensor is."""
-    return not query.is_cuda or (query.dtype in KERNEL_TYPES and query.shape[-1] <= HEAD_SIZE_MAX)
+def head_size_max(capability: tuple[int, int]) -> int:
+    """The largest heads with dropout on a GPU of this compute capability. On those with little shared memory the
+    backward pass of larger ones starts no kernel, and leaves the gradients undefined (torch,
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, which keeps its own choice of kernel from that)."""
+    has_little = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    return 192 if has_little else HEAD_SIZE_MAX
+
+
+def takes(query: Tensor, most: int = HEAD_SIZE_MAX) -> bool:
+    """Whether `varlen_attention` computes in this type and head size, where the tensor is. `most`: on this GPU."""
+    return not query.is_cuda or (query.dtype in KERNEL_TYPES and query.shape[-1] <= most)
 
 
 def varlen_attention(
@@ -131,15 +139,16 @@ def flash_backward(
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
     """Has the kernel add up a query's gradient in a fixed order; by default it uses atomics, and a resumed run would
-    end with other bytes. For this kernel alone: some other operations refuse to run like this."""
+    end with other bytes. For this kernel alone: some other operations refuse to run like this. Not by the
+    public function, which in later releases of torch also changes the settings of its compiler."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False  # new tensors, with NaN
-    torch.use_deterministic_algorithms(True)
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = fills
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ class SharedModel:
 
     def whole_norms(self, names: list[str], norms: Tensor) -> Tensor:
         """L2 norms of whole tensors from those of this rank's pieces, (…, T); `names`: the T parameters."""
-        split = [at for at, name in enumerate(names) if self.is_split(name)]
+        split = _index(tuple(at for at, name in enumerate(names) if self.is_split(name)), norms.device)
         squares = norms[..., split] ** 2
         self.all_reduce(squares)
         norms = norms.clone()
@@ -88,13 +89,19 @@ class Replicas:
         done = []
         for stack in stacks:
             each = -(-len(stack) // self.size)
-            # From the host: a number in the program would be another program on every worker.
-            mine = (torch.arange(each) + self.rank * each).to(stack.device)
+            mine = _index(tuple(range(self.rank * each, (self.rank + 1) * each)), stack.device)
             results = work(stack.index_select(0, mine.clamp(max=len(stack) - 1)))
             padded = torch.zeros((each * self.size, *stack.shape[1:]), dtype=results.dtype, device=stack.device)
             done.append(padded.index_copy(0, mine, results))
         self.all_reduce(done)
         return [padded[: len(stack)] for padded, stack in zip(done, stacks, strict=True)]
+
+
+@functools.cache
+def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """On the device once for all steps, which would wait for the copy. From the host: a number in a program would be
+    another program on every worker."""
+    return torch.tensor(places, dtype=torch.int64).to(device)
 
 
 #: A worker without others.

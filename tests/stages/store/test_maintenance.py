@@ -102,7 +102,7 @@ def test_age_number_and_size_choose_the_oldest() -> None:
 
     assert gone() == []
     assert gone(older_than_s=250) == [0, 100]
-    assert gone(newest=1) == [0, 200]
+    assert gone(newest=1) == [0, 100, 200]
     assert gone(newest=2) == [0]
     # Five stages of two files each, of which neighbours share one: 6 files of 10 bytes.
     assert [gone(most_bytes=n) for n in (60, 59, 50, 49, 20, 19)] == [

@@ -123,7 +123,7 @@ def test_a_write_whose_answer_was_lost_has_succeeded(s3: S3, bucket: Bucket) -> 
     sent = s3.count("put_object")
     s3.fail(lose, "put_object", times=2)
     first = bucket.store.write("x", b"one", replaces=None)
-    assert (first, s3.count("put_object") - sent) == (bucket.head("x")["ETag"], 4)
+    assert (first, s3.count("put_object") - sent) == (bucket.head("x")["ETag"], 3)
     s3.fail(lose, "put_object")
     assert bucket.store.write("x", b"two", replaces=first) == bucket.head("x")["ETag"]
     assert bucket.get("x") == b"two"

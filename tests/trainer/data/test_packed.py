@@ -109,7 +109,9 @@ def test_a_model_is_measured_alike_on_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("operations", [Operations(), CpuOperations(), CudaOperations()])
+@pytest.mark.parametrize(
+    "operations", [Operations(), CpuOperations(), CudaOperations(), CudaOperations(has_flash=False)]
+)
 def test_loss_and_gradients_are_those_of_sequences_apart(tmp_path: Path, operations: Operations, static: bool) -> None:
     apart, packed = write_both(tmp_path, 23)
     assert ShardSet.open(packed).rows < 0.7 * 23

@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from common.errors import UserError
 from tests.helpers.support import MODEL, synthetic_rows
 from tests.trainer.models.test_bert import batch_of
 from trainer.devices.inductor import Inductor
 from trainer.models.bert import BertForPreTraining
 from trainer.models.config import ModelConfig
+
+
+@pytest.mark.parametrize(("for_cpu", "variable", "missing"), [(True, "CXX", "C\\+\\+"), (False, "CC", "C")])
+def test_a_missing_compiler_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, for_cpu: bool, variable: str, missing: str
+) -> None:
+    """On GPUs, too: Triton compiles its launchers with one."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(UserError, match=f"compile needs a {missing} compiler; install g"):
+        Inductor(None, for_cpu=for_cpu)
+    (tmp_path / "mine").touch(mode=0o755)
+    monkeypatch.setenv(variable, str(tmp_path / "mine"))
+    Inductor(None, for_cpu=for_cpu)
+
+
+def test_nothing_is_chosen_by_a_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that is resumed on another machine could end with other bytes."""
+    from torch._inductor import compile_fx, config
+
+    def seen(graph: Any, inputs: Any, *, config_patches: dict[str, Any], decompositions: Any) -> Any:
+        with config.patch(config_patches):  # refuses names that it does not know
+            chosen = config.shape_padding, config.triton.autotune_pointwise, config.dynamic_scale_rblock
+        return chosen, getattr(config, "deterministic", True) or config_patches["deterministic"]
+
+    monkeypatch.setattr(compile_fx, "compile_fx", seen)
+    graph: Any = None
+    found: Any = Inductor(None, for_cpu=shutil.which("g++") is not None).lower(graph, [])
+    assert found == ((False, False, False), True)
 
 
 @pytest.mark.slow
@@ -29,7 +60,7 @@ def test_compiled_gradients_have_the_same_bits_every_time(
     torch.set_num_threads(2)  # one has one order; the number is compiled in
     model = BertForPreTraining(ModelConfig(**MODEL))
     model.initialise(1)
-    call = Inductor(None, needs_cxx=True).compile(model)
+    call = Inductor(None, for_cpu=True).compile(model)
     batch = batch_of(synthetic_rows(24, seq_len=32, max_pred_len=5, seed=3), static=True)
     found = []
     for _ in range(8):

@@ -13,8 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.errors import UserError
+from trainer.devices.cuda import CudaOperations
 from trainer.models import varlen_attention as module
-from trainer.models.varlen_attention import KERNEL_TYPES, backward, flash_backward, flash_forward, forward, takes
+from trainer.models.varlen_attention import (
+    KERNEL_TYPES,
+    backward,
+    flash_backward,
+    flash_forward,
+    forward,
+    head_size_max,
+    takes,
+)
 from trainer.models.varlen_attention import varlen_attention as attend
 
 #: Empty sequences, as static shapes have them, at the beginning, between others and at the end.
@@ -198,6 +208,8 @@ def test_the_gpu_kernel_alone_is_told_to_add_in_a_fixed_order(
 
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    # The public function changes the settings of torch's compiler, too, in releases after 2.9.
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *_, **__: pytest.fail("the compiler's settings"))
     with FakeTensorMode(), Seen() as seen:
         query = torch.empty(TOKENS, HEADS, 64, device="cuda:0", dtype=torch.bfloat16)
         bounds = torch.empty(len(BOUNDS), device="cuda:0", dtype=torch.int32)
@@ -205,6 +217,7 @@ def test_the_gpu_kernel_alone_is_told_to_add_in_a_fixed_order(
         flash_backward(query, query, query, query, *results, bounds, 7, 0.1, SCALE)
     assert seen.inside == (True, False, False)
     assert settings() == (*before, True)
+    monkeypatch.undo()
 
 
 def test_gpu_kernels_are_used_for_what_they_take() -> None:
@@ -214,5 +227,31 @@ def test_gpu_kernels_are_used_for_what_they_take() -> None:
             (torch.float32, 64, False), (torch.float64, 64, False),
         ):  # fmt: skip
             assert takes(torch.empty(4, 2, head_size, dtype=dtype, device="cuda:0")) is expected
+            assert not takes(torch.empty(4, 2, 200, dtype=dtype, device="cuda:0"), 192)
     assert takes(torch.empty(4, 2, 64))
     assert module.CAPABILITY == (8, 0)
+
+
+def test_larger_heads_with_dropout_are_refused_where_their_gradients_would_be_undefined() -> None:
+    """As torch's own choice of kernel does, in sdp_utils.cpp: sm86, sm87, sm89 and sm12x."""
+    capabilities = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
+    assert [head_size_max(one) for one in capabilities] == [256, 192, 192, 192, 256, 256, 256, 192, 192]
+    operations = CudaOperations(head_size_max=192)
+    with FakeTensorMode():
+        query = torch.empty(1, 2, 64, 200, device="cuda:0", dtype=torch.bfloat16)
+        bounds = torch.empty(5, device="cuda:0", dtype=torch.int64)
+        mask = operations.attention_mask(torch.ones(1, 64, device="cuda:0", dtype=torch.int64), bounds, 16)
+        operations.attention(query, query, query, mask, 0.0)
+        with pytest.raises(UserError, match=r"attention heads of 200 .* at most 192 on this GPU"):
+            operations.attention(query, query, query, mask, 0.1)
+
+
+def test_with_a_mask_no_kernel_is_used_that_adds_in_any_order() -> None:
+    """torch would choose its memory-efficient kernel on a GPU."""
+    operations, x = CudaOperations(has_flash=False), torch.zeros(2, 2, 16, 8, requires_grad=True)
+    with Calls() as calls:
+        mask = operations.attention_mask(torch.ones(2, 16, dtype=torch.int64), None, 16)
+        operations.attention(x, x, x, mask, 0.1).sum().backward()
+    used = {str(called) for called, *_ in calls.seen}
+    assert not [name for name in used if "attention" in name], used
+    assert [name for name in used if "bmm" in name]

@@ -1,0 +1,37 @@
+"""What a worker says whose collective has failed."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import DistBackendError
+
+from trainer.launch import failure
+from trainer.parallel.mesh import Mesh
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            DistBackendError("NCCL error in: NCCLUtils.cpp:94\nLast error:\nError: failed to extend /dev/shm/nccl-x"),
+            "worker 1 has lost another worker, or NCCL has failed here, and stops: NCCL error in: NCCLUtils.cpp:94\n"
+            "Last error:\nError: failed to extend /dev/shm/nccl-x\n",
+        ),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer\nmore"),
+            "worker 1 lost the connection to another worker and stops: [gloo/transport/tcp/pair.cc:538] Connection "
+            "closed by peer\n",
+        ),
+    ],
+)
+def test_the_cause_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, said: str
+) -> None:
+    """NCCL tells the cause of a failure of its own, such as a full /dev/shm, in the last lines."""
+    ended: list[int] = []
+    monkeypatch.setattr(failure, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(failure.os, "_exit", ended.append)
+    monkeypatch.setattr(failure.signal, "signal", lambda *_: None)
+    failure.end(error, Mesh(rank=1, world_size=2))
+    assert capsys.readouterr().err == said
+    assert ended == [70]
