@@ -19,13 +19,13 @@ from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
 from common.hashing import InputHashes
 from common.options import option
+from common.size import parse_size
 from stages.checkpoints.source import (
     SourceOptions,
     checkpoint_of,
     held_still,
     model_config,
     opened,
-    size_in_bytes,
     source_identity,
     written,
 )
@@ -70,6 +70,15 @@ class MergeOptions(SourceOptions):
         super().__post_init__()
         if self.tokenizer and self.vocab_file:
             raise UserError("--tokenizer and --vocab-file are both given; give one of them")
+        _ = self.max_shard_bytes
+
+    @property
+    def max_shard_bytes(self) -> int | None:
+        """Raises `UserError`."""
+        try:
+            return parse_size(self.max_shard_size) if self.max_shard_size else None
+        except ValueError as error:
+            raise UserError(f"--max-shard-size: {error}") from None
 
     def parameters(self) -> dict[str, Any]:
         return {**super().parameters(), **({"lower_case": self.lower_case} if self.vocab_file else {})}
@@ -103,7 +112,7 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
         step=args.step,
         with_optimizer=args.with_optimizer,
         dtype={"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[args.dtype],
-        max_shard_bytes=size_in_bytes(args.max_shard_size) if args.max_shard_size else None,
+        max_shard_bytes=args.max_shard_bytes,
     )
     path = checkpoint_of(args.source)
     target, temporary = work.path / MODEL, work.path / (MODEL + TEMPORARY_SUFFIX)

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             if find_job(stage_dir.path)
         ]
         elsewhere = f"; {others[0]}, of other settings, has one: give those settings" if others else ""
-        raise UserError(f"no job is at work in {task.directory}{elsewhere}")
+        raise UserError(f"no job is running in {task.directory}{elsewhere}")
     try:
         job.cancel()
         deadline = time.monotonic() + _END_S

@@ -40,7 +40,7 @@ from trainer.checkpoint.directory import CHECKPOINTS
 _REMOVAL = f"removal{TEMPORARY_SUFFIX}"
 _TRAININGS = ("pretrain", "train_mlp")
 #: Files of stage directories that are no results.
-_RECORDS = (LOCK, HOLDER, IDENTITY, MANIFEST, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json", "failure.json")
+_RECORDS = (LOCK, HOLDER, IDENTITY, MANIFEST, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json")
 SUMMARY = "what is superseded, its size and why; removes it only with --remove"
 
 
@@ -147,7 +147,7 @@ def remove(stage_dir: StageDir, work_dir: Path) -> None:
     """
     with _locked(stage_dir):
         if stage_dir.path.resolve() in StageDirs(work_dir).linked():
-            raise LockHeld(f"{stage_dir.path} has become the latest of its stage meanwhile; it stays")
+            raise LockHeld(f"{stage_dir.path} is now the latest of its stage; it is kept")
         (stage_dir.path / _REMOVAL).touch()
         order = {MANIFEST: 0, LOCK: 2, IDENTITY: 3, _REMOVAL: 4}
         for path in sorted(stage_dir.path.iterdir(), key=lambda path: order.get(path.name, 1)):

@@ -14,7 +14,9 @@ SUMMARY = "Luigi's central scheduler: what runs, how far it is, and Prometheus m
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; who reaches it can stop what runs (%(default)s)"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; anyone who can reach it can stop running tasks (%(default)s)",
     )
     parser.add_argument("--port", type=int, default=8082, help="(%(default)s)")
 

@@ -74,7 +74,7 @@ def _line(date: datetime.date, state: NightState) -> str:
     """`night 2026-11-21: failed: … (started …)`."""
     said = {
         "missing": "missing: it was never started",
-        "killed": f"killed without a word, process {state.pid} on {state.host}; its log may tell",
+        "killed": f"killed before it could say why, process {state.pid} on {state.host}; its log may tell",
     }.get(state.status, state.status)
     started = f" (started {state.started})" if state.started else ""
     return f"night {date}: {said}{': ' if state.line else ''}{state.line}{started}"

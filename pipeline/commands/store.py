@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import re
 from typing import TYPE_CHECKING
 
 from common.console import log
 from common.duration import Duration
 from common.errors import UserError
+from common.size import parse_size
 from pipeline.settings.load import load
 from pipeline.status.chain import chain, is_complete, would_run
 from pipeline.store.shared import SharedStore, counted
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from stages.store.maintenance import Contents
 
 SUMMARY = "what the shared store ([store] url) holds; verify, prune, or what a run would fetch and push"
-_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +37,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--older-than", type=_duration, metavar="TIME",
         help="stages pushed, and checkpoints of trainings left, longer ago, as 30d or 12h",
     )  # fmt: skip
-    prune.add_argument("--max-size", type=_bytes, metavar="SIZE", help="oldest stages above so much, as 500G or 2T")
+    prune.add_argument(
+        "--max-size", type=_bytes, metavar="SIZE", help="the oldest stages, until the rest fit SIZE, such as 500G or 2T"
+    )
     prune.add_argument("--keep", type=_count, metavar="N", help="of each stage, all but the N pushed last")
     prune.add_argument("--remove", action="store_true", help="remove them, and files that nothing refers to")
 
@@ -182,7 +183,7 @@ def _count(text: str) -> int:
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text} is not a size; allowed: a whole number with K, M, G or T, as 500G")
-    return int(found[1]) * _UNITS.get(found[2], 1)
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

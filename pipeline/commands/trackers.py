@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Send it; 0: every tracker has all. Raises `UserError`."""
     options = load().trackers.options
     if not options.remote:
-        raise UserError(f"[trackers] names = {options.names} has none that is sent to; add mlflow or wandb")
+        raise UserError(f"[trackers] names = {options.names} lists no remote tracker; add mlflow or wandb")
     if not send(MnistMlp().requires()["evaluate_mlp"] if args.mnist else BertPhase2().requires()["evaluate"]):
         return 1
     print(f"{', '.join(options.remote)}: complete")

@@ -75,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
             print(*suggestions(stage_dirs, newest), sep="\n")
             return 0
     if not args.texts:
-        raise UserError("of another model no prompts are known; give one text with [MASK], or two texts")
+        raise UserError(
+            "prompts are known only for the model of these settings; give one text with [MASK], or two texts"
+        )
     words = [sys.executable, "-m", "stages.predict", *options, "--", str(model), *args.texts]
     try:
         return subprocess.run(words, check=False).returncode

@@ -16,14 +16,13 @@ from pathlib import Path
 
 from common.console import log
 from common.errors import EXIT_LEASE_LOST
-from common.files import read_json
 from common.options import words
 from common.process import PARENT_VARIABLE
 from common.secrets import hidden_words
 from stages.store.options import StoreOptions
 
-#: What they say, in the stage's directory; where the store's url is noted once it has the stage.
-_LOG, _STORED = "store.log", "stored.json"
+#: What they say, in the stage's directory.
+_LOG = "store.log"
 #: Seconds after which a companion that died is started again, and between lines on a push that is waited for.
 _AGAIN_S, _SAY_EVERY_S = 5.0, 30.0
 
@@ -108,7 +107,9 @@ def push_at_exit(options: StoreOptions, label: str, directory: Path) -> None:
 
 def has_pushed(options: StoreOptions, directory: Path) -> bool:
     """Whether the stage directory notes that the store has had the stage."""
-    return bool((read_json(directory / _STORED) or {}).get("url") == options.place)
+    from stages.store.complete import is_marked
+
+    return is_marked(directory, options.place)
 
 
 @functools.cache

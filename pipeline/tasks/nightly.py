@@ -152,9 +152,8 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
     def _tell_killed(self) -> None:
         """Report nights that were killed. The lock is held."""
         for date, state in list(night_states.killed(self.nights.path)):
-            line = (
-                f"night {date} was killed without a word (process {state.pid} on {state.host}, started {state.started})"
-            )
+            who = f"process {state.pid} on {state.host}, started {state.started}"
+            line = f"night {date} was killed before it could say why ({who})"
             log(f"note: {line}")
             night_states.write_ended(self.nights.path, date, "killed", "")
             self.tell_all(date, "failure", "killed", line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +29,6 @@ from trainer.models.config import ModelConfig
 #: Folder in the stage directory for a remote source until it is converted.
 DOWNLOAD = "download"
 _REMOTE = ("s3", "http", "https")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(k|M|G|T)?i?B?", re.IGNORECASE)
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,15 +164,6 @@ def model_config(path: Path | None) -> ModelConfig | None:
     if config is None:
         raise UserError(f"--config {path} is no JSON object in a file; give a config.json as Hugging Face writes it")
     return ModelConfig.of_hugging_face(config)
-
-
-def size_in_bytes(text: str) -> int:
-    """Parse `2GB`, `500MB` or `1000000` (powers of ten) to bytes. Raises `UserError`."""
-    found = _SIZE.fullmatch(text.strip())
-    value = int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else 0
-    if value <= 0:
-        raise UserError(f"--max-shard-size {text} is not allowed; allowed: a size such as 2GB or 500MB")
-    return value
 
 
 @contextmanager

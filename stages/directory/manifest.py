@@ -203,7 +203,6 @@ def claim(path: Path, identity: Identity) -> None:
     bookkeeping = {
         LOCK,
         ATTEMPTS,
-        "failure.json",  # of earlier versions
         HOLDER,
         *(name + end for name in (IDENTITY, PROGRESS, ALIVE) for end in ("", TEMPORARY_SUFFIX)),
     }

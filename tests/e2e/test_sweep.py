@@ -123,9 +123,9 @@ def test_all_trainings_of_a_work_directory_can_be_compared(swept: Chain) -> None
 
 
 def test_clean_keeps_what_a_sweep_has_made(swept: Chain) -> None:
-    said = swept.ask("clean").stdout
-    for line in said.splitlines():
-        assert not line.startswith("superseded") or "sweep" in line, said
+    said = swept.ask("clean").stdout.splitlines()
+    assert not [line for line in said if line.startswith("superseded")], said
+    assert [line for line in said if line.startswith("kept") and "sweep rates" in line], said
 
 
 def test_a_trial_that_is_brought_back_ends_as_if_it_had_never_stopped(swept: Chain, tmp_path: Path) -> None:

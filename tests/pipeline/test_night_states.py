@@ -76,7 +76,7 @@ def test_the_next_night_tells_of_one_that_was_killed_once(chain: Chain, post: Po
     # What it has started is killed with it, a moment later.
     wait_until(lambda: "running" not in chain.ask("nights").stdout)
     done = chain.ask("nights", "--check", "--date", "2026-11-20", status=1)
-    assert_one_line_error(done, "night 2026-11-20: killed without a word")
+    assert_one_line_error(done, "night 2026-11-20: killed before it could say why")
     for date in ("2026-11-21", "2026-11-22"):
         one_stage_left(chain, date, finished)
     told = [(facts["event"], facts["date"], facts["status"]) for facts in post.hooks]

@@ -329,7 +329,7 @@ def test_options_that_cannot_be_met_are_one_line(tmp_path: Path) -> None:
     done = forked("stages.merge", source, tmp_path / "a", "--with-optimizer")
     assert_one_line_error(done, "has no optimizer state to keep")
     done = forked("stages.merge", source, tmp_path / "b", "--max-shard-size", "big")
-    assert_one_line_error(done, "--max-shard-size big is not allowed")
+    assert_one_line_error(done, "--max-shard-size: big is not a size such as 500M")
     other = write_config(tmp_path / "config.json", ModelConfig.preset("tiny", vocab_size=CONFIG.vocab_size))
     done = forked("stages.merge", source, tmp_path / "c", "--config", other)
     assert_one_line_error(done, "holds another model", "hidden_size is 32, not 128")

@@ -61,4 +61,4 @@ def test_both_phases_and_the_evaluation_reach_trackers_at_once_or_later(
 
 def test_there_is_nothing_to_send_without_trackers(tmp_path: Path) -> None:
     said = Chain(tmp_path).ask("trackers", status=35).stderr
-    assert said == "error: [trackers] names = tensorboard has none that is sent to; add mlflow or wandb\n"
+    assert said == "error: [trackers] names = tensorboard lists no remote tracker; add mlflow or wandb\n"
