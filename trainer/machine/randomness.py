@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer.devices.base import Device
 from trainer.machine.subject import Finding, Subject, differing, fetch, program
 from trainer.models.bert import Dropout
+from trainer.precision import Precision
 
 _P = 0.1
 _N = 1 << 18
@@ -33,10 +34,13 @@ def check_dropout_rate(subject: Subject) -> Iterator[Finding]:
         scale = (kept[kept != 0] * (1 - _P) - 1).abs().max().item()
         yield Finding(f"{way}, scale of the rest", scale, 1e-4)
         yield Finding(f"{way}, elements dropped in one direction only", differing(gradient, kept))
-    for p in (0.0, _P):
-        error = abs((_attention_weights(subject.device, p) == 0).double().mean().item() - p) - _ROUNDING
-        sigmas = max(0.0, error) / _deviation(_P, _ATTENDED * _ATTENDED)
-        yield Finding(f"attention, share dropped at p = {p:g}", sigmas, _SIGMAS)
+    for dtype in _attention_types(subject):
+        for p in (0.0, _P):
+            weights, gradient = _attention_weights(subject.device, p, dtype)
+            error = abs((weights == 0).double().mean().item() - p) - _ROUNDING
+            sigmas, what = max(0.0, error) / _deviation(_P, _ATTENDED * _ATTENDED), f"attention in {dtype}"
+            yield Finding(f"{what}, share dropped at p = {p:g}", sigmas, _SIGMAS)
+            yield Finding(f"{what}, weights dropped in one direction only", differing(gradient == 0, weights == 0))
 
 
 def check_dropout_independence(subject: Subject) -> Iterator[Finding]:
@@ -44,9 +48,11 @@ def check_dropout_independence(subject: Subject) -> Iterator[Finding]:
     for way, device in subject.devices.items():
         dropout = program(device, Dropout(0.5, device.operations))
         yield from (Finding(f"{way}, {what}", *rest) for what, *rest in _independence(device, _masks_of(dropout)))
-    masks = [_attention_weights(subject.device, _P, seed) == 0 for seed in (1, 1, 2)]
-    yield Finding("attention, elements that a repeated seed changes", differing(masks[0], masks[1]))
-    yield Finding("attention, two seeds that drop the same", float(torch.equal(masks[0], masks[2])))
+    for dtype in _attention_types(subject):
+        masks = [_attention_weights(subject.device, _P, dtype, seed)[0] == 0 for seed in (1, 1, 2)]
+        what = f"attention in {dtype}"
+        yield Finding(f"{what}, elements that a repeated seed changes", differing(masks[0], masks[1]))
+        yield Finding(f"{what}, two seeds that drop the same", float(torch.equal(masks[0], masks[2])))
 
 
 def _independence(device: Device, draw: Callable[[Device], Tensor]) -> Iterator[tuple[str, float, float]]:
@@ -91,12 +97,20 @@ def _deviation(p: float, count: int) -> float:
 _ATTENDED = 64
 
 
-def _attention_weights(device: Device, p: float, seed: int = 1) -> Tensor:
-    """The weights after dropout, (S, S), where without it all are 1/S: queries are 0, and values the identity."""
+def _attention_types(subject: Subject) -> list[torch.dtype]:
+    """That of matrix products in the training, which decides the kernel; and fp32."""
+    return list(dict.fromkeys([torch.float32, Precision(subject.config.precision).products]))
+
+
+def _attention_weights(device: Device, p: float, dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """The weights after dropout, (S, S), where without it all are 1/S: queries are 0, and values the identity; and the
+    same from the gradient of the values."""
     ids = torch.ones(1, _ATTENDED, dtype=torch.int64).to(device.torch_device)
-    zeros = torch.zeros(1, 1, _ATTENDED, _ATTENDED).to(device.torch_device)
-    values = torch.eye(_ATTENDED)[None, None].to(device.torch_device)
+    zeros = torch.zeros(1, 1, _ATTENDED, _ATTENDED, dtype=dtype).to(device.torch_device)
+    identity = torch.eye(_ATTENDED, dtype=dtype)[None, None].to(device.torch_device)
+    values = identity.clone().requires_grad_()
     device.seed(seed)
     ops = device.operations
-    (out,) = fetch(device, ops.attention(zeros, zeros, values, ops.attention_mask(ids, None), p))
-    return out[0, 0]
+    out = ops.attention(zeros, zeros, values, ops.attention_mask(ids, None), p)
+    out, gradient = fetch(device, out, *torch.autograd.grad(out, [values], [identity]))
+    return out[0, 0], gradient[0, 0].T

@@ -97,12 +97,12 @@ import torch
 from trainer.devices.select import select_alone
 from trainer.machine.randomness import check_dropout_independence, check_dropout_rate
 device = select_alone("neuron")
-subject = SimpleNamespace(device=device, devices={"eager": device})
+subject = SimpleNamespace(device=device, devices={"eager": device}, config=SimpleNamespace(precision="bf16-sr"))
 findings = [*check_dropout_rate(subject), *check_dropout_independence(subject)]
 print(len(findings), [finding for finding in findings if not finding.passed])
 """
     done = command("-c", program, env={**autoloading, "STANDIN_DRAWS_ON_HOST": draws_on_host})
-    assert done.stdout == "22 []\n", done.stdout + done.stderr
+    assert done.stdout == "30 []\n", done.stdout + done.stderr
 
 
 @pytest.mark.slow
