@@ -77,7 +77,4 @@ def run(args: argparse.Namespace) -> int:
     if not args.texts:
         raise UserError("of another model no prompts are known; give one text with [MASK], or two texts")
     words = [sys.executable, "-m", "stages.predict", *options, "--", str(model), *args.texts]
-    try:
-        return subprocess.run(words, check=False).returncode
-    except KeyboardInterrupt:
-        return 130
+    return subprocess.run(words, check=False).returncode
