@@ -62,9 +62,12 @@ constraints: $(UV)
 	  --extra dev --extra bench --extra docs pyproject.toml --output-file constraints.txt
 
 # PyTorch's own index has builds for the machine at hand: without a GPU, one without the gigabytes of CUDA's libraries.
+# Each build names the versions of these libraries; those in constraints.txt are of one release of CUDA.
 $(RUNTIME): pyproject.toml constraints.txt | $(UV)
-	$(INSTALL) --constraint constraints.txt --torch-backend auto --editable . 2>/dev/null || \
-	  { echo "note: PyTorch's own index cannot be used here; torch comes with CUDA's libraries" >&2; \
+	grep -v -e ^nvidia- -e ^triton= constraints.txt > $(VENV)/constraints.txt
+	$(INSTALL) --constraint $(VENV)/constraints.txt --torch-backend auto --editable . 2>$(VENV)/install.log || \
+	  { echo "note: torch comes with CUDA's libraries, as PyTorch's build for this machine was not installed:" \
+	      "$$(tail -n 1 $(VENV)/install.log)" >&2; \
 	    $(INSTALL) --constraint constraints.txt --editable . ; }
 	@touch $@
 

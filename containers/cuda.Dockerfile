@@ -2,7 +2,7 @@
 # repository's root:
 #   docker build -f containers/cuda.Dockerfile -t trainer:cuda .
 #   docker run --gpus all --shm-size 8g …
-# Versions of Python packages are those of constraints.txt.
+# Versions of Python packages are those of constraints.txt, but for CUDA's libraries, of which each torch names its own.
 FROM python:3.13-slim
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 # CUDA's release, by PyTorch's name; it must not be newer than the host's driver.
@@ -15,4 +15,5 @@ COPY pipeline /src/pipeline
 COPY stages /src/stages
 COPY trainer /src/trainer
 RUN pip install --no-cache-dir uv \
- && uv pip install --system --no-cache --torch-backend $CUDA --constraint /src/constraints.txt /src && rm -r /src
+ && grep -v -e ^nvidia- -e ^triton= /src/constraints.txt > /src/constraints-cuda.txt \
+ && uv pip install --system --no-cache --torch-backend $CUDA --constraint /src/constraints-cuda.txt /src && rm -r /src

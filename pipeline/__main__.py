@@ -3,7 +3,8 @@ Without a command: what to run for what.
 
 Settings are given as to luigi: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
 Exit status: 0 success (`why`: complete), 1 (`why`: would run; `clean`, `trackers`: something could not be removed, or
-sent; `doctor`: a problem was found), 2 unknown command or option, 35 a setting, an input or a task name was refused.
+sent; `doctor`: a problem was found), 2 unknown command or option, 35 a setting, an input or a task name was refused,
+130 Ctrl-C (`status --watch` 0, `publish` 75).
 """
 
 from __future__ import annotations
@@ -74,12 +75,14 @@ COMMANDS: dict[str, Command] = {
     "luigid": luigid,
     "completion": completion,
 }
+#: Exit status after Ctrl-C, as of a shell.
+_EXIT_CTRL_C = 130
 #: Those that work with whatever settings are there.
 _WITHOUT_SETTINGS = ("init", "completion")
 MAP = """\
 python -m pipeline COMMAND, or luigi --module pipeline TASK. What to run for what:
 
-  begin      python -m pipeline init                 a luigi.cfg for this machine
+  begin      python -m pipeline init FOLDER          a luigi.cfg for this machine
              python -m pipeline doctor               would a run get through the night?
   run        luigi --module pipeline BertPhase2      everything; again after a stop: it goes on
              luigi --module pipeline BertPhase1      up to the checkpoint that phase 2 starts from
@@ -164,7 +167,12 @@ def main(words: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"error: cannot read {error.filename}: {error.strerror}; check its permissions", file=sys.stderr)
+        said = error.strerror or error
+        named = f"cannot read {error.filename}: {said}; check its permissions" if error.filename else said
+        print(f"error: {named}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _EXIT_CTRL_C
     return int(retcode().scheduling_error)
 
 

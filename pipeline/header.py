@@ -15,9 +15,10 @@ from stages.view.text import duration
 _is_printed = False
 
 
+@luigi.Task.event_handler(luigi.Event.START)  # type: ignore[untyped-decorator]
 @luigi.Task.event_handler(luigi.Event.DEPENDENCY_DISCOVERED)  # type: ignore[untyped-decorator]
-def _print_header(task: luigi.Task, dependency: luigi.Task) -> None:
-    """Before the first stage runs. The first task is the one asked for."""
+def _print_header(task: luigi.Task, dependency: luigi.Task | None = None) -> None:
+    """Before the first stage runs. The first task is the one asked for, which may depend on nothing."""
     global _is_printed
     if _is_printed or not isinstance(task, (Goal, Stage)):
         return
@@ -25,7 +26,8 @@ def _print_header(task: luigi.Task, dependency: luigi.Task) -> None:
     left = sum(not is_complete(stage) for stage in stages)
     if left:
         settings = task.settings
-        where = f"device {settings.cluster.device}" if settings.cluster.device else "the device that is there"
+        device = settings.cluster.device
+        where = f"device {device}" + (": the accelerator that is there, else the CPU" if device == "auto" else "")
         shown().header(
             f"{type(task).__name__}: {left} of {len(stages)} stages to make in {settings.work_dir}, {where}, "
             f"{processes_asked_for(0)} cores{_how_long(task)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.support import ROOT
+from tests.test_setup import constraints_without_cuda
 from trainer.devices.neuron_lane import NATIVE, REPOSITORY, XLA, Installation, problems
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -85,9 +86,14 @@ def test_the_extra_is_a_whole_installation_of_its_lane(lane: str) -> None:
 @pytest.mark.parametrize("image", OTHERS)
 def test_others_install_the_versions_that_are_tested(image: str) -> None:
     install = arguments(image, "RUN")[-1]
-    backend = {"cpu": "cpu", "cuda": "$CUDA"}[image]
-    assert f"--torch-backend {backend} --constraint /src/constraints.txt /src" in install
+    backend, constraints = {"cpu": ("cpu", "constraints"), "cuda": ("$CUDA", "constraints-cuda")}[image]
+    assert f"--torch-backend {backend} --constraint /src/{constraints}.txt /src" in install
     assert not re.search(r"https?://", " ".join(words for _, words in instructions(image)))
+
+
+def test_the_image_for_gpus_pins_no_release_of_cuda() -> None:
+    (install,) = [words for words in arguments("cuda", "RUN") if "grep" in words]
+    assert constraints_without_cuda(install.replace("/src/", ""), "constraints-cuda.txt")
 
 
 @each_image

@@ -69,6 +69,14 @@ def symbols(path: Path) -> set[str]:
     return found
 
 
+@every_page
+def test_no_value_of_a_settings_example_has_a_comment_behind_it(page: Path) -> None:
+    """luigi's parser would take it for a part of the value."""
+    for block in re.findall(r"(?:^ {4,}\S.*\n)+", page.read_text(), re.MULTILINE):
+        if re.search(r"^ +\[\w+\]$", block, re.MULTILINE):
+            assert not re.search(r"=.*\s[#;]", block), block
+
+
 @pytest.mark.parametrize("title", rooms.TITLES)
 def test_the_picture_of_the_rooms_is_the_import_graph(title: str) -> None:
     drawn = rooms.drawing(rooms.PAGE.read_text(), title)

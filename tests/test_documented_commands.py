@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from luigi.cmdline_parser import CmdlineParser
 from torch.distributed.run import parse_args
 
+from pipeline.__main__ import _parse, _split_settings
 from tests.helpers.documented import Documented, commands
 from tests.helpers.images import write_images
 from tests.helpers.neuron_machine import machine
@@ -78,11 +80,23 @@ def test_stages_take_their_options(found: Documented) -> None:
         importlib.import_module(found.words[2]).parser().parse_args(found.words[3:])
 
 
-def test_the_pipelines_commands_are_known() -> None:
-    known = command("-m", "pipeline", "--help").stdout
-    for found in COMMANDS:
-        if found.words[2:3] == ("pipeline",) and found.words[0] != "luigi" and len(found.words) > 3:
-            assert re.search(rf"^ +{found.words[3]}\b", known, re.MULTILINE), found
+def taken_by_the_pipeline(words: tuple[str, ...]) -> None:
+    """As `pipeline.__main__.main` takes them; ends with a `SystemExit` otherwise."""
+    ours, given = _split_settings(words)
+    _, unknown = _parse(ours)
+    with CmdlineParser.global_instance(["BertPhase2", *given, *unknown]):
+        pass
+
+
+@pytest.mark.parametrize("found", [c for c in COMMANDS if c.words[1:3] == ("-m", "pipeline") and c.words[3:]], ids=str)
+def test_the_pipelines_commands_take_their_options(found: Documented) -> None:
+    taken_by_the_pipeline(found.words[3:])
+
+
+@pytest.mark.parametrize("words", ["doctor --mesure", "why BertPhase2 more", "status --Phase1-lrr 1"])
+def test_a_wrong_word_would_be_found(words: str) -> None:
+    with pytest.raises(SystemExit):
+        taken_by_the_pipeline(tuple(words.split()))
 
 
 #: Takes lists of luigi's words, as JSON; writes what each trains on.

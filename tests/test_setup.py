@@ -64,10 +64,34 @@ def test_make_run_installs_what_running_needs_and_make_test_all(tmp_path: Path) 
         return done.stdout
 
     run, test = would("run"), would("test")
-    assert re.search(r"--constraint constraints.txt --torch-backend auto --editable \. ", run)
+    others = tmp_path / "venv" / "constraints.txt"
+    assert f"--constraint {others} --torch-backend auto --editable . " in run
+    assert constraints_without_cuda(run, str(others))
     assert "[dev]" not in run
     assert "--constraint constraints.txt --editable '.[dev]'" in test
     assert "luigi --module pipeline BertPhase2" in run
+
+
+def constraints_without_cuda(script: str, name: str) -> bool:
+    """Whether the `grep` of a script writes all constraints but those on CUDA's libraries and Triton to this file."""
+    (filtering,) = re.findall(rf"grep .* constraints.txt(?= > {re.escape(name)}\b)", script)
+    kept = subprocess.run(["sh", "-c", filtering], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    pinned = {one.name for one in CONSTRAINTS} - {Requirement(line).name for line in kept.splitlines()}
+    return pinned == {one.name for one in CONSTRAINTS if re.search(r"-cu\d+$|^triton$", one.name)}
+
+
+def test_the_note_of_make_run_says_why_pytorchs_index_was_not_used(tmp_path: Path) -> None:
+    """With a stand-in for uv, which refuses the first attempt as uv does, with its reason last."""
+    folder = tmp_path / "venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "uv").write_text('#!/bin/sh\ncase "$*" in *torch-backend*) echo first >&2; echo why >&2; exit 1;; esac\n')
+    (folder / "luigi").write_text("#!/bin/sh\n")
+    for name in ("uv", "luigi"):
+        (folder / name).chmod(0o755)
+    words = ["make", "run", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "PyTorch's build for this machine was not installed: why" in done.stderr
 
 
 def test_supported_versions_of_python_are_those_of_the_classifiers() -> None:

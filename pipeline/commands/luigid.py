@@ -7,6 +7,7 @@ import argparse
 from luigi.cmdline import luigid
 from luigi.configuration import get_config
 
+from common.errors import UserError
 from pipeline.settings.load import load
 
 SUMMARY = "Luigi's central scheduler: what runs, how far it is, and Prometheus metrics at /metrics"
@@ -22,10 +23,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM; the state is saved in WORK/luigid.pickle for the next start."""
+    """Serve until SIGTERM; the state is saved in WORK/luigid.pickle for the next start. Raises `UserError`."""
     config, work_dir = get_config(), load().work_dir
     work_dir.mkdir(parents=True, exist_ok=True)
     if not config.has_option("scheduler", "metrics_collector"):
         config.set("scheduler", "metrics_collector", "prometheus")
-    luigid(["--address", args.host, "--port", str(args.port), "--state-path", str(work_dir / "luigid.pickle")])
+    try:
+        luigid(["--address", args.host, "--port", str(args.port), "--state-path", str(work_dir / "luigid.pickle")])
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise UserError(
+            f"cannot listen on {args.host}, port {args.port}: {error.strerror}; end what listens there (another luigid "
+            f"can be used as it is), or give another --host or --port"
+        ) from None
     return 0

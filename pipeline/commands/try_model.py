@@ -79,7 +79,4 @@ def run(args: argparse.Namespace) -> int:
             "prompts are known only for the model of these settings; give one text with [MASK], or two texts"
         )
     words = [sys.executable, "-m", "stages.predict", *options, "--", str(model), *args.texts]
-    try:
-        return subprocess.run(words, check=False).returncode
-    except KeyboardInterrupt:
-        return 130
+    return subprocess.run(words, check=False).returncode

@@ -20,6 +20,7 @@ import luigi
 from luigi.configuration import get_config
 from luigi.configuration.cfg_parser import InterpolationMissingEnvvarError
 from luigi.freezing import recursively_freeze
+from luigi.parameter import MissingParameterException
 from luigi.task_register import Register
 
 from common.errors import UserError, suggestion
@@ -113,6 +114,12 @@ def _read(section: type[luigi.Config]) -> Any:
             raise _unescaped_percent(name, key) from None
     try:
         return section()
+    except MissingParameterException as error:
+        missing = re.findall(r"requires the '(\w+)' parameter", str(error))[0]
+        defaults = project_file("luigi.cfg")
+        raise UserError(
+            f"[{name}] {missing} is not set, and {defaults}, with the defaults, lacks it; restore that file"
+        ) from None
     except ValueError as error:  # luigi wraps what parameters and interpolation raise
         match error.__cause__:
             case UserError() as cause:

@@ -125,6 +125,10 @@ class FileSource:
     def identity(self) -> str:
         return f"{self.kind}:{self.file.sha256}" if self.kind else self.file.sha256
 
+    @classmethod
+    def require_packages(cls, name: str) -> None:
+        """Raise `UserError` if an optional package is missing that reads the file `name` of this format."""
+
     def documents(self, dropped: Counter[str]) -> Iterator[Document]:
         raise NotImplementedError
 

@@ -69,14 +69,20 @@ class _TableSource(FileSource):
         """Yield arrays of texts, and the bytes of the file where each begins and ends."""
         raise NotImplementedError
 
-    def _pyarrow(self) -> Any:
+    @classmethod
+    def require_packages(cls, name: str) -> None:
         try:
-            import pyarrow
+            import pyarrow  # noqa: F401
         except ImportError as error:
             raise UserError(
-                f"{self.name} is {self.title}, which pyarrow reads, and it cannot be imported ({error}); install "
-                f"pyarrow, or this project with its extra: pip install '.[parquet]'"
+                f"{name} is {cls.title}, which pyarrow reads, and it cannot be imported ({error}); install pyarrow, or "
+                f"in a checkout the extra that has it: pip install -e '.[parquet]'"
             ) from None
+
+    def _pyarrow(self) -> Any:
+        self.require_packages(self.name)
+        import pyarrow
+
         return pyarrow
 
     def _index_of_texts(self, schema: Any) -> int:

@@ -17,7 +17,7 @@ _PUBLIC = (
     (re.compile(r"([a-z]{2,3}|simple)wiki-.*pages-articles.*\.xml.*"), "wikimedia/wikipedia", ""),
     (re.compile(r"wikitext-.*|wiki\.(?:train|valid|test)\.(?:tokens|raw)"), "Salesforce/wikitext", "en"),
 )
-_ON_THE_HUB = re.compile(r"(?:hf|https?)://(?:huggingface\.co/)?datasets/([\w.-]+/[\w.-]+).*")
+_ON_THE_HUB = re.compile(r"https?://huggingface\.co/datasets/([\w.-]+/[\w.-]+).*")
 #: A word of [corpus] source, which is quoted as in a shell.
 _WORD = re.compile(r"\"[^\"]*\"|'[^']*'|\S+")
 #: Counts of an evaluation: metric on the Hub, name.

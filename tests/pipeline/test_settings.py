@@ -15,6 +15,7 @@ from common.errors import UserError
 from common.options import fields_of
 from pipeline.settings import sections
 from pipeline.settings.cluster import Cluster
+from pipeline.settings.config_file import entries
 from stages.evaluate import EvaluateOptions
 from stages.mnist import MnistOptions
 from stages.shard import ShardOptions
@@ -175,6 +176,15 @@ def test_the_defaults_hold_in_any_directory(tmp_path: Path) -> None:
     assert done.stdout.split() == ["0.25", "512", "work", "None", "True"]
 
 
+def test_a_default_that_is_missing_is_one_line() -> None:
+    """As when another file has taken the place of the project's luigi.cfg."""
+    program = (
+        "import sys, pipeline; from luigi.configuration import get_config; from pipeline.__main__ import main\n"
+        "get_config().remove_option('phase1', 'lr'); sys.exit(main(['status']))"
+    )
+    assert_one_line_error(command("-c", program), "[phase1] lr is not set", f"{ROOT / 'luigi.cfg'}", status=35)
+
+
 def test_every_setting_is_in_luigi_cfg_with_a_comment() -> None:
     from pipeline.settings import sections
 
@@ -189,6 +199,8 @@ def test_every_setting_is_in_luigi_cfg_with_a_comment() -> None:
         if " =" in line and not line.startswith("#") and before.startswith("#"):
             documented.add(line.split(" =")[0])
     keys = {key for section in sections.SECTIONS for key in parser[sections.section_name(section)]}
+    headers = {entry.section: entry.comment for entry in entries(text) if not entry.key}
+    assert [name for name, comment in headers.items() if any("MnistMlp" in line for line in comment)] == ["mnist"]
     # A key of both phases is explained in the first; two probabilities share a line.
     assert keys - documented <= {"attention_probs_dropout_prob", "phase2_url", "hidden_size"} | {
         "num_hidden_layers", "num_attention_heads", "intermediate_size"

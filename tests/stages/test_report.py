@@ -267,7 +267,7 @@ def test_the_card_is_one_that_the_hub_reads(small: list[Path], tmp_path: Path) -
         ("/data/wiki.train.raw", ["Salesforce/wikitext"], "en"),
         ("'/my data/dewiki-latest-pages-articles.xml.bz2' simplewiki-1-pages-articles1.xml-p1p9.gz",
          ["wikimedia/wikipedia"], ["de", "en"]),
-        ("hf://datasets/org/set/train.jsonl", ["org/set"], None),
+        ("hf://datasets/org/set/train.jsonl", None, None),  # nothing here reads it
         ("builtin 'secret plans/*.txt'", None, "en"),
         ("secret/notes.txt", None, None),
     ],
@@ -282,6 +282,13 @@ def test_text_that_is_known_by_its_name_is_in_the_metadata(
     given = {"license": "mit", "language": "fr", "datasets": "a/b c/d"}
     data = huggingface_hub.ModelCard(card(view_of(run, {"corpus": {"source": source}, "card": given}))).data
     assert (data.datasets, data.language, data.license) == (["a/b", "c/d"], "fr", "mit")
+
+
+def test_shards_from_the_hub_name_their_data_set(run: list[Path]) -> None:
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    address = "https://huggingface.co/datasets/org/set/resolve/main/shards.tar"
+    view = view_of(run, {"corpus": {"source": "builtin"}, "dataset": {"phase1_url": address, "phase2_url": address}})
+    assert huggingface_hub.ModelCard(card(view)).data.datasets == ["org/set"]
 
 
 def test_a_card_shows_no_local_folder_and_not_where_it_ran(run: list[Path]) -> None:

@@ -34,8 +34,8 @@ PACKAGES = {
 }
 #: The first public version of the native lane, and the first of its private betas.
 _NATIVE, _NATIVE_BETA = (2, 13), (2, 11)
-#: Python versions that AWS builds each lane for.
-_PYTHONS = {XLA: ((3, 10), (3, 12)), NATIVE: ((3, 12), (3, 14))}
+#: Python versions that AWS builds each lane for, of those that this project runs with.
+_PYTHONS = {XLA: ((3, 11), (3, 12)), NATIVE: ((3, 12), (3, 14))}
 #: Families of instances that each lane runs on.
 _INSTANCES = {XLA: ("trn1", "trn2"), NATIVE: ("trn2", "trn3")}
 #: The physical machine as its firmware calls it; on EC2 the type of the instance.
@@ -44,6 +44,8 @@ _PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
 _CHIPS = {"trn1": (2, 190e12), "trn2": (8, 667e12), "trn3": (8, 671e12)}
 #: Physical cores in a logical one: what the runtime and the compiler read, and AWS's default on trn2 and trn3.
 _LOGICAL_CORE, _PAIR = "NEURON_LOGICAL_NC_CONFIG", 2
+#: Seconds in which `neuron-ls` has to answer.
+_ANSWER_S = 60
 
 
 @dataclass(frozen=True)
@@ -162,15 +164,23 @@ def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
+def neuron_ls() -> str | None:
+    """Where AWS's tool is; None: not here."""
+    return shutil.which("neuron-ls") or shutil.which("/opt/aws/neuron/bin/neuron-ls")
+
+
 def cores() -> int:
     """Number of logical NeuronCores of this machine, from `neuron-ls`. Raises `UserError`."""
-    program = shutil.which("neuron-ls") or shutil.which("/opt/aws/neuron/bin/neuron-ls")
+    program = neuron_ls()
     if program is None:
         raise UserError("neuron-ls is not here: is this a Trainium instance with aws-neuronx-tools (docs/trainium.md)?")
     said = ""
     # SDK 2.34 replaces -j by the other, with fields around the list of devices.
     for options in (["-j"], ["--output-format", "json"]):
-        answer = subprocess.run([program, *options], capture_output=True, text=True, timeout=60, check=False)
+        try:
+            answer = subprocess.run([program, *options], capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"neuron-ls: no answer within {_ANSWER_S} s; check the Neuron driver") from None
         with contextlib.suppress(ValueError, KeyError, TypeError, StopIteration):
             return sum(map(_logical_cores, _devices(json.loads(answer.stdout))))
         said = said or (answer.stderr or answer.stdout).strip()

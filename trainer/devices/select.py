@@ -10,7 +10,7 @@ import torch
 from common.errors import UserError
 from trainer import registry
 from trainer.devices.base import Device, DeviceOptions
-from trainer.devices.neuron_lane import Installation, cores, lane_of, require_lane
+from trainer.devices.neuron_lane import Installation, cores, lane_of, neuron_ls, require_lane
 from trainer.parallel.mesh import Mesh
 
 
@@ -46,15 +46,17 @@ def resolve(name: str, log: Callable[[str], None] | None = None) -> str:
 def automatic(log: Callable[[str], None] | None = None) -> str:
     """The device that `auto` selects on this machine: cuda, else a Neuron lane, else cpu; never xla, on the CPU itself.
 
-    `log` gets a warning if there are NeuronCores but their packages are missing.
+    `log` gets a warning if there are NeuronCores but their packages are missing, or `neuron-ls` does not tell.
     """
     if torch.cuda.is_available():
         return "cuda"
-    if os.environ.get("DISABLE_XLA"):
+    if os.environ.get("DISABLE_XLA") or neuron_ls() is None:
         return "cpu"
     try:
         count = cores()
-    except UserError:
+    except UserError as error:
+        if log is not None:
+            log(f"warning: device auto is the CPU: {error}")
         return "cpu"
     try:
         found = Installation.of_machine()

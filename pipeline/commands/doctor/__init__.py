@@ -48,10 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     for finding in _examine(plan):
         say(finding)
-    try:
-        estimates = _estimates(plan, measures=args.measure, is_sound=not _problems(found), say=say)
-    except KeyboardInterrupt:  # of the short run
-        return 130
+    estimates = _estimates(plan, measures=args.measure, is_sound=not _problems(found), say=say)
     wrong = _problems(found)
     if args.json:
         records = {"checks": found, "stages": estimates}

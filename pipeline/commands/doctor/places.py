@@ -11,7 +11,7 @@ from pathlib import Path
 from common.errors import UserError, existing_parent
 from pipeline.commands.doctor.finding import Finding, Plan
 from pipeline.tasks.dataset import DownloadDataset, TokenizeCorpus
-from stages.text.corpus import BUILTIN, find_files
+from stages.text.corpus import BUILTIN, find_files, kind_of
 from stages.text.patterns import split
 from stages.view.text import size
 
@@ -52,6 +52,8 @@ def text(plan: Plan) -> Iterator[Finding]:
         given = getattr(corpus, key)
         try:
             found = find_files(split(given))
+            for kind, name in {kind_of(name): name for name in found if name != BUILTIN}.items():
+                kind.require_packages(name)
         except UserError as error:
             yield Finding("text", "problem", f"[corpus] {key}: {error}")
             continue

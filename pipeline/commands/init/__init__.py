@@ -35,6 +35,10 @@ def run(args: argparse.Namespace) -> int:
     path = args.folder / _FILE
     if args.folder.exists() and not args.folder.is_dir():
         raise UserError(f"{args.folder} is a file; give a folder")
+    if path.exists() and path.samefile(project_file(_FILE)):
+        raise UserError(
+            f"{path} is the project's own, with every default; give a folder: python -m pipeline init FOLDER"
+        )
     if path.exists() and not args.force:
         raise UserError(f"{path} is there already; give another folder, or --force to replace it")
     text = Text.of(args.text) if args.text is not None else None

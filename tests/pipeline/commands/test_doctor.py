@@ -324,6 +324,17 @@ def test_9_a_missing_text(chain: Chain) -> None:
     assert "matches no file" in problem(chain, "text", "--Corpus-source", "/no/such/*.txt")
 
 
+def test_9_a_table_without_pyarrow(chain: Chain, tmp_path: Path) -> None:
+    path = tmp_path / "texts.parquet"
+    path.write_bytes(b"anything")
+    words = ("--Corpus-source", str(path))
+    assert examined(chain, *words)["text"]["level"] == "ok"
+    (tmp_path / "pyarrow.py").write_text("raise ImportError('not here')")
+    text = problem(chain, "text", *words, PYTHONPATH=str(tmp_path))
+    assert f"{path} is Parquet, which pyarrow reads" in text
+    assert "pip install -e '.[parquet]'" in text
+
+
 def test_a_night_is_examined_with_its_date(chain: Chain, tmp_path: Path) -> None:
     text = (chain.directory / "corpus.txt").read_text()
     (tmp_path / "2026-11-21.txt").write_text(text)

@@ -250,6 +250,15 @@ def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path: Path, bare: d
     assert "mine" not in (tmp_path / "luigi.cfg").read_text()
 
 
+def test_the_projects_own_file_is_never_replaced(tmp_path: Path, bare: dict[str, str]) -> None:
+    """It has the defaults. Here by a link, which would be replaced in its place."""
+    (tmp_path / "luigi.cfg").symlink_to(ROOT / "luigi.cfg")
+    for words in ((), ("--force",)):
+        done = run("-m", "pipeline", "init", *words, cwd=tmp_path, status=35, **bare)
+        assert_one_line_error(done, "luigi.cfg is the project's own", "python -m pipeline init FOLDER", status=35)
+        assert (tmp_path / "luigi.cfg").is_symlink()
+
+
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,32 @@ def test_an_unknown_word_of_ours_is_one_line(words: tuple[str, ...], line: str) 
 )
 def test_an_unknown_word_of_luigis_is_one_line(words: tuple[str, ...], line: str, status: int) -> None:
     assert_one_line_error(command(*LUIGI, *words), line, status=status)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        ("KeyboardInterrupt", 130, "interrupted"),
+        ("OSError(98, 'Address already in use')", 35, "error: Address already in use"),
+        ("OSError('no answer')", 35, "error: no answer"),
+        ("OSError(13, 'Not allowed', '/a')", 35, "error: cannot read /a: Not allowed; check its permissions"),
+    ],
+)
+def test_ctrl_c_and_a_call_that_failed_are_one_line(error: str, status: int, line: str) -> None:
+    program = (
+        "import sys; from pipeline.__main__ import COMMANDS, main\n"
+        f"def fail(args): raise {error}\n"
+        "COMMANDS['completion'].run = fail; sys.exit(main(['completion', 'bash']))"
+    )
+    done = command("-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", f"{line}\n")
+
+
+def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = command("-m", "pipeline", "luigid", "--port", str(port), "--Run-work-dir", str(tmp_path))
+    assert_one_line_error(done, f"cannot listen on 127.0.0.1, port {port}: Address already in use", status=35)
 
 
 def test_options_of_luigi_are_still_taken() -> None:

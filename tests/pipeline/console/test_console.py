@@ -57,6 +57,12 @@ def test_a_terminal_has_a_header_and_a_line_for_each_stage(chain: Chain) -> None
     assert any(re.search(r"━.* \d+% [\d.]+ [kM]?B/[\d.]+ MB", line) for line in live), live[-3:]
 
 
+def test_a_task_that_depends_on_nothing_has_a_header_too(chain: Chain) -> None:
+    first, *others = chain.run("TokenizeCorpus", "--Cluster-device", "auto").stderr.splitlines()
+    assert first.startswith(f"TokenizeCorpus: 1 of 1 stages to make in {chain.work}, device auto: the accelerator that")
+    assert not any("stages to make" in line for line in others)
+
+
 @pytest.mark.slow
 def test_the_header_tells_how_long_it_takes_once_stages_were_made(chain: Chain) -> None:
     write_corpus(chain.directory / "corpus.txt", 20_000)

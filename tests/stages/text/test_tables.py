@@ -184,7 +184,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
     paths = [write_table(tmp_path / way, table_of(ODD)) for way in ("plain.parquet", "stream.arrow")]
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
     for path in paths:
-        assert "install pyarrow, or this project with its extra: pip install '.[parquet]'" in refused(path)
+        assert "install pyarrow, or in a checkout the extra that has it: pip install -e '.[parquet]'" in refused(path)
 
 
 @pytest.mark.parametrize("way", ["zstd.parquet", "one-group.parquet", "stream.arrow", "one-batch.arrow", "v2.feather"])

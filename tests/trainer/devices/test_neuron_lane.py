@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.errors import UserError
 from tests.helpers.neuron_machine import install_program
+from trainer.devices import neuron_lane
 from trainer.devices.neuron_lane import (
     NATIVE,
     XLA,
@@ -19,6 +21,7 @@ from trainer.devices.neuron_lane import (
     problems,
     require_lane,
 )
+from trainer.devices.select import automatic
 
 _XLA = {
     "torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.9.0.2.13.26312", "neuronx-cc": "2.24.8799.0",
@@ -55,7 +58,7 @@ CASES = {
     "xla with another torch": (
         Installation({**_XLA, "torch": "2.10.0"}), XLA, ["torch-neuronx 2.9.0.2.13.26312 is not made for torch 2.10.0"],
     ),
-    "xla with Python 3.13": (Installation(_XLA, python=(3, 13)), XLA, ["Python 3.10 to 3.12, this is 3.13"]),
+    "xla with Python 3.13": (Installation(_XLA, python=(3, 13)), XLA, ["Python 3.11 to 3.12, this is 3.13"]),
     "native 2.13 on trn2": (native(_NATIVE), NATIVE, []),
     "native 2.14 on trn3": (native(_NATIVE_2_14, "trn3.48xlarge"), NATIVE, []),
     "native on trn1": (native(_NATIVE, "trn1.32xlarge"), NATIVE, ["does not train on trn1.32xlarge", "trn2 and trn3"]),
@@ -153,3 +156,11 @@ def test_a_driver_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     with pytest.raises(UserError, match=r"neuron-ls -j: no neuron device found; check the Neuron driver"):
         cores()
+    install_program(tmp_path, "neuron-ls", "#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(neuron_lane, "_ANSWER_S", 0.2)
+    with pytest.raises(UserError, match=r"neuron-ls: no answer within 0.2 s; check the Neuron driver"):
+        cores()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said: list[str] = []
+    assert automatic(said.append) == "cpu"
+    assert said == ["warning: device auto is the CPU: neuron-ls: no answer within 0.2 s; check the Neuron driver"]
