@@ -19,7 +19,7 @@ from trainer.devices.base import Device
 from trainer.metrics.plateau import Doctor
 from trainer.models.base import Model
 from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters
-from trainer.optim.schedule import learning_rate, stable_steps
+from trainer.optim.schedule import learning_rate
 from trainer.optim.select import Optimizer, make_optimizer, separates_matrices
 from trainer.optim.sharing import Replicas, SharedModel
 from trainer.optim.zero import ShardedParameters
@@ -29,6 +29,7 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.plan import split_axis
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
+from trainer.registry import stable_steps
 from trainer.run import Run
 from trainer.state import TrainState
 from trainer.workloads.base import MASKED_LM_LOSS

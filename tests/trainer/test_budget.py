@@ -229,6 +229,15 @@ def test_too_few_steps_say_what_was_measured() -> None:
         require_enough(config, PACE, 9)
 
 
+def test_the_warm_up_must_end_before_the_decay() -> None:
+    config = TrainConfig(budget=Duration.parse("10s"), warmup_steps=16, schedule="wsd", decay_share=0.2)
+    require_enough(config, PACE, 20)
+    with pytest.raises(AgreedError, match="19 steps fit, 15 of them before the decay, fewer than warmup_steps = 16"):
+        require_enough(config, PACE, 19)
+    with pytest.raises(AgreedError, match="so 15 steps fit, 12 of them before"):
+        require_enough(config, PACE, 15)
+
+
 def test_the_first_steps_are_not_timed_and_requests_to_save_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first three take 100 s each, with compilation; the others 2 s. Timed are at least 20 s."""
     now = [0.0]
