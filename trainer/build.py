@@ -173,4 +173,5 @@ def build_doctor(run: Run, model: Model, parameters: Parameters) -> Doctor | Non
     weights = parameters.masters() or dict(model.named_parameters())
     matrices = {name: tensor for name, tensor in weights.items() if run.workload.is_hidden_matrix(name)}
     # On a device that compiles, every look at the weights would be another graph.
-    return Doctor(run.config, run.workload.vocab_size, None if run.device.compiles_shapes else matrices)
+    readable = None if run.device.compiles_shapes else matrices
+    return Doctor(run.config, run.workload.vocab_size, readable, are_masked=run.workload.masking is None)
