@@ -15,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,6 +163,28 @@ def median(runs: list[Trained]) -> Trained:
     return Trained(*(statistics.median(getattr(run, name) for run in runs) for name in ("seconds", "loss", "accuracy")))
 
 
+def compared(
+    what: str, runs: Sequence[tuple[Trained, Trained, Trained]], theirs: Mapping[str, Sequence[Trained]]
+) -> Iterator[Result]:
+    """The claims on loss and time. `runs`: BERT's recipe, ours short and long, of each seed; `theirs`: Trainer's."""
+    base, short, long = (median(list(side)) for side in zip(*runs, strict=True))
+    beside = f"{BERT.name} {describe(base)}"
+    said = f"{SHORT.name} {describe(short)}"
+    sooner = tuple(a.seconds / b.seconds for a, b, _ in runs)
+    reached = statistics.median(b.loss - a.loss for a, b, _ in runs)
+    yield Result(f"{what}: time to BERT's loss", said, beside, statistics.median(sooner), " ×", SOONER, each=sooner)
+    yield Result(f"{what}: loss in that time", said, beside, reached, " nats more", at_most=0)
+    said = f"{LONG.name} {describe(long)}"
+    as_long = tuple(c.seconds / a.seconds for a, _, c in runs)
+    yield Result(f"{what}: accuracy in BERT's time", said, beside, 100 * long.accuracy, " %", 100 * ACCURACY)
+    yield Result(f"{what}: time of that", said, beside, statistics.median(as_long), " ×", at_most=1, each=as_long)
+    for name, others in theirs.items():
+        ahead = tuple(other.loss - run[1].loss for run, other in zip(runs, others, strict=True))
+        titled = f"{what}: loss of Trainer after {SOONER_THAN_TRAINER} × our time"
+        said, other = f"{SHORT.name} {describe(short)}", f"{name} {describe(median(list(others)))}"
+        yield Result(titled, said, other, statistics.median(ahead), " nats more", at_least=0, each=ahead)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--seeds", type=int, default=3, help="trainings of each recipe")
@@ -188,22 +210,9 @@ def main() -> None:
             runs.append((data.train(BERT, seed), data.train(SHORT, seed), data.train(LONG, seed)))
             for name, others in theirs.items():
                 others.append(data.train_theirs(name, seed, SOONER_THAN_TRAINER * runs[-1][1].seconds))
-    base, short, long = (median(list(side)) for side in zip(*runs, strict=True))
-    beside = f"{BERT.name} {describe(base)}"
     what = f"WikiText-2, mini, {args.cores} cores, {args.seeds} seeds"
-    sooner = tuple(a.seconds / b.seconds for a, b, _ in runs)
-    reached = statistics.median(b.loss - a.loss for a, b, _ in runs)
-    said = f"{SHORT.name} {describe(short)}"
-    say(Result(f"{what}: time to BERT's loss", said, beside, statistics.median(sooner), " ×", SOONER, each=sooner))
-    say(Result(f"{what}: loss in that time", said, beside, reached, " nats more", at_most=0))
-    same = statistics.median(long.seconds / base.seconds for base, _, long in runs)
-    said = f"{LONG.name} {describe(long)}, {same:.2f} × the time"
-    say(Result(f"{what}: accuracy in BERT's time", said, beside, 100 * long.accuracy, " %", 100 * ACCURACY))
-    for name, others in theirs.items():
-        ahead = tuple(other.loss - run[1].loss for run, other in zip(runs, others, strict=True))
-        titled = f"{what}: loss of Trainer after {SOONER_THAN_TRAINER} × our time"
-        said, other = f"{SHORT.name} {describe(short)}", f"{name} {describe(median(others))}"
-        say(Result(titled, said, other, statistics.median(ahead), " nats more", at_least=0, each=ahead))
+    for result in compared(what, runs, theirs):
+        say(result)
     disk = data.bytes("static") / data.bytes("dynamic")
     said, other = (f"{name} {data.bytes(name) / 1e6:.1f} MB" for name in ("dynamic", "static"))
     say(Result("WikiText-2, phase 1: disk of the examples", said, other, disk, " × less", LESS_DISK))

@@ -53,8 +53,9 @@ class Result:
     def met(self) -> str:
         if self.at_least is None and self.at_most is None:
             return ""
-        low, high = self.at_least or -float("inf"), float("inf") if self.at_most is None else self.at_most
-        return "yes" if low <= self.value <= high else "no"
+        is_low = self.at_least is not None and not self.value >= self.at_least
+        is_high = self.at_most is not None and not self.value <= self.at_most
+        return "no" if is_low or is_high else "yes"
 
 
 def short(value: float) -> str:

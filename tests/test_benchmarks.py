@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.quality import Trained, compared
 from benchmarks.results import Result, ratio, write_table
 from benchmarks.work import A2, Work, half_padding_lengths, packed, random_rows, write_rows
 from tests.helpers.support import assert_one_line_error, command, forked, options, write_dataset, write_model_config
@@ -57,6 +60,26 @@ def test_a_ratio_is_the_median_of_the_pairs() -> None:
     assert Result("time", "", "", 5.9, " s", at_most=6).met == "yes"
     assert Result("time", "", "", 6.1, " s", at_most=6).met == "no"
     assert Result("time", "", "", 6.1, " s").met == ""
+
+
+@pytest.mark.parametrize("bound", ["at_least", "at_most"])
+def test_zero_is_a_bound_and_nan_is_within_none(bound: str) -> None:
+    zero: dict[str, Any] = {bound: 0.0}
+    met = [Result("loss", "", "", value, " nats more", **zero).met for value in (-0.1, 0.0, 0.1, math.nan)]
+    assert met == (["no", "yes", "yes", "no"] if bound == "at_least" else ["yes", "yes", "no", "no"])
+
+
+@pytest.mark.parametrize(("long_s", "theirs"), [((99.0, 101.0, 98.0), 4.0), ((99.0, 101.0, 102.0), 2.0)])
+def test_quality_claims_fail_with_more_time_than_berts_and_against_a_better_trainer(
+    long_s: tuple[float, ...], theirs: float
+) -> None:
+    runs = [(Trained(100, 4.8, 0.35), Trained(5, 3.0, 0.36), Trained(seconds, 3.5, 0.51)) for seconds in long_s]
+    found = {one.what: one.met for one in compared("mini", runs, {"tuned": [Trained(75, theirs, 0.2)] * 3})}
+    met = "yes" if theirs == 4.0 else "no"
+    assert found == {
+        "mini: time to BERT's loss": "yes", "mini: loss in that time": "yes", "mini: accuracy in BERT's time": "yes",
+        "mini: time of that": met, "mini: loss of Trainer after 15 × our time": met,
+    }  # fmt: skip
 
 
 def test_rows_of_a_benchmark_are_replaced_and_others_stay(tmp_path: Path) -> None:

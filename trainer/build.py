@@ -19,7 +19,7 @@ from trainer.devices.base import Device
 from trainer.metrics.plateau import Doctor
 from trainer.models.base import Model
 from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters
-from trainer.optim.schedule import learning_rate, stable_steps
+from trainer.optim.schedule import learning_rate
 from trainer.optim.select import Optimizer, make_optimizer, separates_matrices
 from trainer.optim.sharing import Replicas, SharedModel
 from trainer.optim.zero import ShardedParameters
@@ -29,6 +29,7 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.plan import split_axis
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
+from trainer.registry import stable_steps
 from trainer.run import Run
 from trainer.state import TrainState
 from trainer.workloads.base import MASKED_LM_LOSS
@@ -172,4 +173,5 @@ def build_doctor(run: Run, model: Model, parameters: Parameters) -> Doctor | Non
     weights = parameters.masters() or dict(model.named_parameters())
     matrices = {name: tensor for name, tensor in weights.items() if run.workload.is_hidden_matrix(name)}
     # On a device that compiles, every look at the weights would be another graph.
-    return Doctor(run.config, run.workload.vocab_size, None if run.device.compiles_shapes else matrices)
+    readable = None if run.device.compiles_shapes else matrices
+    return Doctor(run.config, run.workload.vocab_size, readable, are_masked=run.workload.masking is None)

@@ -15,7 +15,15 @@ from common.duration import Duration
 from common.errors import UserError
 from common.options import check, fields_of, option
 from trainer import registry
-from trainer.registry import DATA_PARALLEL, NAMED_PRECISIONS, NON_FINITE, PRECISIONS, SCHEDULES, require_agreement
+from trainer.registry import (
+    DATA_PARALLEL,
+    NAMED_PRECISIONS,
+    NON_FINITE,
+    PRECISIONS,
+    SCHEDULES,
+    require_agreement,
+    require_warmup,
+)
 
 #: Values of `--optimizer`, `--precision` …; the pipeline's settings and the stages allow the same.
 OPTIMIZERS = tuple(registry.OPTIMIZERS)
@@ -198,8 +206,10 @@ class TrainConfig:
                 f"grad_accum_usteps / batches_per_execution = {self.grad_accum_usteps} / {self.batches_per_execution} "
                 f"is not a whole number: steps would have different graphs; change one of them"
             )
-        if self.budget is None and self.warmup_steps > self.max_steps:
-            raise UserError(f"warmup_steps {self.warmup_steps} is more than max_steps {self.max_steps}; lower it")
+        if self.budget is None:
+            require_warmup(
+                self.schedule, warmup_steps=self.warmup_steps, max_steps=self.max_steps, decay_share=self.decay_share
+            )
 
     def lasting(self, max_steps: int) -> Self:
         """The same phase with its number of steps known."""

@@ -136,6 +136,7 @@ def to_config(given: CommandLine, mesh: Mesh) -> tuple[TrainConfig, Workload]:
     if config.budget is None:
         config = config.lasting(workload.max_steps(config.max_steps, config.global_batch_size(workers)))
     elif config.trial:  # a trial is not measured, nor does its length matter
+        config = dataclasses.replace(config, schedule="linear")  # any warm-up fits
         config = config.lasting(max(config.max_steps, config.warmup_steps))
     SampleOrder(workload.rows_per_shard, seed=0, global_batch_size=config.global_batch_size(workers))
     BatchRamp(config.batch_ramp_steps, config.batch_ramp_parts).require_whole_parts(

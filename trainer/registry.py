@@ -43,6 +43,8 @@ NON_FINITE = ("skip", "stop")
 DATA_PARALLEL = ("allreduce", "ddp")
 PRECISIONS = ("auto", "fp32", "autocast", "autocast-sr", "bf16-sr", "bf16-master", "fp64")
 INITIAL_ATTENTION = ("random", "neighbours")
+#: Schedules with a stable part: up to its end nothing depends on the number of steps or on how the run ends.
+STABLE_SCHEDULES = ("constant", "wsd")
 
 #: The tutorials' names for AdamW that also choose a precision: what each promises, what `auto` means with it, and which
 #: others are compatible.
@@ -62,6 +64,32 @@ def require_agreement(optimizer: str, precision: str) -> None:
         raise UserError(
             f"optimizer {optimizer} means {promise}, which is not precision {precision}; allowed with it: auto, "
             f"{', '.join(agreeing)}; or take optimizer AdamW, which goes with every precision"
+        )
+
+
+def stable_steps(schedule: str, *, max_steps: int, decay_share: float) -> int:
+    """Steps up to the end of the stable part, warm-up included: the same in every run that differs in `DECAY_OPTIONS`
+    (trainer/optim/schedule.py) alone and is stable as long. 0 for a schedule that depends on its end from the start."""
+    if schedule not in STABLE_SCHEDULES:
+        return 0
+    return max_steps - (round(decay_share * max_steps) if schedule == "wsd" else 0)
+
+
+def longest_warmup(schedule: str, *, max_steps: int, decay_share: float) -> int:
+    """The most steps of warm-up: after more, the learning rate of `wsd` would jump down to where it decays."""
+    if schedule == "wsd":
+        return stable_steps(schedule, max_steps=max_steps, decay_share=decay_share)
+    return max_steps
+
+
+def require_warmup(schedule: str, *, warmup_steps: int, max_steps: int, decay_share: float) -> None:
+    """Raise `UserError` if the warm-up is longer than `longest_warmup`."""
+    most = longest_warmup(schedule, max_steps=max_steps, decay_share=decay_share)
+    if warmup_steps > most:
+        before = f"the {most} steps before the decay of schedule = wsd, with decay_share = {decay_share} and "
+        raise UserError(
+            f"warmup_steps = {warmup_steps} is more than {before if schedule == 'wsd' else ''}max_steps = {max_steps}; "
+            f"lower it"
         )
 
 

@@ -12,7 +12,8 @@ from typing import Any, Self
 from common.errors import CheckpointError
 from trainer.config import CHANGEABLE
 from trainer.models.config import ModelConfig
-from trainer.optim.schedule import DECAY_OPTIONS, stable_steps
+from trainer.optim.schedule import DECAY_OPTIONS
+from trainer.registry import stable_steps
 
 #: Name of the file in a checkpoint directory.
 STATE = "state.json"

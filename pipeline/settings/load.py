@@ -29,7 +29,7 @@ from pipeline.settings.origin import named_places
 from pipeline.settings.sections import SECTIONS, Dataset, Phase, Settings, section_name
 from stages.shard import STATIC
 from trainer.data.batch_ramp import BatchRamp
-from trainer.registry import require_agreement
+from trainer.registry import require_agreement, require_warmup
 
 #: Luigi's own sections; all others must be ours or a task's.
 _LUIGI_SECTIONS = frozenset(
@@ -200,10 +200,8 @@ def _check_together(settings: Settings) -> None:
                 f"[phase{phase}] seq_len = {at.seq_len} is longer than [model] max_position_embeddings = "
                 f"{settings.model.max_position_embeddings}; shorten the one or raise the other"
             )
-        if at.budget is None and at.warmup_steps > at.max_steps:
-            raise UserError(
-                f"[phase{phase}] warmup_steps = {at.warmup_steps} is more than max_steps = {at.max_steps}; lower it"
-            )
+        if at.budget is None:
+            _check_warmup(phase, at)
         if settings.dataset.masking == STATIC and not settings.dataset.url(phase):
             _check_static_masks(phase, at)
         if not settings.dataset.url(phase):
@@ -236,6 +234,15 @@ def _check_ramp(number: int, phase: Phase, unit: int) -> None:
     ramp = BatchRamp(phase.batch_ramp_steps, phase.batch_ramp_parts)
     try:
         ramp.require_whole_parts(phase.global_batch_size, unit)
+    except UserError as error:
+        raise UserError(f"[phase{number}] {error}") from None
+
+
+def _check_warmup(number: int, phase: Phase) -> None:
+    try:
+        require_warmup(
+            phase.schedule, warmup_steps=phase.warmup_steps, max_steps=phase.max_steps, decay_share=phase.decay_share
+        )
     except UserError as error:
         raise UserError(f"[phase{number}] {error}") from None
 

@@ -15,7 +15,8 @@ from stages.directory.manifest import Identity
 from trainer.checkpoint.directory import CHECKPOINTS, checkpoints, whole_checkpoints
 from trainer.checkpoint.stable import stable_step
 from trainer.config import TrainConfig
-from trainer.optim.schedule import DECAY_OPTIONS, stable_steps
+from trainer.optim.schedule import DECAY_OPTIONS
+from trainer.registry import stable_steps
 
 #: In a training's directory: which one it went on from.
 EXTENDED_FROM = "extended_from.json"

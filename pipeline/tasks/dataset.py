@@ -23,7 +23,7 @@ from stages.text.corpus import TokenizeOptions
 from stages.text.patterns import split
 from trainer.data.mask_rate import MaskRate
 from trainer.models.config import ModelConfig
-from trainer.optim.schedule import STABLE_SCHEDULES
+from trainer.registry import STABLE_SCHEDULES
 
 if TYPE_CHECKING:
     from stages.download import DownloadOptions

@@ -25,7 +25,7 @@ from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, whole_checkpoint
 from trainer.checkpoint.stable import stable_step
 from trainer.data.file_names import HELD_OUT_SHARDS
 from trainer.models.config import ModelConfig
-from trainer.optim.schedule import STABLE_SCHEDULES, stable_steps
+from trainer.registry import STABLE_SCHEDULES, stable_steps
 from trainer.state import TrainState
 
 #: A night's settings, in its directory; set LUIGI_CONFIG_PATH to it for `python -m pipeline status` and `why`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,8 +69,11 @@ def is_accepted(record: Mapping[str, Any]) -> bool:
 def judged(
     nights: Path, date: datetime.date, facts: Mapping[str, Any], tolerance: float | None
 ) -> dict[str, Any] | None:
-    """The gate's decision: the night of `date` is accepted if its held-out loss is at most that of the last accepted
-    night before it, on the same held-out shards, plus `tolerance` in nats. None: there is no gate, or no such night."""
+    """The gate's decision: the night of `date` is accepted if its held-out loss is at most that of the best accepted
+    night before it, on the same held-out shards, plus `tolerance` in nats. None: there is no gate, or no such night.
+
+    Compared with the last one, each of many nights could be a little worse.
+    """
     same = [
         (name, record["evaluation"][LOSS])
         for name, record in records(nights).items()
@@ -77,7 +81,8 @@ def judged(
     ]
     if tolerance is None or not facts["held_out"] or not same:
         return None
-    (reference, limit), loss = same[-1], facts["evaluation"][LOSS]
+    reference, limit = min(same, key=lambda one: (math.isnan(one[1]), one[1]))
+    loss = facts["evaluation"][LOSS]
     return {
         "accepted": loss <= limit + tolerance,
         "loss": loss, "reference": reference, "reference_loss": limit, "tolerance": tolerance,

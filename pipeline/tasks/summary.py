@@ -32,6 +32,8 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
     for line in phases:
         log(f"  {line}")
     log(f"  {held_out_line(evaluated)}")
+    if details := _details(evaluated):
+        log(f"  {details}")
     if "blimp_accuracy" in evaluated:
         log(f"  BLiMP: {evaluated['blimp_accuracy']:.1%} of {evaluated['blimp_pairs']:,} pairs (by chance 50%)")
     log(f"  model: {model}")
@@ -43,6 +45,16 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
         verdict = "right" if one["answer"] == one["truth"] else f"the text has: {one['truth']}"
         log(f'  "{one["prompt"]}"\n      {one["answer"]} ({one["probability"]:.0%}; {verdict})')
     log(f"  next: {_next(evaluated)}")
+
+
+def _details(evaluated: dict[str, Any]) -> str:
+    """Accuracy by the pieces' frequency and bits per character, of those that were measured."""
+    classes = {"frequent": "the 100 most frequent pieces", "common": "the next 900", "rare": "the rest"}
+    shares = {of: evaluated.get(f"masked_lm_accuracy_{name}") for name, of in classes.items()}
+    accuracies = ", ".join(f"{share:.1%} on {of}" for of, share in shares.items() if share is not None)
+    bits = evaluated.get("bits_per_character")
+    found = [f"accuracy {accuracies}" if accuracies else "", "" if bits is None else f"{bits:.2f} bits a character"]
+    return "; ".join(filter(None, found))
 
 
 def _next(evaluated: dict[str, Any]) -> str:

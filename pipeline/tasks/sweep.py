@@ -18,7 +18,7 @@ from common.errors import LockHeld, UserError
 from common.files import METRICS, disk_errors, read_json, write_json
 from pipeline.luigi_adapters import exits
 from pipeline.settings import sweep_file
-from pipeline.settings.sweep_file import SweepFile
+from pipeline.settings.sweep_file import Halving, SweepFile
 from pipeline.status.chain import chain, is_complete, would_run
 from pipeline.status.comparison import of_goals
 from pipeline.tasks.base import ChainTask, PipelineTask
@@ -119,18 +119,29 @@ class Trial(ChainTask):
 class Decision:
     """What becomes of the trials at a rung."""
 
-    #: What they are ranked by.
+    #: What they are ranked by, and the losses of those that are.
     by: str
     losses: Mapping[str, float]
-    #: The share that `keep` names.
+    #: The share of these that `keep` names.
     best: Sequence[str]
-    #: These and those brought back, in the order of the file.
+    #: The best, those brought back and those that are not ranked, in the order of the file.
     going: Sequence[str]
+
+    @staticmethod
+    def of(halving: Halving, held_out: Mapping[str, float | None], training: Mapping[str, float | None]) -> Decision:
+        """From the losses of the trials that have reached the rung."""
+        by, losses = comparison.scores(held_out, training)
+        best = sorted(losses, key=lambda name: losses[name])[: math.ceil(len(losses) * halving.keep)]
+        going = [name for name in held_out if name in {*best, *halving.bring_back} or name not in losses]
+        return Decision(by, losses, best, going)
 
     def lines(self) -> Iterator[str]:
         for name, loss in self.losses.items():
             how = "stops" if name not in self.going else "goes on" if name in self.best else "is brought back"
             yield f"trial {name} {how}: {number(loss)} {self.by}"
+        for name in self.going:
+            if name not in self.losses:
+                yield f"trial {name} goes on, not ranked: it was not evaluated at this step"
 
 
 class Sweep(PipelineTask):
@@ -216,11 +227,8 @@ class Sweep(PipelineTask):
 
     def _decide(self, trials: Mapping[str, Trial]) -> Decision:
         """What becomes of trials that have reached a rung. It follows from their losses, so it is not recorded."""
-        halving = self.file.halving
         held_out = {name: trial.held_out_loss() for name, trial in trials.items()}
-        by, losses = comparison.scores(held_out, {name: trial.training_loss() for name, trial in trials.items()})
-        best = sorted(losses, key=lambda name: losses[name])[: math.ceil(len(losses) * halving.keep)]
-        return Decision(by, losses, best, [name for name in trials if name in {*best, *halving.bring_back}])
+        return Decision.of(self.file.halving, held_out, {name: one.training_loss() for name, one in trials.items()})
 
 
 def stages_of_sweeps(work_dir: Path) -> dict[str, str]:

@@ -16,11 +16,13 @@ LOSS = "masked_lm_loss"
 
 
 def scores(held_out: Mapping[str, float | None], training: Mapping[str, float | None]) -> tuple[str, dict[str, float]]:
-    """What trials are ranked by, and their values, lower is better: the held-out masked-LM loss, which can be compared
-    when masking, batches or dropout differ; if one of them lacks it, the mean of the last 50 steps in training."""
-    by, found = "held-out masked-LM loss", held_out
-    if None in held_out.values():
-        by, found = "masked-LM loss of the last 50 steps in training, as not all have a held-out loss", training
+    """What trials are ranked by, and the values of those that have it, lower is better: the held-out masked-LM loss,
+    which can be compared when masking, batches or dropout differ; if none has it, the mean of the last 50 steps in
+    training."""
+    by = "held-out masked-LM loss"
+    found: Mapping[str, float | None] = {name: loss for name, loss in held_out.items() if loss is not None}
+    if not found:
+        by, found = "masked-LM loss of the last 50 steps in training, as none has a held-out loss", training
     return by, {name: math.inf if value is None or math.isnan(value) else value for name, value in found.items()}
 
 

@@ -194,10 +194,11 @@ def test_killed_before_latest_moves_the_same_command_moves_it(nights: Nights) ->
 
 def test_a_rejected_night_is_kept_marked_and_told_once(nights: Nights) -> None:
     assert (nights.path / "latest").resolve().name == SECOND
-    record, reference = nights.record(REJECTED), nights.record(SECOND)
-    loss, limit = (one["evaluation"]["masked_lm_loss"] for one in (record, reference))
+    record = nights.record(REJECTED)
+    loss = record["evaluation"]["masked_lm_loss"]
+    limit, best = min((nights.record(one)["evaluation"]["masked_lm_loss"], one) for one in (FIRST, SECOND))
     assert record["gate"] == {
-        "accepted": False, "loss": loss, "reference": SECOND, "reference_loss": limit, "tolerance": 0.05,
+        "accepted": False, "loss": loss, "reference": best, "reference_loss": limit, "tolerance": 0.05,
     }  # fmt: skip
     assert loss > limit + 0.05
     assert Path(record["model"]).is_dir()
@@ -205,7 +206,7 @@ def test_a_rejected_night_is_kept_marked_and_told_once(nights: Nights) -> None:
     assert "started" not in nights.said[REJECTED]
     (told,) = [facts for facts in nights.post.hooks if facts["date"] == REJECTED]
     assert (told["event"], told["status"]) == ("rejection", "rejected")
-    assert f"{loss:.4f} is above the {limit:.4f} of night {SECOND}" in told["line"]
+    assert f"{loss:.4f} is above the {limit:.4f} of night {best}" in told["line"]
     assert [one for one in nights.post.subjects() if REJECTED in one] == [f"Luigi: Nightly {REJECTED} is rejected"]
     assert f"night {REJECTED}: rejected: held-out loss {loss:.4f}" in nights.chain.ask("nights").stdout
     assert f"night {REJECTED}: rejected" in nights.chain.ask("nights", "--check", "--date", REJECTED).stdout

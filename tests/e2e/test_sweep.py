@@ -146,6 +146,23 @@ def test_a_trial_that_is_brought_back_ends_as_if_it_had_never_stopped(swept: Cha
         assert_same_bytes(path / "checkpoints" / "ckpt_8", direct / "checkpoints" / "ckpt_8")
 
 
+def test_a_trial_that_was_past_the_rung_goes_on_and_the_others_are_ranked_by_held_out_loss(
+    swept: Chain, tmp_path: Path
+) -> None:
+    """The kept trial has no checkpoint of step 4."""
+    copy = swept.copy(tmp_path / "copy")
+    (kept,) = (lr for lr, path in trainings(copy).items() if (path / "manifest.json").exists())
+    others = "[trials.slow.phase1]\nlr = 1e-6\n[trials.slower.phase1]\nlr = 1e-7\n"
+    text = f"[trials.done.phase1]\nlr = {kept}\n{others}[halving]\nrungs = [4]\nkeep = 0.5\n"
+    done = copy.run("Sweep", "--grid", str(write(copy, text, "past")))
+    lines = re.findall(r"step 4: trial (\w+) (.*)", done.stdout + done.stderr)
+    assert ("done", "goes on, not ranked: it was not evaluated at this step") in lines
+    ranked = {name: said for name, said in lines if name != "done"}
+    assert ranked.keys() == {"slow", "slower"}
+    assert all(said.endswith(" held-out masked-LM loss") for said in ranked.values())
+    assert sorted(said.split(":")[0] for said in ranked.values()) == ["goes on", "stops"]
+
+
 def test_a_failed_trial_does_not_stop_the_others(swept: Chain, tmp_path: Path) -> None:
     copy = swept.copy(tmp_path / "copy")
     (kept,) = (lr for lr, path in trainings(copy).items() if (path / "manifest.json").exists())

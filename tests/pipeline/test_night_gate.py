@@ -40,11 +40,24 @@ def test_a_loss_up_to_the_tolerance_passes(tmp_path: Path, loss: float, passes: 
     assert (gate["reference"], gate["reference_loss"]) == ("2026-11-19", 4.0)
 
 
-def test_it_is_compared_with_the_last_accepted_night_before_it_on_the_same_examples(tmp_path: Path) -> None:
+def test_nights_that_are_each_a_little_worse_are_not_all_accepted(tmp_path: Path) -> None:
+    """One by one as `Nightly` records them."""
+    accepted = []
+    for day in range(1, 11):
+        date, loss = datetime.date(2026, 11, day), 4.0 + 0.02 * day
+        gate = night_records.judged(tmp_path, date, facts(loss), 0.05)
+        write(tmp_path, **{f"d{day:02}": {**facts(loss), "gate": gate}})
+        accepted.append(gate is None or gate["accepted"])
+    assert accepted == [True] * 3 + [False] * 7
+
+
+def test_it_is_compared_with_the_best_accepted_night_before_it_on_the_same_examples(tmp_path: Path) -> None:
     write(
         tmp_path,
-        d15=facts(5.0),
-        d16=facts(4.0, accepted=True),
+        d13=facts(float("nan")),
+        d14=facts(5.0),
+        d15=facts(4.0, accepted=True),
+        d16=facts(4.05, accepted=True),
         d17=facts(1.0, held_out={"x_test_0.hdf5": "2" * 64}),
         d18=facts(2.0, accepted=False),
         d20=facts(3.0),
@@ -53,7 +66,7 @@ def test_it_is_compared_with_the_last_accepted_night_before_it_on_the_same_examp
     (tmp_path / "2026-11-19.state.json").write_text("{}")
     gate = night_records.judged(tmp_path, NIGHT, facts(4.1), 0.0)
     assert gate is not None
-    assert (gate["accepted"], gate["reference"]) == (False, "2026-11-16")
+    assert (gate["accepted"], gate["reference"]) == (False, "2026-11-15")
     assert night_records.judged(tmp_path, NIGHT, facts(9.0), None) is None, "no gate"
     others = facts(9.0, held_out={"x_test_0.hdf5": "3" * 64})
     assert night_records.judged(tmp_path, NIGHT, others, 0.0) is None, "no night to compare with"

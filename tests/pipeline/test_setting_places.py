@@ -67,6 +67,9 @@ def test_settings_that_do_not_agree_are_each_named_with_their_place(tmp_path: Pa
     (tmp_path / "luigi.cfg").write_text("[phase1]\nwarmup_steps = 30\n")
     done = run(tmp_path, *LUIGI, "--Phase1-max-steps", "20")
     assert_one_line_error(done, "(warmup_steps: luigi.cfg:2, max_steps: the command line)", status=35)
+    done = run(tmp_path, *LUIGI, "--Phase1-max-steps", "30", "--Phase1-schedule", "wsd")
+    said = "[phase1] warmup_steps = 30 is more than the 24 steps before the decay of schedule = wsd"
+    assert_one_line_error(done, said, status=35)
 
 
 def test_a_default_has_no_place(tmp_path: Path) -> None:

@@ -214,6 +214,14 @@ def test_every_config_has_only_known_settings(path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("path", [path for path in CONFIGS if "trn" in path.stem], ids=lambda path: path.stem)
+def test_the_aws_configs_say_what_training_begins_with(path: Path) -> None:
+    """Else luigi.cfg's, which is for small models, would count."""
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read(path)
+    assert [parser["phase1"][key] for key in ("word_embeddings", "initial_attention")] == ["random", "random"]
+
+
 @pytest.mark.parametrize("name", ["trn1-bert-large", "trn1-wikipedia"])
 def test_the_trainium_configs_have_the_tutorials_numbers(name: str) -> None:
     parser = configparser.ConfigParser(interpolation=None)

@@ -199,6 +199,22 @@ def test_try_says_that_only_frequencies_are_learned(tmp_path: Path) -> None:
         suggestions(stage_dirs, newest_model(stage_dirs))
 
 
+def test_the_summary_has_the_accuracy_by_frequency_and_the_bits_that_were_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    evaluated = {
+        "samples": 9, "masked_lm_accuracy": 0.2, "masked_lm_loss": 5.0, "unigram_loss": 6.0, "unigram_accuracy": 0.1,
+        "masked_lm_accuracy_frequent": 0.412, "masked_lm_accuracy_common": None, "masked_lm_accuracy_rare": 0.05,
+    }  # fmt: skip
+    for bits, end in ((None, ""), (1.931, "; 1.93 bits a character")):
+        print_phase2([], {**evaluated, "bits_per_character": bits}, Path("model"), Path("page"))
+        lines = "".join(capsys.readouterr()).splitlines()
+        said = f"accuracy 41.2% on the 100 most frequent pieces, 5.0% on the rest{end}"
+        assert [line.strip() for line in lines].count(said) == 1
+    print_phase2([], {"samples": 0}, Path("model"), Path("page"))
+    assert "accuracy" not in "".join(capsys.readouterr())
+
+
 def test_summary_and_card_show_them(capsys: pytest.CaptureFixture[str]) -> None:
     evaluated = {
         "samples": 9, "masked_lm_accuracy": 0.2, "masked_lm_loss": 5.0, "unigram_loss": 6.0, "unigram_accuracy": 0.1,

@@ -16,12 +16,17 @@ import numpy as np
 import pytest
 
 from common.duration import Duration
-from common.errors import AgreedError
+from common.errors import AgreedError, Interrupted
 from tests.helpers.support import assert_one_line_error, assert_same_bytes, losses, metrics, train
+from trainer.build import mask_rate_steps
 from trainer.config import TrainConfig
 from trainer.data.batch_ramp import BatchRamp
+from trainer.data.mask_rate import MaskRate
+from trainer.data.masking import Masking
 from trainer.metrics import rehearsal
 from trainer.metrics.budget import BUDGET, Pace, fixed_steps, require_enough, steps_within
+from trainer.registry import SCHEDULES
+from trainer.run import Run
 
 COMMON = {
     "batch_size": 4, "lr": 3e-3, "warmup_steps": 5, "max_pred_len": 5, "device": "cpu", "precision": "fp32",
@@ -229,6 +234,15 @@ def test_too_few_steps_say_what_was_measured() -> None:
         require_enough(config, PACE, 9)
 
 
+def test_the_warm_up_must_end_before_the_decay() -> None:
+    config = TrainConfig(budget=Duration.parse("10s"), warmup_steps=16, schedule="wsd", decay_share=0.2)
+    require_enough(config, PACE, 20)
+    with pytest.raises(AgreedError, match="19 steps fit, 15 of them before the decay, fewer than warmup_steps = 16"):
+        require_enough(config, PACE, 19)
+    with pytest.raises(AgreedError, match="so 15 steps fit, 12 of them before"):
+        require_enough(config, PACE, 15)
+
+
 def test_the_first_steps_are_not_timed_and_requests_to_save_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first three take 100 s each, with compilation; the others 2 s. Timed are at least 20 s."""
     now = [0.0]
@@ -252,6 +266,32 @@ def test_the_first_steps_are_not_timed_and_requests_to_save_wait(monkeypatch: py
         clock.take_save()
     assert (steps, clock.step_s) == (8, 60.0)
     assert not taken
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_steps_are_timed_at_the_mean_masking_rate_and_with_as_many_positions_at_most(
+    tmp_path: Path, schedule: str
+) -> None:
+    """Each step of a whole phase is counted; the training itself keeps its rate."""
+    config = TrainConfig(schedule=schedule, budget=Duration.parse("20m"), output_dir=tmp_path, warmup_steps=0)
+    workload: Any = SimpleNamespace(masking=Masking(MaskRate(0.3, 0.15)))
+    seen: list[Run] = []
+
+    def make_trainer(run: Run, requests: Any) -> Any:
+        seen.append(run)
+        raise Interrupted("")
+
+    nothing: Any = SimpleNamespace()
+    with pytest.raises(Interrupted):
+        rehearsal._measure(Run(config, workload, nothing, nothing, print), nothing, make_trainer)
+    (run,) = seen
+    falling = mask_rate_steps(config.lasting(10_000))
+    mean = np.mean([workload.masking.rate.at(step, falling) for step in range(10_000)])
+    assert run.workload.masking is not None
+    rate = run.workload.masking.rate
+    assert [rate.at(step, mask_rate_steps(run.config)) for step in (0, 1000)] == pytest.approx([mean] * 2, rel=1e-3)
+    assert rate.most(128, 2) == workload.masking.rate.most(128, 2)
+    assert workload.masking.rate == MaskRate(0.3, 0.15)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("8h", 28800), ("1d", 86400), ("7m", 420)])

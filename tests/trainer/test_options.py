@@ -52,7 +52,12 @@ def test_defaults_are_the_workloads(tmp_path: Path) -> None:
         (["--collective_timeout=0"], "--collective_timeout is 0.0; allowed: a number 1 or more"),
         (["--workload", "gpt"], "--workload is gpt; allowed: bert, mnist"),
         (["--precision", "fp32", "--enable_pt_autocast"], "exclude each other"),
-        (["--warmup_steps", "9", "--max_steps", "8"], "warmup_steps 9 is more than max_steps 8"),
+        (["--warmup_steps", "9", "--max_steps", "8"], "warmup_steps = 9 is more than max_steps = 8; lower it"),
+        (
+            ["--warmup_steps", "81", "--max_steps", "100", "--schedule", "wsd"],
+            "warmup_steps = 81 is more than the 80 steps before the decay of schedule = wsd, with decay_share = 0.2 "
+            "and max_steps = 100; lower it",
+        ),
     ],
 )
 def test_a_bad_value_is_one_line_with_what_is_allowed(words: list[str], said: str) -> None:

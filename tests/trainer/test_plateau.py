@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from pipeline.tasks.summary import phase_line
 from stages.report import view_of
 from stages.view import facts
+from tests.helpers.corpora import make_tokens
 from tests.helpers.runs import write_run
 from tests.helpers.small_language import VOCAB, Change, Fault, replaced, train_here, write_language
-from tests.helpers.support import metrics
+from tests.helpers.support import forked, metrics
 from trainer.data.bert_batch import BertBatch
 from trainer.metrics import plateau
 from trainer.metrics.data_facts import BatchFacts, DataFacts
@@ -116,6 +118,22 @@ def test_a_fault_of_the_shards_is_found_within_60_steps(
     data = write_language(tmp_path / "data", static=is_static, change=change)
     train_here(data, tmp_path / "out", steps=60)
     assert cause in [what for _, what in diagnoses(tmp_path / "out")]
+
+
+@pytest.mark.parametrize(("copies", "shards", "causes"), [(5, 1, []), (1, 5, ["duplicates"])])
+def test_copies_with_other_static_masks_are_no_duplicates_and_those_with_the_same_are(
+    tmp_path: Path, copies: int, shards: int, causes: list[str]
+) -> None:
+    """Whole sentences, which each copy cuts alike."""
+    tokens, data = make_tokens(tmp_path / "tokens", documents=60), tmp_path / "data"
+    words = ("--no-next-sentence", "--masking", "static", "--dupe-factor", copies, "--seq-len", 32, "--max-pred-len", 5)
+    done = forked("stages.shard", *words, "--shards", 1, "--tokens", tokens, "--out", data)
+    assert done.returncode == 0, done.stdout
+    (shard,) = data.glob("*_training_*.hdf5")
+    for number in range(1, shards):
+        shutil.copy(shard, shard.with_name(f"copy{number}_training_0.hdf5"))
+    train_here(data, tmp_path / "out", steps=60, model={"next_sentence": False})
+    assert [what for _, what in diagnoses(tmp_path / "out")] == causes
 
 
 @pytest.mark.parametrize(("optimizer", "lr"), [("AdamW", 1e-3), ("Muon", 1e-2)])

@@ -17,10 +17,10 @@ from trainer.checkpoint.resume_point import ResumePoint, agree_on_start, checkpo
 from trainer.checkpoint.snapshot import HostCopy, Snapshot
 from trainer.config import TrainConfig
 from trainer.devices.base import Device
-from trainer.optim.schedule import stable_steps
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.shares import without_padding
 from trainer.parallel.tensor import TensorParallel
+from trainer.registry import stable_steps
 from trainer.state import TrainState
 
 #: Seconds that one tensor-parallel rank waits for the others' shares after the loss of a worker. torchrun kills the

@@ -26,6 +26,11 @@ class MaskRate:
         done = (step - falling.start) / max(1, len(falling) - 1)
         return self.first + (self.last - self.first) * min(1.0, max(0.0, done))
 
+    def averaged(self, falling: float) -> MaskRate:
+        """One that begins with the mean over many steps, of which this one falls in the share `falling`, and has as
+        many masked positions at most."""
+        return MaskRate(self.first + (self.last - self.first) * falling / 2, max(self.first, self.last))
+
     def most(self, seq_len: int, sequences_per_row: int) -> int:
         """Masked positions in a row, at most, at any step: of each of its sequences the share, rounded, or one."""
         return int(seq_len * max(self.first, self.last)) + sequences_per_row

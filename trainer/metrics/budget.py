@@ -19,6 +19,7 @@ from common.options import fields_of
 from trainer.checkpoint.directory import CHECKPOINTS, checkpoints
 from trainer.config import TrainConfig
 from trainer.data.batch_ramp import BatchRamp
+from trainer.registry import longest_warmup
 
 #: In a training's directory: the record of each phase that is trained for a time, by phase number.
 BUDGET = "budget.json"
@@ -95,12 +96,13 @@ def fix(config: TrainConfig, training: dict[str, Any], pace: Pace, steps: int) -
 
 def require_enough(config: TrainConfig, pace: Pace, steps: int) -> None:
     """Raise `AgreedError` if `steps` are too few for a training."""
-    least = max(LEAST_STEPS, config.warmup_steps)
-    if steps < least:
-        why = f"warmup_steps = {least}" if least > LEAST_STEPS else f"the least, {LEAST_STEPS}"
+    warmup, most = config.warmup_steps, longest_warmup(config.schedule, max_steps=steps, decay_share=config.decay_share)
+    if steps < LEAST_STEPS or most < warmup:
+        fit = f"{steps} steps fit" + (f", {most} of them before the decay" if most < min(steps, warmup) else "")
+        why = f"warmup_steps = {warmup}" if most < warmup else f"the least, {LEAST_STEPS}"
         raise AgreedError(
             f"--budget {config.budget} is too short: a step takes {pace.step_s:.3g} s and {clock(pace.spent_s)} are "
-            f"spent before the first, so {steps} steps fit, fewer than {why}; give a longer budget or smaller steps"
+            f"spent before the first, so {fit}, fewer than {why}; give a longer budget or smaller steps"
         )
 
 

@@ -37,13 +37,14 @@ class BatchFacts:
     in_padding: int
     #: Largest position id.
     last_position: int
-    #: (B,) hashes of the rows before masking.
+    #: (B,) hashes of the rows.
     rows: NDArray[np.uint64]
     epoch: int
 
 
-def examine(batches: Iterable[BertBatch], epoch: int) -> BatchFacts:
-    """The facts about the first of a step's micro-batches."""
+def examine(batches: Iterable[BertBatch], epoch: int, *, with_masks: bool) -> BatchFacts:
+    """The facts about the first of a step's micro-batches. `with_masks`: rows with other masks are other rows, as where
+    the shards have some of each several times, masked differently."""
     labels, seen, rows = [], [], []
     in_padding = last_position = found = 0
     for batch in batches:
@@ -54,7 +55,7 @@ def examine(batches: Iterable[BertBatch], epoch: int) -> BatchFacts:
         seen.append(ids.reshape(-1)[place])
         in_padding += int(np.count_nonzero(batch.sequence_ids.numpy().reshape(-1)[place] == 0))
         last_position = max(last_position, int(batch.position_ids.max()))
-        rows.append(_hashes(ids, place, label))
+        rows.append(_hashes(ids if with_masks else _unmasked(ids, place, label)))
         found += len(label)
         if found >= _LABELS:
             break
@@ -63,9 +64,14 @@ def examine(batches: Iterable[BertBatch], epoch: int) -> BatchFacts:
     )
 
 
-def _hashes(ids: Ids, masked: Ids, labels: Ids) -> NDArray[np.uint64]:
-    whole = ids.astype(np.uint64)
+def _unmasked(ids: Ids, masked: Ids, labels: Ids) -> Ids:
+    whole = ids.copy()
     whole.reshape(-1)[masked] = labels
+    return whole
+
+
+def _hashes(ids: Ids) -> NDArray[np.uint64]:
+    whole = ids.astype(np.uint64)
     odd = np.arange(1, 2 * ids.shape[1], 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (whole ^ (whole << np.uint64(17))) * (odd ^ (odd >> np.uint64(29)))
     return mixed.sum(axis=1, dtype=np.uint64)  # type: ignore[no-any-return]

@@ -54,9 +54,12 @@ class Diagnosis:
 class Doctor:
     """Watches one phase in the root worker. `observe` may be called by another thread than `record`."""
 
-    def __init__(self, config: TrainConfig, vocab_size: int, weights: Mapping[str, Tensor] | None) -> None:
-        """`weights`: the encoder's matrices; None on a device where reading them would compile graphs."""
-        self._config = config
+    def __init__(
+        self, config: TrainConfig, vocab_size: int, weights: Mapping[str, Tensor] | None, *, are_masked: bool
+    ) -> None:
+        """`weights`: the encoder's matrices; None on a device where reading them would compile graphs. `are_masked`:
+        the shards have masks."""
+        self._config, self._are_masked = config, are_masked
         self._facts = DataFacts(vocab_size)
         self._movement = Movement(weights) if weights else None
         self._observed: dict[int, BatchFacts] = {}
@@ -73,7 +76,7 @@ class Doctor:
 
     def observe(self, step: Step) -> None:
         """Look at a step's micro-batches while they are on the host."""
-        facts = examine(step.micro_batches, step.epoch)  # type: ignore[arg-type]
+        facts = examine(step.micro_batches, step.epoch, with_masks=self._are_masked)  # type: ignore[arg-type]
         with self._lock:
             self._observed[step.index] = facts
 

@@ -7,6 +7,7 @@ anew from the same seeds, so it ends with the bytes of a training of as many ste
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import time
@@ -18,6 +19,7 @@ from torch import Tensor
 from common.errors import Interrupted
 from common.files import PROGRESS, disk_errors, failpoint, replace_json
 from trainer.checkpoint.snapshot import HostCopy
+from trainer.config import TrainConfig
 from trainer.launch.preemption import Requests
 from trainer.metrics.budget import (
     UNBOUNDED_STEPS,
@@ -28,8 +30,10 @@ from trainer.metrics.budget import (
     require_enough,
     steps_within,
 )
+from trainer.registry import stable_steps
 from trainer.run import Run
 from trainer.state import TrainState
+from trainer.workloads.base import Workload
 
 #: Steps before the clock starts, in which graphs are compiled and memory is allocated, and the least steps timed.
 _WARMUP_STEPS, _LEAST_TIMED = 3, 5
@@ -90,7 +94,8 @@ def _measure(run: Run, requests: Requests, make_trainer: MakeTrainer) -> Pace | 
     progress = config.output_dir / PROGRESS
     said = {"label": f"phase {config.phase}, measuring", "done": None, "total": None, "unit": "steps", "per_s": None}
     clock = _Clock(requests, min(_MOST_S, _SHARE * config.budget), run, lambda: replace_json(progress, said))
-    trainer = make_trainer(dataclasses.replace(run, config=rehearsal, log=lambda line: None), clock)
+    workload = _averaged(run.workload, rehearsal)
+    trainer = make_trainer(dataclasses.replace(run, config=rehearsal, workload=workload, log=lambda line: None), clock)
     built_s = time.monotonic() - began
     trainer.train()
     if run.is_root:
@@ -105,15 +110,27 @@ def _measure(run: Run, requests: Requests, make_trainer: MakeTrainer) -> Pace | 
     return Pace(clock.step_s, check_s, copy_s, time.monotonic() - began + built_s)
 
 
+def _averaged(workload: Workload, rehearsal: TrainConfig) -> Workload:
+    """`workload` with the mean masking rate of its phase: the fewer positions are masked, the faster is a step."""
+    if workload.masking is None:
+        return workload
+    steps = rehearsal.max_steps
+    stable = stable_steps(rehearsal.schedule, max_steps=steps, decay_share=rehearsal.decay_share)
+    averaged = copy.copy(workload)
+    rate = workload.masking.rate.averaged((steps - stable) / steps)
+    averaged.masking = dataclasses.replace(workload.masking, rate=rate)
+    return averaged
+
+
 def _pauses(run: Run, trainer: Rehearsed) -> tuple[float, float]:
     """Seconds that checking the state and copying it stop the training."""
     model, optimizer = trainer.tensors
     check_s = _timed(lambda: run.device.summaries([*model.values(), *optimizer.values()]))
     if run.mesh.data_parallel_rank:
         return check_s, 0.0
-    copy = HostCopy(model, optimizer, run.device.host_memory)
-    copy.touch()
-    return check_s, _timed(lambda: copy.take(trainer.state, run.device.copy_to_host))
+    host_copy = HostCopy(model, optimizer, run.device.host_memory)
+    host_copy.touch()
+    return check_s, _timed(lambda: host_copy.take(trainer.state, run.device.copy_to_host))
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-#: Schedules with a stable part: up to its end nothing depends on the number of steps or on how the run ends.
-STABLE_SCHEDULES = ("constant", "wsd")
+from trainer.registry import stable_steps
+
 #: Options that decide nothing before the end of the stable part.
 DECAY_OPTIONS = ("schedule", "max_steps", "decay_share")
 
@@ -37,11 +37,3 @@ def learning_rate(
         return peak * 0.5 * (1 + math.cos(math.pi * done))
     decay_steps = max_steps - stable_steps(schedule, max_steps=max_steps, decay_share=decay_share)
     return peak * min(1.0, max(0.0, (max_steps - step) / decay_steps)) if decay_steps else peak
-
-
-def stable_steps(schedule: str, *, max_steps: int, decay_share: float) -> int:
-    """Steps up to the end of the stable part, warm-up included: the same in every run that differs in `DECAY_OPTIONS`
-    alone and is stable as long. 0 for a schedule that depends on its end from the start."""
-    if schedule not in STABLE_SCHEDULES:
-        return 0
-    return max_steps - (round(decay_share * max_steps) if schedule == "wsd" else 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from trainer.data.loader import Reader
+from trainer.data.masking import Masking
 from trainer.data.order import Int64s
 from trainer.models.base import Model
 from trainer.models.operations import Operations
@@ -47,6 +48,8 @@ class Workload(abc.ABC):
     rows_per_shard: Int64s
     #: Size of the vocabulary, which tensor parallelism pads; 0: the model has none.
     vocab_size: int = 0
+    #: How samples are masked whenever they are read; None: as they are stored, or not.
+    masking: Masking | None = None
     #: Most CPU threads that speed up its steps; None: all available.
     threads: int | None = None
 

@@ -100,7 +100,7 @@ def _changed(plan: Plan, folder: Path) -> _Overlay:
         unit = phase.micro_batch_size * cluster.data_parallel_size * cluster.batches_per_execution
         batch = min(phase.global_batch_size, _USTEPS * unit)
         found[f"phase{number}"] = {
-            "max_steps": str(_STEPS), "warmup_steps": "1", "budget": "", "batch_ramp_steps": "0",
+            "max_steps": str(_STEPS), "warmup_steps": "0", "budget": "", "batch_ramp_steps": "0",
             "ckpt_interval_steps": "0", "global_batch_size": str(batch),
         }  # fmt: skip
     found["phase2"]["start_from"] = ""

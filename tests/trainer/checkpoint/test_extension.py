@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.support import assert_one_line_error, assert_same_bytes, metrics, train
-from trainer.optim.schedule import learning_rate, stable_steps
+from trainer.optim.schedule import learning_rate
+from trainer.registry import stable_steps
 
 GIVEN: dict[str, Any] = {
     "batch_size": 4, "grad_accum_usteps": 4, "warmup_steps": 2, "max_pred_len": 5, "device": "cpu", "lr": 3e-3,

@@ -21,6 +21,7 @@ from trainer.optim.rounding import stochastically_rounded
 from trainer.optim.schedule import learning_rate, linear_warmup_decay
 from trainer.optim.sgd import SGD
 from trainer.precision import Precision
+from trainer.registry import longest_warmup
 
 transformers = pytest.importorskip("transformers")
 
@@ -304,6 +305,18 @@ def test_the_constant_schedule_is_hugging_faces() -> None:
 
 def test_the_cosine_schedule_is_hugging_faces() -> None:
     as_hugging_face("cosine", transformers.get_cosine_schedule_with_warmup, 3, 12)
+
+
+@pytest.mark.parametrize("decay_share", [0.2, 0.35, 1.0])
+@pytest.mark.parametrize("max_steps", [10, 99, 100])
+def test_the_longest_warm_up_is_the_longest_that_ends_at_the_peak(max_steps: int, decay_share: float) -> None:
+    """After a longer one the rate jumps down."""
+    given = {"max_steps": max_steps, "decay_share": decay_share}
+    ends_at_peak = [
+        warmup for warmup in range(max_steps + 1)
+        if learning_rate("wsd", warmup, peak=1.0, warmup_steps=warmup, **given) == 1.0  # type: ignore[arg-type]
+    ]  # fmt: skip
+    assert longest_warmup("wsd", **given) == max(ends_at_peak)  # type: ignore[arg-type]
 
 
 def test_the_wsd_schedule_is_hugging_faces() -> None:
