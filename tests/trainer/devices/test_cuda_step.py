@@ -155,10 +155,10 @@ def heads(dtype: torch.dtype, head_size: int) -> Tensor:
 def test_the_kernels_are_used_where_they_are(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has_flash: bool, packed: bool
 ) -> None:
-    """For packed rows and for others; else torch's attention with a mask."""
+    """For packed rows and for others; else products with a mask."""
     masks: list[Any] = []
     monkeypatch.setattr(Operations, "attention_mask", lambda self, ids, bounds, most=None: (ids, bounds))
-    monkeypatch.setattr(Operations, "attention", lambda self, q, k, v, mask, p: masks.append(mask) or q)
+    monkeypatch.setattr(Operations, "attention_by_products", lambda self, q, k, v, mask, p: masks.append(mask) or q)
     with FakeTensorMode(), torch.no_grad():
         ids = torch.ones(2, 16, device="cuda:0", dtype=torch.int64)
         bounds = torch.zeros(5, device="cuda:0", dtype=torch.int64) if packed else None
@@ -173,7 +173,7 @@ def test_heads_that_the_kernels_do_not_take_are_refused_without_padding() -> Non
         operations, x = CudaOperations(), heads(torch.bfloat16, 264)
         ids, bounds = (torch.ones(*shape, device="cuda:0", dtype=torch.int64) for shape in ((2, 16), (3,)))
         with pytest.raises(
-            UserError, match=r"heads of 264 numbers in bfloat16; FlashAttention takes at most 256; use "
+            UserError, match=r"heads of 264 numbers in bfloat16; FlashAttention takes at most 256 on this GPU; use "
         ):
             operations.attention(x, x, x, operations.attention_mask(ids, bounds, 8), 0.1)
 
