@@ -35,6 +35,7 @@ def test_faulty_programs_know_all_of_their_names(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_the_named_tests_exist() -> None:
     tests = sorted({fault.test for fault in FAULTS})
     pytest_command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *tests]

@@ -43,6 +43,7 @@ def test_an_exception_and_a_kill(tmp_path: Path, rank: int, action: str, status:
         assert f"RuntimeError: failpoint step:3.{rank}" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_bad_data_in_the_share_of_one_worker(tmp_path: Path, rank: int) -> None:
     """Which of them meets it is asked of the order itself."""

@@ -86,6 +86,7 @@ def test_download(tokens: Path, tmp_path: Path, over: str) -> None:
         kill_everywhere("stages.download", [web.url, *words], tmp_path, least=25)
 
 
+@pytest.mark.slow
 def test_precompile(tmp_path: Path) -> None:
     kill_everywhere("stages.precompile", [], tmp_path, least=8)
 

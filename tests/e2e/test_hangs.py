@@ -77,6 +77,7 @@ def test_a_stage_that_hangs_again_fails_in_one_line(chain: Chain) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("work", "hung"), [("computes", False), ("child", False), ("sleeps", True)])
 def test_computing_without_a_word_is_no_hang(tmp_path: Path, work: str, hung: bool) -> None:
     command = ["-c", SILENT, str(tmp_path), work]

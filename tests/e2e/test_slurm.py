@@ -148,6 +148,7 @@ def test_a_job_goes_on_after_its_time_a_killed_launcher_and_a_lost_node_until_it
     runs.slurm.start_node("n2")
 
 
+@pytest.mark.slow
 def test_evaluation_is_a_job_too_that_luigi_need_not_wait_for(
     runs: Runs, slurm: Slurm, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_graph_that_did_not_compile_is_one_line_and_compiled_later(small: dict
     assert f"removed {lock}" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("torch_xla")
 def test_a_trial_that_fails_is_one_line_more(work: dict[str, object], tmp_path: Path) -> None:
     wrong = options(**work, device="xla", tensor_parallel_size=2)

@@ -144,6 +144,7 @@ def test_with_disable_xla_it_runs_without_xla(data: Path, tmp_path: Path) -> Non
     assert losses(tmp_path / "out") == losses(run(data, tmp_path / "cpu", epochs=1, device="auto"))
 
 
+@pytest.mark.slow
 def test_two_nodes_of_one_worker_are_two_workers(data: Path, tmp_path: Path) -> None:
     """Two launchers on loopback, as on two machines with a shared file system.
 

@@ -84,6 +84,7 @@ def counting_rows(rows: int) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 def test_after_300_steps_every_mode_is_within_2_percent_of_fp32(model: Path, tmp_path: Path) -> None:
     """The claim for the mini model is `python -m benchmarks.precision`'s; this is a model of two layers."""
     (tmp_path / "data").mkdir()

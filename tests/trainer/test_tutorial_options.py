@@ -81,6 +81,7 @@ def test_local_rank_is_taken(data: Path, model: Path, tmp_path: Path, name: str)
     assert_one_line_error(refused, "--local_rank 1 without LOCAL_RANK", "torchrun")
 
 
+@pytest.mark.slow
 def test_auto_is_the_machines_neuron_cores(data: Path, model: Path, tmp_path: Path) -> None:
     require_torch_xla()
     given = {"data_dir": data, "model_config": model, **GIVEN, "precision": "fp32", "max_steps": 1, "warmup_steps": 0}

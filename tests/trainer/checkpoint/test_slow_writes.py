@@ -13,6 +13,7 @@ from trainer.checkpoint.directory import why_invalid
 TIMEOUT_S, WRITE_S = 10, 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("split", "steps", "slow"),
     [

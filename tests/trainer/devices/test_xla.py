@@ -70,6 +70,7 @@ def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
         assert {compiled[step] for step in steps} == {2}, compiled
 
 
+@pytest.mark.slow
 def test_measuring_the_steps_of_a_budget_compiles_the_graphs_of_the_training(
     data: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def self_test(folder: Path, fault: str, workers: int = 1, **values: object) -> t
     return done.returncode, failed, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "values"), [(1, {"optimizer": "Muon"}), (2, {}), (2, {"tensor_parallel_size": 2})])
 def test_a_sound_device_passes(tmp_path: Path, workers: int, values: dict[str, Any]) -> None:
     status, failed, output = self_test(tmp_path, "Sound", workers, **values)
@@ -37,6 +38,7 @@ def test_a_sound_device_passes(tmp_path: Path, workers: int, values: dict[str, A
     assert output.splitlines()[-1].startswith("self-test passed: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "workers", "found"),
     [

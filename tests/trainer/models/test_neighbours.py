@@ -80,6 +80,7 @@ def test_the_masked_lm_head_passes_on_what_the_encoder_found(shards: ShardSet) -
     assert similarity[1] > 0.95 > 0.2 > abs(similarity[0])
 
 
+@pytest.mark.slow
 def test_a_word_that_its_neighbour_tells_is_learned_much_sooner(shards: ShardSet) -> None:
     """Rows of pairs, of which the second word is a function of the first and masked half of the time."""
     generator = torch.Generator().manual_seed(3)

@@ -24,6 +24,7 @@ wait_s = {wait_s}
 """
 
 
+@pytest.mark.slow
 def test_both_phases_and_the_evaluation_reach_trackers_at_once_or_later(
     mlflow_server: MlflowServer, tmp_path: Path
 ) -> None:

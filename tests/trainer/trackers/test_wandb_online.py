@@ -38,6 +38,7 @@ def last_step(online: OnlineServer) -> int:
     return run.steps[-1] if run is not None and run.steps else -1
 
 
+@pytest.mark.slow
 def test_a_training_that_is_killed_twice_goes_on_as_the_same_run(
     online: OnlineServer, data: Path, model: Path, tmp_path: Path
 ) -> None:
