@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from benchmarks.faults.schedule import FAULTS
+from benchmarks.faults.training import Training
 from benchmarks.quality import Trained, compared
 from benchmarks.results import Result, ratio, write_table
 from benchmarks.work import A2, Work, half_padding_lengths, packed, random_rows, write_rows
+from tests.conftest import Disk
+from tests.helpers.chain import wait_until
 from tests.helpers.support import assert_one_line_error, command, forked, options, write_dataset, write_model_config
 from trainer.data.shards import KEYS
 from trainer.data.validation import validate_file
@@ -137,3 +144,44 @@ def test_an_unknown_benchmark_is_refused() -> None:
     assert done.returncode == 2
     assert "speed" in done.stderr
     assert "train_cpu" in done.stderr
+
+
+class Sleeper(Training):
+    """One process that does nothing."""
+
+    def __init__(self, disk: Path) -> None:
+        super().__init__(["-c", "import time; time.sleep(60)"], {}, disk.parent / "log", lambda tail: [], disk)
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Sleeper]:
+    (tmp_path / "work").mkdir()
+    found = Sleeper(tmp_path / "work")
+    found.keep_running()
+    yield found
+    found.end()
+
+
+def test_faults_befall_a_training_and_end(training: Sleeper) -> None:
+    rng = random.Random(0)
+    (process,) = training.processes()
+    undo = FAULTS["stop"](training, rng)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+    undo()
+    wait_until(lambda: process.status() != psutil.STATUS_STOPPED)
+    FAULTS["kill"](training, rng)()
+    wait_until(lambda: training.has_ended)
+    for fault, is_left in (("lost-machine", True), ("lost-disk", False)):
+        training.keep_running()
+        FAULTS[fault](training, rng)()
+        assert training.has_ended
+        assert training.disk.exists() is is_left
+
+
+def test_a_disk_is_full_for_a_while(disk: Disk) -> None:
+    (disk.path / "work").mkdir()
+    undo = FAULTS["full-disk"](Sleeper(disk.path / "work"), random.Random(0))
+    with pytest.raises(OSError, match="No space left"):
+        (disk.path / "work" / "checkpoint").write_bytes(bytes(1 << 20))
+    undo()
+    (disk.path / "work" / "checkpoint").write_bytes(bytes(1 << 20))
