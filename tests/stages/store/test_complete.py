@@ -192,8 +192,10 @@ def test_only_whole_stages_are_pushed(backend: Backend, made: Path) -> None:
 def test_an_object_of_another_length_is_sent_again(backend: Backend, made: Path, tmp_path: Path) -> None:
     """As a copy of a store to another place may leave it."""
     record = push_stage(backend, made, LABEL)
-    (tmp_path / "store" / record.files[0].key).write_bytes(b"cut")
+    stored = tmp_path / "store" / record.files[0].key
+    stored.write_bytes(b"cut")
     push_stage(backend, made, LABEL)
+    assert stored.stat().st_size == record.files[0].bytes
     fetch(backend, tmp_path / "there")
 
 
