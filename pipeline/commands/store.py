@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from common.console import log
@@ -34,11 +35,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--remove", action="store_true", help="remove what is damaged")
     prune = verbs.add_parser("prune", help="what is old or too much; removes it only with --remove")
     prune.add_argument(
-        "--older-than", type=_duration, metavar="TIME",
+        "--older-than", type=_parsed(Duration.parse), metavar="TIME",
         help="stages pushed, and checkpoints of trainings left, longer ago, as 30d or 12h",
     )  # fmt: skip
     prune.add_argument(
-        "--max-size", type=_bytes, metavar="SIZE", help="the oldest stages, until the rest fit SIZE, such as 500G or 2T"
+        "--max-size",
+        type=_parsed(parse_size),
+        metavar="SIZE",
+        help="the oldest stages, until the rest fit SIZE, such as 500G or 2T",
     )
     prune.add_argument("--keep", type=_count, metavar="N", help="of each stage, all but the N pushed last")
     prune.add_argument("--remove", action="store_true", help="remove them, and files that nothing refers to")
@@ -169,21 +173,19 @@ def _ago(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def _duration(text: str) -> int:
-    try:
-        return Duration.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _parsed(parse: Callable[[str], int]) -> Callable[[str], int]:
+    """`parse` for argparse, which shows no other error's text."""
+
+    def parsed(text: str) -> int:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
 
 
 def _count(text: str) -> int:
     if not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is not allowed; allowed: a whole number, 1 or more")
     return int(text)
-
-
-def _bytes(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

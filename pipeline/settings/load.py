@@ -7,12 +7,13 @@ The defaults are the luigi.cfg of this project. The user's own luigi.cfg, LUIGI_
 from __future__ import annotations
 
 import configparser
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -231,20 +232,24 @@ def _check_copies(dataset: Dataset) -> None:
 
 def _check_ramp(number: int, phase: Phase, unit: int) -> None:
     """`unit`: samples that all workers execute at once."""
-    ramp = BatchRamp(phase.batch_ramp_steps, phase.batch_ramp_parts)
-    try:
-        ramp.require_whole_parts(phase.global_batch_size, unit)
-    except UserError as error:
-        raise UserError(f"[phase{number}] {error}") from None
+    with _in_section(f"phase{number}"):
+        BatchRamp(phase.batch_ramp_steps, phase.batch_ramp_parts).require_whole_parts(phase.global_batch_size, unit)
 
 
 def _check_warmup(number: int, phase: Phase) -> None:
-    try:
+    with _in_section(f"phase{number}"):
         require_warmup(
             phase.schedule, warmup_steps=phase.warmup_steps, max_steps=phase.max_steps, decay_share=phase.decay_share
         )
+
+
+@contextlib.contextmanager
+def _in_section(name: str) -> Iterator[None]:
+    """Names the section in a `UserError` of the block."""
+    try:
+        yield
     except UserError as error:
-        raise UserError(f"[phase{number}] {error}") from None
+        raise UserError(f"[{name}] {error}") from None
 
 
 def _check_static_masks(number: int, phase: Phase) -> None:

@@ -100,16 +100,11 @@ def push_at_exit(options: StoreOptions, label: str, directory: Path) -> None:
     """Push a complete stage at the end of this process, if no run has pushed it yet."""
     if multiprocessing.parent_process() is not None or directory in _unpushed:
         return
-    if not has_pushed(options, directory):
-        _at_exit()
-        _unpushed[directory] = (options, label)
-
-
-def has_pushed(options: StoreOptions, directory: Path) -> bool:
-    """Whether the stage directory notes that the store has had the stage."""
     from stages.store.complete import is_marked
 
-    return is_marked(directory, options.place)
+    if not is_marked(directory, options.place):
+        _at_exit()
+        _unpushed[directory] = (options, label)
 
 
 @functools.cache

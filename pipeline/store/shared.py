@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from common.console import log
 from common.errors import LeaseLost, UserError
 from pipeline.settings.sections import Store
-from pipeline.store.background import CompanionProcess, has_pushed, push_at_exit
+from pipeline.store.background import CompanionProcess, push_at_exit
 from stages.directory import attempts
 from stages.directory.manifest import MANIFEST
 from stages.store.options import StoreOptions
@@ -84,7 +84,9 @@ class SharedStore:
 
     def has_pushed(self, stage: SharedStage) -> bool:
         """Whether the store has had the complete stage; it may have been removed there since."""
-        return has_pushed(self.options, stage.directory)
+        from stages.store.complete import is_marked
+
+        return is_marked(stage.directory, self.options.place)
 
     def pulls(self, stage: SharedStage) -> bool:
         return stage.kind is not None and self._settings.pull in ("all", stage.kind)
