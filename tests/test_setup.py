@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def canonical(name: str) -> str:
 def test_the_tests_run_with_the_versions_of_the_constraints() -> None:
     pinned = {canonical(one.name): one.specifier for one in CONSTRAINTS if one.marker is None or one.marker.evaluate()}
     assert {str(specifier)[:2] for specifier in pinned.values()} == {"=="}
-    installed = {canonical(one.name): one.version for one in importlib.metadata.distributions()}
+    # Not all of sys.path: setuptools appends a folder with packages of its own to it.
+    packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    installed = {canonical(one.name): one.version for one in importlib.metadata.distributions(path=packages)}
     others = {
         name: version
         for name, version in installed.items()
