@@ -18,14 +18,14 @@ from common.options import add_options, from_namespace
 from common.process import give_way
 from stages.directory import command
 from stages.directory.lock import hold
-from stages.directory.manifest import AlreadyComplete, Identity, why_incomplete
+from stages.directory.manifest import AlreadyComplete, Identity, stage_label, why_incomplete
 from stages.directory.progress import Progress
 from stages.directory.records import read_identity
 from stages.store.backend import Backend
 from stages.store.companion import Companion
 from stages.store.complete import fetch_stage, find_stage, push_stage
 from stages.store.files import NotUsable
-from stages.store.lease import Lease, turn_key
+from stages.store.lease import Lease, lease_key
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
 from stages.store.records import STAGES, stage_of_key
@@ -39,7 +39,7 @@ def push(backend: Backend, directories: list[Path]) -> None:
     for directory in directories:
         identity = _identity_of(directory)
         with hold(directory):
-            record = push_stage(backend, directory, _label(identity))
+            record = push_stage(backend, directory, stage_label(identity.stage, identity.phase))
         print(f"{directory.name}: {len(record.files):,} files, {record.total_bytes:,} bytes are in {backend.url}")
 
 
@@ -84,17 +84,13 @@ def _identity_of(directory: Path) -> Identity:
     return Identity.of_record(record)
 
 
-def _label(identity: Identity) -> str:
-    return identity.stage if identity.phase is None else f"{identity.stage}-phase{identity.phase}"
-
-
 def accompany(backend: Backend, directory: Path, holder: str, token: int) -> None:
-    """Run beside the making of a stage whose turn luigi has taken. Raises `UserError`."""
+    """Run beside the making of a stage whose lease luigi has taken. Raises `UserError`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # luigi ends it
     failpoint("companion")
     identity = _identity_of(directory)
-    label = _label(identity)
-    lease = Lease.resume(backend, turn_key(label, identity.fingerprint), holder, token)
+    label = stage_label(identity.stage, identity.phase)
+    lease = Lease.resume(backend, lease_key(label, identity.fingerprint), holder, token)
     Companion(backend, lease, directory, label, identity.fingerprint).run()
 
 

@@ -15,6 +15,7 @@ from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.sweep import Sweep
 from stages.view.comparison import LOSS, Comparison
 from stages.view.curves import points
+from stages.view.text import columns
 
 SUMMARY = "trials of a sweep, or all trainings: what differs, curves, losses, time, the winner; also as a page"
 _CURVE_WIDTH = 40
@@ -22,18 +23,16 @@ _CURVE_WIDTH = 40
 
 def text(comparison: Comparison) -> str:
     """The table, the curves of the training loss on one scale, and the winner."""
-    cells = [comparison.head, *comparison.rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     drawn = {
         trial.name: [point.mean for point in points(trial.curves.steps, trial.curves.values[LOSS], _CURVE_WIDTH)]
         for trial in comparison.trials
     }
     every = [value for values in drawn.values() for value in values]
-    curves = [
-        f"{name:{widths[0]}}  {sparkline(values, min(every), max(every))}" for name, values in drawn.items() if values
-    ]
-    return "\n".join([*lines, *(["", "training loss over steps", *curves] if curves else []), "", *_ending(comparison)])
+    curves = [(name, sparkline(values, min(every), max(every))) for name, values in drawn.items() if values]
+    lines = columns([comparison.head, *comparison.rows])
+    return "\n".join(
+        [*lines, *(["", "training loss over steps", *columns(curves)] if curves else []), "", *_ending(comparison)]
+    )
 
 
 def _ending(comparison: Comparison) -> Sequence[str]:

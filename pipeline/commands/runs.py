@@ -13,7 +13,7 @@ from pipeline.status.runs import HeldRun, differing, held_runs, matching
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.status.stored import stored_dirs
 from pipeline.store.shared import SharedStore
-from stages.view.text import number, percent, size
+from stages.view.text import columns, number, percent, size
 
 SUMMARY = "a line for each training, here and in the store: when, how far, held-out loss, size, and what differs"
 
@@ -53,7 +53,7 @@ def _held(stage_dirs: StageDirs, shared: SharedStore | None) -> list[HeldRun]:
 
     contents = read_records(shared.backend)
     stored = {one.record.fingerprint for one in contents.stages}
-    stored |= {one.fingerprint for one in contents.trainings if one.turn.checkpoints}
+    stored |= {one.fingerprint for one in contents.trainings if one.lease.checkpoints}
     here = {one.fingerprint for one in stage_dirs.all}
     elsewhere = stored_dirs(shared.backend, contents, here)
     return held_runs(StageDirs(stage_dirs.work_dir, elsewhere), stored)
@@ -86,7 +86,4 @@ def table(runs: Sequence[HeldRun], *, has_store: bool) -> str:
                 " ".join(f"{name}={one.settings[name]}" for name in names if name in one.settings),
             ]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(columns(rows))

@@ -17,7 +17,7 @@ from pipeline.store.shared import SharedStore, counted
 from pipeline.tasks.everything import Everything
 from pipeline.tasks.stage import Stage
 from stages.directory.lock import hold
-from stages.view.text import size
+from stages.view.text import columns, size
 
 if TYPE_CHECKING:
     from stages.store.maintenance import Contents
@@ -66,15 +66,13 @@ def _list(shared: SharedStore, args: argparse.Namespace) -> int:
         record = stage.record
         rows.append((stage.name, f"{len(record.files):,}", size(record.total_bytes), record.pushed, record.host))
     for training in contents.trainings:
-        turn = training.turn
-        if turn.checkpoints or turn.holder is not None:
-            newest = turn.checkpoints[-1] if turn.checkpoints else None
+        lease = training.lease
+        if lease.checkpoints or lease.holder is not None:
+            newest = lease.checkpoints[-1] if lease.checkpoints else None
             moved = size(sum(file.bytes for file in newest.files)) if newest else ""
-            who = str(turn.holder) if turn.holder else "nobody makes it now"
+            who = str(lease.holder) if lease.holder else "nobody makes it now"
             rows.append((training.name, newest.name if newest else "", moved, "not complete", who))
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(columns(rows)))
     listed = sum(stage.record.total_bytes for stage in contents.stages)
     print(f"{shared.backend.url}: {size(contents.total_bytes)} in {len(contents.files):,} files, "
           f"for {size(listed)} of complete stages")  # fmt: skip

@@ -17,7 +17,7 @@ from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Job, Unreachable
 from pipeline.status.latest import LATEST
 from stages.directory.lock import LOCK, is_held
-from stages.directory.manifest import IDENTITY, MANIFEST, why_incomplete
+from stages.directory.manifest import IDENTITY, MANIFEST, stage_label, why_incomplete
 from stages.directory.records import read_identity, read_manifest
 from trainer.checkpoint.directory import CHECKPOINTS, abandoned, whole_checkpoints
 from trainer.state import STATE
@@ -100,8 +100,7 @@ def _stage_dirs(work_dir: Path) -> Iterator[StageDir]:
         for file, read in ((path / MANIFEST, read_manifest), (path / IDENTITY, read_identity)):
             record = read(path)
             if record is not None:
-                phase = record.get("phase")
-                label = f"{record.get('stage')}" + ("" if phase is None else f"-phase{phase}")
+                label = stage_label(str(record.get("stage")), record.get("phase"))
                 if label == name["label"] and str(record.get("fingerprint"))[:10] == name["short"]:
                     yield StageDir(path, label, record, file.stat().st_mtime)
                 break

@@ -37,7 +37,7 @@ def stored_dirs(backend: Backend, contents: Contents, here: Collection[str]) -> 
     stages = [stage for stage in contents.stages if stage.record.fingerprint not in here]
     complete = {stage.record.fingerprint for stage in contents.stages}
     trainings = [
-        one for one in contents.trainings if one.turn.checkpoints and one.fingerprint not in {*here, *complete}
+        one for one in contents.trainings if one.lease.checkpoints and one.fingerprint not in {*here, *complete}
     ]
     with ThreadPoolExecutor(backend.connections) as threads:
         found = [
@@ -63,7 +63,7 @@ def _complete(backend: Backend, stage: StoredStage) -> StoredDir | None:
 def _unfinished(backend: Backend, training: StoredTraining) -> StoredDir | None:
     from stages.store.checkpoints import stored_state
 
-    newest = training.turn.checkpoints[-1]
+    newest = training.lease.checkpoints[-1]
     state = stored_state(backend, f"{training.label}-{training.fingerprint}", newest)
     if state is None:
         return None

@@ -1,7 +1,7 @@
 """What the store has is fetched, what is made is pushed beside the run (`[store]`).
 
-Around the making of a stage, whose lock is held, `making` takes the turn to make it, fetches what the store has, and
-starts a companion process that keeps the turn and pushes. That process outlives the stage until all is pushed; luigi
+Around the making of a stage, whose lock is held, `making` takes the lease, fetches what the store has, and
+starts a companion process that keeps the lease and pushes. That process outlives the stage until all is pushed; luigi
 waits for it at its end.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 #: What a stage counts as in [store] push and pull; None: it stays on its machine.
 Kind = Literal["shards", "models"] | None
-#: Seconds between two looks at another machine that has the turn, and between lines on a wait.
+#: Seconds between two looks at another machine that has the lease, and between lines on a wait.
 _LOOK_S, _SAY_EVERY_S = 2.0, 30.0
 #: Seconds between lines on the last push of an interrupted training.
 _REPORT_EVERY_S = 5.0
@@ -138,9 +138,9 @@ class SharedStore:
                 self._fetch_checkpoint(stage, None)
             yield False
             return
-        lease = self._take_turn(stage)
-        assert lease.turn.holder is not None
-        holder = lease.turn.holder.id
+        lease = self._take_lease(stage)
+        assert lease.record.holder is not None
+        holder = lease.record.holder.id
         companion = CompanionProcess(self.options, stage.label, stage.directory, holder, lease.token)
         with _ended_by_loss(companion):
             yield from self._accompanied(stage, lease, companion, attached=attached)
@@ -166,8 +166,8 @@ class SharedStore:
             companion.stop()
             self._hand_over(stage, lease)
 
-    def _take_turn(self, stage: SharedStage) -> Lease:
-        from stages.store.lease import Lease, name_holder, turn_key
+    def _take_lease(self, stage: SharedStage) -> Lease:
+        from stages.store.lease import Lease, lease_key, name_holder
 
         said = -_SAY_EVERY_S
 
@@ -178,19 +178,19 @@ class SharedStore:
                 log(f"{stage.label}: {holder}, is making it; waiting (--Store-push none makes it here, too)")
             time.sleep(_LOOK_S)
 
-        holder, key = name_holder(stage.directory), turn_key(stage.label, stage.fingerprint)
+        holder, key = name_holder(stage.directory), lease_key(stage.label, stage.fingerprint)
         return Lease.acquire(self.backend, key, holder, self.options.lease_s, wait=wait)
 
     def _fetch_checkpoint(self, stage: SharedStage, lease: Lease | None) -> None:
         from stages.store.checkpoints import fetch_checkpoint, forget_newer
-        from stages.store.lease import Turn, turn_key
+        from stages.store.lease import LeaseRecord, lease_key
 
         began = time.time()
-        key, name = turn_key(stage.label, stage.fingerprint), f"{stage.label}-{stage.fingerprint}"
-        turn = lease.turn if lease is not None else Turn.read(self.backend, key)
-        found = fetch_checkpoint(self.backend, turn, name, stage.directory)
+        key, name = lease_key(stage.label, stage.fingerprint), f"{stage.label}-{stage.fingerprint}"
+        record = lease.record if lease is not None else LeaseRecord.read(self.backend, key)
+        found = fetch_checkpoint(self.backend, record, name, stage.directory)
         if found is None and lease is None:  # whoever trains may have replaced all that was listed
-            found = fetch_checkpoint(self.backend, Turn.read(self.backend, key), name, stage.directory)
+            found = fetch_checkpoint(self.backend, LeaseRecord.read(self.backend, key), name, stage.directory)
         if lease is not None:
             forget_newer(self.backend, lease, name, stage.directory)
         if found is not None:
@@ -198,20 +198,20 @@ class SharedStore:
             log(f"{stage.label}: goes on from {found.name}, fetched from {self.backend.url}")
 
     def _hand_over(self, stage: SharedStage, lease: Lease) -> None:
-        """Push the newest checkpoint, then let another machine take the turn. A store that does not answer is noted:
+        """Push the newest checkpoint, then let another machine take the lease. A store that does not answer is noted:
         the work directory has everything."""
         from stages.store.companion import Companion
         from stages.store.lease import Lease as LeaseOf
-        from stages.store.lease import turn_key
+        from stages.store.lease import lease_key
 
-        assert lease.turn.holder is not None
+        assert lease.record.holder is not None
         try:
-            key = turn_key(stage.label, stage.fingerprint)
-            again = LeaseOf.resume(self.backend, key, lease.turn.holder.id, lease.token)
+            key = lease_key(stage.label, stage.fingerprint)
+            again = LeaseOf.resume(self.backend, key, lease.record.holder.id, lease.token)
             last = Companion(self.backend, again, stage.directory, stage.label, stage.fingerprint)
             newest = last.unpushed() if stage.resumes else None
             if newest is not None:
-                has = next((one.name for one in reversed(again.turn.checkpoints)), "none")
+                has = next((one.name for one in reversed(again.record.checkpoints)), "none")
                 with _said(f"{stage.label}: pushing {newest.name} (the store has {has})", newest) as report:
                     last.push_newest(report)
             again.release()
@@ -221,7 +221,7 @@ class SharedStore:
 
 @contextlib.contextmanager
 def _ended_by_loss(companion: CompanionProcess) -> Iterator[None]:
-    """In the block, SIGTERM raises `LeaseLost` once the turn is lost. A training saves and stops by a handler of its
+    """In the block, SIGTERM raises `LeaseLost` once the lease is lost. A training saves and stops by a handler of its
     own."""
     if threading.current_thread() is not threading.main_thread():
         yield

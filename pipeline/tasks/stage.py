@@ -20,7 +20,7 @@ from pipeline.store.shared import Kind, SharedStage, SharedStore
 from pipeline.tasks.base import ChainTask
 from pipeline.tasks.input_hashes import input_hashes
 from pipeline.tasks.runner import Runner, UpstreamMissing
-from stages.directory.manifest import MANIFEST, Identity, StartTime, why_incomplete
+from stages.directory.manifest import MANIFEST, Identity, StartTime, stage_label, why_incomplete
 from stages.directory.options import StageOptions
 from stages.directory.records import read_manifest
 
@@ -89,8 +89,7 @@ class Stage(ChainTask):
 
     @property
     def label(self) -> str:
-        phase = getattr(self, "phase", None)
-        return self.stage if phase is None else f"{self.stage}-phase{phase}"
+        return stage_label(self.stage, getattr(self, "phase", None))
 
     @functools.cached_property
     def identity(self) -> Identity:

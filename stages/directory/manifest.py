@@ -48,6 +48,11 @@ from stages.directory.records import MANIFEST as MANIFEST
 from stages.directory.records import read_identity, read_manifest
 
 
+def stage_label(stage: str, phase: int | None) -> str:
+    """What a stage is called, and its directory begins with: `shard_dataset-phase1`; `embed_dataset` without phases."""
+    return stage if phase is None else f"{stage}-phase{phase}"
+
+
 @dataclass(frozen=True)
 class Identity:
     """Everything that decides the result of a stage, as JSON types: strings, numbers, booleans, lists, objects."""

@@ -34,7 +34,7 @@ from stages.store.files import (
     snapshot,
     upload,
 )
-from stages.store.lease import Lease, StoredCheckpoint, Turn
+from stages.store.lease import Lease, LeaseRecord, StoredCheckpoint
 from stages.store.records import CHECKPOINTS as PREFIX
 from stages.store.records import RESUMED_RECORDS, Damaged
 from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, abandoned, checkpoint_step, whole_checkpoints
@@ -89,14 +89,14 @@ def push_checkpoint(
     failpoint("store-checkpoint")
     new = StoredCheckpoint(path.name, lease.token, tuple(files), tuple(records))
     with alone:
-        before = lease.turn.checkpoints
+        before = lease.record.checkpoints
         lease.keep((*[one for one in before if one.step < new.step][-(KEPT - 1) :], new))
-        dropped = _keys(name, before) - _keys(name, lease.turn.checkpoints)
+        dropped = _keys(name, before) - _keys(name, lease.record.checkpoints)
     backend.delete(dropped)
 
 
 def fetch_checkpoint(
-    backend: Backend, turn: Turn, name: str, directory: Path, report: Report = ignore
+    backend: Backend, record: LeaseRecord, name: str, directory: Path, report: Report = ignore
 ) -> StoredCheckpoint | None:
     """Fetch the newest checkpoint that can be used, if it is newer than those in `directory`, whose lock is held. One
     that was set aside there, when the training was rolled back, is not fetched again.
@@ -104,7 +104,7 @@ def fetch_checkpoint(
     None: nothing was fetched. What cannot be used is logged. Raises `UserError`.
     """
     here, set_aside = _newest_step(directory), _manifests_set_aside(directory)
-    for checkpoint in reversed(turn.checkpoints):
+    for checkpoint in reversed(record.checkpoints):
         if checkpoint.step <= here:
             return None
         if any(file.sha256 in set_aside for file in checkpoint.files if file.path == MANIFEST):
@@ -122,7 +122,7 @@ def fetch_checkpoint(
 def forget_newer(backend: Backend, lease: Lease, name: str, directory: Path) -> None:
     """Remove the checkpoints that are newer than those in `directory`, which will make others of these steps: they
     could not be used, or were set aside. Raises `LeaseLost`, `UserError`."""
-    here, before = _newest_step(directory), lease.turn.checkpoints
+    here, before = _newest_step(directory), lease.record.checkpoints
     kept = tuple(one for one in before if one.step <= here)
     if kept != before:
         lease.keep(kept)
@@ -180,13 +180,13 @@ def forget_checkpoints(
 ) -> None:
     """Remove the checkpoints of a training that is complete, and what killed pushes of them have left.
 
-    Those of later turns stay: by now another machine may have taken the turn, and brought new ones.
+    Those of later leases stay: by now another machine may have taken the lease, and brought new ones.
     """
     with alone:
         lease.keep(())
-    turns = {str(token) for token in range(1, lease.token + 1)}
+    leases = {str(token) for token in range(1, lease.token + 1)}
     keys = {entry.key for entry in backend.list(f"{PREFIX}/{name}/")}
-    backend.delete({key for key in keys if key.split("/")[-2] in turns})
+    backend.delete({key for key in keys if key.split("/")[-2] in leases})
 
 
 def _keys(name: str, checkpoints: Iterable[StoredCheckpoint]) -> set[str]:

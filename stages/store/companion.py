@@ -1,4 +1,4 @@
-"""What runs beside the making of a stage: keeps the turn, pushes new checkpoints, and at the end the complete stage."""
+"""What runs beside the making of a stage: keeps the lease, pushes new checkpoints and at the end the complete stage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Companion:
         self._began = (time.monotonic(), time.process_time())
 
     def run(self) -> None:
-        """Until the stage is complete and pushed. Raises `UserError`; ends the process if the turn is lost."""
+        """Until the stage is complete and pushed. Raises `UserError`; ends the process if the lease is lost."""
         threading.Thread(target=self._keep_turn, daemon=True).start()
         while not (self._directory / MANIFEST).exists():
             try:
@@ -82,7 +82,7 @@ class Companion:
 
     def unpushed(self) -> Path | None:
         """The newest checkpoint, if the store has none as new."""
-        stored = max((one.step for one in self._lease.turn.checkpoints), default=-1)
+        stored = max((one.step for one in self._lease.record.checkpoints), default=-1)
         found = next(iter(whole_checkpoints(self._directory / CHECKPOINTS)), None)
         return None if found is None or found[0] <= stored or found[1] in self._refused else found[1]
 
@@ -104,22 +104,22 @@ class Companion:
     def _keep_turn(self) -> None:
         is_noted = False
         while True:
-            time.sleep(self._lease.turn.lease_s / _RENEWALS)
+            time.sleep(self._lease.record.lease_s / _RENEWALS)
             try:
                 with self._alone:
-                    if self._lease.turn.holder is None:
+                    if self._lease.record.holder is None:
                         return
                     self._lease.renew()
                 is_noted = False
             except LeaseLost as error:
                 _end(error)
-            except UserError as error:  # nobody else can take the turn while the store does not answer either
+            except UserError as error:  # nobody else can take the lease while the store does not answer either
                 if not is_noted:
                     log(f"note: {error}")
                 is_noted = True
 
 
 def _end(error: LeaseLost) -> None:
-    """End this process: whatever it is pushing belongs to a turn that is over."""
+    """End this process: whatever it is pushing belongs to a lease that is over."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(error.exit_status)

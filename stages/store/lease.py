@@ -1,15 +1,15 @@
-"""Whose turn it is to make a stage, and the checkpoints of a training: one record, replaced in one step.
+"""Who makes a stage, and the checkpoints of a training: one record, replaced in one step.
 
-    turns/<label>-<fingerprint>.json    token, holder, beat, lease_s, checkpoints
+    leases/<label>-<fingerprint>.json    token, holder, beat, lease_s, checkpoints
 
-A machine that wants to make a stage takes its turn by writing the record with the next token, and shows that it is
+A machine that wants to make a stage takes the lease by writing the record with the next token, and shows that it is
 alive by raising `beat`. Every write replaces exactly the version that the writer has read (compare and swap), and a
-writer gives up as soon as it reads another token than its own: so whoever has lost its turn, even without noticing, can
-change nothing any more. The token is the fencing token: files of a turn's checkpoints have it in their keys, and nobody
-deletes files of a later turn than its own.
+writer gives up as soon as it reads another token than its own: so whoever has lost its lease, even without noticing,
+can change nothing any more. The token is the fencing token: files of a lease's checkpoints have it in their keys, and
+nobody deletes files of a later lease than its own.
 
 No clocks are compared. A machine that waits measures, on its own monotonic clock, how long the record has stayed the
-same; after the holder's `lease_s` without a beat it takes the turn. A process that was killed gets its turn back at
+same; after the holder's `lease_s` without a beat it takes the lease. A process that was killed gets its lease back at
 once: the name of the holder is kept in its stage directory, whose lock admits one process.
 """
 
@@ -30,16 +30,16 @@ from common.errors import LeaseLost, UserError
 from common.files import failpoint, read_json, utc_now, write_json
 from common.lock import HOLDER
 from stages.store.backend import Backend, Conflict, Missing
-from stages.store.records import TURNS, Damaged, StoredFile, require_inside, seal, unseal
+from stages.store.records import LEASES, Damaged, StoredFile, require_inside, seal, unseal
 
 
-class DamagedTurn(UserError):
-    """A record of a turn is not what was written."""
+class DamagedLease(UserError):
+    """The record of a lease is not what was written."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has the turn: a name drawn at random for the stage directory, and for people where that is."""
+    """Who has the lease: a name drawn at random for the stage directory, and for people where that is."""
 
     id: str
     host: str
@@ -56,7 +56,7 @@ class StoredCheckpoint:
 
     #: `ckpt_<step>`.
     name: str
-    #: The turn that brought it.
+    #: The lease that brought it.
     token: int
     #: Of the checkpoint's own directory.
     files: tuple[StoredFile, ...]
@@ -69,13 +69,13 @@ class StoredCheckpoint:
 
 
 @dataclass(frozen=True)
-class Turn:
+class LeaseRecord:
     """The record. `version`: of the bytes that were read; None: there were none."""
 
     token: int = 0
     holder: Holder | None = None
     beat: int = 0
-    #: Seconds without a beat after which the turn is free.
+    #: Seconds without a beat after which the lease is free.
     lease_s: float = 0.0
     #: Oldest first.
     checkpoints: tuple[StoredCheckpoint, ...] = ()
@@ -85,8 +85,8 @@ class Turn:
         return seal({name: value for name, value in dataclasses.asdict(self).items() if name != "version"})
 
     @classmethod
-    def read(cls, backend: Backend, key: str) -> Turn:
-        """The record under `key`; an empty one if there is none. Raises `DamagedTurn`, `UserError`."""
+    def read(cls, backend: Backend, key: str) -> LeaseRecord:
+        """The record under `key`; an empty one if there is none. Raises `DamagedLease`, `UserError`."""
         try:
             data, version = backend.read(key)
         except Missing:
@@ -99,7 +99,7 @@ class Turn:
                 int(content["token"]), holder, int(content["beat"]), float(content["lease_s"]), tuple(found), version
             )
         except (Damaged, KeyError, TypeError, ValueError) as error:
-            raise DamagedTurn(f"{backend.url}/{key} is damaged ({error}); remove it and run the same again") from None
+            raise DamagedLease(f"{backend.url}/{key} is damaged ({error}); remove it and run the same again") from None
 
 
 def _checkpoint(record: dict[str, Any]) -> StoredCheckpoint:
@@ -111,13 +111,13 @@ def _checkpoint(record: dict[str, Any]) -> StoredCheckpoint:
     return found
 
 
-def turn_key(label: str, fingerprint: str) -> str:
-    return f"{TURNS}/{label}-{fingerprint}.json"
+def lease_key(label: str, fingerprint: str) -> str:
+    return f"{LEASES}/{label}-{fingerprint}.json"
 
 
-def turn_of_key(key: str) -> tuple[str, str] | None:
-    """Label and fingerprint of a `turn_key`; None for other keys."""
-    found = re.fullmatch(rf"{TURNS}/([a-z0-9_-]+)-([0-9a-f]{{64}})\.json", key)
+def lease_of_key(key: str) -> tuple[str, str] | None:
+    """Label and fingerprint of a `lease_key`; None for other keys."""
+    found = re.fullmatch(rf"{LEASES}/([a-z0-9_-]+)-([0-9a-f]{{64}})\.json", key)
     return (found[1], found[2]) if found else None
 
 
@@ -131,35 +131,35 @@ def name_holder(directory: Path) -> Holder:
 
 
 class Lease:
-    """A turn that this machine has taken. One thread or process at a time may use it."""
+    """A lease that this machine has taken. One thread or process at a time may use it."""
 
-    def __init__(self, backend: Backend, key: str, turn: Turn) -> None:
-        self._backend, self._key, self.turn = backend, key, turn
+    def __init__(self, backend: Backend, key: str, record: LeaseRecord) -> None:
+        self._backend, self._key, self.record = backend, key, record
 
     @property
     def token(self) -> int:
-        return self.turn.token
+        return self.record.token
 
     @classmethod
     def acquire(
         cls, backend: Backend, key: str, holder: Holder, lease_s: float, *, wait: Callable[[Holder], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> Lease:  # fmt: skip
-        """Take the turn as soon as nobody has it. While another one has it, `wait` is called again and again: it
+        """Take the lease as soon as nobody has it. While another one has it, `wait` is called again and again: it
         sleeps, and may raise. Raises `UserError`."""
         seen: tuple[str | None, float] | None = None
         while True:
-            turn = Turn.read(backend, key)
-            other = turn.holder if turn.holder is not None and turn.holder.id != holder.id else None
+            record = LeaseRecord.read(backend, key)
+            other = record.holder if record.holder is not None and record.holder.id != holder.id else None
             if other is not None:
-                if seen is None or seen[0] != turn.version:
-                    seen = turn.version, clock()
-                if clock() - seen[1] <= turn.lease_s:
+                if seen is None or seen[0] != record.version:
+                    seen = record.version, clock()
+                if clock() - seen[1] <= record.lease_s:
                     wait(other)
                     continue
-            mine = dataclasses.replace(turn, token=turn.token + 1, holder=holder, beat=0, lease_s=lease_s)
+            mine = dataclasses.replace(record, token=record.token + 1, holder=holder, beat=0, lease_s=lease_s)
             try:
-                version = backend.write(key, mine.encode(), replaces=turn.version)
+                version = backend.write(key, mine.encode(), replaces=record.version)
             except Conflict:
                 continue
             failpoint("lease-taken")
@@ -167,38 +167,38 @@ class Lease:
 
     @classmethod
     def resume(cls, backend: Backend, key: str, holder_id: str, token: int) -> Lease:
-        """The turn that another process of this stage directory has taken. Raises `LeaseLost`."""
-        lease = cls(backend, key, Turn(token=token, holder=Holder(holder_id, "", 0, "")))
+        """The lease that another process of this stage directory has taken. Raises `LeaseLost`."""
+        lease = cls(backend, key, LeaseRecord(token=token, holder=Holder(holder_id, "", 0, "")))
         lease._read()
         return lease
 
     def renew(self) -> None:
         """Show that this machine is at work. Raises `LeaseLost`, `UserError`."""
-        self._change(lambda turn: dataclasses.replace(turn, beat=turn.beat + 1))
+        self._change(lambda record: dataclasses.replace(record, beat=record.beat + 1))
 
     def keep(self, checkpoints: tuple[StoredCheckpoint, ...]) -> None:
         """List these checkpoints instead of those before. Raises `LeaseLost`, `UserError`."""
-        self._change(lambda turn: dataclasses.replace(turn, beat=turn.beat + 1, checkpoints=checkpoints))
+        self._change(lambda record: dataclasses.replace(record, beat=record.beat + 1, checkpoints=checkpoints))
 
     def release(self) -> None:
-        """Let the next one take its turn at once. Raises `LeaseLost`, `UserError`."""
-        self._change(lambda turn: dataclasses.replace(turn, holder=None))
+        """Let another machine take the lease at once. Raises `LeaseLost`, `UserError`."""
+        self._change(lambda record: dataclasses.replace(record, holder=None))
 
-    def _change(self, change: Callable[[Turn], Turn]) -> None:
+    def _change(self, change: Callable[[LeaseRecord], LeaseRecord]) -> None:
         while True:
-            turn = change(self.turn)
+            record = change(self.record)
             try:
-                version = self._backend.write(self._key, turn.encode(), replaces=self.turn.version)
+                version = self._backend.write(self._key, record.encode(), replaces=self.record.version)
             except Conflict:
                 self._read()
                 continue
-            self.turn = dataclasses.replace(turn, version=version)
+            self.record = dataclasses.replace(record, version=version)
             return
 
     def _read(self) -> None:
-        turn, mine = Turn.read(self._backend, self._key), self.turn.holder
+        record, mine = LeaseRecord.read(self._backend, self._key), self.record.holder
         assert mine is not None
-        if turn.token != self.token or turn.holder is None or turn.holder.id != mine.id:
-            who = f"{turn.holder} has taken it" if turn.holder else "it was given to another"
-            raise LeaseLost(f"{self._backend.url}/{self._key}: this machine has lost its turn: {who}")
-        self.turn = turn
+        if record.token != self.token or record.holder is None or record.holder.id != mine.id:
+            who = f"{record.holder} has taken it" if record.holder else "it was given to another"
+            raise LeaseLost(f"{self._backend.url}/{self._key}: this machine has lost its lease: {who}")
+        self.record = record

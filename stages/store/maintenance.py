@@ -13,8 +13,8 @@ from pathlib import Path
 
 from stages.store.backend import Altered, Backend, Conflict, Entry, Missing, Report
 from stages.store.files import ignore
-from stages.store.lease import DamagedTurn, StoredCheckpoint, Turn, turn_key, turn_of_key
-from stages.store.records import CHECKPOINTS, OBJECTS, STAGES, TURNS, Damaged, StageRecord, StoredFile, stage_of_key
+from stages.store.lease import DamagedLease, LeaseRecord, StoredCheckpoint, lease_key, lease_of_key
+from stages.store.records import CHECKPOINTS, LEASES, OBJECTS, STAGES, Damaged, StageRecord, StoredFile, stage_of_key
 
 #: Files to which no record refers are kept so long, in seconds: somebody may be about to write the record.
 GRACE_S = 86400.0
@@ -38,12 +38,12 @@ class StoredStage:
 
 @dataclass(frozen=True)
 class StoredTraining:
-    """Whose turn a stage is, and the checkpoints of a training that is not complete."""
+    """Who holds the lease of a stage, and the checkpoints of a training that is not complete."""
 
     label: str
     fingerprint: str
-    turn: Turn
-    #: When the turn was last changed, in seconds since 1970 on the store's clock.
+    lease: LeaseRecord
+    #: When that record was last changed, in seconds since 1970 on the store's clock.
     written: float
 
     @property
@@ -52,7 +52,7 @@ class StoredTraining:
 
     def files(self) -> dict[str, StoredFile]:
         """The files of its checkpoints, by key."""
-        return {key: file for one in self.turn.checkpoints for key, file in self.files_of(one)}
+        return {key: file for one in self.lease.checkpoints for key, file in self.files_of(one)}
 
     def files_of(self, checkpoint: StoredCheckpoint) -> Iterator[tuple[str, StoredFile]]:
         """The files of one of its checkpoints, each with its key."""
@@ -62,9 +62,9 @@ class StoredTraining:
 
     def keep(self, backend: Backend, checkpoints: tuple[StoredCheckpoint, ...]) -> None:
         """List these checkpoints alone, unless somebody has changed the record since it was read."""
-        turn = dataclasses.replace(self.turn, beat=self.turn.beat + 1, checkpoints=checkpoints)
+        record = dataclasses.replace(self.lease, beat=self.lease.beat + 1, checkpoints=checkpoints)
         with contextlib.suppress(Conflict):
-            backend.write(turn_key(self.label, self.fingerprint), turn.encode(), replaces=self.turn.version)
+            backend.write(lease_key(self.label, self.fingerprint), record.encode(), replaces=self.lease.version)
 
 
 @dataclass
@@ -105,19 +105,19 @@ def read_records(backend: Backend) -> Contents:
         except Missing:  # removed meanwhile
             return
 
-    def read_turn(entry: Entry) -> None:
-        made = turn_of_key(entry.key)
+    def read_lease(entry: Entry) -> None:
+        made = lease_of_key(entry.key)
         try:
             if made is None:
-                raise DamagedTurn("it is no record")
-            turn = Turn.read(backend, entry.key)
-            if turn.version is not None:  # else removed meanwhile
-                found.trainings.append(StoredTraining(*made, turn, entry.written))
-        except DamagedTurn as error:
+                raise DamagedLease("it is no record")
+            record = LeaseRecord.read(backend, entry.key)
+            if record.version is not None:  # else removed meanwhile
+                found.trainings.append(StoredTraining(*made, record, entry.written))
+        except DamagedLease as error:
             found.damaged[entry.key] = str(error)
 
     with ThreadPoolExecutor(backend.connections) as threads:
-        for work, prefix in ((read_stage, STAGES), (read_turn, TURNS)):
+        for work, prefix in ((read_stage, STAGES), (read_lease, LEASES)):
             list(threads.map(work, backend.list(f"{prefix}/")))
     found.stages.sort(key=lambda stage: stage.written, reverse=True)
     found.trainings.sort(key=lambda training: training.name)
@@ -154,7 +154,7 @@ def remove_damaged(backend: Backend, contents: Contents, wrong: dict[str, str]) 
     broken = [stage for stage in contents.stages if wrong.keys() & stage.files().keys()]
     backend.delete([stage.record.key for stage in broken])
     for training in contents.trainings:
-        listed = training.turn.checkpoints
+        listed = training.lease.checkpoints
         whole = tuple(one for one in listed if not any(key in wrong for key, _ in training.files_of(one)))
         if whole != listed:
             training.keep(backend, whole)
@@ -181,7 +181,7 @@ def superfluous(
             gone.append(kept.pop())
     if older_than_s is not None:
         # A lease is renewed while somebody is at work.
-        gone += [one for one in contents.trainings if one.turn.checkpoints and now - one.written > older_than_s]
+        gone += [one for one in contents.trainings if one.lease.checkpoints and now - one.written > older_than_s]
     return gone
 
 
@@ -204,7 +204,7 @@ def unreferenced(left: Contents, gone: Sequence[StoredStage | StoredTraining], n
     """Files to which no record of `left` refers: those that `gone` needed, and those older than `GRACE_S`."""
     complete = {(stage.record.label, stage.record.fingerprint) for stage in left.stages}
     # A machine may have died after its training was complete, before its checkpoints were removed.
-    trainings = [one for one in left.trainings if one.turn.holder or (one.label, one.fingerprint) not in complete]
+    trainings = [one for one in left.trainings if one.lease.holder or (one.label, one.fingerprint) not in complete]
     needed, named = _files_of([*left.stages, *trainings]), _files_of(gone)
     return [
         entry

@@ -2,8 +2,8 @@
 
     stages/<label>/<fingerprint>.json     `StageRecord`, written once, after its files
     objects/<aa>/<sha256>                 files of complete stages
-    turns/<label>-<fingerprint>.json      who makes a stage now, and the checkpoints of a training (`lease`)
-    checkpoints/<label>-<fingerprint>/<token>/<sha256>   files of those, by the turn that brought them
+    leases/<label>-<fingerprint>.json      who makes a stage now, and the checkpoints of a training (`lease`)
+    checkpoints/<label>-<fingerprint>/<token>/<sha256>   files of those, by the lease that brought them
 
 Records are sealed: each holds the sha256 of its own content, so that damage is noticed. Files are named by their
 sha256. There is no pickle in it.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-STAGES, OBJECTS, TURNS, CHECKPOINTS = "stages", "objects", "turns", "checkpoints"
+STAGES, OBJECTS, LEASES, CHECKPOINTS = "stages", "objects", "leases", "checkpoints"
 #: Of a training, beside its checkpoints: what a resume on another machine goes on with.
 RESUMED_RECORDS = (
     *("metrics.jsonl", "attempts.jsonl", "train_time.json", "budget.json", "extended_from.json"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.directory import attempts
-from stages.directory.manifest import why_incomplete
+from stages.directory.manifest import stage_label, why_incomplete
 from stages.directory.records import read_identity, read_manifest
 
 
@@ -49,7 +49,7 @@ class StageStatus:
         """The state as far as the directory alone tells: complete or unfinished."""
         record = read_identity(directory) or {}
         phase = record.get("phase")
-        label = str(record.get("stage", directory.name)) + ("" if phase is None else f"-phase{phase}")
+        label = stage_label(str(record.get("stage", directory.name)), phase)
         reason = why_incomplete(directory, str(record.get("fingerprint")))
         state = "unfinished" if reason else "complete"
         return cls(label, phase=phase, state=state, detail=reason or "", directory=directory)

@@ -14,7 +14,7 @@ from common.files import TEMPORARY_SUFFIX, disk_errors
 from stages.view.chart import Series, line_chart
 from stages.view.curves import Point
 from stages.view.page import NARROW, WIDE, Chart, css, template
-from stages.view.text import duration, moment, number, percent
+from stages.view.text import columns, duration, moment, number, percent
 
 #: Title, unit, name of the value in `Night`, whether the vertical axis begins at 0.
 _CHARTS = (
@@ -83,10 +83,7 @@ def headline(nights: Sequence[Night]) -> str:
 
 def text(nights: Sequence[Night]) -> str:
     """The table, newest night last, and the headline."""
-    cells = [list(HEAD), *(night.row for night in nights)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join([*lines, "", headline(nights)])
+    return "\n".join([*columns([HEAD, *(night.row for night in nights)]), "", headline(nights)])
 
 
 def page(nights: Sequence[Night], written: float) -> str:

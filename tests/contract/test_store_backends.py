@@ -59,12 +59,12 @@ def put(backend: Backend, key: str, data: bytes, path: Path) -> str:
 
 def test_what_was_written_is_read_and_what_was_not_is_missing(backend: Backend) -> None:
     with pytest.raises(Missing):
-        backend.read("turns/x.json")
-    version = backend.write("turns/x.json", b"one", replaces=None)
-    assert backend.read("turns/x.json") == (b"one", version)
-    backend.delete(["turns/x.json", "turns/never.json"])
+        backend.read("leases/x.json")
+    version = backend.write("leases/x.json", b"one", replaces=None)
+    assert backend.read("leases/x.json") == (b"one", version)
+    backend.delete(["leases/x.json", "leases/never.json"])
     with pytest.raises(Missing):
-        backend.read("turns/x.json")
+        backend.read("leases/x.json")
 
 
 def test_a_write_succeeds_only_over_the_version_that_was_read(backend: Backend) -> None:
@@ -140,7 +140,7 @@ def test_present_says_which_keys_there_are(backend: Backend, tmp_path: Path, cou
 
 
 def test_a_listing_has_the_keys_of_its_prefix_alone(backend: Backend) -> None:
-    for key in ("stages/a/1.json", "stages/ab/2.json", "turns/1.json"):
+    for key in ("stages/a/1.json", "stages/ab/2.json", "leases/1.json"):
         backend.write(key, b"x", replaces=None)
     assert {entry.key for entry in backend.list("stages/a")} == {"stages/a/1.json", "stages/ab/2.json"}
     assert {entry.key for entry in backend.list("stages/a/")} == {"stages/a/1.json"}

@@ -25,7 +25,7 @@ from pipeline.store.shared import SharedStage, SharedStore
 from stages.directory.attempts import read
 from stages.directory.manifest import Identity, StageDirectory
 from stages.store.backend import Conflict
-from stages.store.lease import Holder, Turn, turn_key
+from stages.store.lease import Holder, LeaseRecord, lease_key
 from stages.store.options import StoreOptions
 from tests.helpers.chain import LUIGI, STAGES, Chain, wait_until, write_corpus
 from tests.helpers.support import ROOT, assert_same_bytes
@@ -196,7 +196,7 @@ def test_a_machine_that_is_lost_with_its_disk_is_continued_by_another(
     lost = machine(tmp_path / "lost", tmp_path / "store")
     # Its training gets no further than step 30, however long the first push takes.
     process = start(lost, "Pretrain", "--phase", "1", *LONG, *layout, FAILPOINT="step:30.0", FAILPOINT_ACTION="stop")
-    wait_until(lambda: len(_turn(tmp_path / "store").get("checkpoints", ())) > 0)
+    wait_until(lambda: len(_lease(tmp_path / "store").get("checkpoints", ())) > 0)
     lost.lose(process)
     killed_at = time.time()
     shutil.rmtree(lost.work)
@@ -228,9 +228,9 @@ def test_an_interrupted_run_leaves_its_newest_checkpoint_in_the_store(start: Sta
     assert process.wait() == 75, _log(chain)
     (directory,) = chain.work.glob("pretrain-phase1-*")
     newest = max(int(path.name.removeprefix("ckpt_")) for path in (directory / "checkpoints").iterdir())
-    turn = _turn(tmp_path / "store")
-    assert turn["checkpoints"][-1]["name"] == f"ckpt_{newest}"
-    assert turn["holder"] is None, "another machine goes on at once"
+    record = _lease(tmp_path / "store")
+    assert record["checkpoints"][-1]["name"] == f"ckpt_{newest}"
+    assert record["holder"] is None, "another machine goes on at once"
     listing = chain.ask("store").stdout
     assert f"ckpt_{newest}" in listing
     assert "nobody makes it now" in listing
@@ -256,20 +256,20 @@ def test_a_turn_that_is_lost_before_training_ends_the_run_alike(tmp_path: Path) 
     )
     with StageDirectory.begin(stage.directory, lambda: identity):
         before = signal.getsignal(signal.SIGTERM)
-        with pytest.raises(LeaseLost, match="has lost its turn: process 0 on elsewhere"):
+        with pytest.raises(LeaseLost, match="has lost its lease: process 0 on elsewhere"):
             lose_turn(store, stage)
         assert signal.getsignal(signal.SIGTERM) == before
 
 
 def lose_turn(store: SharedStore, stage: SharedStage) -> None:
     """Make a stage, which another machine takes over meanwhile."""
-    key = turn_key(stage.label, stage.fingerprint)
+    key = lease_key(stage.label, stage.fingerprint)
     with store.making(stage, attached=False):
         for _ in range(600):
-            turn = Turn.read(store.backend, key)
-            theirs = dataclasses.replace(turn, token=9, holder=Holder("other", "elsewhere", 0, "now"))
+            record = LeaseRecord.read(store.backend, key)
+            theirs = dataclasses.replace(record, token=9, holder=Holder("other", "elsewhere", 0, "now"))
             with contextlib.suppress(Conflict):
-                store.backend.write(key, theirs.encode(), replaces=turn.version)
+                store.backend.write(key, theirs.encode(), replaces=record.version)
             time.sleep(0.1)
 
 
@@ -287,11 +287,11 @@ def test_whoever_has_lost_its_turn_stops_and_changes_nothing(start: Start, tmp_p
     for pid in _stopped(slow):
         os.kill(pid, signal.SIGCONT)
     assert process.wait() == 10, _log(slow)
-    assert "this machine has lost its turn: process" in _log(slow)
-    token = _turn(tmp_path / "store")["token"]
+    assert "this machine has lost its lease: process" in _log(slow)
+    token = _lease(tmp_path / "store")["token"]
     other.send_signal(signal.SIGTERM)
     assert other.wait() == 75
-    assert _turn(tmp_path / "store")["token"] == token
+    assert _lease(tmp_path / "store")["token"] == token
 
 
 def test_a_store_that_cannot_be_used_is_one_line_before_anything_starts(tmp_path: Path) -> None:
@@ -326,9 +326,9 @@ def _log(chain: Chain) -> str:
     return (chain.directory / "luigi.log").read_text(errors="replace")
 
 
-def _turn(store: Path) -> dict:  # type: ignore[type-arg]
-    """The turn of phase 1's training."""
-    found = list((store / "turns").glob("pretrain-phase1-*.json"))
+def _lease(store: Path) -> dict:  # type: ignore[type-arg]
+    """The lease of phase 1's training."""
+    found = list((store / "leases").glob("pretrain-phase1-*.json"))
     return (read_json(found[0]) or {"content": {}})["content"] if found else {}
 
 

@@ -51,7 +51,7 @@ class Machine:
     def stored(self) -> list[str]:
         """The checkpoints that another machine would go on from, the newest last."""
         for entry in self.s3.client.list_objects_v2(Bucket=self.bucket).get("Contents", ()):
-            if "turns/pretrain" in entry["Key"]:
+            if "leases/pretrain" in entry["Key"]:
                 body = self.s3.client.get_object(Bucket=self.bucket, Key=entry["Key"])["Body"].read()
                 return [checkpoint["name"] for checkpoint in json.loads(body)["content"]["checkpoints"]]
         return []

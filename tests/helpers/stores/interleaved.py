@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from common.errors import UserError
 from stages.directory.manifest import Identity
 from stages.store.backend import Altered, Conflict, Entry, Missing, Report
-from stages.store.lease import turn_key
+from stages.store.lease import lease_key
 from stages.store.records import stage_of_key
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ class ActorsBackend:
 class Shared:
     """What the machines share: the store, the time, and the rules."""
 
-    turn_key, name = turn_key(LABEL, FINGERPRINT), f"{LABEL}-{FINGERPRINT}"
+    lease_key, name = lease_key(LABEL, FINGERPRINT), f"{LABEL}-{FINGERPRINT}"
 
     def __init__(self, objects: Mapping[str, bytes] = MappingProxyType({})) -> None:
         self.objects = dict(objects)
@@ -162,17 +162,17 @@ class Shared:
         self.now = 0.0
         #: Whether a write that finds its own bytes there counts as done, as in S3, or not, as in a folder.
         self.knows_own_bytes = False
-        #: Tokens of the turns that were taken, in order.
+        #: Tokens of the leases that were taken, in order.
         self.taken: list[int] = []
-        #: The record of the turn.
-        self.turn = self._read_turn()
+        #: The record of the lease.
+        self.record = self._read_record()
         self._changed_at = 0.0
         self._whose: dict[int, Actor] = {}
 
-    def _read_turn(self) -> dict[str, Any]:
-        if self.turn_key not in self.objects:
+    def _read_record(self) -> dict[str, Any]:
+        if self.lease_key not in self.objects:
             return {"token": 0, "holder": None, "lease_s": 0.0, "checkpoints": []}
-        content: dict[str, Any] = json.loads(self.objects[self.turn_key])["content"]
+        content: dict[str, Any] = json.loads(self.objects[self.lease_key])["content"]
         return content
 
     def check(self, actor: Actor) -> None:
@@ -180,11 +180,11 @@ class Shared:
         if self.objects == self._checked:
             return
         self._checked = dict(self.objects)
-        before, self.turn = self.turn, self._read_turn()
-        if self.turn != before:
-            self._check_change(actor, before, self.turn)
+        before, self.record = self.record, self._read_record()
+        if self.record != before:
+            self._check_change(actor, before, self.record)
             self._changed_at = self.now
-        for one in self.turn["checkpoints"]:
+        for one in self.record["checkpoints"]:
             self._check_objects(f"checkpoints/{self.name}/{one['token']}/", one["files"] + one["records"])
         for key, data in self.objects.items():
             if stage_of_key(key):
@@ -193,12 +193,12 @@ class Shared:
 
     def _check_change(self, actor: Actor, before: dict[str, Any], after: dict[str, Any]) -> None:
         if after["token"] == before["token"]:
-            assert self._whose.get(after["token"]) is actor, f"turn {after['token']} is not the writer's"
+            assert self._whose.get(after["token"]) is actor, f"lease {after['token']} is not the writer's"
             return
-        assert after["token"] > before["token"], f"turn {after['token']} comes after {before['token']}"
-        assert after["checkpoints"] == before["checkpoints"], "whoever takes the turn has the checkpoints"
+        assert after["token"] > before["token"], f"lease {after['token']} comes after {before['token']}"
+        assert after["checkpoints"] == before["checkpoints"], "whoever takes the lease has the checkpoints"
         held = before["holder"] is not None and before["holder"]["id"] != after["holder"]["id"]
-        assert not held or self.now - self._changed_at >= before["lease_s"], "the turn was taken too early"
+        assert not held or self.now - self._changed_at >= before["lease_s"], "the lease was taken too early"
         self._whose[after["token"]] = actor
 
     def _check_objects(self, place: str, files: list[dict[str, Any]]) -> None:

@@ -32,7 +32,7 @@ _STEPS = ("--Phase1-max-steps", "40", "--Phase2-max-steps", "20", "--Phase1-ckpt
 def pushed(store: Path) -> dict[str, int]:
     """The newest checkpoint of each training that is under way, by phase."""
     found = {}
-    for path in (store / "turns").glob("pretrain-phase*.json"):
+    for path in (store / "leases").glob("pretrain-phase*.json"):
         checkpoints = (read_json(path) or {"content": {}})["content"].get("checkpoints")
         if checkpoints:
             found[path.name[: len("pretrain-phase1")]] = int(checkpoints[-1]["name"].removeprefix("ckpt_"))

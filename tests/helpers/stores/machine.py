@@ -16,7 +16,7 @@ from stages.directory.manifest import MANIFEST, Output, StartTime, finish
 from stages.store.checkpoints import fetch_checkpoint, forget_checkpoints
 from stages.store.companion import Companion
 from stages.store.complete import fetch_stage, find_stage, push_stage
-from stages.store.lease import Lease, Turn, name_holder
+from stages.store.lease import Lease, LeaseRecord, name_holder
 from tests.helpers.stores.interleaved import FINGERPRINT, IDENTITY, LABEL, Actor, ActorsBackend, Shared
 from trainer.checkpoint.directory import CHECKPOINTS, encode_manifest, whole_checkpoints
 
@@ -29,7 +29,7 @@ class Machine:
 
     shared: Shared
     directory: Path
-    #: Steps after which the training is complete; checkpoints that a process pushes before it hands the turn over.
+    #: Steps after which the training is complete; checkpoints that a process pushes before it hands the lease over.
     steps: int = 4
     pushes: int = 4
     #: Whether complete stages are fetched.
@@ -48,20 +48,20 @@ class Machine:
                 return self._make(backend)
 
     def acquire(self, backend: ActorsBackend) -> Lease:
-        """The turn. The checkpoints that it brings are fetched."""
+        """The lease. The checkpoints that it brings are fetched."""
         lease = Lease.acquire(
-            backend, self.shared.turn_key, name_holder(self.directory), LEASE_S,
+            backend, self.shared.lease_key, name_holder(self.directory), LEASE_S,
             wait=lambda other: backend.actor.call("wait", lambda: None), clock=lambda: self.shared.now + self.clock_s,
         )  # fmt: skip
         assert not self.shared.taken or lease.token > self.shared.taken[-1]
         self.shared.taken.append(lease.token)
         return lease
 
-    def fetch(self, backend: ActorsBackend, turn: Turn) -> None:
-        """What the turn has, unless what is here is as new. A later turn may have removed it."""
-        listed = max((one.step for one in turn.checkpoints), default=0)
-        fetched = fetch_checkpoint(backend, turn, self.shared.name, self.directory)
-        if self.shared.turn["token"] == turn.token:
+    def fetch(self, backend: ActorsBackend, record: LeaseRecord) -> None:
+        """What the lease has, unless what is here is as new. A later lease may have removed it."""
+        listed = max((one.step for one in record.checkpoints), default=0)
+        fetched = fetch_checkpoint(backend, record, self.shared.name, self.directory)
+        if self.shared.record["token"] == record.token:
             assert self.step >= listed
             assert fetched is None or (self.directory / METRICS).read_bytes() == metrics_of(listed)
         if self.step:
@@ -80,7 +80,7 @@ class Machine:
             return lease.release()
         companion = Companion(backend, lease, self.directory, LABEL, FINGERPRINT)
         if not (self.directory / MANIFEST).exists():
-            self.fetch(backend, lease.turn)
+            self.fetch(backend, lease.record)
             for _ in range(self.pushes):
                 self._train()
                 lease.renew()

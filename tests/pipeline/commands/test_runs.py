@@ -207,7 +207,7 @@ def test_a_training_of_a_machine_that_was_lost_is_listed_with_its_last_checkpoin
     process = lost.start(*words, "--Phase1-ckpt-interval-steps", "5")
 
     def checkpoints() -> list[dict[str, Any]]:
-        records = [read_json(path) for path in (tmp_path / "store" / "turns").glob("pretrain-phase1*.json")]
+        records = [read_json(path) for path in (tmp_path / "store" / "leases").glob("pretrain-phase1*.json")]
         return [one for record in records if record for one in record["content"]["checkpoints"]]
 
     try:

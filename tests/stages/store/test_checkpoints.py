@@ -11,14 +11,14 @@ from common.files import METRICS
 from common.secrets import Secret
 from stages.store.backend import Backend
 from stages.store.checkpoints import fetch_checkpoint, forget_newer, push_checkpoint
-from stages.store.lease import Holder, Lease, Turn
+from stages.store.lease import Holder, Lease, LeaseRecord
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
 from tests.helpers.stores.interleaved import Shared
 from tests.helpers.stores.machine import LEASE_S, checkpoint_of, write
 from trainer.checkpoint.directory import CHECKPOINTS, set_aside, whole_checkpoints
 
-KEY, NAME = Shared.turn_key, Shared.name
+KEY, NAME = Shared.lease_key, Shared.name
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def push(backend: Backend, lease: Lease, directory: Path, step: int) -> Path:
     return path
 
 
-def steps(turn: Turn) -> list[int]:
-    return [one.step for one in turn.checkpoints]
+def steps(record: LeaseRecord) -> list[int]:
+    return [one.step for one in record.checkpoints]
 
 
 def test_a_training_that_was_rolled_back_is_not_undone(backend: Backend, tmp_path: Path) -> None:
@@ -52,27 +52,27 @@ def test_a_training_that_was_rolled_back_is_not_undone(backend: Backend, tmp_pat
     assert first.exists()
     assert set_aside(directory / CHECKPOINTS, aside, directory / METRICS)
     lease = taken(backend)
-    assert steps(lease.turn) == [2, 3]
-    assert fetch_checkpoint(backend, lease.turn, NAME, directory) is None
+    assert steps(lease.record) == [2, 3]
+    assert fetch_checkpoint(backend, lease.record, NAME, directory) is None
     forget_newer(backend, lease, NAME, directory)
-    assert steps(Turn.read(backend, KEY)) == []
+    assert steps(LeaseRecord.read(backend, KEY)) == []
     assert not list(backend.list("checkpoints/"))
     assert [step for step, _ in whole_checkpoints(directory / CHECKPOINTS)] == [1]
     push(backend, lease, directory, 2)
-    assert steps(Turn.read(backend, KEY)) == [2]
+    assert steps(LeaseRecord.read(backend, KEY)) == [2]
 
 
 def test_what_cannot_be_used_makes_room_for_what_is_trained_instead(backend: Backend, tmp_path: Path) -> None:
     lease = taken(backend)
     for step in (4, 5):
         push(backend, lease, tmp_path / "lost", step)
-    newest = lease.turn.checkpoints[-1]
+    newest = lease.record.checkpoints[-1]
     for file in newest.files:
         (tmp_path / "store/checkpoints" / NAME / str(newest.token) / file.sha256).write_bytes(b"poison")
     lease, here = taken(backend), tmp_path / "here"
-    fetched = fetch_checkpoint(backend, lease.turn, NAME, here)
+    fetched = fetch_checkpoint(backend, lease.record, NAME, here)
     assert fetched is not None
     assert fetched.step == 4
     forget_newer(backend, lease, NAME, here)
-    assert steps(Turn.read(backend, KEY)) == [4]
-    assert fetch_checkpoint(backend, Turn.read(backend, KEY), NAME, tmp_path / "third") is not None
+    assert steps(LeaseRecord.read(backend, KEY)) == [4]
+    assert fetch_checkpoint(backend, LeaseRecord.read(backend, KEY), NAME, tmp_path / "third") is not None

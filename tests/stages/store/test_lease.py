@@ -1,4 +1,4 @@
-"""Turns: one machine makes a stage, and whoever has lost its turn changes nothing, whatever happens in between."""
+"""Leases: one machine makes a stage, and whoever has lost its lease changes nothing, whatever happens in between."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from common.errors import LeaseLost, UserError
 from common.secrets import Secret
 from stages.store.backend import Backend
 from stages.store.checkpoints import fetch_checkpoint, forget_checkpoints, push_checkpoint
-from stages.store.lease import Holder, Lease, StoredCheckpoint, Turn, name_holder
+from stages.store.lease import Holder, Lease, LeaseRecord, StoredCheckpoint, name_holder
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
 from stages.store.records import StoredFile
 from tests.helpers.stores.interleaved import Actor, ActorsBackend, Fate, Shared
 from tests.helpers.stores.machine import LEASE_S, Machine, checkpoint_of, write
 
-KEY, NAME = Shared.turn_key, Shared.name
+KEY, NAME = Shared.lease_key, Shared.name
 FAILURES: list[Fate] = ["dies before", "dies after", "refused", "answer lost"]
 
 
@@ -51,23 +51,23 @@ def finish(shared: Shared, *actors: Actor) -> None:
 
 
 def assert_a_new_machine_goes_on(shared: Shared, place: Path, actors: list[Actor]) -> None:
-    """Everything dies; another machine gets the turn, and the newest checkpoint byte for byte."""
+    """Everything dies; another machine gets the lease, and the newest checkpoint byte for byte."""
     for actor in actors:
         if not actor.is_over:
             actor.step("dies before")
     machine = Machine(shared, place)
 
     def work(backend: ActorsBackend) -> None:
-        machine.fetch(backend, machine.acquire(backend).turn)
+        machine.fetch(backend, machine.acquire(backend).record)
 
-    listed = [int(one["name"].removeprefix("ckpt_")) for one in shared.turn["checkpoints"]]
+    listed = [int(one["name"].removeprefix("ckpt_")) for one in shared.record["checkpoints"]]
     finish(shared, machine.start(work))
     assert machine.step == max(listed, default=0)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_order_of_calls_and_crashes_breaks_the_rules(seed: int, disk: Path) -> None:
-    """The rules are `Shared.check`, after every call. Steps take from 0.1 s to longer than a turn is kept."""
+    """The rules are `Shared.check`, after every call. Steps take from 0.1 s to longer than a lease is kept."""
     complete = taken = 0
     for number in range(40):
         chance, place = random.Random(1000 * seed + number), disk / str(number)
@@ -97,12 +97,12 @@ def test_no_order_of_calls_and_crashes_breaks_the_rules(seed: int, disk: Path) -
         taken += len(shared.taken)
         assert_a_new_machine_goes_on(shared, place / "last", actors)
     assert 0 < complete < 40, "some of them are to end before the stage is complete"
-    assert taken > 120, "turns are to be taken over"
+    assert taken > 120, "leases are to be taken over"
 
 
 @pytest.fixture
 def begun(disk: Path) -> dict[str, bytes]:
-    """A store with two checkpoints of an earlier turn."""
+    """A store with two checkpoints of an earlier lease."""
     shared = Shared()
     finish(shared, Machine(shared, disk / "begun", pushes=3).start())
     return shared.objects
@@ -120,7 +120,7 @@ def calls(begun: dict[str, bytes], directory: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_machine_may_stop_at_any_call_while_another_is_at_any_other(begun: dict[str, bytes], disk: Path) -> None:
-    """One stops, the other takes its turn and stops, the first goes on and ends, then the second. Calls of one kind in
+    """One stops, the other takes the lease and stops, the first goes on and ends, then the second. Calls of one kind in
     a row are one: they can be in any order."""
     kinds = calls(begun, disk / "alone")
     stops = [index for index, kind in enumerate(kinds) if index < 2 or kind != kinds[index - 1]]
@@ -151,7 +151,7 @@ def test_a_machine_may_fail_at_any_call_and_come_back(fate: Fate, begun: dict[st
             actor.step()
         actor.step(fate)
         finish(shared, two.start(), one.start() if actor.is_over else actor)
-        assert shared.turn["holder"] is None
+        assert shared.record["holder"] is None
         assert any(key.startswith("stages/") for key in shared.objects)
         assert_a_new_machine_goes_on(shared, place / "last", [])
 
@@ -165,7 +165,7 @@ def test_somebody_finishes_and_the_others_fetch_it(disk: Path) -> None:
             shared.now += chance.uniform(0.0, 1.0)
             assert shared.now < 1000.0
             chance.choice(running).step()
-        assert shared.taken == [1, 2, 3], "nobody has lost a turn"
+        assert shared.taken == [1, 2, 3], "nobody has lost a lease"
         assert not [key for key in shared.objects if key.startswith("checkpoints/")]
         assert {(machine.directory / "weights").read_bytes() for machine in machines} == {b"trained"}
 
@@ -180,12 +180,12 @@ def holder(name: str) -> Holder:
 
 
 def taken(store: Backend, name: str, **options: Any) -> Lease:
-    """The turn, for which nobody waits."""
+    """The lease, for which nobody waits."""
     return Lease.acquire(store, KEY, holder(name), LEASE_S, wait=lambda other: pytest.fail("it waits"), **options)
 
 
 def waited(store: Backend, beats: Mapping[int, Callable[[], None]] = MappingProxyType({}), start: float = 0.0) -> int:
-    """Acquire for b, who looks every second on a clock that begins at `start`; the seconds until it has the turn.
+    """Acquire for b, who looks every second on a clock that begins at `start`; the seconds until it has the lease.
     `beats`: what happens at a second."""
     now = 0
 
@@ -241,7 +241,7 @@ def test_another_process_of_the_same_turn_goes_on_with_it(store: Backend) -> Non
     lease.renew()
     Lease.resume(store, KEY, "a", lease.token).renew()
     lease.renew()
-    assert Turn.read(store, KEY).beat == 3
+    assert LeaseRecord.read(store, KEY).beat == 3
 
 
 LISTED = StoredCheckpoint("ckpt_1", 1, (StoredFile("model", 1, "0" * 64),), ())
@@ -257,7 +257,7 @@ def test_a_lost_turn_changes_nothing(use: Callable[[Lease], None], is_released: 
     if is_released:
         Lease.resume(store, KEY, "b", 2).release()
     before = store.read(KEY)
-    with pytest.raises(LeaseLost, match="has lost its turn: " + ("it was given" if is_released else "process 1 on")):
+    with pytest.raises(LeaseLost, match="has lost its lease: " + ("it was given" if is_released else "process 1 on")):
         use(lease)
     assert store.read(KEY) == before
 
@@ -267,7 +267,7 @@ def test_a_turn_that_is_handed_over_is_taken_at_once_with_its_checkpoints(store:
     lease.keep((LISTED,))
     lease.release()
     after = taken(store, "b")
-    assert (after.token, after.turn.checkpoints) == (2, (LISTED,))
+    assert (after.token, after.record.checkpoints) == (2, (LISTED,))
 
 
 def test_a_damaged_record_is_an_error_that_says_what_to_do(store: Backend, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_damaged_record_is_an_error_that_says_what_to_do(store: Backend, tmp_p
 
 
 def test_a_late_cleaning_leaves_what_later_turns_have_brought(store: Backend, tmp_path: Path) -> None:
-    """A machine cleans up behind a complete training, and stops in the middle for longer than its turn."""
+    """A machine cleans up behind a complete training, and stops in the middle for longer than its lease."""
     late = taken(store, "a")
 
     class Slow(contextlib.AbstractContextManager[None]):
@@ -295,5 +295,5 @@ def test_a_late_cleaning_leaves_what_later_turns_have_brought(store: Backend, tm
 
     forget_checkpoints(store, late, NAME, Slow())
     machine = Machine(Shared(), tmp_path / "there")
-    assert fetch_checkpoint(store, Turn.read(store, KEY), NAME, machine.directory) is not None
+    assert fetch_checkpoint(store, LeaseRecord.read(store, KEY), NAME, machine.directory) is not None
     assert machine.step == 1

@@ -18,7 +18,7 @@ from stages.store import maintenance
 from stages.store.backend import Backend
 from stages.store.checkpoints import fetch_checkpoint, push_checkpoint
 from stages.store.complete import fetch_stage, find_stage, push_stage
-from stages.store.lease import Holder, Lease, Turn, turn_key
+from stages.store.lease import Holder, Lease, LeaseRecord, lease_key
 from stages.store.maintenance import GRACE_S, Contents, StoredStage
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
@@ -29,7 +29,7 @@ from trainer.checkpoint.directory import CHECKPOINTS
 
 DAY = 86400.0
 LABEL = "shard_dataset-phase1"
-TRAINING, NAME = turn_key("pretrain", "0" * 64), f"pretrain-{'0' * 64}"
+TRAINING, NAME = lease_key("pretrain", "0" * 64), f"pretrain-{'0' * 64}"
 
 
 @pytest.fixture
@@ -163,8 +163,8 @@ def test_a_training_that_nobody_goes_on_with_is_removed_by_age(
     age(tmp_path / "store", 31)
     assert prune(backend, days=30) == {"pretrain-0000000000"}
     assert not maintenance.read(backend).files
-    turn = Turn.read(backend, TRAINING)
-    assert (turn.checkpoints, turn.token) == ((), training.token), "the fencing token goes on"
+    record = LeaseRecord.read(backend, TRAINING)
+    assert (record.checkpoints, record.token) == ((), training.token), "the fencing token goes on"
 
 
 def test_a_training_that_is_taken_up_meanwhile_is_left_alone(backend: Backend, training: Lease, tmp_path: Path) -> None:
@@ -174,12 +174,12 @@ def test_a_training_that_is_taken_up_meanwhile_is_left_alone(backend: Backend, t
     gone = maintenance.superfluous(contents, older_than_s=30 * DAY, most_bytes=None, newest=None, now=now)
     training.renew()
     assert maintenance.remove(backend, contents, gone, now) == 0
-    assert fetch_checkpoint(backend, Turn.read(backend, TRAINING), NAME, tmp_path / "there") is not None
+    assert fetch_checkpoint(backend, LeaseRecord.read(backend, TRAINING), NAME, tmp_path / "there") is not None
 
 
 def test_a_damaged_checkpoint_is_removed_with_its_entry(backend: Backend, training: Lease, tmp_path: Path) -> None:
-    newest = training.turn.checkpoints[-1]
-    shared = {file.sha256 for file in training.turn.checkpoints[0].files}
+    newest = training.record.checkpoints[-1]
+    shared = {file.sha256 for file in training.record.checkpoints[0].files}
     (sha256, *_) = [file.sha256 for file in newest.files if file.sha256 not in shared]
     (tmp_path / "store/checkpoints" / NAME / "1" / sha256).write_bytes(b"poison")
     contents = maintenance.read(backend)
@@ -187,11 +187,11 @@ def test_a_damaged_checkpoint_is_removed_with_its_entry(backend: Backend, traini
     assert list(wrong) == [f"checkpoints/{NAME}/1/{sha256}"]
     assert maintenance.remove_damaged(backend, contents, wrong) == []
     assert not maintenance.verify(backend, maintenance.read(backend), read_all=True)
-    fetched = fetch_checkpoint(backend, Turn.read(backend, TRAINING), NAME, tmp_path / "there")
+    fetched = fetch_checkpoint(backend, LeaseRecord.read(backend, TRAINING), NAME, tmp_path / "there")
     assert fetched is not None
     assert fetched.step == 1
     training.renew()  # whoever trains goes on, and lists what is there
-    assert [one.step for one in training.turn.checkpoints] == [1]
+    assert [one.step for one in training.record.checkpoints] == [1]
 
 
 def test_a_record_that_cannot_be_read_is_not_taken_for_damaged(
