@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers.support import command, fork_server, require_torch_xla, start_fork_server, stop_fork_servers
@@ -27,6 +28,8 @@ os.environ["XLA_FLAGS"] = (
 # What a shell has started in the background ignores Ctrl-C, and hands that on to all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parent.parent
+#: What the file systems of tests are called in the list of mounts, before the id of the process that tests.
+DISK = "test-disk"
 
 Stage = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -50,6 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def scratch() -> Iterator[None]:
     """What a process that is killed leaves in the folder for temporary files goes at the end."""
+    unmount_leftovers()
     with (
         tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as name,
         pytest.MonkeyPatch.context() as patch,
@@ -70,12 +74,20 @@ def environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+def unmount_leftovers() -> None:
+    """Tests that were killed leave their file systems, and pytest, which removes old folders, fails at those."""
+    for partition in psutil.disk_partitions(all=True):
+        device, _, pid = partition.device.partition("-of-")
+        if device == DISK and not psutil.pid_exists(int(pid)):
+            subprocess.run(["umount", "-l", partition.mountpoint], check=False)  # another worker may be faster
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     """A tmpfs of 64 MiB, to be made smaller."""
     path = tmp_path / "disk"
     path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", f"{DISK}-of-{os.getpid()}", str(path)]
     mounted = subprocess.run(mount, capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
