@@ -13,7 +13,8 @@ from common.errors import UserError
 from common.size import parse_size
 from pipeline.settings.load import load
 from pipeline.status.chain import chain, is_complete, would_run
-from pipeline.store.shared import SharedStore, counted
+from pipeline.store.shared import SharedStore
+from pipeline.store.transfer import counted, transfer_bar
 from pipeline.tasks.everything import Everything
 from pipeline.tasks.stage import Stage
 from stages.directory.lock import hold
@@ -110,20 +111,18 @@ def _push(shared: SharedStore, args: argparse.Namespace) -> int:
         if not (shared.pushes(stage) and is_complete(task)):
             continue
         if find_stage(shared.backend, stage.label, stage.fingerprint) is None:
-            with hold(stage.directory):
-                record = push_stage(shared.backend, stage.directory, stage.label)
+            with hold(stage.directory), transfer_bar(f"push {task.label}") as bar:
+                record = push_stage(shared.backend, stage.directory, stage.label, counted(bar.update), bar.reset)
             print(f"{task.label:24} {len(record.files):,} files, {size(record.total_bytes)}")
     return 0
 
 
 def _verify(shared: SharedStore, args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from stages.store import maintenance
 
     contents = maintenance.read(shared.backend)
     if args.read:
-        with tqdm(desc="verify", total=contents.total_bytes, unit=" B", unit_scale=True, ncols=100) as bar:
+        with transfer_bar("verify", contents.referenced_bytes) as bar:
             wrong = maintenance.verify(shared.backend, contents, read_all=True, report=counted(bar.update))
     else:
         wrong = maintenance.verify(shared.backend, contents, read_all=False)

@@ -23,6 +23,7 @@ from common.console import log
 from common.errors import LeaseLost, UserError
 from pipeline.settings.sections import Store
 from pipeline.store.background import CompanionProcess, push_at_exit
+from pipeline.store.transfer import counted
 from stages.directory import attempts
 from stages.directory.manifest import MANIFEST
 from stages.store.options import StoreOptions
@@ -263,14 +264,3 @@ def _said(what: str, checkpoint: Path) -> Iterator[Callable[[int], None]]:
     finally:
         over.set()
         thread.join()
-
-
-def counted(update: Callable[[int], object]) -> Callable[[int], None]:
-    """For the threads of a transfer: one at a time."""
-    lock = threading.Lock()
-
-    def counted(moved: int) -> None:
-        with lock:
-            update(moved)
-
-    return counted

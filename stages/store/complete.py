@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +78,21 @@ def stored_manifest(backend: Backend, record: StageRecord) -> dict[str, Any] | N
     return manifest if manifest.get("fingerprint") == record.fingerprint else None
 
 
-def push_stage(backend: Backend, directory: Path, label: str, report: Report = ignore) -> StageRecord:
+def push_stage(
+    backend: Backend, directory: Path, label: str, report: Report = ignore, expect: Callable[[int], object] = ignore
+) -> StageRecord:
     """Push the complete stage in `directory`: its files, then its record. What the store has is not sent again.
 
-    Raises `UserError`, also for a stage that is not complete or whose files were altered.
+    `expect` is called with all the bytes, before `report` for the first. Raises `UserError`, also for a stage that is
+    not complete or whose files were altered.
     """
     with one_push(directory):
-        return _push(backend, directory, label, report)
+        return _push(backend, directory, label, report, expect)
 
 
-def _push(backend: Backend, directory: Path, label: str, report: Report) -> StageRecord:
+def _push(
+    backend: Backend, directory: Path, label: str, report: Report, expect: Callable[[int], object]
+) -> StageRecord:
     manifest = read_manifest(directory)
     why = "never finished" if manifest is None else why_incomplete(directory, manifest["fingerprint"])
     if manifest is None or why is not None:
@@ -103,7 +108,9 @@ def _push(backend: Backend, directory: Path, label: str, report: Report) -> Stag
         files = (*outputs, *others, *records, measured(directory / MANIFEST, MANIFEST))
         record = StageRecord(label, manifest["fingerprint"], files, utc_now(), socket.gethostname())
         paths = {file.key: copies.get(file.path, directory / file.path) for file in files}
-        upload(backend, {file.key: file for file in files}, paths, report)
+        by_key = {file.key: file for file in files}
+        expect(sum(file.bytes for file in by_key.values()))
+        upload(backend, by_key, paths, report)
     failpoint("store-record")
     _write_record(backend, record)
     _mark(directory, backend)

@@ -81,6 +81,12 @@ class Contents:
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
 
+    @property
+    def referenced_bytes(self) -> int:
+        """Of the files that are there and that a record names."""
+        named = _files_of([*self.stages, *self.trainings])
+        return sum(entry.bytes for key, entry in self.files.items() if key in named)
+
 
 def read(backend: Backend) -> Contents:
     """Read all records and list all files. Raises `UserError`."""

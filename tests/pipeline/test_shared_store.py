@@ -177,8 +177,10 @@ def test_what_was_removed_is_pushed_again_when_asked(first: Chain, tmp_path: Pat
     other.run("ShardDataset", "--phase", "1")
     assert not stored(store), "pushed once already: a run leaves alone what was removed"
     assert other.ask("store", "plan").stdout.count("complete here; not in the store any more (store push)") == 2
-    assert other.ask("store", "push").stdout.count(" files, ") == 2
-    assert "is whole" in other.ask("store", "verify", "--read").stdout
+    pushed = other.ask("store", "push")
+    assert (pushed.stdout.count(" files, "), pushed.stderr.count(": 100%|")) == (2, 2)
+    verified = other.ask("store", "verify", "--read")
+    assert ("is whole" in verified.stdout, ": 100%|" in verified.stderr) == (True, True)
     assert stored(store) == {"tokenize_corpus", "shard_dataset-phase1"}
     assert not other.ask("store", "push").stdout
 
