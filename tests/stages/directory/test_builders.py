@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from stages.text.corpus import TokenizeOptions
 from stages.tokens import encode, parts
 from stages.tokens.encode import tokenize_corpus
 from tests.helpers.chain import wait_until
-from tests.helpers.support import ROOT, assert_one_line_error, forked
+from tests.helpers.support import FORKS, ROOT, assert_one_line_error, forked
 from tests.stages.tokens.test_tokenize import write_corpus
 
 COUNT = 3
@@ -56,9 +55,33 @@ def shard(out: Path, tokens: Path, builders: Builders) -> None:
 
 
 def start(made: Any, *arguments: Any) -> BaseProcess:
-    process = multiprocessing.get_context("fork").Process(target=made, args=arguments, daemon=True)
+    """In a process of its own, not forked from this one, which has threads."""
+    process = FORKS.Process(target=with_small_parts, args=(made, *arguments), daemon=True)
     process.start()
     return process
+
+
+def with_small_parts(made: Any, *arguments: Any) -> None:
+    parts._PART_CHARACTERS, builders_module._LOOK_EVERY_S = 20_000, 0.02
+    made(*arguments)
+
+
+def lost(stage: str, *arguments: Any) -> None:
+    """As `MADE[stage]`, in a process that is killed when it has made one of several files."""
+    module, name = (encode, "write_part") if stage == "tokens" else (shard_writer, "contiguous_file")
+    whole, written = getattr(module, name), []
+
+    def write(path: Path, *values: Any, **named: Any) -> Any:
+        written.append(path)
+        if len(written) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(path, *values, **named)
+
+    setattr(module, name, write)
+    MADE[stage](*arguments)
+
+
+MADE = {"tokens": tokenize, "shards": shard}
 
 
 def ended(processes: list[BaseProcess]) -> list[int | None]:
@@ -68,17 +91,16 @@ def ended(processes: list[BaseProcess]) -> list[int | None]:
 
 
 @pytest.fixture
-def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(parts, "_PART_CHARACTERS", 20_000)
-    monkeypatch.setattr(builders_module, "_LOOK_EVERY_S", 0.02)
+def text(tmp_path: Path) -> Path:
     return write_corpus(tmp_path / "text", documents=300)
 
 
 @pytest.fixture
 def alone(tmp_path: Path, text: Path) -> tuple[Path, Path]:
-    tokenize(tmp_path / "tokens-alone", text, ALONE)
-    shard(tmp_path / "shards-alone", tmp_path / "tokens-alone", ALONE)
-    return tmp_path / "tokens-alone", tmp_path / "shards-alone"
+    tokens, shards = tmp_path / "tokens-alone", tmp_path / "shards-alone"
+    assert ended([start(tokenize, tokens, text, ALONE)]) == [0]
+    assert ended([start(shard, shards, tokens, ALONE)]) == [0]
+    return tokens, shards
 
 
 def test_three_machines_make_the_bytes_of_one(tmp_path: Path, text: Path, alone: tuple[Path, Path]) -> None:
@@ -92,30 +114,15 @@ def test_three_machines_make_the_bytes_of_one(tmp_path: Path, text: Path, alone:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("stage", ["tokens", "shards"])
+@pytest.mark.parametrize("stage", MADE)
 def test_a_lost_machines_files_are_made_again(
-    tmp_path: Path, text: Path, alone: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, rank: int, stage: str
+    tmp_path: Path, text: Path, alone: tuple[Path, Path], rank: int, stage: str
 ) -> None:
-    """It is killed when it has made one of several files; the others wait for the one that takes its place."""
-    out, made = tmp_path / "made", tokenize if stage == "tokens" else shard
+    """The others wait for the one that takes its place."""
+    out, made = tmp_path / "made", MADE[stage]
     source, one = (text, alone[0]) if stage == "tokens" else alone
-    whole = {"tokens": encode.write_part, "shards": shard_writer.contiguous_file}
-
-    def lost(*arguments: Any) -> None:
-        written = []
-
-        def write(path: Path, *values: Any, **named: Any) -> Any:
-            written.append(path)
-            if len(written) == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return whole[stage](path, *values, **named)
-
-        where = (encode, "write_part") if stage == "tokens" else (shard_writer, "contiguous_file")
-        monkeypatch.setattr(*where, write)
-        made(*arguments)
-
     others = [start(made, out, source, Builders(other, COUNT)) for other in range(COUNT) if other != rank]
-    assert ended([start(lost, out, source, Builders(rank, COUNT))]) == [-signal.SIGKILL]
+    assert ended([start(lost, stage, out, source, Builders(rank, COUNT))]) == [-signal.SIGKILL]
     assert not (out / "manifest.json").exists()
     assert all(other.is_alive() for other in others)
     assert ended([start(made, out, source, Builders(rank, COUNT)), *others]) == [0, 0, 0]
