@@ -17,7 +17,7 @@ from typing import Any
 
 from common.disk_space import require_disk_space
 from common.errors import UserError
-from common.files import durable_file
+from common.files import TEMPORARY_SUFFIX, durable_file
 from common.workers import Workers
 from stages.directory.builders import Builders
 from stages.directory.manifest import Output, StageDirectory
@@ -118,8 +118,10 @@ def _require_room(
         for split, form in forms.items()
     )
     needed += sum(int(tokens.cut[-1]) * tokens.dtype.itemsize for tokens in splits.values())
-    existing = [*directory.glob("bert_*.hdf5"), *(directory / PLAN).glob("*.*")]
-    require_disk_space(directory, needed - sum(path.stat().st_size for path in existing), what)
+    found = [*directory.glob("bert_*.hdf5"), *(directory / PLAN).glob("*.*")]
+    # Temporary files are those of other machines and vanish at any time.
+    existing = sum(path.stat().st_size for path in found if path.suffix != TEMPORARY_SUFFIX)
+    require_disk_space(directory, needed - existing, what)
 
 
 def _tasks_of(

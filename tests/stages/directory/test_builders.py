@@ -46,11 +46,15 @@ def tokenize(out: Path, text: Path, builders: Builders) -> None:
         tokenize_corpus(work, options, processes=1, builders=builders)
 
 
-def shard(out: Path, tokens: Path, builders: Builders) -> None:
+def shard(out: Path, tokens: Path, builders: Builders, vanished: str = "") -> None:
+    """`vanished`: a file of the plan that is listed, and gone before it is looked at."""
     options = ShardOptions(
         tokens=tokens, seq_len=64, max_pred_len=10, shards=7, test_shards=2, masking="dynamic", processes=1
     )
     with builders.begin(out, options.identity) as work:
+        if vanished:
+            (out / plans.PLAN).mkdir()
+            (out / plans.PLAN / vanished).symlink_to("gone")
         shard_dataset(work, options, builders)
 
 
@@ -127,6 +131,11 @@ def test_a_lost_machines_files_are_made_again(
     assert all(other.is_alive() for other in others)
     assert ended([start(made, out, source, Builders(rank, COUNT)), *others]) == [0, 0, 0]
     assert files(out) == files(one)
+
+
+def test_a_file_that_another_machine_renames_meanwhile_is_no_error(tmp_path: Path, alone: tuple[Path, Path]) -> None:
+    assert ended([start(shard, tmp_path / "made", alone[0], ALONE, "training_00099.bin.tmp")]) == [0]
+    assert files(tmp_path / "made") == files(alone[1])
 
 
 def test_a_machine_makes_its_own_files_only(tmp_path: Path, text: Path, alone: tuple[Path, Path]) -> None:
