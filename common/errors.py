@@ -115,8 +115,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     import difflib
 
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]}?" if near else f"allowed: {', '.join(names)}"
+    lowered = {one.lower(): one for one in names}
+    near = difflib.get_close_matches(name.lower(), lowered, n=1)
+    return f"did you mean {lowered[near[0]]}?" if near else f"allowed: {', '.join(names)}"
 
 
 def existing_parent(path: Path) -> Path:

@@ -8,11 +8,15 @@ import gc
 import sys
 
 from common.process import print_in_any_locale
+from pipeline.settings.config_file import not_utf8
 
 try:
     from pipeline import luigi_adapters
-except (configparser.Error, UnicodeDecodeError) as error:  # luigi reads the settings files when it is imported
+except configparser.Error as error:  # luigi reads the settings files when it is imported
     print("error:", " ".join(str(error).split()), file=sys.stderr)
+    sys.exit(35)
+except UnicodeDecodeError as error:
+    print(f"error: {not_utf8()} is not UTF-8 ({error}); save it in that encoding", file=sys.stderr)
     sys.exit(35)
 from pipeline.settings.load import add_defaults
 

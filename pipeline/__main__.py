@@ -14,7 +14,7 @@ import itertools
 import re
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
@@ -83,8 +83,8 @@ MAP = """\
 python -m pipeline COMMAND, or luigi --module pipeline TASK. What to run for what:
 
   begin      python -m pipeline init FOLDER          a luigi.cfg for this machine
-             python -m pipeline doctor               would a run get through the night?
-  run        luigi --module pipeline BertPhase2      everything; again after a stop: it goes on
+             python -m pipeline doctor               can a run finish unattended? its time and disk
+  run        luigi --module pipeline BertPhase2      the whole pipeline; run it again to resume
              luigi --module pipeline BertPhase1      up to the checkpoint that phase 2 starts from
              luigi --module pipeline Nightly --date 2026-11-21
              luigi --module pipeline Sweep --grid configs/sweep.toml
@@ -96,20 +96,25 @@ python -m pipeline COMMAND, or luigi --module pipeline TASK. What to run for wha
              python -m pipeline runs                 a line for each training, also of the store
   use        python -m pipeline try [TEXT]           fill [MASK] with the newest model
              python -m pipeline publish hf://org/name     or s3://bucket/prefix, or a folder
-  tidy       python -m pipeline clean                what nothing needs; --remove removes it
+  tidy       python -m pipeline clean                what is superseded; --remove removes it
              python -m pipeline store [list|plan]    what machines share; also verify, prune
-             python -m pipeline cancel STAGE         end a job; also manifest, of Kubernetes
+             python -m pipeline cancel STAGE         cancel a job; manifest: Kubernetes' file
              python -m pipeline nights               the nights of Nightly
   type less  python -m pipeline completion bash      or zsh: names of tasks, settings, commands
 
 A setting is a line of luigi.cfg, or an option: --Phase1-lr 5e-4. COMMAND --help has the rest."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """With an error of one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse_options(message, self)
+
+
 def parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(
-        prog="python -m pipeline", description=__doc__, formatter_class=plain, allow_abbrev=False
-    )
+    p = _Parser(prog="python -m pipeline", description=__doc__, formatter_class=plain, allow_abbrev=False)
     p.set_defaults(parser=p)  # which `completion` lists
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():

@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="another model than that of the present settings: a merge's directory"
     )
-    parser.add_argument("--private", action="store_true", help="of a new repository on the Hub: only you see it")
+    parser.add_argument("--private", action="store_true", help="create the Hub repository as private")
     parser.add_argument("--dry-run", action="store_true", help="list what would be published, and publish nothing")
 
 
@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     model, made = _model_of_settings(settings) if args.model is None else _model_in(args.model, settings)
     with tempfile.TemporaryDirectory(prefix="publish-") as scratch:
         publication = _publication(model, _card(model, made, target), Path(scratch))
-        target.check(publication)
         for name, path in publication.files.items():
             print(f"{size(path.stat().st_size):>10}  {name}")
+        target.check(publication)
         what = f"{size(publication.total_bytes)} in {len(publication.files)} files of {model}"
         if args.dry_run:
             print(f"{target.address} would get {what}")

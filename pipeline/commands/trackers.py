@@ -10,7 +10,7 @@ from pipeline.status.trackers import send
 from pipeline.tasks.bert import BertPhase2
 from pipeline.tasks.mnist import MnistMlp
 
-SUMMARY = "send what the trackers of [trackers] names lack of this chain's trainings and evaluation"
+SUMMARY = "upload metrics that MLflow or W&B ([trackers] names) has not received yet"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

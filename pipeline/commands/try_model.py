@@ -13,7 +13,7 @@ from common.errors import UserError
 from pipeline.settings.load import load
 from pipeline.status.stage_dirs import StageDir, StageDirs
 
-SUMMARY = "the five best fillings of [MASK] by the newest merged model; of two texts, whether the second follows"
+SUMMARY = "the five most likely words for [MASK], by the newest merged model; of two texts, whether the second follows"
 
 
 def newest_model(stage_dirs: StageDirs) -> StageDir:

@@ -84,7 +84,7 @@ def add_task(parser: argparse.ArgumentParser, *, default: str | None = None) -> 
     task = "a task (Pretrain, BertPhase2), or a stage of `status`"
     optional: dict[str, Any] = {} if default is None else {"nargs": "?", "default": default}
     parser.add_argument("task", metavar="TASK", help=f"{task}; {default}" if default else task, **optional)
-    parser.add_argument("--phase", type=int, help="of a task that has one: 1 or 2")
+    parser.add_argument("--phase", type=int, help="1 or 2, for tasks that have a phase")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-#: What configparser takes for a section and for a key at the beginning of a line.
+#: What configparser takes for a section and for a key, in a line without its indentation.
 _SECTION = re.compile(r"\[(.+)\]")
 _KEY = re.compile(r"(?P<key>[^\s#;\[=:][^=:]*?)\s*[=:]\s*(?P<value>.*)")
 #: The files of the project: in a checkout one level above the package, in an installed package inside it.
@@ -35,13 +37,16 @@ def project_file(name: str) -> Path:
 def entries(text: str) -> Iterator[Entry]:
     """The headers and keys of a file that configparser takes, in order."""
     section, comment = "", list[str]()
+    deepest: float = math.inf  # of the next key; what is indented more goes on with the value of the last one
     lines = text.splitlines()
     for at, line in enumerate(lines):
-        if header := _SECTION.match(line):
-            section = header[1]
+        depth = _indentation(line)
+        if depth <= deepest and (header := _SECTION.match(line, depth)):
+            section, deepest = header[1], math.inf
             yield Entry(section, "", "", at + 1, tuple(comment))
-        elif found := _KEY.match(line):
-            value = [found["value"], *_continuation(lines[at + 1 :])]
+        elif depth <= deepest and (found := _KEY.match(line, depth)):
+            deepest = depth
+            value = [found["value"], *_continuation(lines[at + 1 :], depth)]
             yield Entry(section, found["key"].replace("-", "_"), "\n".join(value).strip(), at + 1, tuple(comment))
         comment = [*comment, line[1:].removeprefix(" ")] if line.startswith("#") else []
 
@@ -56,10 +61,26 @@ def by_section(text: str) -> Mapping[str, Mapping[str, Entry]]:
     return found
 
 
-def _continuation(lines: list[str]) -> Iterator[str]:
-    """The indented lines that go on with a value."""
+def not_utf8() -> Path | None:
+    """The first of the settings files that luigi reads which is not UTF-8."""
+    for name in ("/etc/luigi/luigi.cfg", "luigi.cfg", os.environ.get("LUIGI_CONFIG_PATH", "")):
+        try:
+            Path(name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return Path(name)
+        except OSError:
+            continue
+    return None
+
+
+def _indentation(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _continuation(lines: list[str], depth: int) -> Iterator[str]:
+    """The lines that go on with a value: those that are indented more than its key."""
     for line in lines:
-        if not line[:1].isspace() or not line.strip():
+        if _indentation(line) <= depth or not line.strip():
             return
         if not line.lstrip().startswith(("#", ";")):
             yield line.strip()

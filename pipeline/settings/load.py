@@ -7,13 +7,12 @@ The defaults are the luigi.cfg of this project. The user's own luigi.cfg, LUIGI_
 from __future__ import annotations
 
 import configparser
-import contextlib
 import dataclasses
 import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from luigi.task_register import Register
 from common.errors import UserError, suggestion
 from pipeline.settings.config_file import project_file
 from pipeline.settings.origin import named_places
+from pipeline.settings.parameters import in_section
 from pipeline.settings.sections import SECTIONS, Dataset, Phase, Settings, section_name
 from stages.shard import STATIC
 from trainer.data.batch_ramp import BatchRamp
@@ -173,7 +173,7 @@ def _refuse_unknown() -> None:
             continue
         for key in config.options(section):
             if key not in ours[section]:
-                raise UserError(f"[{section}] {key} is not a setting; {suggestion(key, ours[section])}")
+                raise UserError(f"[{section}] {key} is not a setting; {suggestion(key, sorted(ours[section]))}")
 
 
 def _check_together(settings: Settings) -> None:
@@ -188,7 +188,7 @@ def _check_together(settings: Settings) -> None:
         settings.kubernetes.check(cluster)
     for phase in (1, 2):
         at = settings.phase(phase)
-        require_agreement(at.optimizer, settings.precision.mode)
+        _check_precision(phase, at.optimizer, settings.precision.mode)
         usteps, per_execution = settings.grad_accum_usteps(phase), cluster.batches_per_execution
         if usteps % per_execution:
             raise UserError(
@@ -214,12 +214,17 @@ def _check_together(settings: Settings) -> None:
     _check_model(settings)
 
 
-def _check_model(settings: Settings) -> None:
+def _check_precision(number: int, optimizer: str, mode: str) -> None:
     try:
+        require_agreement(optimizer, mode)
+    except UserError as error:
+        raise UserError(f"[phase{number}] optimizer = {optimizer}, [precision] mode = {mode}: {error}") from None
+
+
+def _check_model(settings: Settings) -> None:
+    with in_section("model"):
         model = settings.model.config(settings.model.downloaded_vocab_size)
         model.require_divisible(settings.cluster.tensor_parallel_size)
-    except UserError as error:
-        raise UserError(f"[model] {error}") from None
 
 
 def _check_copies(dataset: Dataset) -> None:
@@ -232,24 +237,15 @@ def _check_copies(dataset: Dataset) -> None:
 
 def _check_ramp(number: int, phase: Phase, unit: int) -> None:
     """`unit`: samples that all workers execute at once."""
-    with _in_section(f"phase{number}"):
+    with in_section(f"phase{number}"):
         BatchRamp(phase.batch_ramp_steps, phase.batch_ramp_parts).require_whole_parts(phase.global_batch_size, unit)
 
 
 def _check_warmup(number: int, phase: Phase) -> None:
-    with _in_section(f"phase{number}"):
+    with in_section(f"phase{number}"):
         require_warmup(
             phase.schedule, warmup_steps=phase.warmup_steps, max_steps=phase.max_steps, decay_share=phase.decay_share
         )
-
-
-@contextlib.contextmanager
-def _in_section(name: str) -> Iterator[None]:
-    """Names the section in a `UserError` of the block."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"[{name}] {error}") from None
 
 
 def _check_static_masks(number: int, phase: Phase) -> None:

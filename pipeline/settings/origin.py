@@ -16,7 +16,9 @@ from pipeline.settings.sections import SECTIONS, section_name
 
 COMMAND_LINE = "the command line"
 #: In a message: a section, a key right behind it, a key with its value, and what can only be a key.
-_NAMED = re.compile(r"\[(?P<section>\w+)\](?: (?P<first>[a-z]\w*))?|\b(?P<key>[a-z]\w*(?= =)|[a-z]+(?:_[a-z0-9]+)+)\b")
+_NAMED = re.compile(
+    r"\[(?P<section>\w+)\](?: (?P<first>[A-Za-z]\w*))?|\b(?P<key>[A-Za-z]\w*(?= =)|[a-z]+(?:_[a-z0-9]+)+)\b"
+)
 
 
 def place(section: str, key: str = "") -> str | None:

@@ -7,9 +7,10 @@ integer or "perhaps" for a boolean; and OptionalIntParameter accepts -3.
 from __future__ import annotations
 
 import configparser
+import contextlib
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,6 +22,15 @@ from common.options import fields_of, kind_of
 from common.secrets import Secret
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def in_section(name: str) -> Iterator[None]:
+    """Name the section in a `UserError` of the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"[{name}] {error}") from None
 
 
 class Setting(luigi.Parameter[T]):

@@ -23,6 +23,7 @@ from pipeline.settings.parameters import (
     Switch,
     Webhook,
     Words,
+    in_section,
     number,
     setting,
     whole,
@@ -199,11 +200,10 @@ class Store(luigi.Config):
     @property
     def options(self) -> StoreOptions | None:
         """How the store is reached; None: there is none."""
-        return (
-            StoreOptions(**{n: v for n, v in self.param_kwargs.items() if n not in ("push", "pull")})
-            if self.url
-            else None
-        )
+        if not self.url:
+            return None
+        with in_section("store"):
+            return StoreOptions(**{n: v for n, v in self.param_kwargs.items() if n not in ("push", "pull")})
 
 
 class Mnist(luigi.Config):

@@ -68,9 +68,9 @@ def read(path: Path) -> SweepFile:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"--grid {path}: {error.strerror}; give a TOML file (docs/sweeps.md)") from error
+        raise UserError(f"{path}: {error.strerror}; give a TOML file (docs/sweeps.md)") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--grid {path} is not TOML: {error}") from error
+        raise UserError(f"{path} is not TOML: {error}") from error
     errors = [f"{key} is not known; allowed: {', '.join(sorted(_KEYS))}" for key in content.keys() - _KEYS]
     goal = content.get("goal", GOALS[0])
     if goal not in GOALS:

@@ -6,7 +6,7 @@ import luigi
 
 from common.errors import UserError
 from pipeline.settings.cluster import Cluster
-from pipeline.settings.parameters import Address, setting
+from pipeline.settings.parameters import Address, in_section, setting
 from trainer.metrics.trackers.options import TrackerOptions
 
 
@@ -20,10 +20,8 @@ class Trackers(luigi.Config):
     @property
     def options(self) -> TrackerOptions:
         """As the trainer takes them. Raises `UserError`."""
-        try:
+        with in_section("trackers"):
             return TrackerOptions(**{**self.param_kwargs, "mlflow_uri": self.mlflow_uri or None})
-        except UserError as error:
-            raise UserError(f"[trackers] {error}") from None
 
     def check(self, cluster: Cluster) -> None:
         """Raise `UserError` unless the settings agree, and the libraries are there where training runs here."""
@@ -34,7 +32,8 @@ class Trackers(luigi.Config):
                 f"collective_timeout_s, after which a training that waits counts as dead; allowed: below {most_s:g}"
             )
         if cluster.launcher == "local":
-            options.require_installed()
+            with in_section("trackers"):
+                options.require_installed()
         elif options.mlflow_uri and options.mlflow_uri.hides:
             raise UserError(
                 f"[trackers] mlflow_uri = {self.mlflow_uri} has a login, which a job's record must not hold; set "

@@ -53,17 +53,17 @@ class StoreOptions:
         try:
             parts = urlsplit(url)
         except ValueError as error:
-            raise UserError(f"store {self.url} is no address ({error}); check it") from None
+            raise UserError(f"url = {self.url} is no address ({error}); check it") from None
         if self.is_s3:
             bucket = url.removeprefix("s3://").partition("/")[0]
             if not bucket or "@" in bucket:
-                raise UserError(f"store {self.url} is no place in S3; write s3://bucket/prefix")
+                raise UserError(f"url = {self.url} is no place in S3; write s3://bucket/prefix")
             return str(self.url).rstrip("/")
         if parts.scheme not in ("", "file"):
-            raise UserError(f"store {self.url}: {parts.scheme}:// is unknown; allowed: s3://, file:// and plain paths")
+            raise UserError(f"url = {self.url}: {parts.scheme}:// is unknown; allowed: s3://, file:// and plain paths")
         if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
-            raise UserError(f"store {self.url} names a host; write file:///absolute/path (three slashes)")
+            raise UserError(f"url = {self.url} names a host; write file:///absolute/path (three slashes)")
         path = Path(unquote(parts.path)) if parts.scheme else Path(url)
         if path.exists() and not path.is_dir():
-            raise UserError(f"store {self.url} is a file; give a folder, or s3://bucket/prefix")
+            raise UserError(f"url = {self.url} is a file; give a folder, or s3://bucket/prefix")
         return str(path)

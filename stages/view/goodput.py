@@ -1,6 +1,6 @@
 """Where a training's time went, from its attempts and the records of its steps.
 
-Goodput is the share of the time since the first start in which steps were computed that counted. The rest is lost: to
+Goodput is the share of the time since the first start spent on steps that were kept. The rest is lost: to
 steps that were done again, to starting, to waiting for data or checkpoints, to compilation, to being down.
 """
 

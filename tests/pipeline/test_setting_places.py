@@ -44,6 +44,17 @@ def at(text: str, fragment: str) -> int:
         ("[model]\nnum_attention_heads = 3\n", "num_attention_heads", "[model] hidden_size 128 / num_attention_heads"),
         ("[corpus]\nsource = /no/such/text\n", "source", "[corpus] source: /no/such/text matches no file"),
         ("[dataset]\nphase1_url = s3://b/1.tar\n", "phase1_url", "phase1_url is set and phase2_url is empty"),
+        ("[phase1]\n  seq_len = 128\n  lr = fast\n    # more\n", "  lr", "[phase1] lr = 'fast'"),
+        ("[phase1]\nLR = 1e-3\n", "LR", "[phase1] LR is not a setting; did you mean lr?"),
+        ("[store]\nconnections = 4\nurl = gs://x/y\n", "url", "[store] url = gs://x/y: gs:// is unknown; allowed: s3"),
+        ("[store]\nurl = s3://x/y\nkms_key = abc\n", "kms_key", "[store] kms_key = abc needs encryption = aws:kms"),
+        ("[trackers]\nproject = x\nnames = wnadb\n", "names", "wnadb is no tracker (commas separate several); did you"),
+        ("[trackers]\n\nnames = mlflow\n", "names", "[trackers] names = mlflow: mlflow needs an address"),
+        (
+            "[precision]\nmode = fp32\n[phase1]\noptimizer = AdamW_FP32ParamsCopy\n",
+            "optimizer",
+            "[phase1] optimizer = AdamW_FP32ParamsCopy, [precision] mode = fp32: optimizer AdamW_FP32ParamsCopy means",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["luigi.cfg", "mine.cfg"])
@@ -51,7 +62,14 @@ def test_a_file_is_named_with_its_line(tmp_path: Path, text: str, fragment: str,
     """The luigi.cfg of the current directory, or the one that LUIGI_CONFIG_PATH names."""
     (tmp_path / name).write_text(text)
     done = run(tmp_path, overlay=None if name == "luigi.cfg" else name)
-    assert_one_line_error(done, message, f"{name}:{at(text, fragment)})", status=35)
+    assert_one_line_error(done, message, f"{name}:{at(text, fragment)}", status=35)
+
+
+def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "luigi.cfg").write_text("[run]\n")
+    (tmp_path / "mine.cfg").write_bytes("[card]\ndatasets = caf\xe9/x\n".encode("latin-1"))
+    done = run(tmp_path, "-m", "pipeline", "status", overlay="mine.cfg")
+    assert_one_line_error(done, "error: mine.cfg is not UTF-8", "save it in that encoding", status=35)
 
 
 def test_the_one_that_counts_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""`python -m pipeline doctor`: whether a run with these settings would get through the night, how long it would take,
-and how much disk it needs."""
+"""`python -m pipeline doctor`: whether a run with these settings can finish unattended, how long it would take, and how
+much disk it needs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from stages.view.text import duration, size
 if TYPE_CHECKING:
     from pipeline.commands.doctor.estimates import Estimate
 
-SUMMARY = "whether a run would get through the night: machine, disk, network, store, scheduler; its time and disk"
+SUMMARY = "check that a run can finish unattended (machine, disk, network, store, scheduler); its time and disk"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_task(parser, default="BertPhase2")
-    parser.add_argument("--date", help="of a night, as of Nightly: with its text, in its folder")
+    parser.add_argument("--date", help="check the nightly run of this date, as 2026-11-21")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     parser.add_argument(
         "--measure", action="store_true", help="run all of it with a few steps and little text first, to know its rates"
@@ -85,8 +85,8 @@ def _examine(plan: Plan) -> Iterator[Finding]:
 
     checks: tuple[Check, ...] = (
         *(machine.packages, machine.device, machine.shared_memory, places.work_directory),
-        *(network.store, network.credentials, places.text, places.vocabulary, network.addresses, network.clock),
-        *(cluster.scheduler, cluster.ports),
+        *(network.store, network.credentials, places.text, places.vocabulary, network.addresses, network.trackers),
+        *(network.clock, cluster.scheduler, cluster.ports),
     )
     for check in checks:
         try:

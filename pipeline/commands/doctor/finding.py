@@ -35,6 +35,10 @@ class Plan:
     work_dirs: list[Path]
     #: Whether the store of the settings can be asked; set by its check, which precedes all that look at stages.
     store_answers: bool = True
+    #: The device that [cluster] device stands for here; set by the check of the device, if it can tell.
+    device: str = ""
+    #: Servers that did not answer the checks that asked them.
+    silent: set[str] = field(default_factory=set)
     #: What servers' clocks were ahead of this one's, in seconds, by the server; filled by the checks that ask them.
     ahead_s: dict[str, float] = field(default_factory=dict)
     #: Bytes of what is to be downloaded, by setting; filled by the check that asks for it.

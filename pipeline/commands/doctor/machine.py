@@ -75,13 +75,14 @@ def device(plan: Plan) -> Iterator[Finding]:
     if isinstance(said, str):
         yield Finding(name, "problem", f"python -m trainer --doctor: {said}")
         return
+    if wanted == "auto":
+        wanted = "cuda" if said["gpus"] else "neuron" if said["neuron_cores"] else "auto"
+    plan.device = wanted
     yield from _of_facts(wanted, workers, said)
 
 
 def _of_facts(wanted: str, workers: int, said: dict[str, Any]) -> Iterator[Finding]:
-    name, gpus, cores = "device", said["gpus"], said["neuron_cores"]
-    if wanted == "auto":
-        wanted = "cuda" if gpus else "neuron" if cores else "auto"
+    name, gpus = "device", said["gpus"]
     if wanted == "cuda":
         more = "lower [cluster] nproc_per_node, or choose another device"
         if not gpus:
@@ -139,7 +140,7 @@ def shared_memory(plan: Plan) -> Iterator[Finding]:
     cluster = plan.settings.cluster
     if cluster.launcher != "local" or sys.platform != "linux":
         return
-    needs = _FOR_NCCL if cluster.device == "cuda" and cluster.nproc_per_node > 1 else _FOR_POOLS
+    needs = _FOR_NCCL if (plan.device or cluster.device) == "cuda" and cluster.nproc_per_node > 1 else _FOR_POOLS
     remedy = "in a container: --shm-size=1g, or an emptyDir with medium: Memory"
     if not _SHARED_MEMORY.is_dir() or not os.access(_SHARED_MEMORY, os.W_OK):
         yield Finding("shared memory", "problem", f"{_SHARED_MEMORY} is not there or not writable; {remedy}")

@@ -21,6 +21,7 @@ from pipeline.commands.doctor.finding import Plan
 from pipeline.settings.sections import SECTIONS, section_name
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.dataset import DownloadDataset
+from stages.text.base import PACKED
 from stages.text.corpus import BUILTIN, find_files, kind_of
 from stages.text.patterns import split
 from stages.text.plain import PlainTextSource
@@ -89,6 +90,7 @@ def _changed(plan: Plan, folder: Path) -> _Overlay:
         "core": {"local_scheduler": "true"},
         "run": {"work_dir": str(folder / "work")},
         "store": {"url": ""},
+        "trackers": {"names": ""},
         "dataset": {"shards": str(min(4, settings.dataset.shards))},
         "corpus": {"max_unknown_share": "1"},
         "evaluation": {"max_samples": str(min(_SAMPLES, settings.evaluation.max_samples)), "blimp": ""},
@@ -119,7 +121,7 @@ def _text(plan: Plan, folder: Path) -> _Overlay:
         }
     first = find_files(split(settings.corpus.source))[0]
     source = BUILTIN
-    if first != BUILTIN and kind_of(first) is PlainTextSource and not first.endswith((".gz", ".bz2")):
+    if first != BUILTIN and kind_of(first) is PlainTextSource and not first.endswith(PACKED):
         sample = folder / "sample.txt"
         with open(first, "rb") as file:
             sample.write_bytes(file.read(_TEXT_BYTES).decode("utf-8", errors="ignore").encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,8 +25,9 @@ from stages.transfer.remote import Transient
 from stages.transfer.s3 import DEFAULT_PROFILE
 from stages.transfer.urls import Transport, open_source
 from stages.view.text import size
+from trainer.metrics.trackers.options import MLFLOW, WANDB, mlflow_address
 
-_AWS = "https://s3.amazonaws.com"
+_AWS, _WANDB = "https://s3.amazonaws.com", "https://api.wandb.ai"
 #: The smallest of MNIST's files.
 _MNIST_FILE = "t10k-labels-idx1-ubyte.gz"
 #: Seconds to connect to a server that is asked for the time, and to wait for its answer.
@@ -101,6 +103,30 @@ def credentials(plan: Plan) -> Iterator[Finding]:
             yield Finding("credentials", "ok", f"[{section}]: boto3 finds them by {found.method}")
 
 
+def trackers(plan: Plan) -> Iterator[Finding]:
+    """Whether MLflow and W&B answer, and W&B has a key. Training goes on without them, so nothing is a problem."""
+    from requests.utils import get_netrc_auth
+
+    options = plan.settings.trackers.options
+    if plan.settings.cluster.launcher != "local":
+        return
+    asked = {}
+    if MLFLOW in options.chosen:
+        asked[MLFLOW] = mlflow_address(options).reveal()
+    if WANDB in options.chosen and options.wandb_mode == "online":
+        asked[WANDB] = os.environ.get("WANDB_BASE_URL") or _WANDB
+    for name, address in asked.items():
+        parts = urlsplit(address)
+        is_server = parts.scheme in ("http", "https")
+        why = _ask(plan, f"{parts.scheme}://{parts.netloc}") if is_server else None
+        if why is not None:
+            yield Finding("trackers", "warning", f"{name}: {why}")
+        elif name == WANDB and not os.environ.get("WANDB_API_KEY") and get_netrc_auth(address) is None:
+            yield Finding("trackers", "warning", "wandb: no key is known here; set WANDB_API_KEY, or run `wandb login`")
+        else:
+            yield Finding("trackers", "ok", f"{name}: {public_address(address)}{' answers' if is_server else ''}")
+
+
 def _signed(plan: Plan) -> Iterator[tuple[str, str]]:
     """(section, profile) of requests to S3 that are signed."""
     dataset, store = plan.settings.dataset, plan.settings.store
@@ -166,6 +192,7 @@ def _ask(plan: Plan, server: str) -> str | None:
     try:
         answer = requests.head(f"{server}/", timeout=_PATIENCE_S, allow_redirects=False)
     except requests.RequestException as error:
+        plan.silent.add(shown)
         return f"{shown} does not answer: {_reason(error)}; check the address and this machine's network"
     said = answer.headers.get("Date")
     try:
@@ -185,7 +212,11 @@ def _reason(error: Exception) -> str:
 def clock(plan: Plan) -> Iterator[Finding]:
     """This machine's clock beside those of the servers that were asked; after the checks that ask them."""
     if not plan.ahead_s:
-        yield Finding("clock", "ok", "not compared: these settings use no server")
+        silent = ", ".join(sorted(plan.silent))
+        if silent:
+            yield Finding("clock", "warning", f"not compared: {silent} does not answer")
+        else:
+            yield Finding("clock", "ok", "not compared: these settings use no server")
         return
     server, ahead = max(plan.ahead_s.items(), key=lambda pair: abs(pair[1]))
     off = f"this machine's clock is {abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'} that of {server}"

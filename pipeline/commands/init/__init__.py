@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 from common.errors import UserError, suggestion
-from common.files import durable_file
+from common.files import disk_errors, durable_file
 from pipeline.settings.config_file import project_file
 
 SUMMARY = "a commented luigi.cfg for this machine, in this folder or another"
@@ -17,7 +17,14 @@ _FILE = "luigi.cfg"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(), metavar="FOLDER", help="(this one)")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        metavar="FOLDER",
+        help="where to write it (default: the current folder)",
+    )
     parser.add_argument(
         "--for", dest="target", metavar="NAME", help=f"one of {', '.join(TARGETS)}; left out: what is seen here"
     )
@@ -52,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         "with its unit. Before a long run: python -m pipeline doctor",
     ]
     content = "\n".join([*(f"# {line}" for line in header), *draft.lines(), ""])
-    args.folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(args.folder):
+        args.folder.mkdir(parents=True, exist_ok=True)
     with durable_file(path) as file:
         file.write(content.encode())
     print(f"{path}: for {target}, {why} ({seen})")

@@ -15,10 +15,14 @@ import time
 from collections.abc import Iterator
 from email.utils import formatdate
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from pipeline.commands.doctor import machine
+from pipeline.commands.doctor.finding import Plan
+from pipeline.tasks.goal import Goal
 from tests.conftest import Disk
 from tests.helpers import web
 from tests.helpers.chain import Chain
@@ -267,6 +271,28 @@ def test_6_a_folder_as_store(chain: Chain, tmp_path: Path, read_only: Path) -> N
     assert "Read-only file system" in problem(chain, "store", "--Store-url", str(read_only / "store"))
 
 
+def test_6_a_tracker_that_does_not_answer_is_a_warning(chain: Chain, tmp_path: Path) -> None:
+    """Training goes on without it."""
+    env = {"WANDB_BASE_URL": "", "WANDB_API_KEY": "", "NETRC": str(tmp_path / "netrc")}
+    words = ("--Trackers-names", "tensorboard, mlflow", "--Trackers-mlflow-uri")
+    checks = examined(chain, *words, f"http://127.0.0.1:{free_port()}", **env)
+    assert (checks["trackers"]["level"], checks["clock"]["level"]) == ("warning", "warning")
+    assert "mlflow: http://127.0.0.1:" in checks["trackers"]["text"]
+    assert "does not answer" in checks["clock"]["text"]
+    with web.serving(b"page") as server:
+        address = server.url.rpartition("/")[0]
+        checks = examined(chain, *words, address, **env)
+        assert checks["trackers"] == {"check": "trackers", "level": "ok", "text": f"mlflow: {address} answers"}
+        env["WANDB_BASE_URL"] = address
+        checks = examined(chain, "--Trackers-names", "wandb", **env)
+        assert "wandb: no key is known here; set WANDB_API_KEY" in checks["trackers"]["text"]
+        assert (
+            examined(chain, "--Trackers-names", "wandb", **{**env, "WANDB_API_KEY": "k"})["trackers"]["level"] == "ok"
+        )
+        (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password k\n")
+        assert examined(chain, "--Trackers-names", "wandb", **env)["trackers"]["level"] == "ok"
+
+
 def test_7_a_port_in_use(chain: Chain) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -374,6 +400,19 @@ def test_a_package_that_is_too_old(chain: Chain, tmp_path: Path) -> None:
 def test_a_wrong_setting_ends_it_before_any_check(chain: Chain) -> None:
     done = chain.ask("doctor", "--Phase1-lr", "fast", status=35)
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_10_gpus_need_more_shared_memory(device: str, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch says of a machine's devices stands in for two GPUs; 64 MB are what a container has by default."""
+    facts = {"gpus": ["NVIDIA H100"] * 2, "neuron_cores": None, "versions": {}}
+    monkeypatch.setattr(machine, "_trainers_doctor", lambda: facts)
+    monkeypatch.setattr(machine, "_SHARED_MEMORY", disk.path)
+    cluster = SimpleNamespace(launcher="local", device=device, nproc_per_node=2)
+    plan = Plan(cast("Goal", SimpleNamespace(settings=SimpleNamespace(cluster=cluster))), [])
+    assert [found.level for found in machine.device(plan)] == ["ok"]
+    (found,) = machine.shared_memory(plan)
+    assert (found.level, "--shm-size=1g" in found.text) == ("problem", True)
 
 
 def test_the_clock_test_has_a_server_with_a_clock() -> None:

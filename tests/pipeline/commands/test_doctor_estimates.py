@@ -10,6 +10,7 @@ import pytest
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from pipeline.commands.doctor.estimates import parameter_count
+from tests.helpers import web
 from tests.helpers.chain import STAGES, Chain, finished_chain
 from tests.helpers.images import write_images
 from trainer.models.config import ModelConfig
@@ -126,8 +127,12 @@ def test_the_number_of_parameters_is_hugging_faces(size: str, cls: Any) -> None:
 
 @pytest.mark.slow
 def test_a_short_run_makes_everything_known_and_leaves_nothing(tmp_path: Path) -> None:
+    """And no tracker hears of it."""
     chain = Chain(tmp_path)
-    found = estimated(chain, "--measure")
+    with web.serving(b"page") as server:
+        address = server.url.rpartition("/")[0]
+        found = estimated(chain, "--measure", "--Trackers-names", "mlflow", "--Trackers-mlflow-uri", address)
+        assert not [path for path in server.paths if "mlflow" in path]
     assert set(found) == set(STAGES)
     assert None not in {stage["seconds"] for stage in found.values()}
     assert {path.name for path in tmp_path.iterdir()} <= {"corpus.txt", "test.cfg", "work"}

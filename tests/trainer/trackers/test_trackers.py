@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import json
 import os
 import secrets
@@ -16,10 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
+from common.errors import UserError
+from common.secrets import Secret
 from tests.helpers.chain import wait_until
 from tests.helpers.support import Workers, assert_same_bytes, command, metrics, options, train
 from tests.trainer.trackers import readers
 from tests.trainer.trackers.readers import Curves, MlflowServer, board_curves, wandb_runs
+from trainer.metrics.trackers.options import TrackerOptions
 
 mlflow_server = readers.mlflow_server
 STEPS, EVERY = 20, 3
@@ -225,10 +230,14 @@ def test_no_key_or_password_of_a_tracker_is_written_or_said(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"trackers": "mlfow"}, "tracker mlfow is not known; allowed: tensorboard, mlflow, wandb, separated by commas"),
-        ({"trackers": "mlflow"}, "tracker mlflow needs an address; give mlflow_uri"),
-        ({"trackers": "wandb", "tracker_project": "a/b"}, "project a/b is no name that W&B takes"),
-        ({"trackers": "wandb", "tracker_project": ""}, "tracker wandb needs a project (W&B) or experiment (MLflow)"),
+        ({"trackers": "mlfow"}, "names = mlfow: mlfow is no tracker (commas separate several); did you mean mlflow?"),
+        (
+            {"trackers": "wandb, x"},
+            "names = wandb, x: x is no tracker (commas separate several); allowed: tensorboard,",
+        ),
+        ({"trackers": "mlflow"}, "names = mlflow: mlflow needs an address; give mlflow_uri"),
+        ({"trackers": "wandb", "tracker_project": "a/b"}, "project = a/b is no name that W&B takes"),
+        ({"trackers": "wandb", "tracker_project": ""}, "project = : wandb needs the name of a project; give one"),
         ({"trackers": "wandb", "wandb_mode": "off"}, "--wandb_mode is off; allowed: online, offline"),
         ({"trackers": "wandb", "tracker_wait": -1}, "--tracker_wait is -1.0; allowed: a number 0 or more"),
     ],
@@ -254,8 +263,18 @@ def test_a_missing_library_is_one_line_that_names_its_extra(
     env = {"PYTHONPATH": str(tmp_path), "MLFLOW_TRACKING_URI": "http://127.0.0.1:1"}
     done = command("-m", "trainer", "--trackers", name, env=env)
     assert done.returncode == 1
-    assert f"tracker {name} needs a library that is not installed; install the extra" in done.stderr
+    assert f"names = {name}: {name} needs a library that is not installed; install the extra" in done.stderr
     assert f"'bert-pretraining-pipeline[{name}]'" in done.stderr
+
+
+@pytest.mark.parametrize(("scheme", "is_refused"), [("sqlite", True), ("postgresql+psycopg2", True), ("http", False)])
+def test_a_database_needs_the_whole_of_mlflow(scheme: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has the extra only, by an import system that does not find what it lacks."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sqlalchemy" else found("json"))
+    options = TrackerOptions(names="mlflow", mlflow_uri=Secret.address(f"{scheme}:///absolute/path.db"))
+    with pytest.raises(UserError, match="is a database") if is_refused else contextlib.nullcontext():
+        options.require_installed()
 
 
 def test_what_is_not_there_is_not_imported(data: Path, model: Path, tmp_path: Path) -> None:

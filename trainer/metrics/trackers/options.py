@@ -7,8 +7,9 @@ import os
 import re
 from dataclasses import dataclass
 from typing import ClassVar
+from urllib.parse import urlsplit
 
-from common.errors import UserError
+from common.errors import UserError, suggestion
 from common.options import check, option
 from common.secrets import Secret
 from trainer.registry import TENSORBOARD, TRACKERS
@@ -16,6 +17,7 @@ from trainer.registry import TENSORBOARD, TRACKERS
 MLFLOW, WANDB = "mlflow", "wandb"
 #: Values of `wandb_mode`.
 WANDB_MODES = ("online", "offline")
+_DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 _HOW = {"group": "trackers", "decides": False}
 
 
@@ -47,14 +49,15 @@ class TrackerOptions:
         check(self)
         for name in self.chosen:
             if name not in TRACKERS:
-                raise UserError(f"tracker {name} is not known; allowed: {', '.join(TRACKERS)}, separated by commas")
+                near = suggestion(name, TRACKERS)
+                raise UserError(f"names = {self.names}: {name} is no tracker (commas separate several); {near}")
         if self.remote and not self.project.strip():
-            raise UserError(f"tracker {self.remote[0]} needs a project (W&B) or experiment (MLflow); give its name")
+            raise UserError(f"project = {self.project}: {self.remote[0]} needs the name of a project; give one")
         if WANDB in self.chosen and re.search(r"[/\\#?%:]", self.project):
-            raise UserError(f"project {self.project} is no name that W&B takes; allowed: one without / \\ # ? % :")
-        if MLFLOW in self.chosen and not self.mlflow_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
+            raise UserError(f"project = {self.project} is no name that W&B takes; allowed: one without / \\ # ? % :")
+        if MLFLOW in self.chosen and not mlflow_address(self):
             raise UserError(
-                "tracker mlflow needs an address; give mlflow_uri, such as http://localhost:5000 or "
+                f"names = {self.names}: mlflow needs an address; give mlflow_uri, such as http://localhost:5000 or "
                 "sqlite:////absolute/path.db, or set MLFLOW_TRACKING_URI"
             )
 
@@ -69,10 +72,22 @@ class TrackerOptions:
         return tuple(name for name in self.chosen if name != TENSORBOARD)
 
     def require_installed(self) -> None:
-        """Raise `UserError` unless every tracker's library is there."""
+        """Raise `UserError` unless every tracker's library is there. The extra has MLflow's client, which reaches
+        servers; databases need the whole of MLflow."""
         for name in self.remote:
             if importlib.util.find_spec(name) is None:
                 raise UserError(
-                    f"tracker {name} needs a library that is not installed; install the extra "
+                    f"names = {self.names}: {name} needs a library that is not installed; install the extra "
                     f"(pip install 'bert-pretraining-pipeline[{name}]'), or leave {name} out"
                 )
+        is_database = urlsplit(mlflow_address(self).reveal()).scheme.partition("+")[0] in _DATABASES
+        if MLFLOW in self.chosen and is_database and importlib.util.find_spec("sqlalchemy") is None:
+            raise UserError(
+                f"mlflow_uri = {mlflow_address(self)} is a database, which the extra's client cannot open; install all "
+                f"of MLflow (pip install mlflow), or give the address of its server, http://…"
+            )
+
+
+def mlflow_address(options: TrackerOptions) -> Secret:
+    """MLflow's server or database; empty if nobody names one."""
+    return options.mlflow_uri or Secret.address(os.environ.get("MLFLOW_TRACKING_URI", ""))
