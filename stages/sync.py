@@ -18,7 +18,7 @@ from common.options import add_options, from_namespace
 from common.process import give_way
 from stages.directory import command
 from stages.directory.lock import hold
-from stages.directory.manifest import AlreadyComplete, Identity, stage_label, why_incomplete
+from stages.directory.manifest import Identity, stage_label, why_incomplete
 from stages.directory.progress import Progress
 from stages.directory.records import read_identity
 from stages.store.backend import Backend
@@ -53,7 +53,8 @@ def pull(backend: Backend, names: list[str], work_dir: Path) -> None:
         directory = work_dir / f"{label}-{fingerprint[:10]}"
         with hold(directory):
             if why_incomplete(directory, fingerprint) is None:
-                raise AlreadyComplete
+                print(f"{directory} is complete already")
+                continue
             with Progress(directory / "progress.json", f"fetch {label}", record.total_bytes, "B", 0) as bar:
                 try:
                     beside = [path.name for path in work_dir.iterdir() if path != directory and path.is_dir()]

@@ -143,7 +143,7 @@ def _prune(shared: SharedStore, args: argparse.Namespace) -> int:
     from stages.store import maintenance
 
     contents = maintenance.read(shared.backend)
-    now = maintenance.now_of(contents)
+    now = maintenance.now_of(shared.backend)
     gone = maintenance.superfluous(
         contents, older_than_s=args.older_than, most_bytes=args.max_size, newest=args.keep, now=now
     )

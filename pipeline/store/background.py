@@ -25,6 +25,8 @@ from stages.store.options import StoreOptions
 _LOG = "store.log"
 #: Seconds after which a companion that died is started again, and between lines on a push that is waited for.
 _AGAIN_S, _SAY_EVERY_S = 5.0, 30.0
+#: Seconds in which a companion ends that is asked to.
+_PATIENCE_S = 5.0
 
 
 class CompanionProcess:
@@ -61,7 +63,11 @@ class CompanionProcess:
     def stop(self) -> None:
         self._over.set()
         self._process.terminate()
-        self._process.wait()
+        try:
+            self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:  # stopped, or it hangs in the kernel
+            self._process.kill()
+            self._process.wait()
         self._thread.join()
 
     def leave(self) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from common.console import log
 from common.errors import LeaseLost, UserError
+from pipeline.launchers.base import Detached
 from pipeline.settings.sections import Store
 from pipeline.store.background import CompanionProcess, push_at_exit
 from pipeline.store.transfer import counted
@@ -155,11 +156,12 @@ class SharedStore:
             if stage.resumes and not was_fetched and not attached:
                 self._fetch_checkpoint(stage, lease)
             yield was_fetched
-        except BaseException:
+        except BaseException as error:
             companion.stop()
             if companion.lost:
                 raise LeaseLost(companion.lost) from None
-            self._hand_over(stage, lease)
+            # A job that trains on is this machine's for as long as its lease lasts: luigi, started again, goes on.
+            self._hand_over(stage, lease, releases=not isinstance(error, Detached))
             raise
         if (stage.directory / MANIFEST).exists():
             companion.leave()
@@ -198,9 +200,9 @@ class SharedStore:
             attempts.record_wait(stage.directory, "downloading", began)
             log(f"{stage.label}: goes on from {found.name}, fetched from {self.backend.url}")
 
-    def _hand_over(self, stage: SharedStage, lease: Lease) -> None:
-        """Push the newest checkpoint, then let another machine take the lease. A store that does not answer is noted:
-        the work directory has everything."""
+    def _hand_over(self, stage: SharedStage, lease: Lease, *, releases: bool = True) -> None:
+        """Push the newest checkpoint, then, if it `releases` the lease, let another machine take it. A store that does
+        not answer is noted: the work directory has everything."""
         from stages.store.companion import Companion
         from stages.store.lease import Lease as LeaseOf
         from stages.store.lease import lease_key
@@ -213,9 +215,12 @@ class SharedStore:
             newest = last.unpushed() if stage.resumes else None
             if newest is not None:
                 has = next((one.name for one in reversed(again.record.checkpoints)), "none")
-                with _said(f"{stage.label}: pushing {newest.name} (the store has {has})", newest) as report:
+                what = f"{stage.label}: pushing {newest.name} (the store has {has})"
+                # Another machine may be waiting for the lease; if it gets that, the push says so.
+                with last.renewing(lambda error: None), _said(what, newest) as report:
                     last.push_newest(report)
-            again.release()
+            if releases:
+                last.release()
         except UserError as error:
             log(f"{stage.label}: note: {error}; the newest checkpoint may not be in the store")
 

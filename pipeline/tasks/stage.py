@@ -180,7 +180,7 @@ class Stage(ChainTask):
                 return False
             if latest.is_older(self.label, self.directory):
                 latest.link(self.label, self.directory)  # a run was killed after its manifest, before the link
-            if self.store is not None:
+            if self.store is not None and (self.directory / MANIFEST).exists():  # a rung is complete without
                 self.store.push_later(self.shared)
             return True
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.console import log
@@ -43,7 +45,10 @@ class Companion:
 
     def run(self) -> None:
         """Until the stage is complete and pushed. Raises `UserError`; ends the process if the lease is lost."""
-        threading.Thread(target=self._keep_turn, daemon=True).start()
+        with self.renewing(_end):
+            self._push_until_complete()
+
+    def _push_until_complete(self) -> None:
         while not (self._directory / MANIFEST).exists():
             try:
                 pushed = self._is_due() and self.push_newest()
@@ -98,13 +103,29 @@ class Companion:
                 time.sleep(_AGAIN_S)
         log(f"{self._label} is in the store: {len(record.files):,} files, {record.total_bytes:,} bytes")
         forget_checkpoints(self._backend, self._lease, self._name, self._alone)
+        self.release()
+
+    def release(self) -> None:
+        """Let another machine take the lease. Raises `LeaseLost`, `UserError`."""
         with self._alone:
             self._lease.release()
 
-    def _keep_turn(self) -> None:
+    @contextlib.contextmanager
+    def renewing(self, lost: Callable[[LeaseLost], object]) -> Iterator[None]:
+        """Renew the lease at once, and again and again until the end of the block. `lost` is called, in another thread,
+        when another machine has taken it; whoever uses the lease after that gets `LeaseLost`."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._renew, args=(over, lost), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _renew(self, over: threading.Event, lost: Callable[[LeaseLost], object]) -> None:
         is_noted = False
-        while True:
-            time.sleep(self._lease.record.lease_s / _RENEWALS)
+        while not over.is_set():
             try:
                 with self._alone:
                     if self._lease.record.holder is None:
@@ -112,11 +133,13 @@ class Companion:
                     self._lease.renew()
                 is_noted = False
             except LeaseLost as error:
-                _end(error)
+                lost(error)
+                return
             except UserError as error:  # nobody else can take the lease while the store does not answer either
                 if not is_noted:
                     log(f"note: {error}")
                 is_noted = True
+            over.wait(self._lease.record.lease_s / _RENEWALS)
 
 
 def _end(error: LeaseLost) -> None:

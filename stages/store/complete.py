@@ -46,6 +46,8 @@ from trainer.checkpoint.stable import stable_step
 
 #: Files of a complete stage that its manifest does not list as outputs.
 _RECORDS = (IDENTITY, *RESUMED_RECORDS, "results.json", "config.json", "settings.json")
+#: How often a stage is pushed of which others remove files meanwhile.
+_TRIES = 3
 #: In a stage directory: {"url"} of the store that has it.
 STORED = "stored.json"
 
@@ -110,9 +112,14 @@ def _push(
         paths = {file.key: copies.get(file.path, directory / file.path) for file in files}
         by_key = {file.key: file for file in files}
         expect(sum(file.bytes for file in by_key.values()))
-        upload(backend, by_key, paths, report)
-    failpoint("store-record")
-    _write_record(backend, record)
+        for _ in range(_TRIES):
+            relied_on = upload(backend, by_key, paths, report)
+            failpoint("store-record")
+            if not _write_record(backend, record) or backend.present(relied_on).keys() >= relied_on:
+                break
+            log(f"note: somebody prunes {backend.url}; what is gone of {label} is pushed again")
+        else:
+            raise UserError(f"{backend.url} loses files of {label} while it is pushed; run the same again")
     _mark(directory, backend)
     return record
 
@@ -128,9 +135,9 @@ def _extendable(directory: Path) -> list[StoredFile]:
     return []
 
 
-def _write_record(backend: Backend, record: StageRecord) -> None:
-    """Whoever comes first writes it: both have the same outputs. A damaged one is replaced. The files of `record` are
-    in the store."""
+def _write_record(backend: Backend, record: StageRecord) -> bool:
+    """Write it, unless the store has one: both have the same outputs. A damaged one is replaced. Returns whether it was
+    written. The files of `record` are in the store, but those that were there before may have been pruned meanwhile."""
     while True:
         version = None
         with contextlib.suppress(Missing):
@@ -139,10 +146,10 @@ def _write_record(backend: Backend, record: StageRecord) -> None:
                 theirs = {file.key for file in StageRecord.decode(data, record.label, record.fingerprint).files}
                 others = theirs - {file.key for file in record.files}
                 if backend.present(others).keys() == others:
-                    return
+                    return False
         with contextlib.suppress(Conflict):
             backend.write(record.key, record.encode(), replaces=version)
-            return
+            return True
 
 
 def fetch_stage(
@@ -165,8 +172,13 @@ def fetch_stage(
         if last.path != MANIFEST:
             raise Damaged(f"its last file is {last.path}, not {MANIFEST}")
         download(backend, {last.key: last}, {last.key: [manifest]})
-        times = _modification_times(manifest, record)
-        wanted = [file for file in files if not _is_there(directory, file)]
+        times, present = _read_manifest(manifest, record)
+        beside = {file.path for file in files if file.path.startswith("..")}
+        if not beside <= present:
+            raise Damaged(f"its manifest does not name {', '.join(sorted(beside - present))}")
+        # Beside the stage are files that people edit, such as the model's card: what is there stays as it is.
+        kept = {path for path in beside if (directory / path).exists()}
+        wanted = [file for file in files if file.path not in kept and not _is_there(directory, file)]
         require_disk_space(directory, sum(file.bytes for file in wanted), f"{record.label} of the store needs")
         targets: dict[str, list[Path]] = {}
         for file in wanted:
@@ -203,17 +215,18 @@ def _is_there(directory: Path, file: StoredFile) -> bool:
         return False
 
 
-def _modification_times(manifest: Path, record: StageRecord) -> dict[str, int]:
-    """Times that outputs in the fetched manifest must have, by path. Raises `Damaged` for a manifest of another stage,
-    or with other outputs than the record's."""
+def _read_manifest(manifest: Path, record: StageRecord) -> tuple[dict[str, int], set[str]]:
+    """Times that outputs in the fetched manifest must have, by path; and the files beside the stage that must be there.
+    Raises `Damaged` for a manifest of another stage, or with other outputs than the record's."""
     listed = {(file.path, file.sha256) for file in record.files}
     try:
         content = json.loads(manifest.read_bytes())
         is_its = content["fingerprint"] == record.fingerprint
         is_its &= {(output["path"], output["sha256"]) for output in content["outputs"]} <= listed
         times = {output["path"]: int(output["mtime_ns"]) for output in content["outputs"] if "mtime_ns" in output}
+        present = set(content.get("present", ()))
     except (ValueError, KeyError, TypeError):
-        is_its, times = False, {}
+        is_its, times, present = False, {}, set()
     if not is_its:
         raise Damaged("its manifest is of something else")
-    return times
+    return times, present

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import DiskError, UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, sha256_of
 from common.lock import exclusively
 from stages.store.backend import Altered, Backend, Missing, Report
@@ -32,9 +32,9 @@ def ignore(moved: int) -> None:
     """A `Report` for nobody."""
 
 
-def upload(backend: Backend, files: Mapping[str, StoredFile], paths: Mapping[str, Path], report: Report) -> None:
-    """Upload the files, by key, that the store does not have, or not in their length. Raises `UserError` for one that
-    was altered."""
+def upload(backend: Backend, files: Mapping[str, StoredFile], paths: Mapping[str, Path], report: Report) -> set[str]:
+    """Upload the files, by key, that the store does not have, or not in their length; returns the keys of those that it
+    has. Raises `UserError` for one that was altered."""
     there = {key for key, size in backend.present(files.keys()).items() if size == files[key].bytes}
     report(sum(files[key].bytes for key in there))
 
@@ -47,6 +47,7 @@ def upload(backend: Backend, files: Mapping[str, StoredFile], paths: Mapping[str
         failpoint("store-uploaded")
 
     _each(backend.connections, send, sorted(files.keys() - there, key=lambda key: -files[key].bytes))
+    return there
 
 
 def download(
@@ -59,14 +60,17 @@ def download(
     def fetch(key: str) -> None:
         file, (first, *others) = files[key], targets[key]
         temporary = first.with_name(first.name + TEMPORARY_SUFFIX)
-        with disk_errors(first):
-            first.parent.mkdir(parents=True, exist_ok=True)
-            temporary.unlink(missing_ok=True)
-        try:
-            backend.download(key, temporary, file.bytes, file.sha256, report)
-        except Altered:
-            altered.append(key)
-            return
+        for is_last in (False, True):  # what was altered on its way is whole at the second try
+            with disk_errors(first):
+                first.parent.mkdir(parents=True, exist_ok=True)
+                temporary.unlink(missing_ok=True)
+            try:
+                backend.download(key, temporary, file.bytes, file.sha256, ignore if is_last else report)
+                break
+            except Altered:
+                if is_last:
+                    altered.append(key)
+                    return
         for other in others:
             with disk_errors(other):
                 other.parent.mkdir(parents=True, exist_ok=True)
@@ -119,10 +123,20 @@ def snapshot(directory: Path, names: Iterable[str], place: Path, *, copies: bool
         found = {name: place / str(number) for number, name in enumerate(names)}
         for name, path in found.items():
             if copies or not _link(directory / name, path):
-                shutil.copyfile(directory / name, path)
+                _copy(directory / name, path)
         yield found
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Raises FileNotFoundError, `DiskError`."""
+    try:
+        shutil.copyfile(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DiskError.of(error, target) from None
 
 
 def _link(source: Path, target: Path) -> bool:

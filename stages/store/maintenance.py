@@ -5,16 +5,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-import time
-from collections.abc import Collection, Iterator, Sequence
+import uuid
+from collections.abc import Collection, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.console import log
+from common.errors import UserError
 from stages.store.backend import Altered, Backend, Conflict, Entry, Missing, Report
 from stages.store.files import ignore
 from stages.store.lease import DamagedLease, LeaseRecord, StoredCheckpoint, lease_key, lease_of_key
-from stages.store.records import CHECKPOINTS, LEASES, OBJECTS, STAGES, Damaged, StageRecord, StoredFile, stage_of_key
+from stages.store.records import (
+    CHECKPOINTS,
+    LEASES,
+    OBJECTS,
+    PROBES,
+    STAGES,
+    Damaged,
+    StageRecord,
+    StoredFile,
+    stage_of_key,
+)
 
 #: Files to which no record refers are kept so long, in seconds: somebody may be about to write the record.
 GRACE_S = 86400.0
@@ -151,6 +163,10 @@ def verify(backend: Backend, contents: Contents, *, read_all: bool, report: Repo
                     wrong[key] = "its sha256 is not its name's"
                 except Missing:
                     wrong[key] = "missing"
+    if wrong.keys() - contents.damaged.keys():  # what was removed since `contents` were read, with its record, is not
+        left = read_records(backend)
+        named = _files_of([*left.stages, *left.trainings])
+        wrong = {key: why for key, why in wrong.items() if key in named or key in contents.damaged}
     return wrong
 
 
@@ -193,7 +209,12 @@ def superfluous(
 
 def remove(backend: Backend, contents: Contents, gone: Sequence[StoredStage | StoredTraining], now: float) -> int:
     """Remove the stages and the checkpoints of trainings, then the files to which nothing refers any more. Returns the
-    bytes freed."""
+    bytes freed. Raises `UserError` while records are damaged, whose files nobody knows."""
+    if contents.damaged:
+        raise UserError(
+            f"{backend.url} has {len(contents.damaged)} damaged records, whose files would be removed like those to "
+            f"which nothing refers; first: python -m pipeline store verify --remove"
+        )
     backend.delete([one.record.key for one in gone if isinstance(one, StoredStage)])
     for one in gone:
         if isinstance(one, StoredTraining):
@@ -202,8 +223,23 @@ def remove(backend: Backend, contents: Contents, gone: Sequence[StoredStage | St
     left.files = contents.files
     unused = unreferenced(left, gone, now)
     backend.delete([entry.key for entry in unused])
+    _remove_broken(backend, {stage.record.key for stage in left.stages}, {entry.key for entry in unused})
     backend.sweep(now - GRACE_S)
     return sum(entry.bytes for entry in unused)
+
+
+def _remove_broken(backend: Backend, known: Collection[str], removed: Set[str]) -> None:
+    """Remove the records of stages that were pushed after the `known` ones were read, and relied on a removed file."""
+    for entry in list(backend.list(f"{STAGES}/")):
+        stage = stage_of_key(entry.key)
+        if entry.key in known or stage is None:
+            continue
+        with contextlib.suppress(Missing, Damaged):
+            record = StageRecord.decode(backend.read(entry.key)[0], *stage)
+            if not removed.isdisjoint(file.key for file in record.files):
+                backend.delete([entry.key])
+                name = f"{record.label}-{record.fingerprint[:10]}"
+                log(f"note: {name} was pushed meanwhile and lacks files; push it again")
 
 
 def unreferenced(left: Contents, gone: Sequence[StoredStage | StoredTraining], now: float) -> list[Entry]:
@@ -226,9 +262,14 @@ def without(contents: Contents, gone: Sequence[StoredStage | StoredTraining]) ->
     return dataclasses.replace(contents, stages=stages, trainings=trainings)
 
 
-def now_of(contents: Contents) -> float:
-    """The time for ages, in seconds since 1970: this machine's, or the store's newest if that is later."""
-    return max([time.time(), *(entry.written for entry in contents.files.values())])
+def now_of(backend: Backend) -> float:
+    """The time for ages, in seconds since 1970 on the store's clock: when an object that is written now was written."""
+    key = f"{PROBES}/{uuid.uuid4().hex}"
+    backend.write(key, b"What time is it?", replaces=None)
+    try:
+        return next(entry.written for entry in backend.list(key) if entry.key == key)
+    finally:
+        backend.delete([key])
 
 
 def _files_of(stored: Collection[StoredStage | StoredTraining]) -> dict[str, StoredFile]:

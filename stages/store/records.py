@@ -21,6 +21,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 STAGES, OBJECTS, LEASES, CHECKPOINTS = "stages", "objects", "leases", "checkpoints"
+#: Small objects that are written to see that it can be done, and removed.
+PROBES = "probe"
 #: Of a training, beside its checkpoints: what a resume on another machine goes on with.
 RESUMED_RECORDS = (
     *("metrics.jsonl", "attempts.jsonl", "train_time.json", "budget.json", "extended_from.json"),

@@ -6,29 +6,39 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from common.errors import LeaseLost
 from common.files import read_json
 from common.secrets import Secret
+from pipeline.launchers.base import Detached
+from pipeline.store import background
 from pipeline.store.shared import SharedStage, SharedStore
 from stages.directory.attempts import read
 from stages.directory.manifest import Identity, StageDirectory
 from stages.store.backend import Conflict
-from stages.store.lease import Holder, LeaseRecord, lease_key
+from stages.store.lease import Holder, Lease, LeaseRecord, lease_key
+from stages.store.open import open_store
 from stages.store.options import StoreOptions
 from tests.helpers.chain import LUIGI, STAGES, Chain, wait_until, write_corpus
+from tests.helpers.stores.machine import checkpoint_of, write
 from tests.helpers.support import ROOT, assert_same_bytes
+from trainer.checkpoint.directory import CHECKPOINTS
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 STORED = {stage for stage in STAGES if not stage.startswith("precompile")}
@@ -75,9 +85,24 @@ def test_everything_but_compiled_graphs_is_in_the_store(first: Chain) -> None:
     store = first.directory.parent / "store"
     assert stored(store) == STORED
     assert "is whole" in first.ask("store", "verify", "--read").stdout
-    assert not list((store / "checkpoints").rglob("*.*")), "checkpoints of complete trainings are removed"
-    secret = [path for path in store.rglob("*") if path.suffix in (".pt", ".pkl", ".pickle", ".bin")]
-    assert not secret
+    left = [path for path in (store / "checkpoints").rglob("*") if path.is_file()]
+    assert not left, "checkpoints of complete trainings are removed"
+    objects = [path for path in (store / "objects").rglob("*") if path.is_file()]
+    assert len(objects) > 20
+    assert not [path for path in objects if is_pickle(path.read_bytes())]
+
+
+def is_pickle(data: bytes) -> bool:
+    """Or what torch.save writes. A safetensors file has its header's length in the first bytes, and JSON after it."""
+    return data.startswith(b"PK\x03\x04") or (data[:1] == b"\x80" and data[1:2] <= b"\x05" and data[8:9] != b"{")
+
+
+def test_pickles_are_told_apart(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(3)}, tmp_path / "a.pt")
+    save_file({str(n): torch.zeros(3) for n in range(30)}, tmp_path / "a.safetensors")
+    assert is_pickle((tmp_path / "a.pt").read_bytes())
+    assert is_pickle(pickle.dumps({"a": 1}))
+    assert not is_pickle((tmp_path / "a.safetensors").read_bytes())
 
 
 def test_a_finished_chain_is_fetched_and_nothing_is_made(first: Chain, tmp_path: Path) -> None:
@@ -248,15 +273,65 @@ def test_of_two_machines_that_train_the_same_one_waits_and_fetches(start: Start,
     assert any("is making it; waiting" in log for log in logs)
 
 
+@pytest.mark.parametrize("reason", [KeyboardInterrupt, Detached])
+def test_the_lease_lasts_until_the_last_checkpoint_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: type[BaseException]
+) -> None:
+    """Each of its files takes longer than the lease, for which another machine is waiting. A job that trains on is this
+    machine's."""
+    store, stage = store_and_stage(tmp_path)
+    upload, key = store.backend.upload, lease_key(stage.label, stage.fingerprint)
+    taken: list[Lease] = []
+
+    def slow(*words: Any) -> None:
+        time.sleep(5)
+        upload(*words)
+
+    def another() -> None:
+        backend, holder = open_store(store.options), Holder("other", "elsewhere", 0, "now")
+        taken.append(Lease.acquire(backend, key, holder, 2.0, wait=lambda _: time.sleep(0.05)))
+
+    monkeypatch.setattr(store.backend, "upload", slow)
+    other = threading.Thread(target=another, daemon=True)
+    with StageDirectory.begin(stage.directory, lambda: Identity("pretrain", 1, 1, {})):
+        with contextlib.suppress(reason), store.making(stage, attached=False):
+            other.start()
+            write(stage.directory / CHECKPOINTS / "ckpt_1", checkpoint_of(1))
+            raise reason
+        holder = LeaseRecord.read(store.backend, key).holder
+    assert reason is KeyboardInterrupt or (holder is not None and holder.id != "other")
+    other.join(60)
+    assert [one.name for one in taken[0].record.checkpoints] == ["ckpt_1"]
+
+
+def test_a_companion_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_PATIENCE_S", 0.2)
+    store, stage = store_and_stage(tmp_path)
+    with (
+        StageDirectory.begin(stage.directory, lambda: Identity("pretrain", 1, 1, {})),
+        contextlib.suppress(KeyboardInterrupt),
+        store.making(stage, attached=False),
+    ):
+        beside = [child for child in psutil.Process().children() if "accompany" in child.cmdline()]
+        for child in beside:
+            child.suspend()
+        raise KeyboardInterrupt
+    assert len(beside) == 1
+    assert not beside[0].is_running()
+
+
+def store_and_stage(directory: Path) -> tuple[SharedStore, SharedStage]:
+    """A training of phase 1, and a store with a lease of two seconds."""
+    settings = cast(Any, SimpleNamespace(push="all", pull="all"))
+    store = SharedStore(settings, StoreOptions(url=Secret.address(str(directory / "store")), lease_s=2.0))
+    fingerprint = Identity("pretrain", 1, 1, {}).fingerprint
+    return store, SharedStage("pretrain-phase1", fingerprint, directory / "stage", "models", resumes=True, siblings=())
+
+
 def test_a_turn_that_is_lost_before_training_ends_the_run_alike(tmp_path: Path) -> None:
     """While it fetches, or writes down what was made, no training's handler of signals is there."""
-    settings = cast(Any, SimpleNamespace(push="all", pull="all"))
-    store = SharedStore(settings, StoreOptions(url=Secret.address(str(tmp_path / "store")), lease_s=2.0))
-    identity = Identity("pretrain", 1, 1, {})
-    stage = SharedStage(
-        "pretrain-phase1", identity.fingerprint, tmp_path / "stage", "models", resumes=True, siblings=()
-    )
-    with StageDirectory.begin(stage.directory, lambda: identity):
+    store, stage = store_and_stage(tmp_path)
+    with StageDirectory.begin(stage.directory, lambda: Identity("pretrain", 1, 1, {})):
         before = signal.getsignal(signal.SIGTERM)
         with pytest.raises(LeaseLost, match="has lost its lease: process 0 on elsewhere"):
             lose_turn(store, stage)

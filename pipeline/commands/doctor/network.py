@@ -21,6 +21,7 @@ from stages.mnist import file_address
 from stages.store.backend import Backend, Conflict
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
+from stages.store.records import PROBES
 from stages.transfer.remote import Transient
 from stages.transfer.s3 import DEFAULT_PROFILE
 from stages.transfer.urls import Transport, open_source
@@ -72,7 +73,7 @@ def _why_store_fails(plan: Plan, options: StoreOptions, *, writes: bool) -> str 
 
 def _probe(backend: Backend) -> None:
     """Write a small object, read it, find that a second writer is refused, and remove it. Raises `UserError`."""
-    key = f"probe/{uuid.uuid4().hex}"
+    key = f"{PROBES}/{uuid.uuid4().hex}"
     backend.write(key, b"first", replaces=None)  # S3: refuses a server without conditional writes
     try:
         backend.read(key)

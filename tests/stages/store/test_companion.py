@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -49,7 +50,7 @@ def test_checkpoints_that_would_take_more_than_their_share_of_the_cores_are_left
     monkeypatch.setattr(companion, "available_cores", lambda: cores)
     beside = Companion(cast(Any, None), cast(Any, None), tmp_path, "pretrain", "0123456789")
     monkeypatch.setattr(beside, "push_newest", machine.push)
-    monkeypatch.setattr(beside, "_keep_turn", lambda: None)
+    monkeypatch.setattr(beside, "renewing", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(beside, "_push_stage", lambda: None)
     beside.run()
     assert least <= machine.used_s <= 0.004 * cores * machine.now + 1  # one was begun within its share

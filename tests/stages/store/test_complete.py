@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -12,15 +13,16 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
+from common.errors import DiskError, UserError
 from common.secrets import Secret
 from stages.directory.manifest import MANIFEST, Identity, Output, StageDirectory, why_incomplete
-from stages.store.backend import Backend
+from stages.store.backend import Altered, Backend
 from stages.store.complete import fetch_stage, find_stage, is_marked, push_stage
 from stages.store.files import NotUsable
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
 from stages.store.records import StageRecord, StoredFile, seal, stage_key
+from tests.conftest import Disk
 from tests.helpers.support import assert_one_line_error, command
 
 IDENTITY = Identity("shard_dataset", 1, 1, {"seed": 1})
@@ -254,6 +256,64 @@ def test_a_file_beside_the_stage_and_the_time_of_a_linked_input_come_along(backe
     fetch(backend, tmp_path / "there/report-0123456789", siblings=("merge-1",))
     assert why_incomplete(tmp_path / "there/report-0123456789", FINGERPRINT) is None
     assert (tmp_path / "there/merge-1/README.md").read_text() == "card"
+    # Somebody has edited the card, and the report comes again.
+    (tmp_path / "there/merge-1/README.md").write_text("edited")
+    shutil.rmtree(tmp_path / "there/report-0123456789")
+    fetch(backend, tmp_path / "there/report-0123456789", siblings=("merge-1",))
+    assert (tmp_path / "there/merge-1/README.md").read_text() == "edited"
+    # A record with a file beside the stage of which its manifest knows nothing.
+    other = dataclasses.replace(record.files[0], path="../merge-1/manifest.json")
+    with pytest.raises(NotUsable, match=r"its manifest does not name \.\./merge-1/manifest\.json"):
+        fetch_stage(
+            backend, dataclasses.replace(record, files=(other, *record.files)), tmp_path / "there/again",
+            siblings=("merge-1",),
+        )  # fmt: skip
+    assert [path.name for path in (tmp_path / "there/merge-1").iterdir()] == ["README.md"]
+
+
+def test_what_is_altered_on_its_way_is_fetched_again(
+    backend: Backend, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody removes it from the store for that."""
+    record = push_stage(backend, made, LABEL)
+    whole, cut = backend.download, set[str]()
+
+    def download(key: str, *rest: Any) -> None:
+        if key not in cut:
+            cut.add(key)
+            raise Altered(key)
+        whole(key, *rest)
+
+    monkeypatch.setattr(backend, "download", download)
+    fetch(backend, tmp_path / "there")
+    assert cut == {file.key for file in record.files}
+    assert why_incomplete(tmp_path / "there", FINGERPRINT, verify=True) is None
+
+
+def test_of_several_stages_those_that_are_here_are_passed_over(backend: Backend, made: Path, tmp_path: Path) -> None:
+    push_stage(backend, made, LABEL)
+    other = Identity("shard_dataset", 1, 1, {"seed": 2})
+    push_stage(backend, make(tmp_path / "here/other", other), LABEL)
+    names = [f"{LABEL}-{fingerprint[:10]}" for fingerprint in (FINGERPRINT, other.fingerprint)]
+    words = ("-m", "stages.sync", "pull", f"--store={tmp_path / 'store'}", f"--work-dir={tmp_path / 'work'}")
+    (tmp_path / "work").mkdir()
+    assert command(*words, names[0]).returncode == 0
+    done = command(*words, *names)
+    assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
+    assert why_incomplete(tmp_path / "work" / names[1], other.fingerprint, verify=True) is None
+
+
+def test_a_full_disk_while_pushing_is_one_error(backend: Backend, disk: Disk) -> None:
+    """Files that grow are copied before they are pushed."""
+    made = make(disk.path / "made")
+    (made / "metrics.jsonl").write_bytes(b"x" * 300_000)
+    used = sum(path.stat().st_size for path in made.rglob("*"))
+    disk.resize(used // 1024 + 150)
+    with pytest.raises(DiskError, match="No space left on device"):
+        push_stage(backend, made, LABEL)
+    assert not list(made.glob("push*.tmp"))
+    disk.resize(64 << 10)
+    push_stage(backend, made, LABEL)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +340,7 @@ def test_the_command_goes_on_after_a_kill(made: Path, tmp_path: Path, verb: str,
     done = command(*pull)
     assert done.returncode == 0, done.stderr
     assert why_incomplete(work / f"{LABEL}-{FINGERPRINT[:10]}", FINGERPRINT, verify=True) is None
-    assert "complete already" in done.stderr or verb == "push"
+    assert "is complete already" in done.stdout or verb == "push"
 
 
 def test_the_command_refuses_in_one_line(made: Path, tmp_path: Path) -> None:
@@ -296,7 +356,7 @@ def test_the_command_refuses_in_one_line(made: Path, tmp_path: Path) -> None:
         assert_one_line_error(command("-m", "stages.sync", *words), expected)
 
 
-def test_a_full_disk_leaves_no_complete_stage(made: Path, tmp_path: Path, disk) -> None:  # type: ignore[no-untyped-def]
+def test_a_full_disk_leaves_no_complete_stage(made: Path, tmp_path: Path, disk: Disk) -> None:
     store = f"--store={tmp_path / 'store'}"
     assert command("-m", "stages.sync", "push", str(made), store).returncode == 0
     disk.resize(8)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +57,7 @@ def age(root: Path, days: float, prefix: str = "") -> None:
 def prune(backend: Backend, *, days: float | None = None, most: int | None = None, keep: int | None = None) -> set[str]:
     """As the command does; the names of what is gone."""
     contents = maintenance.read(backend)
-    now = maintenance.now_of(contents)
+    now = maintenance.now_of(backend)
     seconds = None if days is None else days * DAY
     gone = maintenance.superfluous(contents, older_than_s=seconds, most_bytes=most, newest=keep, now=now)
     told = sum(e.bytes for e in maintenance.unreferenced(maintenance.without(contents, gone), gone, now))
@@ -126,10 +129,95 @@ def test_what_is_pushed_while_others_are_removed_keeps_its_files(
 
     monkeypatch.setattr(backend, "delete", push_first)
     contents = maintenance.read(backend)
-    now = maintenance.now_of(contents)
+    now = maintenance.now_of(backend)
     gone = maintenance.superfluous(contents, older_than_s=30 * DAY, most_bytes=None, newest=None, now=now)
     maintenance.remove(backend, contents, gone, now)
     assert_whole(backend, tmp_path / "fetched", *pushed)
+
+
+def removed_beside(backend: Backend, monkeypatch: pytest.MonkeyPatch, push: Any) -> None:
+    """Prune stage 1, which is old. `push` is called when its record is gone, and its files are about to go."""
+    delete = backend.delete
+
+    def push_before_files(keys: Any) -> None:
+        keys = list(keys)
+        if any(key.startswith("objects/") for key in keys):
+            monkeypatch.setattr(backend, "delete", delete)
+            push()
+        delete(keys)
+
+    monkeypatch.setattr(backend, "delete", push_before_files)
+    contents = maintenance.read(backend)
+    now = maintenance.now_of(backend)
+    gone = maintenance.superfluous(contents, older_than_s=30 * DAY, most_bytes=None, newest=None, now=now)
+    maintenance.remove(backend, contents, gone, now)
+
+
+def test_a_push_that_ends_before_its_files_are_removed_is_no_stage(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage(backend, tmp_path, 1)
+    age(tmp_path / "store", 40)
+    removed_beside(backend, monkeypatch, lambda: stage(backend, tmp_path, 2))
+    assert_whole(backend, tmp_path / "fetched")
+    again = Identity("shard_dataset", 1, 1, {"seed": 2})
+    push_stage(backend, tmp_path / "stage-2", LABEL)
+    assert_whole(backend, tmp_path / "fetched", again)
+
+
+def test_a_push_that_looks_before_files_are_removed_and_ends_after_it_is_whole(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds the files of the old stage, and has written its record when they are gone."""
+    stage(backend, tmp_path, 1)
+    age(tmp_path / "store", 40)
+    write_record, looked, is_pruned = backend.write, threading.Event(), threading.Event()
+
+    def after_the_prune(key: str, *rest: Any, **named: Any) -> Any:
+        if key.startswith("stages/"):
+            looked.set()
+            assert is_pruned.wait(60)
+        return write_record(key, *rest, **named)
+
+    monkeypatch.setattr(backend, "write", after_the_prune)
+    with ThreadPoolExecutor(1) as thread:
+        pushing = thread.submit(stage, backend, tmp_path, 2)
+        assert looked.wait(60)
+        assert prune(backend, days=30)
+        is_pruned.set()
+        assert_whole(backend, tmp_path / "fetched", pushing.result())
+
+
+def test_no_clock_of_this_machine_makes_a_push_old(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage(backend, tmp_path, 1)
+    for key in [entry.key for entry in backend.list("stages/")]:
+        backend.delete([key])  # a push under way, whose record comes last
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    prune(backend, days=30)
+    assert maintenance.read(backend).files
+
+
+def test_nothing_is_removed_beside_a_damaged_record(backend: Backend, tmp_path: Path) -> None:
+    """Its files would look like those that nobody needs."""
+    stage(backend, tmp_path, 1)
+    stage(backend, tmp_path, 2)
+    (one, _) = sorted((tmp_path / "store/stages").rglob("*.json"))
+    one.write_bytes(one.read_bytes()[:-20])
+    age(tmp_path / "store", 40)
+    with pytest.raises(UserError, match="has 1 damaged records"):
+        prune(backend, days=30)
+    assert len(maintenance.read(backend).stages) == 1
+
+
+def test_what_a_training_replaces_meanwhile_is_not_damaged(backend: Backend, training: Lease, tmp_path: Path) -> None:
+    contents = maintenance.read(backend)
+    for step in (3, 4):
+        path = tmp_path / "run" / CHECKPOINTS / f"ckpt_{step}"
+        write(path, checkpoint_of(step))
+        push_checkpoint(backend, training, NAME, tmp_path / "run", path, alone=contextlib.nullcontext())
+    assert maintenance.verify(backend, contents, read_all=True) == {}
 
 
 def test_files_without_a_record_stay_for_a_day(backend: Backend, tmp_path: Path) -> None:
@@ -170,7 +258,7 @@ def test_a_training_that_nobody_goes_on_with_is_removed_by_age(
 def test_a_training_that_is_taken_up_meanwhile_is_left_alone(backend: Backend, training: Lease, tmp_path: Path) -> None:
     age(tmp_path / "store", 31)
     contents = maintenance.read(backend)
-    now = maintenance.now_of(contents)
+    now = maintenance.now_of(backend)
     gone = maintenance.superfluous(contents, older_than_s=30 * DAY, most_bytes=None, newest=None, now=now)
     training.renew()
     assert maintenance.remove(backend, contents, gone, now) == 0
