@@ -123,7 +123,8 @@ def chain(
     one, s3 = archives
     endpoint = s3.url.removesuffix("/data/two.tar").replace("//", f"//me:{canaries['endpoint']}@")
     given = {name: canaries[name] for name in ("sendgrid", "history", "webhook")}
-    made = Chain(tmp_path, NIGHTS.format(smtp=inbox.smtp, http=inbox.http, **given))
+    store = f"[store]\nurl = {tmp_path / 'store'}\n"
+    made = Chain(tmp_path, NIGHTS.format(smtp=inbox.smtp, http=inbox.http, **given) + store)
     model = "".join(f"{name} = {value}\n" for name, value in CONFIG.to_hugging_face().items() if name in _MODEL)
     text = made.config.read_text().replace("shards = 2\n", (
         f"phase1_url = {one.url}&day={{date}}\nphase2_url = s3://data/two.tar\n"
@@ -142,9 +143,9 @@ _MODEL = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 def everything(chain: Chain, inbox: Post) -> Iterator[tuple[str, bytes]]:
     """All that was written and sent: (what, its content)."""
-    for path in sorted(chain.work.rglob("*")):
+    for path in sorted((*chain.work.rglob("*"), *(chain.directory / "store").rglob("*"))):
         if path.is_file() and not path.is_symlink():
-            yield str(path.relative_to(chain.work)), path.read_bytes()
+            yield str(path.relative_to(chain.directory)), path.read_bytes()
     yield "mails", b"".join(mail.as_bytes() for _, mail in inbox.mails)
     # as_bytes may have them in base64
     yield (
@@ -187,6 +188,7 @@ def test_a_night_leaves_no_secret_anywhere(
                            "--Model-hidden-dropout-prob", "0.2", status=30)  # fmt: skip
         known = json.dumps([api.ask("task_list", status=s, upstream_status="") for s in ("DONE", "FAILED", "DISABLED")])
     assert "Nightly" in known
+    assert list((chain.directory / "store/stages/report").iterdir())
     night = chain.work / "nights" / DATE
     (fetched,) = night.glob("convert_checkpoint-*")
     assert json.loads((fetched / "manifest.json").read_text())["inputs"] == {

@@ -21,8 +21,10 @@ GRID = f"[grid.phase1]\nlr = [{', '.join(RATES)}]\n"
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """A sweep with a rung at step 3 that was killed in its first training and started again. It stopped one trial."""
+    """A sweep with a rung at step 3 that was killed in its first training and started again. It stopped one trial. What
+    is complete goes to a store."""
     chain = prepared_chain(tmp_path_factory).copy(tmp_path_factory.mktemp("sweep"))
+    chain.config.write_text(f"{chain.config.read_text()}\n[store]\nurl = {chain.directory / 'store'}\nlease_s = 3\n")
     grid = write(chain, GRID + "[halving]\nrungs = [3]\nkeep = 0.5\n")
     passed = chain.directory / "failpoints"
     process = chain.start(
@@ -30,7 +32,8 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Chain:
     )
     wait_until(lambda: passed.exists() and "step:2.0" in passed.read_text())
     chain.lose(process)
-    chain.run("Sweep", "--grid", str(grid))
+    done = chain.run("Sweep", "--grid", str(grid))
+    assert "not pushed" not in done.stderr, "a trial that has stopped is no complete stage"
     return chain
 
 
