@@ -1,5 +1,5 @@
 # Without an accelerator. NOT BUILT. From the repository's root:
-#   docker build -f containers/cpu.Dockerfile -t trainer:cpu .
+#   docker build -f containers/cpu.Dockerfile -t bert-pretraining-pipeline:cpu .
 # Versions of Python packages are those of constraints.txt; torch is PyTorch's build for CPUs.
 FROM python:3.13-slim
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*

@@ -1,6 +1,6 @@
 # GPUs: torch brings CUDA's libraries, the driver is the host's (NVIDIA's container toolkit). NOT BUILT. From the
 # repository's root:
-#   docker build -f containers/cuda.Dockerfile -t trainer:cuda .
+#   docker build -f containers/cuda.Dockerfile -t bert-pretraining-pipeline:cuda .
 #   docker run --gpus all --shm-size 8g …
 # Versions of Python packages are those of constraints.txt, but for CUDA's libraries, of which each torch names its own.
 FROM python:3.13-slim

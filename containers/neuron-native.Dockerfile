@@ -1,5 +1,5 @@
 # Trainium through native PyTorch (trn2, trn3), SDK 2.33. NOT BUILT, NOR RUN ON TRAINIUM. From the repository's root:
-#   docker build -f containers/neuron-native.Dockerfile -t trainer:neuron-native .
+#   docker build -f containers/neuron-native.Dockerfile -t bert-pretraining-pipeline:neuron-native .
 # Versions of Python packages are those of the extra neuron-native in pyproject.toml. The driver is the host's.
 FROM ubuntu:26.04
 ARG DEBIAN_FRONTEND=noninteractive

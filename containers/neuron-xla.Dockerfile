@@ -1,5 +1,5 @@
 # Trainium through PyTorch/XLA (trn1, trn2), SDK 2.29.1. NOT BUILT, NOR RUN ON TRAINIUM. From the repository's root:
-#   docker build -f containers/neuron-xla.Dockerfile -t trainer:neuron-xla .
+#   docker build -f containers/neuron-xla.Dockerfile -t bert-pretraining-pipeline:neuron-xla .
 # Versions of Python packages are those of the extra neuron-xla in pyproject.toml, without constraints.txt: its numpy is
 # 2.x, SDK 2.26 had 1.26, and which one neuronx-cc 2.24 takes was not seen. The driver is the host's.
 FROM ubuntu:22.04

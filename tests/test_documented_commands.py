@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import pytest
 from luigi.cmdline_parser import CmdlineParser
 from torch.distributed.run import parse_args
 
+from common.errors import UserError
 from pipeline.__main__ import _parse, _split_settings
-from tests.helpers.documented import Documented, commands
+from pipeline.commands.why import find
+from tests.helpers.documented import PAGES, Documented, commands
 from tests.helpers.images import write_images
 from tests.helpers.neuron_machine import machine
 from tests.helpers.support import ROOT, command, synthetic_rows
@@ -81,11 +84,12 @@ def test_stages_take_their_options(found: Documented) -> None:
 
 
 def taken_by_the_pipeline(words: tuple[str, ...]) -> None:
-    """As `pipeline.__main__.main` takes them; ends with a `SystemExit` otherwise."""
+    """As `pipeline.__main__.main` takes them; ends with a `SystemExit` or a `UserError` otherwise."""
     ours, given = _split_settings(words)
-    _, unknown = _parse(ours)
+    args, unknown = _parse(ours)
     with CmdlineParser.global_instance(["BertPhase2", *given, *unknown]):
-        pass
+        if not getattr(args, "task", "TASK").isupper():  # else to be filled in
+            find(args.task, args.phase)
 
 
 @pytest.mark.parametrize("found", [c for c in COMMANDS if c.words[1:3] == ("-m", "pipeline") and c.words[3:]], ids=str)
@@ -93,10 +97,21 @@ def test_the_pipelines_commands_take_their_options(found: Documented) -> None:
     taken_by_the_pipeline(found.words[3:])
 
 
-@pytest.mark.parametrize("words", ["doctor --mesure", "why BertPhase2 more", "status --Phase1-lrr 1"])
+@pytest.mark.parametrize("words", ["doctor --mesure", "why BertPhase2 more", "why BertPhase9", "status --Phase1-lrr 1"])
 def test_a_wrong_word_would_be_found(words: str) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises((SystemExit, UserError)):
         taken_by_the_pipeline(tuple(words.split()))
+
+
+def test_targets_of_make_and_extras_exist() -> None:
+    targets = set(re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = {target for line in targets for target in line.split()}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    text = "\n".join(page.read_text() for page in (ROOT / "CONTRIBUTING.md", *PAGES))
+    made = set(re.findall(r"(?:^ {4}|`)make ([a-z][a-z-]*)", text, re.MULTILINE))
+    asked = {extra for found in re.findall(r"(?:'\.|pipeline)\[([a-z, -]+)\]", text) for extra in found.split(",")}
+    assert {"run", "test", "bench"} <= made <= targets
+    assert {"parquet", "mlflow"} <= asked <= extras
 
 
 #: Takes lists of luigi's words, as JSON; writes what each trains on.

@@ -130,14 +130,14 @@ def _kubernetes(draft: Draft, seen: Surroundings, folder: Path) -> list[str]:
         mount = Path("/shared")
     work = folder.absolute() / "work" if folder.absolute().is_relative_to(mount) else mount / "work"
     draft.set("run", "work_dir", str(work).replace("%", "%%"))
-    draft.set("kubernetes", "image", "bert-pretraining-pipeline:latest")
+    draft.set("kubernetes", "image", "REGISTRY/bert-pretraining-pipeline:cuda")
     draft.set("kubernetes", "volume_claim", nodes.claim or "shared")
     draft.set("kubernetes", "mount_path", str(mount).replace("%", "%%"))
     resources = " ".join(f"{name}={count}" for name, count in (nodes.resources or {}).items())
     draft.set("kubernetes", "pod_resources", resources)
     if nodes.instance:
         draft.set("kubernetes", "node_selector", f"node.kubernetes.io/instance-type={nodes.instance}")
-    missing = ["[kubernetes] image: the image with this project and its packages (containers/)"]
+    missing = ["[kubernetes] image: where you have pushed the image that containers/ builds"]
     if not nodes.claim:
         missing.append("[kubernetes] volume_claim, mount_path: a volume that all pods and this machine share")
     if seen.kubernetes is None:
