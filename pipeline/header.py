@@ -6,12 +6,15 @@ import luigi
 
 from common.process import processes_asked_for
 from pipeline.console.select import shown
+from pipeline.settings.cluster import Cluster
 from pipeline.status.chain import chain, is_complete
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.stage import Stage
 from stages.view.text import duration
 
+#: On a machine where nothing like it was made before.
+_UNKNOWN = ", time not known yet"
 _is_printed = False
 
 
@@ -26,12 +29,25 @@ def _print_header(task: luigi.Task, dependency: luigi.Task | None = None) -> Non
     left = sum(not is_complete(stage) for stage in stages)
     if left:
         settings = task.settings
-        device = settings.cluster.device
-        where = f"device {device}" + (": the accelerator that is there, else the CPU" if device == "auto" else "")
         shown().header(
-            f"{type(task).__name__}: {left} of {len(stages)} stages to make in {settings.work_dir}, {where}, "
+            f"{type(task).__name__}: {left} of {len(stages)} stages to make in {settings.work_dir}, "
+            f"{_device(settings.cluster)}, "
             f"{processes_asked_for(0)} cores{_how_long(task)}"
         )
+
+
+def _device(cluster: Cluster) -> str:
+    """Without importing torch, which decides what `auto` is."""
+    from pipeline.commands.init.surroundings import gpus, neuron_cores
+
+    if cluster.device != "auto":
+        return f"device {cluster.device}"
+    if cluster.launcher != "local":
+        return "device auto: an accelerator of the nodes, else their CPUs"
+    if (seen := gpus()) is not None:
+        return f"device auto: {seen.count} × {seen.name}"
+    cores = neuron_cores()
+    return f"device auto: {cores} NeuronCores" if cores else "device auto: the CPU"
 
 
 def _how_long(task: Goal | Stage) -> str:
@@ -41,9 +57,9 @@ def _how_long(task: Goal | Stage) -> str:
 
     work_dir = task.settings.work_dir
     if not work_dir.is_dir():
-        return ""
+        return _UNKNOWN
     known = [found.seconds for found in Estimates(Plan(task, [work_dir]), [StageDirs(work_dir)]).all()]
     seconds = sum(filter(None, known))
     if seconds < 1:
-        return ""
+        return _UNKNOWN
     return f", {'about' if None not in known else 'more than'} {duration(seconds)}"

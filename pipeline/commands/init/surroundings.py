@@ -62,7 +62,7 @@ class Surroundings:
         from trainer.devices.neuron_lane import instance_type
 
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(available_cores(), memory, _gpus(), _neuron_cores(), instance_type(), _slurm(), _kubernetes())
+        return cls(available_cores(), memory, gpus(), neuron_cores(), instance_type(), _slurm(), _kubernetes())
 
     def __str__(self) -> str:
         said = [f"{self.cores} cores", f"{self.memory_bytes / 1e9:.0f} GB memory"]
@@ -95,7 +95,7 @@ def _output(*words: str) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def _gpus() -> Gpus | None:
+def gpus() -> Gpus | None:
     said = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits") or ""
     rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if "," in line]
     if not rows:
@@ -104,7 +104,7 @@ def _gpus() -> Gpus | None:
     return Gpus(rows[0][0], len(rows), min(mib) if len(mib) == len(rows) else None)
 
 
-def _neuron_cores() -> int | None:
+def neuron_cores() -> int | None:
     from trainer.devices.neuron_lane import cores
 
     try:

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -58,9 +59,21 @@ def test_a_terminal_has_a_header_and_a_line_for_each_stage(chain: Chain) -> None
 
 
 def test_a_task_that_depends_on_nothing_has_a_header_too(chain: Chain) -> None:
-    first, *others = chain.run("TokenizeCorpus", "--Cluster-device", "auto").stderr.splitlines()
-    assert first.startswith(f"TokenizeCorpus: 1 of 1 stages to make in {chain.work}, device auto: the accelerator that")
+    first, *others = chain.run("TokenizeCorpus").stderr.splitlines()
+    assert first.startswith(f"TokenizeCorpus: 1 of 1 stages to make in {chain.work}, device cpu, ")
     assert not any("stages to make" in line for line in others)
+
+
+def test_the_header_names_the_device_that_auto_is(chain: Chain, tmp_path: Path) -> None:
+    """A machine without, and one whose nvidia-smi lists two GPUs, which is a stand-in."""
+    said = [chain.run("TokenizeCorpus", "--Cluster-device", "auto", PATH=os.environ["PATH"]).stderr]
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559'\necho 'NVIDIA H100, 81559'\n")
+    script.chmod(0o755)
+    words = ("--Cluster-device", "auto", "--Corpus-vocab-size", "301")
+    said.append(chain.run("TokenizeCorpus", *words, PATH=f"{tmp_path}:{os.environ['PATH']}").stderr)
+    assert "device auto: the CPU" in said[0] or shutil.which("nvidia-smi") or shutil.which("neuron-ls")
+    assert "device auto: 2 × NVIDIA H100, " in said[1]
 
 
 @pytest.mark.slow
@@ -69,7 +82,7 @@ def test_the_header_tells_how_long_it_takes_once_stages_were_made(chain: Chain) 
     first = chain.run(*SHARDS).stderr.splitlines()[0]
     made = [chain.manifest(stage)["seconds"] for stage in STAGES]
     second = chain.run(*SHARDS, "--Corpus-held-out", "0.2").stderr.splitlines()[0]
-    assert first.endswith("cores")
+    assert first.endswith("cores, time not known yet")
     told = re.search(r" cores, about (\d+\.?\d*) s$", second)
     assert told, second
     # The corpus is as large, a fifth fewer documents are left for the shards.
