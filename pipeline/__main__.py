@@ -80,29 +80,30 @@ _EXIT_CTRL_C = 130
 #: Those that work with whatever settings are there.
 _WITHOUT_SETTINGS = ("init", "completion")
 MAP = """\
-python -m pipeline COMMAND, or luigi --module pipeline TASK. What to run for what:
+python -m pipeline COMMAND, or luigi --module pipeline TASK. What for what:
 
-  begin      python -m pipeline init FOLDER          a luigi.cfg for this machine
-             python -m pipeline doctor               can a run finish unattended? its time and disk
-  run        luigi --module pipeline BertPhase2      the whole pipeline; run it again to resume
-             luigi --module pipeline BertPhase1      up to the checkpoint that phase 2 starts from
-             luigi --module pipeline Nightly --date 2026-11-21
-             luigi --module pipeline Sweep --grid configs/sweep.toml
-             luigi --module pipeline MnistMlp        the MLP tutorial
-  watch      python -m pipeline status [--watch]     each stage: how far, how fast, why it failed
-             python -m pipeline why TASK             what would run, and because of which setting
-             python -m pipeline report               one page; also tensorboard, trackers, luigid
-             python -m pipeline compare              all trainings side by side
-             python -m pipeline runs                 a line for each training, also of the store
-  use        python -m pipeline try [TEXT]           fill [MASK] with the newest model
-             python -m pipeline publish hf://org/name     or s3://bucket/prefix, or a folder
-  tidy       python -m pipeline clean                what is superseded; --remove removes it
-             python -m pipeline store [list|plan]    what machines share; also verify, prune
-             python -m pipeline cancel STAGE         cancel a job; manifest: Kubernetes' file
-             python -m pipeline nights               the nights of Nightly
-  type less  python -m pipeline completion bash      or zsh: names of tasks, settings, commands
+  begin  python -m pipeline init FOLDER          a luigi.cfg for this machine
+         python -m pipeline doctor               can a run finish unattended?
+  run    luigi --module pipeline BertPhase2      the whole pipeline; resumes it
+         luigi --module pipeline BertPhase1      up to the start of phase 2
+         luigi --module pipeline Nightly --date 2026-11-21
+         luigi --module pipeline Sweep --grid configs/sweep.toml
+         luigi --module pipeline MnistMlp        the MLP tutorial
+  watch  python -m pipeline status [--watch]     each stage: rate, time, error
+         python -m pipeline why TASK             what would run, and why
+         python -m pipeline report               one page; also luigid
+         python -m pipeline compare              trainings side by side
+         python -m pipeline runs                 a line for each training
+         python -m pipeline tensorboard          also trackers: MLflow, W&B
+  use    python -m pipeline try [TEXT]           fill [MASK], newest model
+         python -m pipeline publish TARGET       hf://org/name, s3://…, folder
+  tidy   python -m pipeline clean [--remove]     what is superseded
+         python -m pipeline store [VERB]         what machines share
+         python -m pipeline cancel STAGE         a job; also manifest
+         python -m pipeline nights               the nights of Nightly
+         python -m pipeline completion bash      or zsh
 
-A setting is a line of luigi.cfg, or an option: --Phase1-lr 5e-4. COMMAND --help has the rest."""
+A setting: a line of luigi.cfg, or --Phase1-lr 5e-4. More: COMMAND --help."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -19,7 +19,7 @@ def test_alone_it_prints_one_screen_that_names_every_command() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert len(lines) <= 24
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
     assert all(re.search(rf"\b{name}\b", done.stdout) for name in COMMANDS)
     assert set(re.findall(r"-m pipeline ([a-z]+)", done.stdout)) <= set(COMMANDS)
 
