@@ -18,8 +18,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from common.files import read_json
 from tests.helpers.chain import Chain
 from tests.helpers.killer import begin, digest, said
@@ -39,23 +37,6 @@ def pushed(store: Path) -> dict[str, int]:
     return found
 
 
-def lose(process: subprocess.Popen[bytes], chain: Chain) -> None:
-    """Kill luigi and all that it has started, then remove its disk."""
-    try:
-        root = psutil.Process(process.pid)
-        every = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        every = []
-    for one in every:
-        try:
-            one.kill()
-        except psutil.NoSuchProcess:
-            continue
-    process.wait()
-    psutil.wait_procs(every, timeout=30)
-    shutil.rmtree(chain.work, ignore_errors=True)
-
-
 def torment(chain: Chain, store: Path, rng: random.Random, words: Sequence[str], longest_s: float, most: int) -> int:
     """Run the chain with `words` and lose its machine, until it ends well or `most` losses are spent; then leave it
     alone. Returns the losses."""
@@ -67,7 +48,8 @@ def torment(chain: Chain, store: Path, rng: random.Random, words: Sequence[str],
         except subprocess.TimeoutExpired:
             assert losses < most, "the chain did not end within 600 s when left alone"
             require_continued(chain, expected)
-            lose(process, chain)
+            chain.lose(process)
+            shutil.rmtree(chain.work, ignore_errors=True)
             losses += 1
             expected = pushed(store)
             process = begin(chain, words)

@@ -281,6 +281,11 @@ def test_every_name_has_its_choice() -> None:
     assert set(TARGETS) == set(CHOICES)
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, bare: dict[str, str]) -> None:
+    done = run("-m", "pipeline", "init", "/proc/nope/x", cwd=tmp_path, status=35, **bare)
+    assert_one_line_error(done, "cannot write /proc/nope/x: No such file or directory", status=35)
+
+
 def test_another_folder_is_made(tmp_path: Path, bare: dict[str, str]) -> None:
     done = run("-m", "pipeline", "init", "new/folder", cwd=tmp_path, **bare)
     assert (tmp_path / "new" / "folder" / "luigi.cfg").exists()

@@ -44,6 +44,8 @@ def _sources(folder: str) -> str:
         (("why", "BertPhase2", "--phas", "1"), "--phas is no option; did you mean --phase?"),
         (("status", "--Phase1-lrr", "1"), "--Phase1-lrr is no option; did you mean --Phase1-lr?"),
         (("status", "--Phase1-lr"), "argument --Phase1-lr: expected one argument"),
+        (("why", "Pretrain", "--phase", "x"), "argument --phase: invalid int value: 'x'; see --help"),
+        (("--Phase1-lr", "5e-4"), "the following arguments are required: COMMAND; see --help"),
     ],
 )
 def test_an_unknown_word_of_ours_is_one_line(words: tuple[str, ...], line: str) -> None:
