@@ -17,7 +17,7 @@ from pipeline.settings.sections import Settings
 from pipeline.status.comparison import evaluation_of
 from pipeline.status.live_report import shown, view
 from pipeline.status.stage_dirs import StageDirs
-from pipeline.store.transfer import counted, transfer_bar
+from pipeline.store.transfer import transfer_bar
 from pipeline.tasks.bert import BertPhase2, MergeShards
 from stages.directory.manifest import why_incomplete
 from stages.directory.records import read_manifest
@@ -91,7 +91,7 @@ def _target(address: str, settings: Settings, *, private: bool) -> Target:
 
 def _publish(target: Target, publication: Publication) -> None:
     with transfer_bar("publish", publication.total_bytes, hidden=target.shows_progress) as bar:
-        target.publish(publication, counted(bar.update))
+        target.publish(publication, bar.update)
 
 
 def _model_of_settings(settings: Settings) -> tuple[Path, Run]:

@@ -14,7 +14,7 @@ from common.size import parse_size
 from pipeline.settings.load import load
 from pipeline.status.chain import chain, is_complete, would_run
 from pipeline.store.shared import SharedStore
-from pipeline.store.transfer import counted, transfer_bar
+from pipeline.store.transfer import transfer_bar
 from pipeline.tasks.everything import Everything
 from pipeline.tasks.stage import Stage
 from stages.directory.lock import hold
@@ -112,7 +112,7 @@ def _push(shared: SharedStore, args: argparse.Namespace) -> int:
             continue
         if find_stage(shared.backend, stage.label, stage.fingerprint) is None:
             with hold(stage.directory), transfer_bar(f"push {task.label}") as bar:
-                record = push_stage(shared.backend, stage.directory, stage.label, counted(bar.update), bar.reset)
+                record = push_stage(shared.backend, stage.directory, stage.label, bar.update, bar.reset)
             print(f"{task.label:24} {len(record.files):,} files, {size(record.total_bytes)}")
     return 0
 
@@ -123,7 +123,7 @@ def _verify(shared: SharedStore, args: argparse.Namespace) -> int:
     contents = maintenance.read(shared.backend)
     if args.read:
         with transfer_bar("verify", contents.referenced_bytes) as bar:
-            wrong = maintenance.verify(shared.backend, contents, read_all=True, report=counted(bar.update))
+            wrong = maintenance.verify(shared.backend, contents, read_all=True, report=bar.update)
     else:
         wrong = maintenance.verify(shared.backend, contents, read_all=False)
     for key, why in sorted(wrong.items()):

@@ -24,7 +24,6 @@ from common.errors import LeaseLost, UserError
 from pipeline.launchers.base import Detached
 from pipeline.settings.sections import Store
 from pipeline.store.background import CompanionProcess, push_at_exit
-from pipeline.store.transfer import counted
 from stages.directory import attempts
 from stages.directory.manifest import MANIFEST
 from stages.store.options import StoreOptions
@@ -114,7 +113,7 @@ class SharedStore:
         progress = stage.directory / "progress.json"
         try:
             with Progress(progress, f"fetch {stage.label}", record.total_bytes, "B", 0) as bar:
-                fetch_stage(self.backend, record, stage.directory, siblings=stage.siblings, report=counted(bar.update))
+                fetch_stage(self.backend, record, stage.directory, siblings=stage.siblings, report=bar.update)
         except NotUsable as error:
             log(f"{stage.label}: note: {error}; it is made here instead")
             self._unusable.add(stage.fingerprint)
@@ -265,7 +264,7 @@ def _said(what: str, checkpoint: Path) -> Iterator[Callable[[int], None]]:
     thread = threading.Thread(target=say, daemon=True)
     thread.start()
     try:
-        yield counted(add)
+        yield add
     finally:
         over.set()
         thread.join()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
@@ -15,14 +13,3 @@ def transfer_bar(what: str, total_bytes: int | None = None, *, hidden: bool = Fa
     from tqdm import tqdm
 
     return tqdm(desc=what, total=total_bytes, unit=" B", unit_scale=True, ncols=100, disable=hidden)
-
-
-def counted(update: Callable[[int], object]) -> Callable[[int], None]:
-    """For the threads of a transfer: one at a time."""
-    lock = threading.Lock()
-
-    def counted(moved: int) -> None:
-        with lock:
-            update(moved)
-
-    return counted

@@ -5,13 +5,25 @@ Implementations: `folder.py`, `s3.py`. `tests/contract/test_store_backends.py` h
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 #: Called with the number of bytes that have been moved since the last call.
-Report = Callable[[int], None]
+Report = Callable[[int], object]
+
+
+def one_at_a_time(report: Report) -> Report:
+    """For a transfer with several threads."""
+    lock = threading.Lock()
+
+    def guarded(moved: int) -> None:
+        with lock:
+            report(moved)
+
+    return guarded
 
 
 class Missing(Exception):

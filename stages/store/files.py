@@ -14,7 +14,7 @@ from pathlib import Path
 from common.errors import DiskError, UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, sha256_of
 from common.lock import exclusively
-from stages.store.backend import Altered, Backend, Missing, Report
+from stages.store.backend import Altered, Backend, Missing, Report, one_at_a_time
 from stages.store.records import StoredFile
 from trainer.checkpoint.directory import MANIFEST
 
@@ -35,6 +35,7 @@ def ignore(moved: int) -> None:
 def upload(backend: Backend, files: Mapping[str, StoredFile], paths: Mapping[str, Path], report: Report) -> set[str]:
     """Upload the files, by key, that the store does not have, or not in their length; returns the keys of those that it
     has. Raises `UserError` for one that was altered."""
+    report = one_at_a_time(report)
     there = {key for key, size in backend.present(files.keys()).items() if size == files[key].bytes}
     report(sum(files[key].bytes for key in there))
 
@@ -55,6 +56,7 @@ def download(
 ) -> None:
     """Download files by key, each to all of its targets. Raises `Missing`; `Altered` with the keys of all that are;
     `UserError`."""
+    report = one_at_a_time(report)
     altered: list[str] = []
 
     def fetch(key: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.console import log
 from common.errors import UserError
-from stages.store.backend import Altered, Backend, Conflict, Entry, Missing, Report
+from stages.store.backend import Altered, Backend, Conflict, Entry, Missing, Report, one_at_a_time
 from stages.store.files import ignore
 from stages.store.lease import DamagedLease, LeaseRecord, StoredCheckpoint, lease_key, lease_of_key
 from stages.store.records import (
@@ -145,6 +145,7 @@ def read_records(backend: Backend) -> Contents:
 def verify(backend: Backend, contents: Contents, *, read_all: bool, report: Report = ignore) -> dict[str, str]:
     """Keys of what is damaged or missing, and why. `read_all`: every file is fetched and hashed, else sizes are
     compared."""
+    report = one_at_a_time(report)
     wrong = dict(contents.damaged)
     wanted = _files_of([*contents.stages, *contents.trainings])
     with tempfile.TemporaryDirectory(prefix="store-verify-") as name:

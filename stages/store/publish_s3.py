@@ -4,7 +4,7 @@ goes first and comes last."""
 from __future__ import annotations
 
 from common.files import failpoint
-from stages.store.backend import Report
+from stages.store.backend import Report, one_at_a_time
 from stages.store.files import measured
 from stages.store.options import StoreOptions
 from stages.store.publish import CONFIG, Publication
@@ -24,7 +24,7 @@ class S3Prefix:
         """Nothing: the options are checked."""
 
     def publish(self, publication: Publication, report: Report) -> None:
-        there = self._there(publication)
+        report, there = one_at_a_time(report), self._there(publication)
         if CONFIG in there:
             self._store.delete([CONFIG])
         for name in sorted(publication.files, key=lambda name: (name == CONFIG, name)):
