@@ -147,10 +147,7 @@ def removed_beside(backend: Backend, monkeypatch: pytest.MonkeyPatch, push: Any)
         delete(keys)
 
     monkeypatch.setattr(backend, "delete", push_before_files)
-    contents = maintenance.read(backend)
-    now = maintenance.now_of(backend)
-    gone = maintenance.superfluous(contents, older_than_s=30 * DAY, most_bytes=None, newest=None, now=now)
-    maintenance.remove(backend, contents, gone, now)
+    prune(backend, days=30)
 
 
 def test_a_push_that_ends_before_its_files_are_removed_is_no_stage(
