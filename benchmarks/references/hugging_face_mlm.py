@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import transformers
 
+from trainer.data.order import shuffled
 from trainer.data.shards import MASKED_KEYS, ShardSet
 
 #: transformers' names for ours.
@@ -110,7 +111,7 @@ def main() -> None:
     trainer = train(args, shards, steps=steps, clock=Clock(began + args.seconds))
     seconds = time.monotonic() - began
     rows = Rows(ShardSet.open(args.data, "*_test_*.hdf5"))
-    chosen = np.random.default_rng(0).permutation(len(rows))[: args.samples]
+    chosen = shuffled(len(rows), 0)[: args.samples]  # as `python -m stages.evaluate`
     loss, accuracy = held_out(trainer.model, torch.utils.data.Subset(rows, chosen.tolist()))
     done = trainer.state.global_step
     print(json.dumps({"seconds": seconds, "loss": loss, "accuracy": accuracy, "steps": done, "planned": steps}))

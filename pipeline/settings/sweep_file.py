@@ -159,7 +159,7 @@ def _halving(table: Any, trials: Mapping[str, Overlay], errors: list[str]) -> Ha
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         errors.append(f"halving.keep = {keep} is not allowed; allowed: a share above 0, up to 1")
         keep = 0.5
-    if not isinstance(back, list) or any(name not in trials for name in back):
+    if not isinstance(back, list) or any(not isinstance(name, str) or name not in trials for name in back):
         errors.append(f"halving.bring_back = {back} is not allowed; allowed: a list of {', '.join(trials)}")
         back = []
     return Halving(tuple(rungs), float(keep), tuple(back))

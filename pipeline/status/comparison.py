@@ -31,6 +31,8 @@ def of_work_directory(stage_dirs: StageDirs) -> Comparison:
 
 def _trial(training: StageDir, chain: list[StageDir], stage_dirs: StageDirs) -> Trial:
     merged = made_from(training, "merge_shards", stage_dirs)
+    if training.is_complete:  # what was evaluated at a rung is not what it ended with
+        merged = [one for one in merged if "step" not in one.record["parameters"]]
     stages = [*chain, *[one for merge in merged for one in evaluation_of(merge, stage_dirs)][:1]]
     parameters = {one.label: _flat(one.record["parameters"]) for one in stages if one.label != "evaluate"}
     run = view_of([one.path for one in stages], parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +55,14 @@ def stable_checkpoints(task: StageTask, stage_dirs: StageDirs) -> Iterator[Stabl
     shared = shared_identity(mine)
     if shared is None or checkpoints(task.directory / CHECKPOINTS):
         return iter(())
+    # Of a sweep's trial up to a rung, no further.
+    latest = min(_stable_steps(mine), getattr(task, "stop_step", None) or sys.maxsize)
     found = [
         StableCheckpoint(other, path, step)
         for other in stage_dirs.others(task.label, task.identity.fingerprint)
         if shared_identity(other.record) == shared
         for _, path in whole_checkpoints(other.path / CHECKPOINTS)
-        if (step := stable_step(path)) is not None and step <= _stable_steps(mine)
+        if (step := stable_step(path)) is not None and step <= latest
     ]
     return iter(sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True))
 

@@ -74,12 +74,14 @@ def judged(
 
     Compared with the last one, each of many nights could be a little worse.
     """
+    if tolerance is None or not facts["held_out"]:
+        return None
     same = [
         (name, record["evaluation"][LOSS])
         for name, record in records(nights).items()
         if name < date.isoformat() and is_accepted(record) and record.get("held_out") == facts["held_out"]
     ]
-    if tolerance is None or not facts["held_out"] or not same:
+    if not same:
         return None
     reference, limit = min(same, key=lambda one: (math.isnan(one[1]), one[1]))
     loss = facts["evaluation"][LOSS]

@@ -193,12 +193,15 @@ class Sweep(PipelineTask):
             for rung in (*self.file.halving.rungs, None):
                 trials = self._trials(names, rung)
                 yield list(trials.values())
-                failed += [name for name in names if trials[name].error() is not None]
+                # Not those that failed after this rung, at which they count as before.
+                failed += [name for name, one in trials.items() if one.error() is not None and not one.reached()]
                 names = [name for name in names if name not in failed]
                 if rung is not None:
                     decision = self._decide({name: trials[name] for name in names})
                     for line in decision.lines():
                         log(f"step {rung}: {line}")
+                    if remark := of_goals("", {name: trials[name] for name in names}, {}).remark:
+                        log(f"step {rung}: note: {remark} Their losses cannot be compared; leave halving out")
                     names = decision.going
             from stages.view.comparison_page import write
 

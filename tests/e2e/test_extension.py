@@ -110,6 +110,18 @@ def test_a_constant_training_is_finished_with_a_short_decay(prepared: Chain, tmp
     assert_same_bytes(chain.latest("pretrain-phase1") / ckpt, other.latest("pretrain-phase1") / ckpt)
 
 
+def test_a_trial_of_a_sweep_goes_on_from_no_step_after_its_rung(prepared: Chain, tmp_path: Path) -> None:
+    """The stable checkpoint of the training before is that of step 4."""
+    chain = prepared.copy(tmp_path / "chain")
+    grid = tmp_path / "grid.toml"
+    grid.write_text('goal = "BertPhase1"\n[grid.phase1]\nmax_steps = [12, 16]\n[halving]\nrungs = [2]\nkeep = 1\n')
+    done = chain.run("Sweep", "--grid", str(grid), *STABLE)
+    assert "goes on from step 4" not in done.stdout + done.stderr
+    assert "failed" not in done.stdout + done.stderr
+    for steps in (12, 16):
+        assert f"step 2: trial max_steps={steps} goes on: " in done.stdout + done.stderr
+
+
 def test_a_training_that_runs_is_not_read(prepared: Chain, scratch: Path, tmp_path: Path) -> None:
     chain = prepared.copy(tmp_path / "chain")
     before = chain.latest("pretrain-phase1")

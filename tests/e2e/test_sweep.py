@@ -125,6 +125,21 @@ def test_all_trainings_of_a_work_directory_can_be_compared(swept: Chain) -> None
     assert (swept.work / "compare.html").exists()
 
 
+def test_what_was_evaluated_at_a_rung_is_not_what_a_training_ended_with(swept: Chain, tmp_path: Path) -> None:
+    copy = swept.copy(tmp_path / "copy")
+    (stopped,) = (lr for lr, path in trainings(copy).items() if not (path / "manifest.json").exists())
+
+    def held_out_loss() -> str:
+        lines = [re.split(r"\s{2,}", line) for line in copy.ask("compare").stdout.splitlines()]
+        name = trainings(copy)[stopped].name
+        (row,) = (line for line in lines if line[0] == name and len(line) == len(lines[0]))
+        return row[lines[0].index("held-out loss")]
+
+    assert re.fullmatch(r"\d+\.\d+", held_out_loss())
+    copy.run("Pretrain", "--phase", "1", "--Phase1-lr", stopped)
+    assert held_out_loss() in ("", "–")
+
+
 def test_clean_keeps_what_a_sweep_has_made(swept: Chain) -> None:
     said = swept.ask("clean").stdout.splitlines()
     assert not [line for line in said if line.startswith("superseded")], said
@@ -166,6 +181,13 @@ def test_a_trial_that_was_past_the_rung_goes_on_and_the_others_are_ranked_by_hel
     assert sorted(said.split(":")[0] for said in ranked.values()) == ["goes on", "stops"]
 
 
+def test_losses_on_different_examples_are_said_not_to_compare(swept: Chain, tmp_path: Path) -> None:
+    copy = swept.copy(tmp_path / "copy")
+    text = "[grid.corpus]\nvocab_size = [150, 200]\n[halving]\nrungs = [2]\n"
+    done = copy.run("Sweep", "--grid", str(write(copy, text, "vocabularies")))
+    assert "step 2: note: The trials were evaluated on different held-out examples." in done.stdout + done.stderr
+
+
 def test_a_failed_trial_does_not_stop_the_others(swept: Chain, tmp_path: Path) -> None:
     copy = swept.copy(tmp_path / "copy")
     (kept,) = (lr for lr, path in trainings(copy).items() if (path / "manifest.json").exists())
@@ -192,6 +214,7 @@ def test_a_failed_trial_does_not_stop_the_others(swept: Chain, tmp_path: Path) -
             ["halving.rungs are steps, and how many fit into [phase1] budget = 20m is not known yet"],
         ),
         ("[trials.a.phase1]\nlr = 0.1\n[trials.b.phase1]\nlr = 0.10\n", ["trials a and b have the same result"]),
+        (GRID + '[halving]\nrungs = [4]\nbring_back = [["a"]]\n', ["halving.bring_back = [['a']] is not allowed"]),
         ("grid = [", ["is not TOML"]),
         ("", ["there is no trial"]),
     ],

@@ -40,6 +40,15 @@ def test_a_loss_up_to_the_tolerance_passes(tmp_path: Path, loss: float, passes: 
     assert (gate["reference"], gate["reference_loss"]) == ("2026-11-19", 4.0)
 
 
+@pytest.mark.parametrize("tolerance", [None, 0.1])
+@pytest.mark.parametrize("nothing", [{}, None])
+def test_nights_without_held_out_text_are_not_judged(tmp_path: Path, nothing: Any, tolerance: float | None) -> None:
+    """Their text was not divided, or ready shards have no test shards."""
+    record = {"evaluation": {"samples": 0}, "held_out": nothing, "gate": None}
+    write(tmp_path, d18=record, d19=record)
+    assert night_records.judged(tmp_path, NIGHT, record, tolerance) is None
+
+
 def test_nights_that_are_each_a_little_worse_are_not_all_accepted(tmp_path: Path) -> None:
     """One by one as `Nightly` records them."""
     accepted = []

@@ -111,7 +111,7 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         ),
         ("[cluster]\nlauncher = kubernetes", ["[kubernetes] image is empty"]),
         ("[corpus]\nvocab_file = /no/vocab.txt", ["/no/vocab.txt"]),
-        ("[trackers]\nnames = board", ["[trackers] tracker board is not known", "tensorboard, mlflow, wandb"]),
+        ("[trackers]\nnames = board", ["[trackers] names = board: board is no tracker", "did you mean tensorboard?"]),
         ("[trackers]\nwandb_mode = away", ["[trackers] wandb_mode = away", "online, offline"]),
         (
             "[trackers]\nnames = wandb\nwait_s = 600",

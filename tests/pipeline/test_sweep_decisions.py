@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+
+from common.errors import UserError
 from pipeline.settings.sweep_file import Halving
+from pipeline.tasks import sweep
 from pipeline.tasks.sweep import Decision
+from stages.view import comparison
 from stages.view.comparison import scores
 
 HALF = Halving((200,), 0.5)
@@ -27,6 +35,65 @@ def test_a_trial_without_an_evaluation_passes_and_does_not_change_how_the_others
         "trial worse stops: 4.5 held-out masked-LM loss",
         "trial past goes on, not ranked: it was not evaluated at this step",
     ]
+
+
+class Stub:
+    """A trial up to a rung, or with None to its end; what has become of all of them is in `Stub.reached_by`."""
+
+    reached_by: set[tuple[str, int | None]] = set()
+    fails = ("a", None)
+    failed: set[str] = set()
+
+    def __init__(self, name: str, rung: int | None) -> None:
+        self.key = name, rung
+
+    def make(self) -> None:
+        if self.key == self.fails:
+            self.failed.add(self.key[0])
+        else:
+            self.reached_by.add(self.key)
+
+    def reached(self) -> bool:
+        return self.key in self.reached_by
+
+    def error(self) -> str | None:
+        return "the disk is full" if self.key[0] in self.failed else None
+
+    def held_out_loss(self) -> float:
+        return float("abcd".index(self.key[0]))
+
+    def training_loss(self) -> float:
+        return 0.0
+
+
+def test_a_trial_that_fails_later_changes_no_decision_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Luigi calls `run` again from its beginning whenever trials that it yields are done."""
+    monkeypatch.setattr(sweep, "of_goals", lambda *_: SimpleNamespace(remark=""))
+    monkeypatch.setattr(Stub, "reached_by", set())
+    monkeypatch.setattr(Stub, "failed", set())
+    file = SimpleNamespace(trials=dict.fromkeys("abcd"), halving=HALF, name="four")
+    fake: Any = SimpleNamespace(
+        file=file, directory=tmp_path, _stages=list, grid="four.toml", page=tmp_path / "page.html",
+        _trials=lambda names, rung: {name: Stub(name, rung) for name in names},
+        _decide=lambda trials: sweep.Sweep._decide(fake, trials),
+        comparison=lambda: comparison.Comparison("four", []),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="1 of 4 trials failed: a"):
+        work(fake)
+    assert {name for name, rung in Stub.reached_by if rung is None} == {"b"}
+
+
+def work(fake: Any) -> None:
+    """As luigi's worker."""
+    left = True
+    while left:
+        left = False
+        for trials in sweep.Sweep.run(fake):
+            todo = [one for one in cast("list[Stub]", trials) if not (one.reached() or one.error())]
+            if todo:
+                todo[0].make()
+                left = True
+                break
 
 
 def test_training_losses_rank_only_where_nothing_is_held_out() -> None:
