@@ -164,6 +164,11 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "Muon at twice the rate": {"optimizer": "Muon", "lr": 2e-2},
     "a tenth of the rate": {"lr": 2e-4},
     "smaller": {"model": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}},
+    # The others are over before a loss at the baseline is a reason to speak.
+    "smaller, past the patience": {
+        "steps": 700,
+        "model": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64},
+    },
     "long warm-up": {"warmup_steps": 150},
     "wsd": {"schedule": "wsd"},
     "cosine, batches of 4": {"schedule": "cosine", "micro_batch_size": 4},
