@@ -11,6 +11,7 @@ from typing import Any
 
 from common.console import log
 from common.secrets import redact
+from common.threads import beside
 from pipeline.settings.sections import Settings
 from pipeline.status.chain import ChainTask, StageTask, chain
 from pipeline.status.states import statuses
@@ -50,7 +51,7 @@ def refresh_periodically(goal: ChainTask) -> Iterator[None]:
     """Write the page every [run] report_interval_s during the block, and at its end. An error is logged once and does
     not affect the run."""
     interval_s = goal.settings.run.report_interval_s
-    path, metrics, ended = goal.settings.work_dir / PAGE, dict[Path, MetricsFile](), threading.Event()
+    path, metrics = goal.settings.work_dir / PAGE, dict[Path, MetricsFile]()
     noted: list[str] = []
 
     def write() -> float:
@@ -63,17 +64,12 @@ def refresh_periodically(goal: ChainTask) -> Iterator[None]:
             noted.append(str(error))
         return time.monotonic() - began
 
-    def keep_writing() -> None:
-        while not ended.wait(max(interval_s, _AT_MOST_SHARE * write())):
+    def keep_writing(over: threading.Event) -> None:
+        while not over.wait(max(interval_s, _AT_MOST_SHARE * write())):
             pass
 
-    thread = threading.Thread(target=keep_writing, daemon=True)
-    if interval_s:
-        thread.start()
     try:
-        yield
+        with beside(keep_writing) if interval_s else contextlib.nullcontext():
+            yield
     finally:
-        ended.set()
-        if interval_s:
-            thread.join()
         write()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from common.console import log
 from common.errors import LeaseLost, UserError
+from common.threads import beside
 from pipeline.launchers.base import Detached
 from pipeline.settings.sections import Store
 from pipeline.store.background import CompanionProcess, push_at_exit
@@ -251,20 +252,15 @@ def _said(what: str, checkpoint: Path) -> Iterator[Callable[[int], None]]:
     """Log how far the transfer of a checkpoint is, from time to time, whether it moves or not: this machine may be gone
     before its end."""
     total = sum(path.stat().st_size for path in checkpoint.iterdir())
-    moved, over = 0, threading.Event()
+    moved = 0
 
     def add(some: int) -> None:
         nonlocal moved
         moved += some
 
-    def say() -> None:
+    def say(over: threading.Event) -> None:
         while not over.wait(_REPORT_EVERY_S):
             log(f"{what}: {min(moved, total):,} of {total:,} bytes are in the store")
 
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
+    with beside(say):
         yield add
-    finally:
-        over.set()
-        thread.join()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import DiskError
 from common.files import ALIVE, disk_errors, replace_json, utc_now
 from common.process import HEARTBEAT_THREAD
+from common.threads import beside
 
 #: Seconds between two readings of the processor time, and its least increase: idle threads and pools use a tenth of
 #: that.
@@ -58,18 +59,10 @@ class Progress:
         self._bar.close()
 
 
-@contextlib.contextmanager
-def signs_of_life(directory: Path) -> Iterator[None]:
+def signs_of_life(directory: Path) -> contextlib.AbstractContextManager[None]:
     """Touch DIRECTORY/alive while this process or its children use processor time, for the hang timeout of the process
     that started it. A process that is stopped, deadlocked or waiting for a dead disk does not touch it."""
-    over = threading.Event()
-    thread = threading.Thread(target=_beat, args=(directory / ALIVE, over), name=HEARTBEAT_THREAD, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return beside(functools.partial(_beat, directory / ALIVE), name=HEARTBEAT_THREAD)
 
 
 def _beat(path: Path, over: threading.Event) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from common.console import log
 from common.errors import LeaseLost, UserError
 from common.process import available_cores
+from common.threads import beside
 from stages.directory.manifest import MANIFEST
 from stages.store.backend import Backend, Report
 from stages.store.checkpoints import forget_checkpoints, push_checkpoint
@@ -110,20 +112,12 @@ class Companion:
         with self._alone:
             self._lease.release()
 
-    @contextlib.contextmanager
-    def renewing(self, lost: Callable[[LeaseLost], object]) -> Iterator[None]:
+    def renewing(self, lost: Callable[[LeaseLost], object]) -> contextlib.AbstractContextManager[None]:
         """Renew the lease at once, and again and again until the end of the block. `lost` is called, in another thread,
         when another machine has taken it; whoever uses the lease after that gets `LeaseLost`."""
-        over = threading.Event()
-        thread = threading.Thread(target=self._renew, args=(over, lost), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+        return beside(functools.partial(self._renew, lost))
 
-    def _renew(self, over: threading.Event, lost: Callable[[LeaseLost], object]) -> None:
+    def _renew(self, lost: Callable[[LeaseLost], object], over: threading.Event) -> None:
         is_noted = False
         while not over.is_set():
             try:
