@@ -38,12 +38,12 @@ def _print_header(task: luigi.Task, dependency: luigi.Task | None = None) -> Non
 
 def _device(cluster: Cluster) -> str:
     """Without importing torch, which decides what `auto` is."""
-    from pipeline.commands.init.surroundings import gpus, neuron_cores
-
     if cluster.device != "auto":
         return f"device {cluster.device}"
     if cluster.launcher != "local":
         return "device auto: an accelerator of the nodes, else their CPUs"
+    from pipeline.commands.init.surroundings import gpus, neuron_cores
+
     if (seen := gpus()) is not None:
         return f"device auto: {seen.count} × {seen.name}"
     cores = neuron_cores()

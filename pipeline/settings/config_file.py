@@ -78,9 +78,12 @@ def _indentation(line: str) -> int:
 
 
 def _continuation(lines: list[str], depth: int) -> Iterator[str]:
-    """The lines that go on with a value: those that are indented more than its key."""
+    """The lines that go on with a value: those that are indented more than its key. Between them may be empty ones, and
+    comments."""
     for line in lines:
-        if _indentation(line) <= depth or not line.strip():
+        text = line.strip()
+        if not text or text.startswith(("#", ";")):
+            continue
+        if _indentation(line) <= depth:
             return
-        if not line.lstrip().startswith(("#", ";")):
-            yield line.strip()
+        yield text

@@ -13,6 +13,7 @@ from typing import Any
 
 from common.errors import UserError
 from stages.store.backend import Conflict, Entry, Missing
+from stages.store.records import PROBES
 from stages.store.s3_files import S3Files
 from stages.store.s3_requests import base64_sha256
 from stages.transfer.remote import Transient
@@ -61,7 +62,7 @@ class S3Backend(S3Files):
     @functools.cache  # noqa: B019 - one store a process
     def _require_conditions(self) -> None:
         """Raise `UserError` for a server that ignores the conditions of writes: two machines could both have a turn."""
-        key, ignored = f"probe/{uuid.uuid4().hex}", []
+        key, ignored = f"{PROBES}/{uuid.uuid4().hex}", []
         self._write(key, b"first", None)
         try:
             for name, replaces in (("If-None-Match", None), ("If-Match", f'"{"0" * 32}"')):

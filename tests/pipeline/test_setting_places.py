@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import configparser
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from pipeline.settings.config_file import entries
 from tests.helpers.support import ROOT, assert_one_line_error
 
 LUIGI = ("-m", "luigi", "--module", "pipeline", "BertPhase2")
@@ -50,11 +53,6 @@ def at(text: str, fragment: str) -> int:
         ("[store]\nurl = s3://x/y\nkms_key = abc\n", "kms_key", "[store] kms_key = abc needs encryption = aws:kms"),
         ("[trackers]\nproject = x\nnames = wnadb\n", "names", "wnadb is no tracker (commas separate several); did you"),
         ("[trackers]\n\nnames = mlflow\n", "names", "[trackers] names = mlflow: mlflow needs an address"),
-        (
-            "[precision]\nmode = fp32\n[phase1]\noptimizer = AdamW_FP32ParamsCopy\n",
-            "optimizer",
-            "[phase1] optimizer = AdamW_FP32ParamsCopy, [precision] mode = fp32: optimizer AdamW_FP32ParamsCopy means",
-        ),
     ],
 )
 @pytest.mark.parametrize("name", ["luigi.cfg", "mine.cfg"])
@@ -62,7 +60,7 @@ def test_a_file_is_named_with_its_line(tmp_path: Path, text: str, fragment: str,
     """The luigi.cfg of the current directory, or the one that LUIGI_CONFIG_PATH names."""
     (tmp_path / name).write_text(text)
     done = run(tmp_path, overlay=None if name == "luigi.cfg" else name)
-    assert_one_line_error(done, message, f"{name}:{at(text, fragment)}", status=35)
+    assert_one_line_error(done, message, f"{name}:{at(text, fragment)})", status=35)
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
@@ -88,6 +86,34 @@ def test_settings_that_do_not_agree_are_each_named_with_their_place(tmp_path: Pa
     done = run(tmp_path, *LUIGI, "--Phase1-max-steps", "30", "--Phase1-schedule", "wsd")
     said = "[phase1] warmup_steps = 30 is more than the 24 steps before the decay of schedule = wsd"
     assert_one_line_error(done, said, status=35)
+
+
+def test_settings_of_two_sections_are_each_named_with_their_place(tmp_path: Path) -> None:
+    (tmp_path / "luigi.cfg").write_text("[precision]\nmode = fp32\n[phase1]\noptimizer = AdamW_FP32ParamsCopy\n")
+    said = "[phase1] optimizer = AdamW_FP32ParamsCopy, [precision] mode = fp32: optimizer AdamW_FP32ParamsCopy means"
+    assert_one_line_error(run(tmp_path), said, "(optimizer: luigi.cfg:4, mode: luigi.cfg:2)", status=35)
+
+
+def test_a_file_is_read_as_configparser_reads_it() -> None:
+    """Random lines, indented at random; empty lines within a value are all that may differ."""
+    draw, read = random.Random(0), 0
+    for _ in range(2000):
+        lines = ["[a]"]
+        for _ in range(draw.randint(1, 9)):
+            key = draw.choice(["b", "c", "long_key", "D"])
+            forms = [f"{key} = {draw.randint(0, 9)}", f"{key}: w", "", "# c", "more = x", "word", "[e]", f"{key} ="]
+            lines.append(draw.choice(["", "  ", "    "]) + draw.choice(forms))
+        text, parser = "\n".join(lines), configparser.RawConfigParser(strict=False)
+        parser.optionxform = str  # type: ignore[assignment, method-assign]
+        try:
+            parser.read_string(text)
+        except configparser.Error:
+            continue
+        read += 1
+        found = {(entry.section, entry.key): entry.value for entry in entries(text) if entry.key}
+        expected = {(name, key): value for name in parser.sections() for key, value in parser.items(name)}
+        assert found == {at: "\n".join(filter(None, value.split("\n"))) for at, value in expected.items()}, text
+    assert read > 1000
 
 
 def test_a_default_has_no_place(tmp_path: Path) -> None:

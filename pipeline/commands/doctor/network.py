@@ -111,21 +111,20 @@ def trackers(plan: Plan) -> Iterator[Finding]:
     options = plan.settings.trackers.options
     if plan.settings.cluster.launcher != "local":
         return
-    asked = {}
+    asked = dict[str, Secret]()
     if MLFLOW in options.chosen:
-        asked[MLFLOW] = mlflow_address(options).reveal()
+        asked[MLFLOW] = mlflow_address(options)
     if WANDB in options.chosen and options.wandb_mode == "online":
-        asked[WANDB] = os.environ.get("WANDB_BASE_URL") or _WANDB
+        asked[WANDB] = Secret.address(os.environ.get("WANDB_BASE_URL") or _WANDB)
     for name, address in asked.items():
-        parts = urlsplit(address)
-        is_server = parts.scheme in ("http", "https")
-        why = _ask(plan, f"{parts.scheme}://{parts.netloc}") if is_server else None
+        is_server = urlsplit(address.reveal()).scheme in ("http", "https")
+        why = _ask(plan, _server(plan, address)) if is_server else None
         if why is not None:
             yield Finding("trackers", "warning", f"{name}: {why}")
-        elif name == WANDB and not os.environ.get("WANDB_API_KEY") and get_netrc_auth(address) is None:
+        elif name == WANDB and not os.environ.get("WANDB_API_KEY") and get_netrc_auth(address.reveal()) is None:
             yield Finding("trackers", "warning", "wandb: no key is known here; set WANDB_API_KEY, or run `wandb login`")
         else:
-            yield Finding("trackers", "ok", f"{name}: {public_address(address)}{' answers' if is_server else ''}")
+            yield Finding("trackers", "ok", f"{name}: {address}{' answers' if is_server else ''}")
 
 
 def _signed(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -130,7 +130,7 @@ def _kubernetes(draft: Draft, seen: Surroundings, folder: Path) -> list[str]:
         mount = Path("/shared")
     work = folder.absolute() / "work" if folder.absolute().is_relative_to(mount) else mount / "work"
     draft.set("run", "work_dir", str(work).replace("%", "%%"))
-    draft.set("kubernetes", "image", "REGISTRY/bert-pretraining-pipeline:cuda")
+    draft.set("kubernetes", "image", "REGISTRY/bert-pretraining-pipeline")
     draft.set("kubernetes", "volume_claim", nodes.claim or "shared")
     draft.set("kubernetes", "mount_path", str(mount).replace("%", "%%"))
     resources = " ".join(f"{name}={count}" for name, count in (nodes.resources or {}).items())

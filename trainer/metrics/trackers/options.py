@@ -80,10 +80,11 @@ class TrackerOptions:
                     f"names = {self.names}: {name} needs a library that is not installed; install the extra "
                     f"(pip install 'bert-pretraining-pipeline[{name}]'), or leave {name} out"
                 )
-        is_database = urlsplit(mlflow_address(self).reveal()).scheme.partition("+")[0] in _DATABASES
+        address = mlflow_address(self)
+        is_database = urlsplit(address.reveal()).scheme.partition("+")[0] in _DATABASES
         if MLFLOW in self.chosen and is_database and importlib.util.find_spec("sqlalchemy") is None:
             raise UserError(
-                f"mlflow_uri = {mlflow_address(self)} is a database, which the extra's client cannot open; install all "
+                f"mlflow_uri = {address} is a database, which the extra's client cannot open; install all "
                 f"of MLflow (pip install mlflow), or give the address of its server, http://…"
             )
 
