@@ -60,6 +60,10 @@ class TrackerOptions:
                 f"names = {self.names}: mlflow needs an address; give mlflow_uri, such as http://localhost:5000 or "
                 "sqlite:////absolute/path.db, or set MLFLOW_TRACKING_URI"
             )
+        if MLFLOW in self.chosen and re.match(r"[\w.-]+:\d", mlflow_address(self).reveal()):
+            raise UserError(
+                f"mlflow_uri = {mlflow_address(self)} is a host without a scheme; write http://{mlflow_address(self)}"
+            )
 
     @property
     def chosen(self) -> tuple[str, ...]:
