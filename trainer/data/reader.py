@@ -19,7 +19,7 @@ from trainer.data.shards import LENGTHS_KEY, NEXT_SENTENCE_KEY, ShardSet
 from trainer.data.validation import value_limits
 from trainer.data.vocabulary import VOCABULARY_FILE
 
-Arrays = dict[str, NDArray[np.generic]]
+Arrays = dict[str, NDArray[np.integer[Any]]]
 #: Of a micro-batch: masked positions, sequences, tokens, pairs of tokens.
 Counts = tuple[int, int, int, int]
 
@@ -121,7 +121,7 @@ class BatchReader:
 
     def _masked(
         self, arrays: Arrays, numbers: NDArray[np.int64], step: int, epoch: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.generic]]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.integer[Any]]]:
         """The masked positions in the flattened rows and their ids before masking; draws masks for `arrays` without."""
         rows, seq_len = arrays["input_ids"].shape
         if self._masking is not None:
@@ -133,7 +133,7 @@ class BatchReader:
         return (seq_len * np.arange(rows)[:, None] + positions)[chosen], arrays["masked_lm_ids"][chosen]
 
     def _micro_batch(
-        self, arrays: Arrays, masked_places: NDArray[np.int64], masked_ids: NDArray[np.generic]
+        self, arrays: Arrays, masked_places: NDArray[np.int64], masked_ids: NDArray[np.integer[Any]]
     ) -> BertBatch:
         rows, seq_len = arrays["input_ids"].shape
         packed = LENGTHS_KEY in arrays
@@ -182,7 +182,7 @@ class BatchReader:
         return self._shards.max_pred_len
 
     def _filled_up(
-        self, index: NDArray[np.int64], labels: NDArray[np.generic], most: int
+        self, index: NDArray[np.int64], labels: NDArray[np.integer[Any]], most: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`index` and `labels` with padding; at most `most` entries."""
         size = most if self._static_shapes else min(most, filled_up(len(index)))
@@ -214,5 +214,5 @@ def _places(runs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int6
     return sequence_ids, np.where(sequence_ids > 0, position_ids, 0)
 
 
-def as_int64(array: NDArray[np.generic]) -> torch.Tensor:
+def as_int64(array: NDArray[np.integer[Any]]) -> torch.Tensor:
     return torch.from_numpy(array.astype(np.int64))

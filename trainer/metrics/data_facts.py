@@ -74,7 +74,8 @@ def _hashes(ids: Ids) -> NDArray[np.uint64]:
     whole = ids.astype(np.uint64)
     odd = np.arange(1, 2 * ids.shape[1], 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (whole ^ (whole << np.uint64(17))) * (odd ^ (odd >> np.uint64(29)))
-    return mixed.sum(axis=1, dtype=np.uint64)  # type: ignore[no-any-return]
+    sums: NDArray[np.uint64] = mixed.sum(axis=1, dtype=np.uint64)
+    return sums
 
 
 class DataFacts:
