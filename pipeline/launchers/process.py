@@ -149,9 +149,11 @@ def run(
     showing: contextlib.AbstractContextManager[Said],
     hang_timeout_s: float | None = None,
     start: LaunchSpec | None = None,
+    signalled: Callable[[], int | None] = lambda: None,
 ) -> ProcessResult:
     """Run `python words…` to its end, its output appended to its log, DIRECTORY/stage.log, which begins with the words.
-    `showing`: what shows it meanwhile, unless `start` says that nothing does.
+    `showing`: what shows it meanwhile, unless `start` says that nothing does. `signalled`: the signal, if any,
+    that asked for a stop before this function had handlers.
 
     SIGINT, SIGTERM and SIGHUP to this process are passed on as SIGTERM; a second SIGINT or SIGTERM as SIGKILL. The
     command is killed if it neither writes a line nor touches progress.json or alive for `hang_timeout_s` seconds.
@@ -163,6 +165,9 @@ def run(
     watch = _Watch([directory / PROGRESS, directory / ALIVE], hang_timeout_s)
     with handling(start.signals, command.stop):
         try:
+            early = signalled()
+            if early is not None:
+                command.stop(early, None)
             with disk_errors(log_path), showing if start.is_shown else nothing() as said:
                 _copy(command, log_path, watch, said, words)
             status = command.process.wait()

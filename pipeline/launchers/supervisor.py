@@ -121,6 +121,7 @@ class Supervisor:
                     showing=shown().running(self._directory.name, self._directory),
                     hang_timeout_s=self._job["hang_timeout_s"],
                     start=start,
+                    signalled=lambda: self._early_signal,
                 )
             except UserError as error:
                 result = ProcessResult(EXIT_SOFTWARE, None, False, str(error))

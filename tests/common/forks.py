@@ -40,9 +40,9 @@ from common.forked import start, start_python
 start(("json",))
 for _ in range(int(sys.argv[2])):
     process = start_python(["-m", "program"], environment=os.environ, output=1, directory=Path(sys.argv[1]))
-    print(type(process).__name__, process.pid, flush=True)
+    os.write(1, f"{type(process).__name__} {process.pid}\\n".encode())  # at once: commands write there, too
     if sys.argv[2] != "1":
-        print("ended", process.wait(), flush=True)
+        os.write(1, f"ended {process.wait()}\\n".encode())
         time.sleep(0.5)  # the last of the server's descriptors is closed
 time.sleep(100)
 """

@@ -124,7 +124,7 @@ os.fork = fail
 """)
     (tmp_path / "program.py").write_text("")
     program = STARTER.replace('"json"', '"failing"').replace("time.sleep(100)", "")
-    program = program.replace("type(process).__name__, process.pid", "type(process).__name__")
+    program = program.replace("type(process).__name__} {process.pid", "type(process).__name__")
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path), "2"], cwd=ROOT, capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -156,7 +156,7 @@ def test_a_signal_may_arrive_while_the_servers_word_is_taken(tmp_path: Path, mon
 
 def test_draws_of_a_library_that_the_server_has_imported_differ(tmp_path: Path) -> None:
     program = STARTER.replace('"json"', '"numpy.random"').replace("time.sleep(100)", "")
-    (tmp_path / "program.py").write_text("import numpy; print(numpy.random.random())")
+    (tmp_path / "program.py").write_text("import os, numpy; os.write(1, b'%f\\n' % numpy.random.random())")
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path), "2"],
         cwd=ROOT, capture_output=True, text=True, check=True,

@@ -4,6 +4,7 @@ stand-in that only notes what it is asked."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -129,6 +130,22 @@ def test_a_job_may_be_preempted_any_number_of_times(tmp_path: Path) -> None:
         assert (result(tmp_path)["stopped_by"], result(tmp_path)["is_final"]) == (signal.SIGTERM, False)
     job(tmp_path, 70)
     assert [run(tmp_path, StandIn()) for _ in range(4)] == [None, None, None, 70]
+
+
+class StoppedWhileItStarts(StandIn):
+    def start(self, nodes: int, **given: Any) -> LaunchSpec:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().start(nodes, **given)
+
+
+def test_a_signal_while_a_command_is_started_stops_it(tmp_path: Path) -> None:
+    job(tmp_path)
+    record = json.loads((tmp_path / "job.json").read_text())
+    (tmp_path / "job.json").write_text(json.dumps({**record, "words": ["-c", "import time; time.sleep(60)"]}))
+    began = time.monotonic()
+    assert run(tmp_path, StoppedWhileItStarts()) == 128 + signal.SIGTERM
+    assert result(tmp_path)["stopped_by"] == signal.SIGTERM
+    assert time.monotonic() - began < 30
 
 
 def test_a_spot_notice_to_a_worker_puts_the_job_back(tmp_path: Path) -> None:
