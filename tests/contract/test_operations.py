@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trainer.devices.cpu import CpuOperations
+from trainer.devices.cpu_operations import CpuOperations
 from trainer.devices.cuda import CudaOperations
 from trainer.models.operations import Operations
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from trainer.__main__ import main
-from trainer.devices.cpu import CpuDevice, CpuOperations
+from trainer.devices.cpu import CpuDevice
+from trainer.devices.cpu_operations import CpuOperations
 from trainer.loop import Trainer
 
 ELEMENTS = 4096

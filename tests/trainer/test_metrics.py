@@ -16,7 +16,7 @@ from tests.trainer.data.test_packed import write_both
 from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet, write_shard
-from trainer.devices.cpu import CpuOperations
+from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.bert import BertForPreTraining
 from trainer.models.config import ModelConfig
 from trainer.workloads.bert import BertWorkload

@@ -26,7 +26,8 @@ from tests.helpers.support import (
 )
 from trainer.checkpoint.format import MASTER
 from trainer.data.shards import write_shard
-from trainer.devices.cpu import CpuDevice, CpuOperations
+from trainer.devices.cpu import CpuDevice
+from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.bert import BertBatch, BertForPreTraining
 from trainer.models.config import ModelConfig
 from trainer.models.operations import Operations

@@ -30,6 +30,7 @@ from common.files import (
 from trainer.checkpoint.directory import Unreadable, checkpoints, set_aside, why_invalid
 from trainer.checkpoint.format import tensor_file, write_manifest, write_tensors
 from trainer.checkpoint.snapshot import Snapshot
+from trainer.parallel.threads import use_one_core
 
 #: File in which a rank reports that it has begun, has finished or has failed, and rank 0's polling interval.
 _NOTE, _POLL_S = "rank-{:02}.json", 0.05
@@ -51,7 +52,7 @@ class CheckpointManager:
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
         self._keep, self._never_pruned = keep, never_pruned
         self._log = log
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=use_one_core)
         self._pending: Future[None] | None = None
         #: Fully verified, or written by this process.
         self._whole: set[Path] = set()

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from common.files import disk_errors
 from trainer.data.batch import Batch
 from trainer.data.order import SampleOrder, Samples
+from trainer.parallel.threads import use_one_core
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class Loader:
 
         def produce() -> None:
             try:
+                use_one_core()
                 for start in starts:
                     if stopped.is_set():
                         return

@@ -8,93 +8,18 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from common.process import available_cores
-from trainer.data.bert_batch import filled_up
 from trainer.devices.base import Device, DeviceOptions
-from trainer.models.operations import AttentionMask, Operations
+from trainer.devices.cpu_operations import CpuOperations
+from trainer.models.operations import Operations
 from trainer.parallel.mesh import Mesh
 
 #: malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-
-
-class CpuOperations(Operations):
-    """Cheap dropout: torch draws a number per element, on one thread (a quarter of a bf16 step); this one per four.
-    Attention in bf16 by matrix products, which are faster than torch's own kernel."""
-
-    def dropout(self, x: Tensor, p: float) -> Tensor:
-        dropped: Tensor = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
-        return dropped
-
-    def attention_mask(
-        self, sequence_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None
-    ) -> AttentionMask:
-        """For packed rows, (length, is a sequence and not padding) of each run; the usual mask in a compiled graph."""
-        if cu_seqlens is None or torch.compiler.is_compiling():
-            return super().attention_mask(sequence_ids, cu_seqlens)
-        lengths = cu_seqlens.diff()
-        is_run = lengths > 0
-        is_sequence = sequence_ids.flatten()[cu_seqlens[:-1][is_run]] > 0
-        return list(zip(lengths[is_run].tolist(), is_sequence.tolist(), strict=True))
-
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
-        if isinstance(mask, list):
-            return self._attention_by_sequence(query, key, value, mask, dropout_p)
-        if dropout_p == 0 and query.dtype != torch.bfloat16:
-            # In bf16 its backward pass takes three times as long as products.
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.attention_by_products(query, key, value, mask, dropout_p)
-
-    def _attention_by_sequence(
-        self, query: Tensor, key: Tensor, value: Tensor, runs: list[tuple[int, bool]], dropout_p: float
-    ) -> Tensor:
-        """One sequence at a time, padded by `filled_up`: no scores between sequences are computed, and one sequence's
-        fit the caches."""
-        B, A, S, D = query.shape
-        lengths = [length for length, _ in runs]
-
-        def parts(x: Tensor) -> list[Tensor]:
-            split = x.transpose(1, 2).reshape(B * S, A, D).split(lengths)
-            # Contiguous: torch's bf16 matrix products take several times as long on strided operands.
-            return [
-                F.pad(part.transpose(0, 1), (0, 0, 0, filled_up(len(part)) - len(part))).contiguous() for part in split
-            ]
-
-        outs = []
-        for q, k, v, (length, is_sequence) in zip(parts(query * D**-0.5), parts(key), parts(value), runs, strict=True):
-            if is_sequence:
-                scores = q @ k.transpose(1, 2)
-                scores[:, :, length:] = torch.finfo(scores.dtype).min
-                weights = torch.softmax(scores, dim=-1, dtype=scores.dtype)
-                out = (self.dropout(weights, dropout_p) if dropout_p else weights) @ v
-            else:
-                out = torch.zeros_like(v)
-            outs.append(out[:, :length].transpose(0, 1))
-        return torch.cat(outs).view(B, S, A, D).transpose(1, 2)
-
-
-class _Dropout(torch.autograd.Function):
-    """Dropout from 16 random bits per element: p is rounded to a multiple of 2⁻¹⁶, and the scale follows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        drop = round(p * 2**16)
-        words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-        keep = (words.view(torch.int16)[: x.numel()] >= drop - 2**15).view(x.shape)
-        ctx.save_for_backward(keep)
-        ctx.scale = 2**16 / (2**16 - drop)
-        return (x * keep).mul_(ctx.scale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (keep,) = ctx.saved_tensors
-        return (gradient * keep).mul_(ctx.scale), None
 
 
 class CpuDevice(Device):

@@ -80,13 +80,13 @@ class SelfAttention(nn.Module):
         batch, length, _ = x.shape
         x = self._ranks.copy(x)
 
-        def heads(projection: nn.Linear) -> Tensor:
-            out: Tensor = projection(x).view(batch, length, -1, self.head_size).transpose(1, 2)
-            return out
-
+        query, key, value = (
+            projection.view(batch, length, -1, self.head_size).transpose(1, 2)
+            for projection in self._ops.projections(x, (self.query, self.key, self.value))
+        )
         dropout_p = self.dropout_p if self.training else 0.0
         with self._ranks.region():
-            out = self._ops.attention(heads(self.query), heads(self.key), heads(self.value), mask, dropout_p)
+            out = self._ops.attention(query, key, value, mask, dropout_p)
         return out.transpose(1, 2).reshape(batch, length, -1)
 
 
@@ -233,7 +233,7 @@ class BertForPreTraining(Model):
         Computed in fp32 at least, whatever the logits' type.
         """
         masked_lm, next_sentence = self.logits(batch)
-        masked_lm_loss = self._masked_lm_loss(at_least_fp32(masked_lm), batch.masked_labels)
+        masked_lm_loss = self._masked_lm_loss(masked_lm, batch.masked_labels)
         if next_sentence is None:
             return (masked_lm_loss,)
         assert batch.next_sentence_labels is not None
@@ -243,8 +243,8 @@ class BertForPreTraining(Model):
 
     def _masked_lm_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self._ranks.size == 1:
-            return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-        return vocabulary_cross_entropy(logits, labels, IGNORED, self.config.vocab_size, self._ranks)
+            return self._ops.cross_entropy(logits, labels)
+        return vocabulary_cross_entropy(at_least_fp32(logits), labels, IGNORED, self.config.vocab_size, self._ranks)
 
     @torch.no_grad()
     def initialise(self, seed: int, given: Mapping[str, Tensor] | None = None) -> None:

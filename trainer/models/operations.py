@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+from trainer.data.bert_batch import IGNORED
+from trainer.parallel.fp32_sums import at_least_fp32
 
 #: Made by `Operations.attention_mask` for `Operations.attention` of the same device.
 AttentionMask = Any
@@ -18,6 +22,15 @@ class Operations:
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Zero a share `p` of `x` and scale the rest by 1 / (1 - p)."""
         return F.dropout(x, p)
+
+    def projections(self, x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        """(…, H) → one (…, out) of each layer."""
+        return [layer(x) for layer in layers]
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The sum of cross-entropies, in nats, of logits (M, V) and labels (M,), of which `IGNORED` are left out; in
+        fp32 at least, whatever the logits' type."""
+        return F.cross_entropy(at_least_fp32(logits), labels, ignore_index=IGNORED, reduction="sum")
 
     def attention_mask(
         self, sequence_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None

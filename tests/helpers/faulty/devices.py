@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common.errors import UserError
 from trainer import registry
 from trainer.data.batch import B
-from trainer.devices.cpu import CpuDevice, CpuOperations
+from trainer.devices.cpu import CpuDevice
+from trainer.devices.cpu_operations import CpuOperations
 from trainer.devices.inductor import Inductor
 from trainer.parallel.mesh import Group, Mesh
 

@@ -20,7 +20,8 @@ from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import LENGTHS_KEY, ShardSet, write_shard
-from trainer.devices.cpu import CpuDevice, CpuOperations
+from trainer.devices.cpu import CpuDevice
+from trainer.devices.cpu_operations import CpuOperations
 from trainer.devices.cuda import CudaOperations
 from trainer.models.bert import BertForPreTraining
 from trainer.models.config import ModelConfig

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.helpers.support import MODEL, synthetic_rows
 from trainer.data.bert_batch import BertBatch
-from trainer.devices.cpu import CpuOperations
+from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.bert import BertForPreTraining
 from trainer.models.config import ModelConfig
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from common.process import free_port
 from tests.helpers.support import FORKS, MODEL, synthetic_rows
 from trainer.data.bert_batch import BertBatch
-from trainer.devices.cpu import CpuDevice, CpuOperations
+from trainer.devices.cpu import CpuDevice
+from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.bert import BertForPreTraining, has_weight_decay
 from trainer.models.config import ModelConfig
 from trainer.optim.parameters import FlatParameters
