@@ -67,7 +67,15 @@ SHORT = Recipe(
 )
 LONG = Recipe(
     "ours, long",
-    {**_OURS, "lr": 3e-3, "grad_accum_usteps": 2, "warmup_steps": 50, "max_steps": 1300},
+    {
+        **_OURS,
+        "lr": 3e-3,
+        "adamw_lr_ratio": 1.0,
+        "batch_size": 32,
+        "grad_accum_usteps": 1,
+        "warmup_steps": 50,
+        "max_steps": 1150,
+    },
     "dynamic",
     embeds=True,
 )

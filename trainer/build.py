@@ -145,6 +145,7 @@ def build_optimizer(run: Run, parameters: Parameters, number: Callable[[float], 
         run.config.optimizer,
         parameters,
         weight_decay=run.config.weight_decay,
+        adamw_lr_ratio=run.config.adamw_lr_ratio,
         number=number if run.device.compiles_shapes else None,
     )
 

@@ -96,6 +96,10 @@ class TrainConfig:
         help="with --precision auto, AdamW_FP32OptimParams means bf16-sr and AdamW_FP32ParamsCopy bf16-master; the "
         "tutorial's default is AdamW_FP32OptimParams",
     )  # fmt: skip
+    adamw_lr_ratio: float = option(
+        0.3, **_TRAIN, least=0, omit_default=True,
+        help="with Muon: the learning rate of embeddings, biases, norms and heads, which have AdamW, divided by --lr",
+    )  # fmt: skip
     weight_decay: float = option(0.01, **_TRAIN, least=0, help="weight decay of all parameters but biases and norms")
     max_grad_norm: float = option(1.0, **_TRAIN, least=0, help="L2 norm that gradients are clipped to; 0: never")
     seed: int = option(12349, **_TRAIN, help="seed of initial weights, sample order and dropout")

@@ -138,6 +138,7 @@ class Phase(luigi.Config):
     batch_ramp_parts: int = setting(TrainConfig, "batch_ramp_parts")
     optimizer: str = setting(TrainConfig, "optimizer")
     lr: float = setting(TrainConfig, "lr")
+    adamw_lr_ratio: float = setting(TrainConfig, "adamw_lr_ratio")
     schedule: str = setting(TrainConfig, "schedule")
     warmup_steps: int = setting(TrainConfig, "warmup_steps")
     decay_share: float = setting(TrainConfig, "decay_share")

@@ -17,8 +17,6 @@ MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 _EPSILON = 1e-7
-#: AdamW's learning rate, as a share of Muon's.
-ADAMW_RATE = 0.3
 
 
 def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -38,7 +36,7 @@ def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 class Muon:
     """`torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` (Liu et al. 2025, arXiv:2502.16982) for the groups of
-    matrices, and AdamW at `ADAMW_RATE` times the learning rate for the others.
+    matrices, and AdamW at `adamw_lr_ratio` times the learning rate for the others.
 
     Data-parallel workers share the matrices of each shape: each orthogonalises some, and the updates are summed over
     the workers, zeros for the others' matrices. Matrices that tensor-parallel ranks split are made whole first.
@@ -47,11 +45,12 @@ class Muon:
     separates_matrices = True
 
     def __init__(
-        self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
-    ) -> None:
+        self, parameters: Parameters, *, weight_decay: float, adamw_lr_ratio: float,
+        number: Callable[[float], float | Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """`number` puts a number that changes with every step on a device that compiles whole steps."""
         self._shared, self._replicas = parameters.shared, parameters.replicas
-        self._weight_decay = weight_decay
+        self._weight_decay, self._adamw_lr_ratio = weight_decay, adamw_lr_ratio
         self._number = number or (lambda value: value)
         self._parameters = parameters
         self._dtype = parameters.precision.products
@@ -75,7 +74,7 @@ class Muon:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Update the parameters from their gradients, after `prepare`."""
-        self._adamw.step(ADAMW_RATE * learning_rate)
+        self._adamw.step(self._adamw_lr_ratio * learning_rate)
         rate = self._number(learning_rate)
         for group, buffers in zip(self._groups, self._buffers, strict=True):
             for gradient, buffer in zip(group.gradients, buffers, strict=True):

@@ -37,11 +37,14 @@ def separates_matrices(name: str) -> bool:
 
 
 def make_optimizer(
-    name: str, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None
-) -> Optimizer:
+    name: str, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None,
+    adamw_lr_ratio: float = 1.0,
+) -> Optimizer:  # fmt: skip
     """The optimizer called `name` in `trainer.registry`; `number` makes a tensor of a number that changes every step,
-    on devices that compile whole steps, and is None elsewhere."""
+    on devices that compile whole steps, and is None elsewhere. `adamw_lr_ratio`: for one that treats hidden weight
+    matrices in its own way, the learning rate of the other parameters divided by theirs."""
+    own = {"adamw_lr_ratio": adamw_lr_ratio} if separates_matrices(name) else {}
     optimizer: Optimizer = registry.load(registry.OPTIMIZERS[name])(
-        parameters, weight_decay=weight_decay, number=number
+        parameters, weight_decay=weight_decay, number=number, **own
     )
     return optimizer

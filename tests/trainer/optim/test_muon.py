@@ -16,7 +16,7 @@ from tests.trainer.optim.test_optim import Layout, fake_backward, layouts, small
 from trainer.devices.cpu import CpuDevice
 from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
 from trainer.models.config import ModelConfig
-from trainer.optim.muon import ADAMW_RATE, Muon, orthogonalised
+from trainer.optim.muon import Muon, orthogonalised
 from trainer.optim.parameters import FlatParameters
 from trainer.optim.sharing import Replicas, SharedModel
 from trainer.parallel.mesh import Mesh
@@ -54,7 +54,7 @@ def test_a_zero_matrix_stays_zero() -> None:
 
 def make(model: BertForPreTraining, layout: Layout = FlatParameters, precision: str = "fp32", **places: object) -> Muon:
     parameters = layout(model, has_weight_decay, 2, Precision(precision), is_matrix=is_hidden_matrix, **places)
-    optimizer = Muon(parameters, weight_decay=0.1)
+    optimizer = Muon(parameters, weight_decay=0.1, adamw_lr_ratio=0.7)
     optimizer.parameters = parameters
     return optimizer
 
@@ -76,7 +76,7 @@ def test_updates_equal_torchs_muon_and_adamw(layout: Layout) -> None:
     before = {name: parameter.detach().clone() for name, parameter in named}
     for step, rate in enumerate(RATES):
         optimizer.parameters.zero_gradients()
-        for reference, share in ((muon, 1.0), (adamw, ADAMW_RATE)):
+        for reference, share in ((muon, 1.0), (adamw, 0.7)):
             reference.zero_grad()
             for group in reference.param_groups:
                 group["lr"] = rate * share
@@ -138,7 +138,7 @@ def test_it_learns_in_every_precision(precision: str) -> None:
     parameters = FlatParameters(
         model, has_weight_decay, 2, Precision(precision, CpuDevice().round_stochastically), is_matrix=is_hidden_matrix
     )
-    optimizer = Muon(parameters, weight_decay=0.0)
+    optimizer = Muon(parameters, weight_decay=0.0, adamw_lr_ratio=0.3)
     weight = model.bert.encoder.layer[0].intermediate.dense.weight
     generator = torch.Generator().manual_seed(2)
     target = weight.detach().double() + 0.05 * torch.randn(weight.shape, dtype=torch.float64, generator=generator)
