@@ -131,7 +131,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
         rows = max(1, _CACHED * torch.get_num_threads() // (4 * logits.shape[1]))
-        losses = []
+        losses = [at_least_fp32(logits[:0, :1])]  # there may be no rows at all
         for start in range(0, len(logits), rows):
             own = slice(start, start + rows)
             wide, label = at_least_fp32(logits[own]), labels[own].clamp(min=0)[:, None]

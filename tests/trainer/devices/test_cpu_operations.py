@@ -97,6 +97,14 @@ def test_cross_entropy_rounds_its_gradient_twice_at_most(dtype: torch.dtype, dig
     assert abs((gradient.double() / wanted)[smaller].mean() - 1) < digit / 20 + 1e-6
 
 
+def test_the_cross_entropy_of_nothing_is_nothing() -> None:
+    loss, gradient = of(
+        CpuOperations(), torch.zeros(0, V, dtype=torch.bfloat16).requires_grad_(), torch.zeros(0).long()
+    )
+    assert loss == 0
+    assert gradient.shape == (0, V)
+
+
 def test_projections_are_those_of_each_layer() -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(16, width).double() for width in (8, 24, 8)]
