@@ -312,11 +312,16 @@ def test_a_companion_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
         contextlib.suppress(KeyboardInterrupt),
         store.making(stage, attached=False),
     ):
-        beside = [child for child in psutil.Process().children() if "accompany" in child.cmdline()]
-        for child in beside:
-            child.suspend()
+        beside: list[psutil.Process] = []
+
+        def has_begun() -> bool:
+            """Until then it has the words of this process."""
+            beside[:] = [child for child in psutil.Process().children() if "accompany" in child.cmdline()]
+            return len(beside) == 1
+
+        wait_until(has_begun)
+        beside[0].suspend()
         raise KeyboardInterrupt
-    assert len(beside) == 1
     assert not beside[0].is_running()
 
 
