@@ -15,12 +15,7 @@ from trainer.models.operations import AttentionMask, Operations
 from trainer.parallel.fp32_sums import at_least_fp32
 
 #: Integers of the same size, for bitwise operations.
-_BITS_OF = {
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-}
+_BITS_OF = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 #: Bytes of logits in fp32 that `_CrossEntropy` has at a time for each thread: they stay in the caches.
 _CACHED = 2**20
 
