@@ -27,6 +27,8 @@ FREQUENT, _SHORTEST, _LONGEST, _TRIED, _KEPT = 20, 6, 40, 4000, 5
 _SAMPLED = 3
 _ROWS, _AT_ONCE = 2000, 50
 _ENDS = (".", "!", "?")
+#: What stands in prose beside words and numbers; sentences with other signs (code, markup) are no prompts for people.
+_SIGNS = (*_ENDS, ",", ";", ":")
 #: How much more probable than the second the answer must be, so that another device's rounding cannot exchange them.
 _AHEAD = 1.01
 
@@ -112,11 +114,13 @@ def _texts(reader: BatchReader, samples: Samples) -> Iterator[list[int]]:
 
 
 def _candidates(tokenizer: Any, texts: Iterator[list[int]], frequent: set[int]) -> Iterator[_Candidate]:
-    """Prompts of whole sentences, two a sentence at most, evenly placed: `_TRIED` at most."""
+    """Prompts of whole sentences of prose, two a sentence at most, evenly placed: `_TRIED` at most."""
     cls, sep, tried = tokenizer.token_to_id(CLS), tokenizer.token_to_id(SEP), 0
     for text in texts:
         for sentence in _sentences(tokenizer, text):
             pieces = [tokenizer.id_to_token(one) for one in sentence]
+            if not all(piece in _SIGNS or piece.removeprefix(CONTINUATION).isalnum() for piece in pieces):
+                continue
             words = [
                 at
                 for at, (piece, after) in enumerate(zip(pieces, [*pieces[1:], ""], strict=True))
@@ -151,6 +155,6 @@ def _prompt(tokenizer: Any, pieces: list[str], masked: int) -> str:
     text = ""
     for at, piece in enumerate(pieces):
         shown = MASK if at == masked else piece
-        joins = shown.startswith(CONTINUATION) or shown in (*_ENDS, ",", ";", ":", ")")
-        text += ("" if joins or text.endswith("(") or not text else " ") + shown.removeprefix(CONTINUATION)
+        joins = shown.startswith(CONTINUATION) or shown in _SIGNS
+        text += ("" if joins or not text else " ") + shown.removeprefix(CONTINUATION)
     return text

@@ -31,7 +31,7 @@ transformers = pytest.importorskip("transformers")
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 #: Eight words that occur in one sentence only, so that each tells the others.
 TOPICS = [
-    "the lazy cat drinks fresh milk, not water (every warm morning).",
+    "the lazy cat drinks fresh milk, not water: every warm morning.",
     "a young sailor paints his old wooden boat in dark green.",
     "our teacher explains how small numbers become large sums!",
     "two brown horses pull heavy stones along that river bank.",
@@ -127,7 +127,7 @@ def test_the_sample_of_answers_is_fair(trained: Path, prompts: list[dict[str, An
 
 def test_a_prompt_is_spelled_so_that_it_is_read_as_the_same_tokens() -> None:
     """Pieces are joined, words of the vocabulary that typed text would split otherwise are left out."""
-    vocabulary = [*SPECIAL, "the", "run", "##ning", "cat", "sees", "it", "running", "x", "."]
+    vocabulary = [*SPECIAL, "the", "run", "##ning", "cat", "sees", "it", "running", "x", "7", ".", "_", ","]
     tokenizer = build_tokenizer(vocabulary, lower_case=True)
     ids = {piece: number for number, piece in enumerate(vocabulary)}
 
@@ -138,6 +138,8 @@ def test_a_prompt_is_spelled_so_that_it_is_read_as_the_same_tokens() -> None:
     assert prompts("[CLS] the cat sees it x x . [SEP]") == ["the cat [MASK] it x x.", "the cat sees it [MASK] x."]
     assert prompts("[CLS] the cat sees the run ##ning x . [SEP]") == []  # "running" is a piece of its own
     assert prompts("[CLS] the [UNK] sees it x x . [SEP]") == []
+    assert prompts("[CLS] the cat , sees 7 x . [SEP]") == ["the cat, [MASK] 7 x.", "the cat, sees 7 [MASK]."]
+    assert prompts("[CLS] the cat _ sees it x . [SEP]") == []  # code, not prose
 
 
 def test_the_most_frequent_words_are_no_answers(trained: Path, prompts: list[dict[str, Any]], tmp_path: Path) -> None:
