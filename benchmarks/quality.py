@@ -74,7 +74,7 @@ LONG = Recipe(
         "batch_size": 32,
         "grad_accum_usteps": 1,
         "warmup_steps": 50,
-        "max_steps": 1150,
+        "max_steps": 1300,
     },
     "dynamic",
     embeds=True,
