@@ -1,6 +1,6 @@
 """`python -m stages.convert IN OUT --to native|hf|pt`: convert a checkpoint between formats and layouts.
 
-IN: a ckpt_<step> directory of this project, a Hugging Face directory, a ckpt_<step>.pt of AWS's tutorial or NVIDIA's
+IN: a ckpt_<step> directory of this project, a Hugging Face directory, a ckpt_<step>.pt from AWS's tutorial or NVIDIA's
 script, a neuronx-distributed directory; or an s3:// or https:// URL of one file. `--inspect IN` describes it.
 """
 
@@ -51,7 +51,7 @@ class ConvertOptions(SourceOptions, Transport):
         1, unit="ranks", least=1, omit_default=True, help="native: number of tensor-parallel ranks to write files for"
     )
     optimizer: bool = option(True, decides=False, help="keep the optimizer's state")
-    #: The model settings, when luigi runs the stage before its vocabulary exists.
+    #: The model settings, for when luigi plans the stage before its vocabulary exists.
     model: Mapping[str, Any] | None = option(None, names=None, omit_default=True, help="in place of --config")
     # What the tutorial's script resumes with if IN does not record it; the script's own defaults.
     lr: float = option(4e-4, group=_SCRIPT, decides=False, help="peak learning rate")
@@ -81,7 +81,7 @@ class ConvertOptions(SourceOptions, Transport):
         return parameters
 
     def identity(self, hashes: InputHashes | None = None, upstream: Mapping[str, str] | None = None) -> Identity:
-        """Leave the chain's default out: it keeps the optimizer of a stage's checkpoint and drops any other's."""
+        """Omit the chain's default, which keeps the optimizer of a stage's checkpoint and drops that of any other."""
         identity = super().identity(hashes, upstream)
         if self.optimizer != ("pretrain" in identity.upstream):
             identity.parameters["with_optimizer"] = self.optimizer

@@ -1,6 +1,6 @@
 """Ready-made shards → a data set of this project: fetched, safely unpacked, checked once.
 
-A file gets its final name only after it was checked, so a rerun continues with the first missing one. While an archive
+A file gets its final name only after it is checked, so a rerun continues with the first missing one. While an archive
 is fetched and unpacked, DIR holds
     download.part, download.json   the bytes fetched so far, and their ranges; download.json stays
     archive                        the whole archive, its length and sha256 checked

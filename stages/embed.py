@@ -1,7 +1,7 @@
-"""Initial word embeddings from the text: what tokens mean by the tokens near them, and how often each occurs.
+"""Initial word embeddings from the text: from which tokens occur near each other, and how often each occurs.
 
-The word embeddings are the truncated SVD of the tokens' positive pointwise mutual information, each of the length that
-BERT's random ones have; the output bias is the log of the tokens' frequencies (Meister et al. 2023, arXiv:2212.09686).
+Word embeddings are the truncated SVD of the tokens' positive pointwise mutual information, each scaled to the length
+of BERT's random ones; the output bias is the log of the tokens' frequencies (Meister et al. 2023, arXiv:2212.09686).
 `python -m trainer --word_embeddings OUT/embeddings.safetensors` starts from them.
 """
 
@@ -24,7 +24,7 @@ from trainer.models.config import ModelConfig
 RANDOM, COOCCURRENCE = INITIAL_WORD_EMBEDDINGS = ("random", "cooccurrence")
 #: In the stage's directory.
 EMBEDDINGS = "embeddings.safetensors"
-#: Largest id that is counted, and one more.
+#: One more than the largest id that is counted.
 _VOCABULARY_MAX = 1 << 20
 
 
@@ -34,7 +34,7 @@ class EmbedOptions(StageOptions):
 
     module: ClassVar = "stages.embed"
     stage: ClassVar = "embed_words"
-    format_version: ClassVar = 2  # 2: training takes ids above those in the text for as rare as the rarest
+    format_version: ClassVar = 2  # 2: training takes ids above those in the text to be as rare as the rarest
 
     data: Path = option(names=("data",), metavar="DATA", help=f"a directory with {TRAINING_SHARDS} shards")
     hidden_size: int = option(least=1, unit="elements", help="length of an embedding: the model's hidden size")
@@ -80,7 +80,7 @@ def embed(work: StageDirectory, options: EmbedOptions) -> dict[str, Any]:
     vectors = word_vectors(
         positive_pmi(pairs.matrix(len(counts))), options.hidden_size, derive_seed(options.seed, "word embeddings")
     )
-    # The length of a vector of normal values.
+    # The length of a vector of normally distributed values.
     scale = ModelConfig.initializer_range * math.sqrt(options.hidden_size)
     embeddings = torch.nn.functional.pad(vectors * scale, (0, options.hidden_size - vectors.shape[1]))
     bias = torch.from_numpy(np.log((counts + 1) / (counts.sum() + len(counts)))).float()

@@ -112,7 +112,7 @@ def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, 
 
         device = select_alone(options.device)
         model = load_model(options.model_directory, device)
-        blimp = _blimp(options, model) if options.blimp else None  # bad input is told before anything is computed
+        blimp = _blimp(options, model) if options.blimp else None  # bad input is reported before anything is computed
         if has_held_out:
             counts |= _held_out(work, options, model, device)
         if blimp is not None:

@@ -1,6 +1,6 @@
 """`python -m stages.merge IN OUT`: merge a checkpoint's tensor-parallel shards into a Hugging Face directory.
 
-IN may have any format. OUT/model gets config.json, model.safetensors (or shards and their index) and, if given, a
+IN may be in any format. OUT/model gets config.json, model.safetensors (or shards and their index) and, if given, a
 tokenizer.
 """
 

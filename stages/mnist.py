@@ -19,7 +19,7 @@ from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, parse, stage_parser
 from stages.transfer.urls import Transport, file_identity, open_source, source_identity
 
-#: File name → sha256 of the original. (Their md5 match those that torchvision checks.)
+#: File name → sha256 of the original. (Their md5 sums match those that torchvision checks.)
 FILES = {
     "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",

@@ -67,7 +67,7 @@ class Graphs:
     decays: bool
     clips: bool
     precision: str
-    grad_reduce_in_bf16: bool = False  # came later: part of the identity where it is on
+    grad_reduce_in_bf16: bool = False  # added later: part of the identity only where it is on
     tensor_parallel_size: int
     data_parallel: str
     nnodes: int

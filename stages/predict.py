@@ -35,8 +35,8 @@ def predict(model: Any, tokenizer: Any, texts: list[str], *, top: int = TOP) -> 
     """Predict with Hugging Face's `BertForPreTraining` or `BertForMaskedLM` and its tokenizer; probabilities are
     softmaxes of the logits.
 
-    Raises `UserError` for an empty text, a single text without a mask, two texts and a `BertForMaskedLM`, and texts
-    longer than the model's positions.
+    Raises `UserError` for an empty text, a single text without a mask, two texts with a `BertForMaskedLM`, and texts
+    with more tokens than the model has positions.
     """
     import torch
 

@@ -79,7 +79,7 @@ def report(work: StageDirectory, view: Run) -> None:
     present = []
     if view.model is not None:
         beside = view.model / CARD
-        beside.with_name(CARD + TEMPORARY_SUFFIX).unlink(missing_ok=True)  # of a run that was killed
+        beside.with_name(CARD + TEMPORARY_SUFFIX).unlink(missing_ok=True)  # left by a killed run
         if beside.exists() and is_edited(beside.read_text(encoding="utf-8", errors="replace")):
             print(f"note: {beside} was edited, so it stays as it is; the new one is {work.path / MODEL_CARD}")
         else:

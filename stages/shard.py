@@ -83,7 +83,7 @@ class ShardOptions(BuildOptions):
     )
     seed: int = option(12345, help="seed of pairs and masks", least=0, most=1 << 63)
     phase: int = option(
-        1, least=1, most=2, decides=False,  # the identity has a place of its own for it
+        1, least=1, most=2, decides=False,  # the identity has a field of its own for it
         help="phase that trains on them, 1 or 2; each has its own random streams",
     )  # fmt: skip
 
@@ -112,8 +112,8 @@ class ShardOptions(BuildOptions):
         )
 
     def parameters(self) -> dict[str, Any]:
-        """Dynamic masks are the trainer's; static ones of another kind than the held-out shards' say so. Only pairs are
-        shortened."""
+        """Without the options of dynamic masks, which are the trainer's; static masks that differ from those of the
+        held-out shards are recorded as such. Only pairs are shortened."""
         found = super().parameters()
         if not self.next_sentence:
             del found["short_seq_prob"]

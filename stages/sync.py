@@ -30,7 +30,7 @@ from stages.store.open import open_store
 from stages.store.options import StoreOptions
 from stages.store.records import STAGES, stage_of_key
 
-#: Beside training, a push waits for free processor time.
+#: During training, a push waits for free processor time.
 _NICENESS = 15
 
 
@@ -86,7 +86,7 @@ def _identity_of(directory: Path) -> Identity:
 
 
 def accompany(backend: Backend, directory: Path, holder: str, token: int) -> None:
-    """Run beside the making of a stage whose lease luigi has taken. Raises `UserError`."""
+    """Run while a stage is being made whose lease luigi has taken. Raises `UserError`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # luigi ends it
     failpoint("companion")
     identity = _identity_of(directory)

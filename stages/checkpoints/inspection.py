@@ -16,7 +16,7 @@ from trainer.checkpoint.interop.sources import Source
 def inspect(path: Path) -> str:
     """Describe the checkpoint at `path` (format, step, model, sizes, dtypes, parallel degrees) without loading tensors.
 
-    Raises `CheckpointError` if it is damaged or of no known format.
+    Raises `CheckpointError` if it is damaged or of an unknown format.
     """
     contents = open_checkpoint(path)
     try:

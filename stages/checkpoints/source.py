@@ -61,7 +61,7 @@ def is_remote(source: Secret) -> bool:
 def brought(source: Secret, work: StageDirectory, transport: Transport) -> Iterator[Path]:
     """The checkpoint at `source` as a local path; a remote one is downloaded, and removed if the block succeeds.
 
-    Raises `UserError`, also if a local checkpoint has changed since it was identified.
+    Raises `UserError`, including when a local checkpoint has changed since it was identified.
     """
     if not is_remote(source):
         path = checkpoint_of(source)
@@ -147,7 +147,7 @@ def source_identity(source: Secret, hashes: InputHashes) -> str | dict[str, str]
 
 
 def _identity(path: Path, files: list[InputFile]) -> dict[str, str]:
-    # The name of a single file holds its step.
+    # A single file's name contains the step.
     return {os.path.relpath(file.path, path) if path.is_dir() else path.name: file.sha256 for file in files}
 
 

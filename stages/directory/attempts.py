@@ -1,13 +1,13 @@
-"""When a stage ran, how that ended and why it failed: attempts.jsonl in its directory, from which a view draws the
-time line.
+"""When a stage ran, how it ended and why it failed: attempts.jsonl in its directory, from which a view draws the
+timeline.
 
     {"started": 1763740800.1, "host": "node-3", "pid": 4711, "seen": 1763737200.0}     its command starts
     {"ended": 1763740923.4, "how": "interrupted", "status": 75, "error": ""}           its command has ended
     {"ended": 1763740923.5, "how": "failed", "is_final": true, "error": "…"}           it is not started again
     {"waited": "downloading", "began": 1763740700.1, "until": 1763740799.8}            before the next start
 
-Times are seconds since 1970. A process that was killed leaves no second line; then `seen` of the next start is the time
-of its last sign of life. Imports neither torch nor luigi.
+Times are seconds since 1970. A process that is killed leaves no second line; `seen` in the next start then gives the
+time of its last sign of life. Imports neither torch nor luigi.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Attempt:
     """One start of a stage's command; times in seconds since 1970."""
 
     started: float
-    #: Of a killed attempt, its last sign of life; of a running one, now.
+    #: For a killed attempt, its last sign of life; for a running one, now.
     ended: float
     how: How
-    #: The last line of what it failed with.
+    #: The last line of the error that it failed with.
     error: str = ""
     host: str = ""
-    #: What came before it: (one of `Wait`, began, ended).
+    #: The waits before it: (one of `Wait`, began, ended).
     waits: tuple[tuple[str, float, float], ...] = ()
 
     @property
@@ -58,7 +58,7 @@ class Attempt:
 class Failure:
     """Why a stage failed."""
 
-    #: Of a traceback, its last line.
+    #: For a traceback, its last line.
     line: str
     #: Seconds since 1970.
     at: float
@@ -126,7 +126,7 @@ def read(directory: Path, *, running: bool, complete: bool) -> list[Attempt]:
         how, ended = "killed", last_sign_of_life(directory)
         if running:
             how, ended = "running", time.time()
-        elif complete:  # killed between the manifest and the line here
+        elif complete:  # killed after writing the manifest, before its line here
             how, ended = "complete", (directory / "manifest.json").stat().st_mtime
         found.append(_attempt(open_start, {"ended": ended, "how": how}))
     return found
@@ -143,7 +143,7 @@ def _last_line(end: dict[str, Any]) -> str:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The valid lines; a power failure may leave others."""
+    """The valid lines; a power failure may leave invalid ones."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

@@ -1,8 +1,8 @@
-"""Several machines that fill one stage directory, on a file system that they share.
+"""Several machines that fill one stage directory on a shared file system.
 
-Files are functions of their number, so each machine makes those whose number, modulo the number of machines, is its own
-rank. The first one makes what there is once, waits for the others' files and writes the manifest, for which the others
-wait: all end together. A machine that is started again makes the files that are missing.
+Each file depends only on its number, so each machine makes those whose number modulo the number of machines is its
+rank. The first machine makes what exists only once, waits for the others' files and writes the manifest; the others
+wait for it, so that all end together. A restarted machine makes the files that are missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stages.directory.manifest import MANIFEST, AlreadyComplete, Identity, Stage
 from stages.directory.progress import Progress, signs_of_life
 from stages.directory.records import read_identity
 
-#: Seconds between two looks at the files of others.
+#: Seconds between two checks for the other machines' files.
 _LOOK_EVERY_S = 0.5
 
 
@@ -37,7 +37,7 @@ class Builders:
 
     @classmethod
     def here(cls, count: int) -> Builders:
-        """This one of `count`, by the rank that its launcher gave it. Raises `UserError`."""
+        """This machine of `count`, with the rank that its launcher gave it. Raises `UserError`."""
         rank = node_rank() if count > 1 else 0
         if rank >= count:
             raise UserError(f"this machine's rank is {rank}; allowed with --builders {count}: 0 to {count - 1}")
@@ -53,7 +53,7 @@ class Builders:
 
     @contextlib.contextmanager
     def begin(self, out: Path, identity: Callable[[], Identity]) -> Iterator[StageDirectory]:
-        """`StageDirectory.begin`; the first machine has the lock, the others wait until it has."""
+        """`StageDirectory.begin`: the first machine takes the lock, and the others wait until it has."""
         if self.is_first:
             with StageDirectory.begin(out, identity) as work:
                 yield work
@@ -69,15 +69,15 @@ class Builders:
         print(f"machine {self.rank} of {self.count} has made its part of {out}")
 
     def progress(self, work: StageDirectory, label: str, total: int, unit: str) -> Progress | Unshown:
-        """The first machine's shows what all have made."""
+        """A progress bar: the first machine's shows what all have made, the others' are not shown."""
         return work.progress(label, total, unit) if self.is_first else Unshown()
 
     def wait_for_end(self, work: StageDirectory) -> None:
-        """Until the first machine has completed the stage."""
+        """Wait until the first machine has completed the stage."""
         self.wait_for((work.path / MANIFEST).exists, "machine 0 to complete the stage")
 
     def wait_for(self, is_there: Callable[[], bool], what: str) -> None:
-        """Says so only once: whoever started this process counts lines as signs of life, and it gives none itself."""
+        """Wait, saying so only once: whoever started this process counts lines as signs of life; waiting is not one."""
         if is_there():
             return
         print(f"machine {self.rank} of {self.count} waits for {what}", file=sys.stderr)
@@ -93,17 +93,17 @@ class Unshown:
     """A progress bar that is not shown."""
 
     def update(self, n: int = 1) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __enter__(self) -> Unshown:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _is_begun(out: Path, fingerprint: str) -> bool:
-    """Whether `out` is being filled with this: by a process that has its lock, or in a job of a scheduler."""
+    """Whether `out` is being filled for this fingerprint: by a process that holds its lock, or by a scheduler's job."""
     record = read_identity(out)
     return (
         record is not None

@@ -19,7 +19,7 @@ JOB = "job.json"
 
 @contextlib.contextmanager
 def hold(directory: Path, *, knows_jobs: bool = False) -> Iterator[int]:
-    """`common.lock.hold` of a stage's directory; raises `LockHeld` with the holder, `DiskError`.
+    """`common.lock.hold` for a stage's directory. Raises `LockHeld`, which names the holder; `DiskError`.
 
     A job on other machines may be filling the directory although no process waits for it. Then only a caller that
     handles jobs (`knows_jobs`) gets the lock.

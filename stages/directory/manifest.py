@@ -5,11 +5,11 @@ A stage directory DIR holds
     stage.json      the identity of its result, written first
     progress.json   the progress of a running stage, rewritten about once a second
     alive           touched while a stage that luigi has started computes (see `stages.directory.progress`)
-    attempts.jsonl  when it ran, how that ended, and why it failed (see `stages.directory.attempts`)
+    attempts.jsonl  when it ran, how it ended, and why it failed (see `stages.directory.attempts`)
     …               the outputs
     manifest.json   the identity, the outputs with size and sha256, and the counts; written last
 
-DIR is complete when manifest.json names the expected fingerprint, every output that it lists has its size, and every
+DIR is complete when manifest.json names the expected fingerprint, every output has the size that it lists, and every
 file that it lists as present exists, whatever its content. Imports neither torch nor luigi.
 """
 
@@ -49,7 +49,7 @@ from stages.directory.records import read_identity, read_manifest
 
 
 def stage_label(stage: str, phase: int | None) -> str:
-    """What a stage is called, and its directory begins with: `shard_dataset-phase1`; `embed_dataset` without phases."""
+    """A stage's name, with which its directory's begins: `shard_dataset-phase1`, or `embed_dataset` without phases."""
     return stage if phase is None else f"{stage}-phase{phase}"
 
 
@@ -172,10 +172,10 @@ class StageDirectory:
     def begin(cls, path: Path, identity: Callable[[], Identity]) -> Iterator[StageDirectory]:
         """Lock `path` and write its identity.
 
-        If the pipeline has started this process, it holds the lock and has written the identity; `identity`, which may
-        have to read all inputs, is then not called.
+        If the pipeline started this process, the pipeline holds the lock and has written the identity; `identity`,
+        which may have to read all inputs, is then not called.
 
-        Raises: `LockHeld`; `AlreadyComplete`; `UserError` if `path` holds results of other parameters.
+        Raises: `LockHeld`; `AlreadyComplete`; `UserError` if `path` holds results made with other parameters.
         """
         held = os.environ.get(HELD_FINGERPRINT_VARIABLE)
         if held is not None:

@@ -27,9 +27,9 @@ class StageOptions:
     #: `python -m` runs it.
     module: ClassVar[str]
     stage: ClassVar[str]
-    #: Raised when the same options would make something else.
+    #: Increased when the same options would give a different result.
     format_version: ClassVar[int] = 1
-    #: Whether the stage directory is the last positional argument, OUT, and not --out.
+    #: Whether the stage directory is the last positional argument, OUT, rather than --out.
     out_is_positional: ClassVar[bool] = False
     #: argparse's nargs and help for the stage directory.
     out_nargs: ClassVar[str | None] = None
@@ -55,11 +55,11 @@ class StageOptions:
         )
 
     def parameters(self) -> dict[str, Any]:
-        """The values that decide the result; paths and addresses do not, but what is behind them (`inputs`)."""
+        """The values that decide the result. Paths and addresses do not; the content behind them does (`inputs`)."""
         return {name: v for name, v in deciding(self).items() if kind_of(type(self), name)[0] not in (Path, Secret)}
 
     def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:
-        """The content of inputs that are no stage directories, whatever their paths. Raises `UserError`."""
+        """The content of inputs that are not stage directories, whatever their paths. Raises `UserError`."""
         return {}
 
     def upstream(self) -> dict[str, str]:
@@ -75,7 +75,7 @@ class StageOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions(StageOptions):
-    """Of a stage that several processes make, on one machine or on several."""
+    """Options of a stage that several processes make, on one machine or on several."""
 
     processes: int = option(
         0, least=0, decides=False, help="worker processes; 0: one per core; does not affect the output"
@@ -88,7 +88,7 @@ class BuildOptions(StageOptions):
 
 
 def fingerprints(**directories: Path | None) -> dict[str, str]:
-    """The fingerprints of those that are directories of complete stages."""
+    """The fingerprints of those `directories` that hold complete stages."""
     found = {}
     for role, directory in directories.items():
         manifest = read_manifest(directory) if directory is not None else None
@@ -113,6 +113,6 @@ def stage_parser(cls: type[StageOptions], description: str | None) -> argparse.A
 
 
 def parse(cls: type[T], parser: argparse.ArgumentParser) -> tuple[T, Path]:
-    """The options of this process' command line and the stage directory to fill. Raises `UserError`."""
+    """The options on this process's command line, and the stage directory to fill. Raises `UserError`."""
     args = parser.parse_args()
     return from_namespace(cls, args), args.out

@@ -14,8 +14,8 @@ from common.files import ALIVE, disk_errors, replace_json, utc_now
 from common.process import HEARTBEAT_THREAD
 from common.threads import beside
 
-#: Seconds between two readings of the processor time, and its least increase: idle threads and pools use a tenth of
-#: that.
+#: Seconds between two readings of the processor time, and the least increase that counts as work: idle threads and
+#: pools use a tenth of that.
 _LOOK_S, _LEAST_CPU_S = 5.0, 0.05
 
 

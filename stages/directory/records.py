@@ -9,7 +9,7 @@ from common.files import PROGRESS, parse_utc, read_json
 from common.lock import IDENTITY
 
 MANIFEST = "manifest.json"
-#: What the tokens of a corpus are, for people.
+#: Describes the tokens of a corpus for people.
 DATA_CARD = "DATACARD.md"
 
 _IDENTITY: dict[str, Any] = {

@@ -39,8 +39,8 @@ def evaluate(
     batch_size: int,
     max_samples: int,
 ) -> dict[str, Any]:
-    """Evaluate `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies in 0 … 1. The
-    next-sentence ones are there if both model and shards have what they need.
+    """Evaluate `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies in 0 … 1.
+    Next-sentence results are included if both model and shards have what they need.
 
     `training`: the shards whose word frequencies make the unigram baseline; None: `shards`. `pieces`: the vocabulary;
     None: bits per character are None. `tokenizer`: the model's `tokenizers.Tokenizer`; None: no prompts are suggested.

@@ -33,7 +33,7 @@ PairsBySet = dict[str, list[tuple[str, str]]]
 _KEYS = ("sentence_good", "sentence_bad")
 #: Limit on all sets together; BLiMP has 30 MB.
 _BYTES_MAX = 256 << 20
-#: Tokens of a batch: on a CPU larger ones are no faster, and the logits of one with 30,522 words take 40 to 170 MB.
+#: Tokens per batch: on a CPU, larger batches are no faster; with 30,522 words, a batch's logits take 40 to 170 MB.
 _TOKENS_AT_ONCE = 4096
 #: On devices that compile each shape, rows are padded to a multiple of this.
 _LENGTH_MULTIPLE = 8
@@ -61,7 +61,7 @@ def read_pairs(path: Path, samples: int) -> PairsBySet:
 
 
 def _files(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The names and contents of the sets; a file that is too large is cut to more than `_BYTES_MAX`."""
+    """The names and contents of the sets; a file that is too large is cut just above `_BYTES_MAX`."""
     if path.is_dir():
         for file in sorted(path.glob("*.jsonl")):
             with file.open("rb") as opened:
@@ -76,7 +76,7 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
 def _pair(where: str, line: bytes) -> tuple[str, str]:
     try:
         record = json.loads(line)
-        json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate is valid JSON and no text
+        json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate is valid JSON but not text
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON of UTF-8 text ({one_line(error)}); give a copy of BLiMP") from error
     good, bad = (record.get(key) for key in _KEYS) if isinstance(record, dict) else ("", "")
@@ -128,9 +128,9 @@ class Blimp:
         }
 
     def correct(self, work: StageDirectory, model: BertForPreTraining, device: Device) -> dict[str, NDArray[np.bool_]]:
-        """For each pair of each set whether `model` finds the good sentence more probable; a tie is wrong.
+        """Whether `model` finds the good sentence more probable, for each pair of each set; a tie counts as wrong.
 
-        Raises `UserError` for a sentence that is longer than the model's positions.
+        Raises `UserError` for a sentence with more tokens than the model has positions.
         """
         numbers: dict[tuple[int, ...], int] = {}  # each sentence is scored once, so equal ones tie exactly
         by_set = {
@@ -196,9 +196,9 @@ def pseudo_log_likelihoods(
 def masked_batch(
     ids: NDArray[np.int64], lengths: NDArray[np.int64], places: NDArray[np.int64], mask: int, size: int
 ) -> BertBatch:
-    """The rows `ids` (B, S), tokens up to `lengths` (B,) and padding behind, each masked at its place of `places` (B,).
+    """The rows `ids` (B, S), padded after their `lengths` (B,) tokens, each masked at its position in `places` (B,).
 
-    Copies of the first row, labelled `IGNORED`, fill up the batch to `size` rows.
+    Copies of the first row, labelled `IGNORED`, fill the batch up to `size` rows.
     """
     count = len(ids)
     index = np.append(np.arange(count), np.zeros(size - count, np.int64))

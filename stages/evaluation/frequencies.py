@@ -17,7 +17,7 @@ from trainer.data.vocabulary import CONTINUATION, UNK
 
 Counts = NDArray[np.int64]
 
-#: The classes of pieces by their rank in frequency, from 0: the first rank beyond each class.
+#: Classes of pieces by frequency rank, counted from 0; the value is the first rank beyond the class.
 _CLASSES = {"frequent": 100, "common": 1000, "rare": None}
 
 
@@ -34,10 +34,10 @@ def count_pieces(work: StageDirectory, shards: ShardSet, vocab_size: int) -> Cou
 def frequency_scores(counts: Counts, masked: Counts, right: Counts) -> dict[str, Any]:
     """The unigram baseline, and the model's accuracy by frequency.
 
-    `counts`: of the text, `masked` and `right`: masked tokens, and correct predictions among them, by what they were;
-    each (V,). The baseline predicts every token with the smoothed probabilities (count + 1) / (tokens + V) (add-one,
-    Laplace), so that a piece that was never seen has one too; its best guess is the most frequent piece. An accuracy
-    over no tokens is None.
+    `counts`: pieces in the text; `masked`, `right`: masked tokens and the correct predictions among them, by original
+    piece; each (V,). The baseline predicts every token with the smoothed probabilities (count + 1) / (tokens + V)
+    (add-one, Laplace), so that an unseen piece has one too; its best guess is the most frequent piece. An accuracy over
+    no tokens is None.
     """
     total = int(masked.sum())
     log_probabilities = np.log((counts + 1) / (counts.sum() + len(counts)))
@@ -60,7 +60,7 @@ def frequency_scores(counts: Counts, masked: Counts, right: Counts) -> dict[str,
 def characters(pieces: list[str], masked: Counts) -> int | None:
     """The characters of the masked tokens, without the prefix "##"; None if the vocabulary lacks one of the tokens.
 
-    [UNK] counts as one, which no word is shorter than: bits per character are then an upper limit.
+    [UNK] counts as one character, and no word is shorter: bits per character are then an upper limit.
     """
     if masked[len(pieces) :].any():
         return None

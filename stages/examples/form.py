@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 #: [CLS] A [SEP] B [SEP], and [CLS] A [SEP]
 SPECIAL_POSITIONS, SPECIAL_POSITIONS_ALONE = 3, 2
 #: What a sequence is, in the terms of Liu et al. 2019 (RoBERTa), arXiv:1907.11692, section 4.2: two segments for
-#: next-sentence prediction; or whole consecutive sentences, as many as fit, of a part of the corpus or of one document.
+#: next-sentence prediction; or as many whole consecutive sentences as fit, from a part of the corpus or one document.
 SEGMENT_PAIR, FULL_SENTENCES, DOC_SENTENCES = "segment-pair", "full-sentences", "doc-sentences"
 #: Maximum sequences in a packed row.
 PACKED_SEQUENCES = 16
@@ -44,7 +44,7 @@ class Form:
     whole_word_mask: bool = False
     #: Maximum examples per row; 1 disables packing.
     sequences_per_row: int = 1
-    #: Whether the examples are masked; others are whenever they are read.
+    #: Whether the examples are masked; otherwise they are masked each time they are read.
     is_masked: bool = True
 
     @property
@@ -59,8 +59,8 @@ class Form:
         )
 
     def masked_positions(self, lengths: Array) -> Array:
-        """Number of masked positions in sequences of `lengths` tokens; int64, same shape. 1 where none are masked yet,
-        which limits the sequences of a row, not their tokens."""
+        """Number of masked positions in sequences of `lengths` tokens; int64, same shape. 1 each if none are masked
+        yet, which limits how many sequences a row has, not their tokens."""
         from trainer.data.masking import masked_positions
 
         return masked_positions(lengths, self.masked_lm_prob, self.max_pred_len if self.is_masked else 1)

@@ -1,4 +1,4 @@
-"""Packing several sequences into one row: which share a row, and the conversion of their arrays.
+"""Packing several sequences into one row: which ones share a row, and the conversion of their arrays.
 
 Packing works on the histogram of sequence lengths: longest first, each into the fullest row that still has room. This
 is the longest-pack-first histogram packing of Krell et al. 2021, arXiv:2107.02027, section 3.1, with a limit on a

@@ -135,7 +135,7 @@ def make_plans(
     workers: Workers,
     builders: Builders,
 ) -> dict[str, SplitPlan]:
-    """Plan the splits, reusing plan files that exist; `separator`: the id of [SEP]. Several `builders` share the parts.
+    """Plan the splits, reusing existing plan files; `separator`: the id of [SEP]. Several `builders` divide the parts.
 
     Raises `DiskError`.
     """
@@ -195,7 +195,7 @@ def _packed(pairs: Array, form: Form, rng: np.random.Generator) -> Array:
 
 
 def _join(parts: list[Path], path: Path, separator: int | None) -> None:
-    """Concatenate the ids of all parts; `separator`: written behind each document, if any."""
+    """Concatenate the ids of all parts; `separator`: written after each document, if any."""
     if not path.exists():
         with durable_file(path) as file:
             for part in parts:

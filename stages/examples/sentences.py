@@ -1,7 +1,7 @@
 """Whole consecutive sentences → sequences without a second segment, for training without next-sentence prediction.
 
 FULL-SENTENCES and DOC-SENTENCES of Liu et al. 2019 (RoBERTa), arXiv:1907.11692, section 4.2: a sequence takes whole
-sentences as long as they fit. The former go on into the next document, behind an extra [SEP], so that every row but a
+sentences as long as they fit. The former continue into the next document, after an extra [SEP], so that every row but a
 part's last is as full as sentences allow, which suits fixed-size batches. The latter end with their document and are
 packed: they share rows without attending to each other. A sentence longer than a sequence is cut into several.
 """
@@ -19,7 +19,7 @@ from trainer.data.hdf5 import Array
 
 
 def separated(part: Path, separator: int) -> Array:
-    """The ids of a part with `separator` behind each document: (tokens + documents,)."""
+    """The ids of a part with `separator` after each document: (tokens + documents,)."""
     arrays = read_part(part)
     cut = np.concatenate([[0], np.cumsum(arrays["sentence_lengths"], dtype=np.int64)])
     ends = cut[np.cumsum(arrays["document_lengths"], dtype=np.int64)]

@@ -130,7 +130,7 @@ def _gather(ids: Array, pairs: Array, vocabulary: Vocabulary, form: Form) -> Arr
 def _complete_packed(
     rows: Array, pairs: Array, form: Form, vocabulary: Vocabulary, rng: np.random.Generator
 ) -> dict[str, Array]:
-    """As `complete_rows`, for packed rows (N, S): each sequence is masked as if it were alone in its row."""
+    """Like `complete_rows`, for packed rows (N, S): each sequence is masked as if it were alone in its row."""
     lengths = lengths_of(pairs)
     arrays = {
         key: np.zeros(shape, dtype) for key, (shape, dtype) in layout_of(len(rows), form, vocabulary.size).items()

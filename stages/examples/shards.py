@@ -47,8 +47,8 @@ def make_shards(
 ) -> dict[str, Any]:
     """Write the shards of the tokenized corpus `tokens` to `work` and complete it; returns the counts.
 
-    `shards`: number of shards per split; None: so many that each has about 64 MB. Raises `UserError` if the corpus is
-    too small, `DiskError` if the disk lacks space. With several `builders`, all but the first write shards only, and
+    `shards`: number of shards per split; None: as many as give about 64 MB each. Raises `UserError` if the corpus is
+    too small, `DiskError` if the disk lacks space. With several `builders`, all but the first only write shards, and
     return {} when the stage is complete.
     """
     with Workers(processes) as workers:
@@ -83,14 +83,14 @@ def make_shards(
             file.write((tokens / TOKENIZER / VOCABULARY_FILE).read_bytes())
         outputs.append(Output.of(work.path, vocabulary))
     work.finish(outputs, counts)
-    # After the manifest: a first machine that is started again needs the plan, and the others make none any more.
+    # After the manifest: if the first machine is restarted, it needs the plan, which the others no longer make.
     shutil.rmtree(work.path / PLAN)
     return counts
 
 
 def _make_all(work: StageDirectory, tasks: list[ShardTask], workers: Workers, builders: Builders) -> list[ShardResult]:
-    """Make this machine's shards, and wait for the others' or, on all but the first, for the manifest; returns the
-    results of all, which reads the others' shards, on the first machine."""
+    """Make this machine's shards, then wait: the first machine for the others' shards, the others for the manifest.
+    Returns the results of all on the first machine, which reads the others' shards for this; [] on the others."""
     mine = [number for number in range(len(tasks)) if builders.makes(number)]
     others = [number for number in range(len(tasks)) if not builders.makes(number)]
     made: dict[int, ShardResult] = {}
@@ -119,7 +119,7 @@ def _require_room(
     )
     needed += sum(int(tokens.cut[-1]) * tokens.dtype.itemsize for tokens in splits.values())
     found = [*directory.glob("bert_*.hdf5"), *(directory / PLAN).glob("*.*")]
-    # Temporary files are those of other machines and vanish at any time.
+    # Temporary files belong to other machines and may vanish at any time.
     existing = sum(path.stat().st_size for path in found if path.suffix != TEMPORARY_SUFFIX)
     require_disk_space(directory, needed - existing, what)
 

@@ -15,15 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: Tokens to each side that count as near; a pair at distance d counts 1/d (Pennington et al. 2014, GloVe, section 4.2).
+#: Tokens on each side that count as near; a pair at distance d counts 1/d (Pennington et al. 2014, GloVe, section 4.2).
 WINDOW = 5
 #: The exponent that smooths the contexts' probabilities, and that of the singular values (Levy et al., section 3).
 CONTEXT_SMOOTHING, SINGULAR_VALUE_POWER = 0.75, 0.5
-#: Further directions, and power iterations, of the randomised SVD (Halko et al. 2011, arXiv:0909.4061, section 4).
+#: Extra directions, and power iterations, of the randomised SVD (Halko et al. 2011, arXiv:0909.4061, section 4).
 _OVERSAMPLING, _ITERATIONS = 32, 2
 #: Squares of singular values below this share of the largest are rounding errors of fp32.
 _RELATIVE_RANK = 1e-12
-#: Counts are whole multiples of this share, so that their sums are exact.
+#: Counts are kept as whole multiples of 1 / `_UNIT`, so that their sums are exact.
 _UNIT = math.lcm(*range(1, WINDOW + 1))
 
 Ints = NDArray[np.int64]
@@ -33,7 +33,7 @@ class Cooccurrences:
     """How often each pair of tokens occurs within `WINDOW`, nearer ones counting more."""
 
     def __init__(self, vocab_size: int) -> None:
-        """`vocab_size`: ids are smaller, at most 2³¹."""
+        """`vocab_size`: larger than every id; at most 2³¹."""
         self.vocab_size = vocab_size
         self._pairs: list[Ints] = []
         self._counts: list[Ints] = []
@@ -74,7 +74,7 @@ def positive_pmi(counts: Tensor) -> Tensor:
 
 
 def word_vectors(information: Tensor, size: int, seed: int) -> Tensor:
-    """Vectors (V, H) of length 1; 0 where a row of `information` (V, V) is. H is `size`, or the rank if that is less.
+    """Vectors (V, H) of length 1, or 0 where the row of `information` (V, V) is 0. H is `size`, or the rank if less.
 
     The left singular vectors times a power of the singular values, by subspace iteration from a random start (`seed`).
     """
@@ -95,7 +95,7 @@ def word_vectors(information: Tensor, size: int, seed: int) -> Tensor:
 
 
 def _product(matrix: Tensor) -> Callable[[Tensor], Tensor]:
-    """x ↦ `matrix` · x for a sparse matrix: as sums of bags of rows, three times as fast as torch's sparse product,
+    """x ↦ `matrix` · x for a sparse matrix, as sums of bags of rows: three times as fast as torch's sparse product,
     which some builds of torch lack."""
     rows, columns = matrix.indices()
     starts = torch.searchsorted(rows, torch.arange(len(matrix) + 1))

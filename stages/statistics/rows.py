@@ -14,7 +14,7 @@ from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import MASKED_KEYS, ShardSet
 
-#: Limits on what is read: files, as other tools' are decoded whole, and rows in all of them together.
+#: Limits on what is read: files (those of other tools are decoded whole), and rows in all of them together.
 _SHARDS_MAX, _ROWS_MAX = 16, 1 << 16
 _ROWS_AT_ONCE = 4096
 
@@ -26,7 +26,7 @@ def evenly_spaced(count: int, most: int) -> list[int]:
 
 
 def sampled_shards(names: list[str]) -> list[str]:
-    """The files that `text_rows` reads, of all of a data set's in the order of their names."""
+    """Those files that `text_rows` reads, given the `names` of all of a data set's files in order."""
     return [names[index] for index in evenly_spaced(len(names), _SHARDS_MAX)]
 
 
@@ -40,8 +40,8 @@ def sampled_rows(shards: ShardSet) -> Samples:
 def text_rows(shards: ShardSet, vocab_size: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
     """Yield ids (R, S) of `sampled_rows`, and which of them are text (R, S): neither [CLS], [SEP] nor padding.
 
-    Masked tokens are what they were. [CLS] and [SEP] are known as the first and last token of a row, which are never
-    masked. Raises `UserError` on an id outside the vocabulary.
+    Masked tokens have their original ids. [CLS] and [SEP] are recognized as the first and last token of a row, which
+    are never masked. Raises `UserError` on an id outside the vocabulary.
     """
     reader, samples = BatchReader(shards, vocab_size=vocab_size), sampled_rows(shards)
     for start in range(0, len(samples), _ROWS_AT_ONCE):

@@ -1,6 +1,6 @@
-"""What a store is kept in: keys with bytes, and writes that fail if another writer was there first.
+"""The storage behind a store: keys with bytes, and writes that fail if another writer was there first.
 
-Implementations: `folder.py`, `s3.py`. `tests/contract/test_store_backends.py` holds what all of them promise.
+Implementations: `folder.py`, `s3.py`. `tests/contract/test_store_backends.py` tests what all of them promise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Report = Callable[[int], object]
 
 
 def one_at_a_time(report: Report) -> Report:
-    """For a transfer with several threads."""
+    """Make `report` safe for a transfer with several threads."""
     lock = threading.Lock()
 
     def guarded(moved: int) -> None:
@@ -35,7 +35,7 @@ class Conflict(Exception):
 
 
 class Altered(Exception):
-    """Bytes are not those of the expected sha256."""
+    """The bytes do not have the expected sha256."""
 
 
 @dataclass(frozen=True)
@@ -63,30 +63,30 @@ class Backend(Protocol):
         """Write a small object, durably and whole; returns its version.
 
         Raises `Conflict` unless the key holds version `replaces`; None: unless it holds nothing. No two writers may
-        write the same bytes: finding them there counts as having written them, as an answer may be lost on its way.
+        write the same bytes: finding them there counts as having written them, since a response may be lost.
         """
         ...
 
     def delete(self, keys: Collection[str]) -> None:
-        """Delete objects; those that are not there are no error."""
+        """Delete objects; missing ones are not an error."""
         ...
 
     def list(self, prefix: str) -> Iterator[Entry]:
-        """All objects whose keys begin with `prefix`, in any order: what is not listed may be removed as unused."""
+        """All objects whose keys begin with `prefix`, in any order; an omitted one may be removed as unused."""
         ...
 
     def present(self, keys: Collection[str]) -> dict[str, int]:
-        """Those of `keys` that hold something, and how many bytes."""
+        """Those of `keys` that hold something, with their sizes in bytes."""
         ...
 
     def upload(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
-        """Store a file, durably and whole. Raises `Altered` if it is not of this size and sha256, and OSError."""
+        """Store a file, durably and whole. Raises `Altered` if its size or sha256 differs, and OSError."""
         ...
 
     def download(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
         """Write an object to the new file `path` and fsync it.
 
-        Raises `Missing`; `Altered`, and leaves no file, if it is not of this size and sha256.
+        Raises `Missing`; `Altered`, and leaves no file, if its size or sha256 differs.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Checkpoints of trainings that are not complete, in a store."""
+"""Checkpoints of incomplete training runs, in a store."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from stages.store.records import RESUMED_RECORDS, Damaged
 from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, abandoned, checkpoint_step, whole_checkpoints
 from trainer.state import STATE
 
-#: Checkpoints of a training that the store keeps.
+#: How many checkpoints of a training run the store keeps.
 KEPT = 2
 
 
 def stored_state(backend: Backend, name: str, checkpoint: StoredCheckpoint) -> dict[str, Any] | None:
-    """The trainer's state in a checkpoint of the training called `name`; None if it is damaged or gone. Raises
+    """The trainer's state in a checkpoint of the training run `name`; None if it is damaged or gone. Raises
     `UserError`."""
     (file,) = (file for file in checkpoint.files if file.path == STATE)
     try:
@@ -66,8 +66,8 @@ def push_checkpoint(
     alone: contextlib.AbstractContextManager[object],
     report: Report = ignore,
 ) -> None:
-    """Push the checkpoint `path` of the training in `directory`, called `name` (`<label>-<fingerprint>`); the newest
-    `KEPT` stay in the store. `alone`: entered while the lease is used.
+    """Push the checkpoint `path` of the training run `name` (`<label>-<fingerprint>`) in `directory`; the newest `KEPT`
+    stay in the store. `alone`: entered while the lease is used.
 
     Raises `NotUsable` for one that is gone or damaged by now; `LeaseLost`; `UserError`.
     """
@@ -98,8 +98,8 @@ def push_checkpoint(
 def fetch_checkpoint(
     backend: Backend, record: LeaseRecord, name: str, directory: Path, report: Report = ignore
 ) -> StoredCheckpoint | None:
-    """Fetch the newest checkpoint that can be used, if it is newer than those in `directory`, whose lock is held. One
-    that was set aside there, when the training was rolled back, is not fetched again.
+    """Fetch the newest usable checkpoint if it is newer than those in `directory`, whose lock is held. One that was set
+    aside there when the training was rolled back is not fetched again.
 
     None: nothing was fetched. What cannot be used is logged. Raises `UserError`.
     """
@@ -120,8 +120,8 @@ def fetch_checkpoint(
 
 
 def forget_newer(backend: Backend, lease: Lease, name: str, directory: Path) -> None:
-    """Remove the checkpoints that are newer than those in `directory`, which will make others of these steps: they
-    could not be used, or were set aside. Raises `LeaseLost`, `UserError`."""
+    """Remove the stored checkpoints that are newer than those in `directory`: they could not be used or were set aside,
+    and the training there will write others for these steps. Raises `LeaseLost`, `UserError`."""
     here, before = _newest_step(directory), lease.record.checkpoints
     kept = tuple(one for one in before if one.step <= here)
     if kept != before:
@@ -162,7 +162,7 @@ def _fetch(backend: Backend, checkpoint: StoredCheckpoint, name: str, directory:
         rename_durably(path, directory / file.path)
     _date_metrics(directory / METRICS)
     with disk_errors(final):
-        if final.exists():  # a damaged one, or this one would not be fetched
+        if final.exists():  # a damaged one, or this one would not have been fetched
             shutil.rmtree(final)
     failpoint("store-fetched-checkpoint")
     rename_durably(temporary, final)
@@ -178,9 +178,9 @@ def _date_metrics(path: Path) -> None:
 def forget_checkpoints(
     backend: Backend, lease: Lease, name: str, alone: contextlib.AbstractContextManager[object]
 ) -> None:
-    """Remove the checkpoints of a training that is complete, and what killed pushes of them have left.
+    """Remove the checkpoints of a complete training run, and what killed pushes of them have left behind.
 
-    Those of later leases stay: by now another machine may have taken the lease, and brought new ones.
+    Those of later leases stay: by now another machine may have taken the lease and pushed new ones.
     """
     with alone:
         lease.keep(())
@@ -190,5 +190,5 @@ def forget_checkpoints(
 
 
 def _keys(name: str, checkpoints: Iterable[StoredCheckpoint]) -> set[str]:
-    """The keys of the files of a training's checkpoints."""
+    """The keys of the files of a training run's checkpoints."""
     return {f"{PREFIX}/{name}/{one.token}/{file.sha256}" for one in checkpoints for file in one.files + one.records}

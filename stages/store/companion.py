@@ -1,4 +1,4 @@
-"""What runs beside the making of a stage: keeps the lease, pushes new checkpoints and at the end the complete stage."""
+"""Runs while a stage is being made: keeps the lease, pushes new checkpoints and, at the end, the complete stage."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from stages.store.files import NotUsable, ignore
 from stages.store.lease import Lease
 from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
 
-#: Seconds between two looks at the stage directory, and after a push that failed.
+#: Seconds between two checks of the stage directory, and before a failed push is retried.
 _LOOK_S, _AGAIN_S = 1.0, 15.0
-#: The most of this machine's processor time that pushing checkpoints takes. With the kernel's writing, a training is
+#: Largest share of this machine's processor time that pushing checkpoints takes. With the kernel's writes, training is
 #: slowed by two to three times as much: about 1 %.
 _SHARE = 0.004
-#: A lease is renewed so many times before it would expire.
+#: A lease is renewed this many times before it would expire.
 _RENEWALS = 4
-#: How often the complete stage is tried.
+#: Attempts at pushing the complete stage.
 _TRIES = 3
 
 
@@ -40,13 +40,13 @@ class Companion:
     def __init__(self, backend: Backend, lease: Lease, directory: Path, label: str, fingerprint: str) -> None:
         self._backend, self._lease, self._directory, self._label = backend, lease, directory, label
         self._name = f"{label}-{fingerprint}"
-        #: Entered by whichever thread uses the lease.
+        #: Held by whichever thread uses the lease.
         self._alone = threading.Lock()
         self._refused: set[Path] = set()
         self._began = (time.monotonic(), time.process_time())
 
     def run(self) -> None:
-        """Until the stage is complete and pushed. Raises `UserError`; ends the process if the lease is lost."""
+        """Run until the stage is complete and pushed. Raises `UserError`; ends the process if the lease is lost."""
         with self.renewing(_end):
             self._push_until_complete()
 
@@ -65,7 +65,7 @@ class Companion:
         self._push_stage()
 
     def _is_due(self) -> bool:
-        """Whether this process has taken less than its share. Checkpoints that are made faster are left out."""
+        """Whether this process has used less than its share. Checkpoints that are made faster are skipped."""
         elapsed, used = time.monotonic() - self._began[0], time.process_time() - self._began[1]
         return used < _SHARE * elapsed * available_cores()
 
@@ -113,7 +113,7 @@ class Companion:
             self._lease.release()
 
     def renewing(self, lost: Callable[[LeaseLost], object]) -> contextlib.AbstractContextManager[None]:
-        """Renew the lease at once, and again and again until the end of the block. `lost` is called, in another thread,
+        """Renew the lease at once, then repeatedly until the end of the block. `lost` is called, in another thread,
         when another machine has taken it; whoever uses the lease after that gets `LeaseLost`."""
         return beside(functools.partial(self._renew, lost))
 
@@ -129,7 +129,7 @@ class Companion:
             except LeaseLost as error:
                 lost(error)
                 return
-            except UserError as error:  # nobody else can take the lease while the store does not answer either
+            except UserError as error:  # while the store does not answer, nobody else can take the lease
                 if not is_noted:
                     log(f"note: {error}")
                 is_noted = True

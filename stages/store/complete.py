@@ -46,7 +46,7 @@ from trainer.checkpoint.stable import stable_step
 
 #: Files of a complete stage that its manifest does not list as outputs.
 _RECORDS = (IDENTITY, *RESUMED_RECORDS, "results.json", "config.json", "settings.json")
-#: How often a stage is pushed of which others remove files meanwhile.
+#: Attempts at pushing a stage while others remove files of it.
 _TRIES = 3
 #: In a stage directory: {"url"} of the store that has it.
 STORED = "stored.json"
@@ -85,8 +85,8 @@ def push_stage(
 ) -> StageRecord:
     """Push the complete stage in `directory`: its files, then its record. What the store has is not sent again.
 
-    `expect` is called with all the bytes, before `report` for the first. Raises `UserError`, also for a stage that is
-    not complete or whose files were altered.
+    `expect` is called with the total bytes before the first call of `report`. Raises `UserError`, including for a stage
+    that is not complete or whose files were altered.
     """
     with one_push(directory):
         return _push(backend, directory, label, report, expect)
@@ -125,7 +125,7 @@ def _push(
 
 
 def _extendable(directory: Path) -> list[StoredFile]:
-    """The files of the checkpoint from which a longer training than the one in `directory` would go on."""
+    """The files of the checkpoint from which a training run longer than the one in `directory` would continue."""
     for _, path in whole_checkpoints(directory / CHECKPOINTS):
         if stable_step(path) is not None:
             place = path.relative_to(directory).as_posix()
@@ -136,7 +136,7 @@ def _extendable(directory: Path) -> list[StoredFile]:
 
 
 def _write_record(backend: Backend, record: StageRecord) -> bool:
-    """Write it, unless the store has one: both have the same outputs. A damaged one is replaced. Returns whether it was
+    """Write `record` unless the store has one, with the same outputs; a damaged one is replaced. Returns whether it was
     written. The files of `record` are in the store, but those that were there before may have been pruned meanwhile."""
     while True:
         version = None
@@ -162,8 +162,8 @@ def fetch_stage(
 ) -> None:
     """Fetch a complete stage into `directory`, whose lock is held; its manifest is put there last.
 
-    `siblings`: names of directories beside it that it may put files into. Files that are there already, of the right
-    sha256, are not fetched. Raises `NotUsable`, `UserError`.
+    `siblings`: names of directories beside it that it may put files into. Files already there with the right sha256
+    are not fetched. Raises `NotUsable`, `UserError`.
     """
     *files, last = record.files
     manifest = directory / (MANIFEST + TEMPORARY_SUFFIX)

@@ -1,4 +1,4 @@
-"""The sha256 of a large file, computed beside its transfer: one core hashes no faster than a disk writes."""
+"""The sha256 of a large file, computed during its transfer: one core hashes no faster than a disk writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLUSH_BYTES = 32 << 20
 
 
 def copy_hashed(source: BinaryIO, target: BinaryIO, most: int, report: Report) -> tuple[int, str]:
-    """Copy `source` durably to its end, or until more than `most` bytes have come; returns their number and sha256."""
+    """Copy `source` durably to its end, or until more than `most` bytes are read; returns their number and sha256."""
     buffers = [bytearray(min(most + 1, _BUFFER_BYTES)) for _ in range(_BUFFERS if most > _BUFFER_BYTES else 1)]
     hashed: list[Future[None] | None] = [None] * len(buffers)
     digest, size, flushed = hashlib.sha256(), 0, 0
@@ -49,12 +49,12 @@ def copy_hashed(source: BinaryIO, target: BinaryIO, most: int, report: Report) -
 
 
 class HashBehind:
-    """Hashes a file while its pieces are written in any order. A context, at whose end its thread is."""
+    """Hashes a file while its pieces are written in any order. A context manager, whose thread ends with the block."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._size = path, size
         self._digest = hashlib.sha256()
-        #: Pieces that are written, but do not follow the bytes before `_written`.
+        #: Pieces that are written, but do not yet adjoin the bytes before `_written`.
         self._apart: list[tuple[int, int]] = []
         self._written, self._is_over = 0, False
         self._changed = threading.Condition()
@@ -72,7 +72,7 @@ class HashBehind:
             self._thread.join()
 
     def wrote(self, start: int, stop: int) -> None:
-        """Bytes [start, stop) are in the file."""
+        """Note that bytes [start, stop) are in the file."""
         with self._changed:
             heapq.heappush(self._apart, (start, stop))
             while self._apart and self._apart[0][0] == self._written:
@@ -83,7 +83,7 @@ class HashBehind:
             self._changed.notify()
 
     def sha256(self) -> str:
-        """Of the whole file, all of which is written. Raises OSError."""
+        """The sha256 of the whole file, all of which must be written. Raises OSError."""
         if self._thread is None:
             self._run()
         else:
@@ -104,7 +104,7 @@ class HashBehind:
                     while at < stop and (count := file.readinto(buffer[: stop - at])):
                         self._digest.update(buffer[:count])
                         at += count
-                    if at < stop or self._is_over:  # it was cut off, or not all of it came
+                    if at < stop or self._is_over:  # it was cut off, or not all of it arrived
                         return
         except OSError as error:
             self._error = error

@@ -1,4 +1,4 @@
-"""Move many files to a store and from it, in parallel; what is fetched is believed by its sha256 alone."""
+"""Move many files to and from a store, in parallel; fetched files are trusted by their sha256 alone."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from trainer.checkpoint.directory import MANIFEST
 
 
 class NotUsable(Exception):
-    """What the store has, or what is to be pushed, is damaged or gone; the reason."""
+    """What the store has, or what is to be pushed, is damaged or gone; carries the reason."""
 
     def __init__(self, reason: str, altered: Collection[str] = ()) -> None:
         super().__init__(reason)
-        #: Keys of the store under which other bytes are than their sha256 says.
+        #: Keys of the store whose bytes do not match their sha256.
         self.altered = altered
 
 
 def ignore(moved: int) -> None:
-    """A `Report` for nobody."""
+    """A `Report` that does nothing."""
 
 
 def upload(backend: Backend, files: Mapping[str, StoredFile], paths: Mapping[str, Path], report: Report) -> set[str]:
-    """Upload the files, by key, that the store does not have, or not in their length; returns the keys of those that it
-    has. Raises `UserError` for one that was altered."""
+    """Upload the files, by key, that the store lacks or has with another length; returns the keys of those that it
+    already has. Raises `UserError` for one that was altered."""
     report = one_at_a_time(report)
     there = {key for key, size in backend.present(files.keys()).items() if size == files[key].bytes}
     report(sum(files[key].bytes for key in there))
@@ -54,7 +54,7 @@ def upload(backend: Backend, files: Mapping[str, StoredFile], paths: Mapping[str
 def download(
     backend: Backend, files: Mapping[str, StoredFile], targets: Mapping[str, Sequence[Path]], report: Report = ignore
 ) -> None:
-    """Download files by key, each to all of its targets. Raises `Missing`; `Altered` with the keys of all that are;
+    """Download files by key, each to all of its targets. Raises `Missing`; `Altered` with the keys of all altered ones;
     `UserError`."""
     report = one_at_a_time(report)
     altered: list[str] = []
@@ -62,7 +62,7 @@ def download(
     def fetch(key: str) -> None:
         file, (first, *others) = files[key], targets[key]
         temporary = first.with_name(first.name + TEMPORARY_SUFFIX)
-        for is_last in (False, True):  # what was altered on its way is whole at the second try
+        for is_last in (False, True):  # what was altered in transit is intact at the second try
             with disk_errors(first):
                 first.parent.mkdir(parents=True, exist_ok=True)
                 temporary.unlink(missing_ok=True)
@@ -90,7 +90,7 @@ def download(
 
 
 def _each(connections: int, work: Callable[[str], None], keys: Iterable[str]) -> None:
-    """`work` for each key, in parallel; after an error nothing new is begun."""
+    """Call `work` for each key, in parallel; after an error, no new calls are started."""
     stop = threading.Event()
 
     def guarded(key: str) -> None:
@@ -109,14 +109,14 @@ def _each(connections: int, work: Callable[[str], None], keys: Iterable[str]) ->
 
 
 def one_push(directory: Path) -> contextlib.AbstractContextManager[None]:
-    """Entered while something of a stage directory is pushed: another push of it waits. Raises `DiskError`."""
+    """Entered while something in a stage directory is pushed: another push from it waits. Raises `DiskError`."""
     return exclusively(directory / "push.lock")
 
 
 @contextlib.contextmanager
 def snapshot(directory: Path, names: Iterable[str], place: Path, *, copies: bool) -> Iterator[dict[str, Path]]:
     """Copies of files of `directory`, or hard links where those will do, in the new directory `place`, by name: they
-    stay when the files change or are removed. Raises FileNotFoundError, `DiskError`."""
+    persist when the files change or are removed. Raises FileNotFoundError, `DiskError`."""
     place = place.with_name(place.name + TEMPORARY_SUFFIX)
     shutil.rmtree(place, ignore_errors=True)
     try:
@@ -142,7 +142,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Whether the file system has hard links. Raises FileNotFoundError."""
+    """Hard-link the file; returns whether the file system supports that. Raises FileNotFoundError."""
     try:
         os.link(source, target)
     except FileNotFoundError:
@@ -157,7 +157,7 @@ def measured(path: Path, name: str) -> StoredFile:
 
 
 def checkpoint_files(manifest: Path) -> list[StoredFile]:
-    """The files of a checkpoint, by its manifest."""
+    """The files of a checkpoint, according to its manifest."""
     content = json.loads(manifest.read_bytes())
     listed = [StoredFile(entry["path"], entry["bytes"], entry["sha256"]) for entry in content["files"]]
     return [*listed, measured(manifest, MANIFEST)]

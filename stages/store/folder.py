@@ -35,7 +35,7 @@ class FolderBackend:
         path = self.root / key
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with exclusively(path.with_name(_LOCK)):  # all writers of small objects in the folder
+        with exclusively(path.with_name(_LOCK)):  # excludes other writers of small objects in the folder
             try:
                 before: str | None = self.read(key)[1]
             except Missing:
@@ -135,7 +135,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _refuse(error: OSError) -> None:
-    """For os.walk, which else leaves out what it cannot read."""
+    """For os.walk, which otherwise skips what it cannot read."""
     with contextlib.suppress(Missing), _readable(Path(error.filename)):
         raise error
 

@@ -1,16 +1,16 @@
-"""Who makes a stage, and the checkpoints of a training: one record, replaced in one step.
+"""Who is making a stage, and the checkpoints of a training run: one record, replaced in one step.
 
     leases/<label>-<fingerprint>.json    token, holder, beat, lease_s, checkpoints
 
 A machine that wants to make a stage takes the lease by writing the record with the next token, and shows that it is
-alive by raising `beat`. Every write replaces exactly the version that the writer has read (compare and swap), and a
-writer gives up as soon as it reads another token than its own: so whoever has lost its lease, even without noticing,
-can change nothing any more. The token is the fencing token: files of a lease's checkpoints have it in their keys, and
-nobody deletes files of a later lease than its own.
+alive by incrementing `beat`. Every write replaces exactly the version that the writer has read (compare and swap), and
+a writer gives up as soon as it reads a token other than its own: a machine that has lost its lease, even without
+noticing, can no longer change anything. The token is a fencing token: files of a lease's checkpoints have it in their
+keys, and nobody deletes files of a lease later than its own.
 
-No clocks are compared. A machine that waits measures, on its own monotonic clock, how long the record has stayed the
-same; after the holder's `lease_s` without a beat it takes the lease. A process that was killed gets its lease back at
-once: the name of the holder is kept in its stage directory, whose lock admits one process.
+No clocks are compared. A waiting machine measures, on its own monotonic clock, how long the record has stayed the same;
+after the holder's `lease_s` without a beat, it takes the lease. When a killed process is restarted, it gets its lease
+back at once: the holder's name is kept in its stage directory, whose lock admits one process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class DamagedLease(UserError):
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has the lease: a name drawn at random for the stage directory, and for people where that is."""
+    """Who has the lease: a name drawn at random for the stage directory and, for people, where that is."""
 
     id: str
     host: str
@@ -52,13 +52,13 @@ class Holder:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint of a training that is not complete."""
+    """A checkpoint of an incomplete training run."""
 
     #: `ckpt_<step>`.
     name: str
-    #: The lease that brought it.
+    #: The token of the lease under which it was pushed.
     token: int
-    #: Of the checkpoint's own directory.
+    #: In the checkpoint's own directory.
     files: tuple[StoredFile, ...]
     #: Beside `checkpoints/`: metrics and other records of the training.
     records: tuple[StoredFile, ...]
@@ -145,7 +145,7 @@ class Lease:
         cls, backend: Backend, key: str, holder: Holder, lease_s: float, *, wait: Callable[[Holder], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> Lease:  # fmt: skip
-        """Take the lease as soon as nobody has it. While another one has it, `wait` is called again and again: it
+        """Take the lease as soon as nobody has it. While another machine has it, `wait` is called repeatedly; it
         sleeps, and may raise. Raises `UserError`."""
         seen: tuple[str | None, float] | None = None
         while True:
@@ -177,7 +177,7 @@ class Lease:
         self._change(lambda record: dataclasses.replace(record, beat=record.beat + 1))
 
     def keep(self, checkpoints: tuple[StoredCheckpoint, ...]) -> None:
-        """List these checkpoints instead of those before. Raises `LeaseLost`, `UserError`."""
+        """List these checkpoints instead of the previous ones. Raises `LeaseLost`, `UserError`."""
         self._change(lambda record: dataclasses.replace(record, beat=record.beat + 1, checkpoints=checkpoints))
 
     def release(self) -> None:

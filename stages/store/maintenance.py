@@ -28,7 +28,7 @@ from stages.store.records import (
     stage_of_key,
 )
 
-#: Files to which no record refers are kept so long, in seconds: somebody may be about to write the record.
+#: How long files to which no record refers are kept, in seconds: somebody may be about to write the record.
 GRACE_S = 86400.0
 
 
@@ -50,7 +50,7 @@ class StoredStage:
 
 @dataclass(frozen=True)
 class StoredTraining:
-    """Who holds the lease of a stage, and the checkpoints of a training that is not complete."""
+    """Who holds the lease of a stage, and the checkpoints of an incomplete training run."""
 
     label: str
     fingerprint: str
@@ -73,7 +73,7 @@ class StoredTraining:
             yield f"{place}/{file.sha256}", file
 
     def keep(self, backend: Backend, checkpoints: tuple[StoredCheckpoint, ...]) -> None:
-        """List these checkpoints alone, unless somebody has changed the record since it was read."""
+        """List only these checkpoints, unless somebody has changed the record since it was read."""
         record = dataclasses.replace(self.lease, beat=self.lease.beat + 1, checkpoints=checkpoints)
         with contextlib.suppress(Conflict):
             backend.write(lease_key(self.label, self.fingerprint), record.encode(), replaces=self.lease.version)
@@ -95,7 +95,7 @@ class Contents:
 
     @property
     def referenced_bytes(self) -> int:
-        """Of the files that are there and that a record names."""
+        """Bytes of the files that are there and that a record names."""
         named = _files_of([*self.stages, *self.trainings])
         return sum(entry.bytes for key, entry in self.files.items() if key in named)
 
@@ -143,7 +143,7 @@ def read_records(backend: Backend) -> Contents:
 
 
 def verify(backend: Backend, contents: Contents, *, read_all: bool, report: Report = ignore) -> dict[str, str]:
-    """Keys of what is damaged or missing, and why. `read_all`: every file is fetched and hashed, else sizes are
+    """Keys of what is damaged or missing, and why. `read_all`: every file is fetched and hashed; otherwise sizes are
     compared."""
     report = one_at_a_time(report)
     wrong = dict(contents.damaged)
@@ -164,7 +164,7 @@ def verify(backend: Backend, contents: Contents, *, read_all: bool, report: Repo
                     wrong[key] = "its sha256 is not its name's"
                 except Missing:
                     wrong[key] = "missing"
-    if wrong.keys() - contents.damaged.keys():  # what was removed since `contents` were read, with its record, is not
+    if wrong.keys() - contents.damaged.keys():  # not what was removed, with its record, since `contents` were read
         left = read_records(backend)
         named = _files_of([*left.stages, *left.trainings])
         wrong = {key: why for key, why in wrong.items() if key in named or key in contents.damaged}
@@ -172,7 +172,7 @@ def verify(backend: Backend, contents: Contents, *, read_all: bool, report: Repo
 
 
 def remove_damaged(backend: Backend, contents: Contents, wrong: dict[str, str]) -> list[str]:
-    """Remove what is damaged, and the records of stages and checkpoints that are not whole without it. Returns the
+    """Remove what is damaged, and the records of stages and checkpoints that are incomplete without it. Returns the
     stages' names."""
     broken = [stage for stage in contents.stages if wrong.keys() & stage.files().keys()]
     backend.delete([stage.record.key for stage in broken])
@@ -189,8 +189,8 @@ def superfluous(
     contents: Contents, *, older_than_s: float | None, most_bytes: int | None, newest: int | None, now: float
 ) -> list[StoredStage | StoredTraining]:
     """The stages that are older than `older_than_s`, that are not among the `newest` of their label, or that must go,
-    oldest first, until all the rest has at most `most_bytes`; and trainings with checkpoints, not complete, at which
-    nobody has been for `older_than_s`."""
+    oldest first, until the rest have at most `most_bytes` in all; and incomplete training runs with checkpoints on
+    which nobody has worked for `older_than_s`."""
     gone: list[StoredStage | StoredTraining] = []
     seen: dict[str, int] = {}
     for stage in contents.stages:  # newest first
@@ -209,8 +209,8 @@ def superfluous(
 
 
 def remove(backend: Backend, contents: Contents, gone: Sequence[StoredStage | StoredTraining], now: float) -> int:
-    """Remove the stages and the checkpoints of trainings, then the files to which nothing refers any more. Returns the
-    bytes freed. Raises `UserError` while records are damaged, whose files nobody knows."""
+    """Remove the stages and the checkpoints of training runs, then the files to which nothing refers any more. Returns
+    the bytes freed. Raises `UserError` while any records are damaged, as their files are unknown."""
     if contents.damaged:
         raise UserError(
             f"{backend.url} has {len(contents.damaged)} damaged records, whose files would be removed like those to "
@@ -230,7 +230,7 @@ def remove(backend: Backend, contents: Contents, gone: Sequence[StoredStage | St
 
 
 def _remove_broken(backend: Backend, known: Collection[str], removed: Set[str]) -> None:
-    """Remove the records of stages that were pushed after the `known` ones were read, and relied on a removed file."""
+    """Remove the records of stages that were pushed after the `known` ones were read and rely on a removed file."""
     for entry in list(backend.list(f"{STAGES}/")):
         stage = stage_of_key(entry.key)
         if entry.key in known or stage is None:
@@ -264,7 +264,7 @@ def without(contents: Contents, gone: Sequence[StoredStage | StoredTraining]) ->
 
 
 def now_of(backend: Backend) -> float:
-    """The time for ages, in seconds since 1970 on the store's clock: when an object that is written now was written."""
+    """The time to count ages from, in seconds since 1970 on the store's clock: that of an object written now."""
     key = f"{PROBES}/{uuid.uuid4().hex}"
     backend.write(key, b"What time is it?", replaces=None)
     try:

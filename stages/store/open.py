@@ -1,4 +1,4 @@
-"""Which backend an address means."""
+"""Choose the backend for an address."""
 
 from __future__ import annotations
 

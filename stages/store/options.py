@@ -1,4 +1,4 @@
-"""How a store is reached. None of it decides a result."""
+"""How a store is reached. None of this affects a result."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StoreOptions:
 
     @property
     def place(self) -> str:
-        """The store's address in one form, without secrets. Raises `UserError`."""
+        """The store's address in a normalized form, without secrets. Raises `UserError`."""
         url = self.url.reveal()
         try:
             parts = urlsplit(url)

@@ -1,7 +1,7 @@
 """Publish a model's files at an address, whole or not at all: the Hugging Face Hub, S3 or a folder.
 
-What stands there of an earlier publication is replaced: files of a model that the new one does not have are removed,
-and files of other kinds stay, or are a reason to refuse.
+An earlier publication there is replaced: files of a model that the new one does not have are removed, and files of
+other kinds stay, or are a reason to refuse.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directo
 from stages.store.backend import Report
 from stages.store.digest import copy_hashed
 
-#: Without it nothing loads a model.
+#: Without it, nothing loads the model.
 CONFIG = "config.json"
 SCHEMES = ("hf", "s3", "file", "")
 
@@ -42,7 +42,7 @@ class Publication:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def superseded(self, names: Iterable[str]) -> list[str]:
-        """Those of `names`, of an earlier publication, that this one does not have."""
+        """Those of an earlier publication's `names` that this one does not have."""
         return sorted(name for name in names if self.is_of_a_model(name) and name not in self.files)
 
 
@@ -51,7 +51,7 @@ class Target(Protocol):
 
     #: Without secrets.
     address: str
-    #: Under which `from_pretrained` finds it; where it has to be fetched first, PATH.
+    #: Where `from_pretrained` finds it; PATH if it has to be fetched first.
     path: str
     #: Whether it shows the progress of an upload itself.
     shows_progress: bool
@@ -61,7 +61,7 @@ class Target(Protocol):
         ...
 
     def publish(self, publication: Publication, report: Report) -> None:
-        """Raises `UserError`; run again, it goes on or begins anew."""
+        """Raises `UserError`; a rerun continues or starts over."""
         ...
 
 
@@ -129,8 +129,8 @@ class Folder:
 
 
 def _own(directory: Path) -> int:
-    """Make the empty `directory`; returns a descriptor that holds its lock. What a run that was killed has left there
-    is removed. Raises OSError, and `UserError` if another process is at work there."""
+    """Make the empty `directory`; returns a descriptor that holds its lock. What a killed run has left there is
+    removed. Raises OSError, and `UserError` if another process is at work there."""
     if directory.exists():
         fd = _lock(directory)
         try:

@@ -45,15 +45,15 @@ class HubRepository:
             )
 
     def publish(self, publication: Publication, report: Report) -> None:
-        """The Hub checks the card first. The commit comes last and has everything, so that the repository is never half
-        a model. What an interrupted run has uploaded is not sent again. `huggingface_hub` shows its own progress."""
+        """The Hub checks the card first. The commit comes last and has everything, so the repository never holds half a
+        model. What an interrupted run has uploaded is not sent again. `huggingface_hub` shows its own progress."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
         from huggingface_hub.constants import REPOCARD_NAME
 
         api = HfApi()
         with self._errors(api.endpoint):
             ModelCard(publication.files[REPOCARD_NAME].read_text(encoding="utf-8")).validate()
-            # None: as the organization has it.
+            # None: the organization's default.
             api.create_repo(self.path, private=self._private or None, exist_ok=True)
             superseded = publication.superseded(api.list_repo_files(self.path))
             added = [CommitOperationAdd(name, str(path)) for name, path in sorted(publication.files.items())]
@@ -68,7 +68,7 @@ class HubRepository:
         try:
             yield
         except Exception as error:
-            # Among the bases is that of all errors of the HTTP library, which differs between versions.
+            # The bases include that of all errors of the HTTP library, which differs between versions.
             if not isinstance(error, (*HfHubHTTPError.__bases__, OSError, RuntimeError, ValueError)):
                 raise
             raise self._refusal(error, endpoint) from error

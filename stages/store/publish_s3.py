@@ -1,5 +1,5 @@
-"""Publish a model under a prefix in S3. There is no rename in S3: config.json, without which nothing loads the model,
-goes first and comes last."""
+"""Publish a model under a prefix in S3. S3 has no rename: config.json, without which nothing loads the model, is
+deleted first and uploaded last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stages.store.s3 import S3Backend
 
 
 class S3Prefix:
-    """`s3://bucket/prefix`. Large files go in parts, and go on with those that an interrupted run has brought."""
+    """`s3://bucket/prefix`. Large files are sent in parts, continuing after those that an interrupted run has sent."""
 
     path, shows_progress = "PATH", False
 
@@ -21,7 +21,7 @@ class S3Prefix:
         self.address = self._store.url
 
     def check(self, publication: Publication) -> None:
-        """Nothing: the options are checked."""
+        """Do nothing: the options are already checked."""
 
     def publish(self, publication: Publication, report: Report) -> None:
         report, there = one_at_a_time(report), self._there(publication)

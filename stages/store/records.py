@@ -1,12 +1,12 @@
-"""What the store says of a complete stage, and the keys under which everything is kept.
+"""What the store records about a complete stage, and the keys under which everything is kept.
 
     stages/<label>/<fingerprint>.json     `StageRecord`, written once, after its files
     objects/<aa>/<sha256>                 files of complete stages
-    leases/<label>-<fingerprint>.json      who makes a stage now, and the checkpoints of a training (`lease`)
-    checkpoints/<label>-<fingerprint>/<token>/<sha256>   files of those, by the lease that brought them
+    leases/<label>-<fingerprint>.json      who is making a stage, and the checkpoints of a training run (`lease`)
+    checkpoints/<label>-<fingerprint>/<token>/<sha256>   their files, by the lease under which they were pushed
 
 Records are sealed: each holds the sha256 of its own content, so that damage is noticed. Files are named by their
-sha256. There is no pickle in it.
+sha256. A store contains no pickle.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pathlib import PurePosixPath
 from typing import Any
 
 STAGES, OBJECTS, LEASES, CHECKPOINTS = "stages", "objects", "leases", "checkpoints"
-#: Small objects that are written to see that it can be done, and removed.
+#: Small objects that are written to see whether writing works, then removed.
 PROBES = "probe"
-#: Of a training, beside its checkpoints: what a resume on another machine goes on with.
+#: Files beside a training run's checkpoints with which a resume on another machine continues.
 RESUMED_RECORDS = (
     *("metrics.jsonl", "attempts.jsonl", "train_time.json", "budget.json", "extended_from.json"),
-    "trackers.json",  # its run goes on on another machine
+    "trackers.json",  # the tracker's run continues on another machine
 )
 _FORMAT = 1
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -46,7 +46,7 @@ class StoredFile:
 
     @property
     def key(self) -> str:
-        """Of a file of a complete stage."""
+        """The key of a file of a complete stage."""
         return f"{OBJECTS}/{self.sha256[:2]}/{self.sha256}"
 
     @classmethod
@@ -92,7 +92,7 @@ class StageRecord:
 
     @classmethod
     def decode(cls, data: bytes, label: str, fingerprint: str) -> StageRecord:
-        """Raises `Damaged`, also for the record of another stage."""
+        """Raises `Damaged`, including for the record of another stage."""
         content = unseal(data)
         if (content.get("label"), content.get("fingerprint")) != (label, fingerprint):
             raise Damaged(f"it is of {content.get('label')} {str(content.get('fingerprint'))[:10]}")

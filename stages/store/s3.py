@@ -1,4 +1,4 @@
-"""A store in S3, or on a server that speaks S3 and knows conditional writes (If-Match, If-None-Match)."""
+"""A store in S3, or on a server that speaks S3 and supports conditional writes (If-Match, If-None-Match)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from stages.store.s3_files import S3Files
 from stages.store.s3_requests import base64_sha256
 from stages.transfer.remote import Transient
 
-#: Above so many keys the objects are listed, 1,000 to a request, instead of asked for one by one.
+#: Above this many keys, the objects are listed, 1,000 per request, instead of being queried one by one.
 _LIST_ABOVE = 100
-#: A page of a listing takes the time and costs the money of about so many requests for one object.
+#: A page of a listing takes as long and costs as much as about this many requests for one object.
 _WORTH_A_PAGE = 20
 #: Objects that S3 deletes in one request.
 _DELETE_AT_ONCE = 1000
 
 
 class S3Backend(S3Files):
-    """Every request is repeated as `stages.transfer.ranges.Tries` allows, whatever failed on the way."""
+    """Every request is retried as `stages.transfer.ranges.Tries` allows, whatever failed on the way."""
 
     def read(self, key: str) -> tuple[bytes, str]:
         def get() -> tuple[bytes, str]:
@@ -52,7 +52,7 @@ class S3Backend(S3Files):
         try:
             return self._repeated(key, put)
         except (Conflict, Missing):
-            # The answer to a write that succeeded may have been lost, and the write repeated.
+            # The response to a successful write may have been lost, and the write repeated.
             with contextlib.suppress(Missing):
                 now, version = self.read(key)
                 if now == data:
@@ -61,7 +61,7 @@ class S3Backend(S3Files):
 
     @functools.cache  # noqa: B019 - one store a process
     def _require_conditions(self) -> None:
-        """Raise `UserError` for a server that ignores the conditions of writes: two machines could both have a turn."""
+        """Raise `UserError` for a server that ignores write conditions: two machines could then hold the same lease."""
         key, ignored = f"{PROBES}/{uuid.uuid4().hex}", []
         self._write(key, b"first", None)
         try:
@@ -101,7 +101,7 @@ class S3Backend(S3Files):
         prefix = self._prefix + (f"{directory}/" if directory else "")
         is_worth_it = len(rest) > _LIST_ABOVE
         while rest and is_worth_it:
-            # From the next key that is wanted: a page says more than one object however large the store is.
+            # Start at the next wanted key: a page then tells more than one request, however large the store is.
             asked = {"Prefix": prefix, "StartAfter": self._prefix + rest[0][:-1]}
             page = self._repeated("", lambda asked=asked: self._call("list_objects_v2", "", **asked))  # type: ignore[misc]
             listed = {entry["Key"][len(self._prefix) :]: entry["Size"] for entry in page.get("Contents", ())}

@@ -1,4 +1,4 @@
-"""Files to S3 and from it: large ones in parts, several at a time; interrupted, they go on with what is missing."""
+"""Files to and from S3: large ones in parts, several at a time; if interrupted, they continue with what is missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 #: Bytes of a part of a large file; S3 allows 10,000 parts, of 5 MiB or more.
 PART_BYTES, _PARTS_MAX = 16 << 20, 10_000
-#: Seconds for which a listing of unfinished uploads is used: many large files need one.
+#: Seconds for which a listing of unfinished uploads is reused: many large files need only one.
 _LISTED_S = 60.0
 
 
@@ -33,7 +33,7 @@ class S3Files(S3Requests):
     def __init__(self, options: StoreOptions) -> None:
         super().__init__(options)
         self.connections = options.connections
-        #: Held while a part is moved: those of all large files together are `connections` at a time.
+        #: Held while a part is moved: across all large files, at most `connections` parts are moved at a time.
         self._part = threading.BoundedSemaphore(options.connections)
         #: Unfinished uploads, id by key, and when they were listed.
         self._begun: dict[str, str] = {}
@@ -71,7 +71,7 @@ class S3Files(S3Requests):
         report(size)
 
     def _upload_parts(self, key: str, path: Path, size: int, *reports: Report) -> None:
-        """Upload a large file in parts; those that an earlier, interrupted upload has brought are not sent again.
+        """Upload a large file in parts; those that an earlier, interrupted upload has sent are not sent again.
 
         Raises `Missing` if the upload is over before it is completed here.
         """
@@ -100,7 +100,7 @@ class S3Files(S3Requests):
         self._forget_upload(key)
 
     def _in_parallel(self, move: Callable[[Any], T], pieces: Sequence[Any]) -> Sequence[T]:
-        """`move` for each part of a large file; after an error no more are begun."""
+        """Call `move` for each part of a large file; after an error, no more calls are started."""
 
         def one(piece: Any) -> T:
             with self._part:
@@ -110,7 +110,7 @@ class S3Files(S3Requests):
             return list(threads.map(one, pieces))
 
     def _begun_upload(self, key: str) -> tuple[str, dict[int, dict[str, Any]]]:
-        """The id of an unfinished upload of this key, else of a new one, and its parts by number."""
+        """The id of an unfinished upload of this key, or else of a new one, and its parts by number."""
         with self._begun_lock:
             if time.monotonic() - self._listed > _LISTED_S:
                 self._begun = {found["Key"][len(self._prefix) :]: found["UploadId"] for found in self._unfinished()}
@@ -129,7 +129,7 @@ class S3Files(S3Requests):
             self._begun.pop(key, None)
 
     def _unfinished(self) -> Iterator[dict[str, Any]]:
-        """All uploads that are begun and not completed, a request for 1,000."""
+        """All uploads that were begun but not completed, 1,000 per request."""
         for page in self._pages("list_multipart_uploads", self._prefix, "KeyMarker"):
             yield from page.get("Uploads", ())
 
@@ -167,7 +167,7 @@ class S3Files(S3Requests):
             raise
 
     def _fetch(self, key: str, path: Path, start: int, stop: int, size: int, report: Report) -> None:
-        """Write bytes [start, stop) of an object of this size to the file; goes on where a connection has ended."""
+        """Write bytes [start, stop) of an object of this size to the file; continues where a connection has ended."""
         at = start
 
         def get() -> None:
@@ -182,7 +182,7 @@ class S3Files(S3Requests):
                     with disk_errors(path):
                         left = memoryview(data)
                         file.seek(at)
-                        while left:  # a disk that is almost full takes a part
+                        while left:  # an almost full disk takes only a part
                             left = left[file.write(left) :]
                     at += len(data)
                     report(len(data))

@@ -1,4 +1,4 @@
-"""Requests to S3, repeated when they fail for a reason that may pass."""
+"""Requests to S3, retried when they fail for a reason that may pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class S3Requests:
         self.url = options.place
         bucket, _, prefix = self.url.removeprefix("s3://").partition("/")
         self._prefix = f"{prefix}/" if prefix else ""
-        # Parts of a file beside files: threads of two pools share these connections.
+        # Files and parts of files are moved at once: the threads of two pools share these connections.
         self._bucket = S3Store(
             bucket, profile=options.s3_profile, endpoint=options.s3_endpoint, connections=2 * options.connections
         )
@@ -55,7 +55,7 @@ class S3Requests:
             more = {name: page[f"Next{name}"] for name in names if page.get(f"Next{name}")}
 
     def _repeated(self, key: str, request: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> T:
-        """`request`, repeated after failures that may pass; `moved`: bytes so far. Raises `Missing`, `Conflict`,
+        """Call `request`, retrying after failures that may pass; `moved`: bytes so far. Raises `Missing`, `Conflict`,
         `UserError`."""
         tries = Tries(f"{self.url}/{key}".rstrip("/"), threading.Event(), lambda line: log(f"note: {line}"))
         while True:
@@ -90,12 +90,12 @@ class S3Requests:
 
 
 def base64_sha256(data: bytes) -> str:
-    """As S3 takes it, beside what it then refuses if it is not this."""
+    """The sha256 as S3 takes it along with data, which it then refuses if they do not match."""
     return base64.b64encode(hashlib.sha256(data).digest()).decode()
 
 
 def _is_skewed(error: Any) -> bool:
-    """Whether the answer's date tells why a HEAD was refused, whose errors have no code."""
+    """Whether the response's date explains why a HEAD was refused; errors of HEAD have no code."""
     said = error.response["ResponseMetadata"]["HTTPHeaders"].get("date", "")
     try:
         return abs(parsedate_to_datetime(said).timestamp() - time.time()) > _SKEW_S

@@ -16,7 +16,7 @@ from common.hashing import InputFile
 from common.process import processes_asked_for
 
 _BLOCK_BYTES = 1 << 20
-#: Endings of the names of compressed files, after that of their format.
+#: Extensions of compressed files, after that of their format.
 PACKED = (".gz", ".bz2", ".zst")
 #: Decompression threads for a .bz2 file (six keep up with the XML parser), and the chunk size of each: the library's
 #: default of 4 MiB took three times the memory and was 20 % faster.
@@ -73,7 +73,7 @@ class Source(Protocol):
 
     @property
     def language(self) -> str:
-        """The language that the source says it is in, a BCP 47 tag; '' if it does not, or is not read yet."""
+        """The language that the source says it is in, a BCP 47 tag; '' if it says none or has not been read yet."""
 
     def identity(self) -> str:
         """A string that identifies the content."""
@@ -81,8 +81,8 @@ class Source(Protocol):
     def documents(self, dropped: Counter[str]) -> Iterator[Document]:
         """Yield the documents, always in the same order. Raises `UserError`.
 
-        `dropped` counts what is dropped, by reason ("pages: redirects"), and what is read where that is not documents
-        ("read pages").
+        `dropped` counts what is dropped, by reason ("pages: redirects"), and what is read if its units are not
+        documents ("read pages").
         """
 
 
@@ -127,7 +127,7 @@ class FileSource:
 
     @classmethod
     def require_packages(cls, name: str) -> None:
-        """Raise `UserError` if an optional package is missing that reads the file `name` of this format."""
+        """Raise `UserError` if an optional package needed to read the file `name` of this format is missing."""
 
     def documents(self, dropped: Counter[str]) -> Iterator[Document]:
         raise NotImplementedError
@@ -135,7 +135,7 @@ class FileSource:
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """Yield the decompressed content in blocks of at most 1 MiB.
 
-        `start`, `stop`: only these bytes, of a file that is not compressed; blocks end where they do without.
+        `start`, `stop`: only these bytes, of a file that is not compressed; blocks end at the same offsets as without.
         Raises `UserError` if the file is damaged or truncated, or has changed since it was hashed.
         """
         from common.zstd import zstd

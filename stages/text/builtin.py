@@ -21,7 +21,7 @@ _SKIPPED_FOLDERS = {
     "pydoc_data", "ensurepip",
 }  # fmt: skip
 
-#: Packages with much prose, as far as they are installed: dependencies of this project, and of most builds of torch.
+#: Packages with much prose, used if installed: dependencies of this project, and of most builds of torch.
 PACKAGES = ("numpy", "networkx", "sympy", "torch")
 
 _ROLE = re.compile(r":[a-zA-Z:]+:`~?([^`<]*?)(?:\s*<[^`>]*>)?`")
@@ -59,7 +59,7 @@ def builtin_documents() -> tuple[list[str], Counter[str]]:
 
 
 def packages() -> dict[str, str]:
-    """The version of each of `PACKAGES` that is installed, without a build's own label, as in 2.9.1+cpu."""
+    """The version of each of `PACKAGES` that is installed, without a build label such as that of 2.9.1+cpu."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -85,7 +85,7 @@ def _modules(dropped: Counter[str]) -> Iterator[list[str]]:
 
 
 def _folder(package: str) -> Path:
-    """The folder of an installed package, which is not imported."""
+    """The folder of an installed package, found without importing it."""
     spec = importlib.util.find_spec(package)
     assert spec is not None, package
     assert spec.origin is not None, package

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 BUILTIN = "builtin"
 #: Folder of the tokenizer inside a tokenized corpus.
 TOKENIZER = "tokenizer"
-#: Files of the held-out documents in it.
+#: Files of the held-out documents inside a tokenized corpus.
 HELD_OUT_TOKENS = "tokens_test_*.hdf5"
 #: What ends a document of plain text.
 BLANK_LINE, FILE = DOCUMENT_ENDS = ("blank_line", "file")
@@ -124,7 +124,7 @@ def raw_documents(
 ) -> Iterator[Document]:
     """Yield the documents of all sources in order; raises `UserError` if a file is unreadable or all text is empty.
 
-    With several `workers` these look for them, and documents are places in a file where that is possible.
+    Several `workers` find the documents themselves, which are then places in a file where that is possible.
     """
     empty: list[str] = []
     found, read = False, reader(sources, workers)

@@ -14,7 +14,7 @@ from stages.text.spans import Chunk, SplittableSource
 #: must not depend on where reading began.
 _LINE_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-#: The end of a line, if the next has only characters that may show nothing: `is_visible` decides. Bytes are searched
+#: The end of a line, if the next has only characters that may be invisible: `is_visible` decides. Bytes are searched
 #: because that is four times as fast as decoding and looking at each line.
 _MAY_BE_BLANK = re.compile(
     rb"\n(?=((?:[\x00-\x09\x0b-\x20\x7f]|\xc2[\x80-\xa0]|\xe1\x9a\x80|\xe2[\x80\x81][\x80-\xbf]|\xe3\x80\x80|\xef\xbb\xbf)*)\n)"
@@ -53,7 +53,7 @@ class PlainTextSource(SplittableSource):
     def chunk(self, start: int, stop: int) -> Chunk:
         begin, data, end = self._whole_lines(start, stop)
         chunk = Chunk()
-        at = invisible = control = 0  # of the present document: where it begins; characters and lines that show nothing
+        at = invisible = control = 0  # of the current document: where it begins; characters and lines that show nothing
         # Each line follows a line end, and the last one has one, so that a line is found where it begins in `data`.
         lines = b"\n%b\n" % data.removesuffix(b"\n") if data else b""
         for match in _MAY_BE_BLANK.finditer(lines):
@@ -85,8 +85,8 @@ class PlainTextSource(SplittableSource):
         return bool(characters or control)
 
     def _whole_lines(self, start: int, stop: int) -> tuple[int, bytes, int]:
-        """Where the lines begin that begin in bytes `start` to `stop`, these lines, and where they end. If the last one
-        is too long, it is cut, but longer than `_LINE_BYTES`."""
+        """The lines that begin in bytes `start` to `stop`: where the first begins, their bytes, and where the last
+        ends. If the last one is too long, it is cut, but still longer than `_LINE_BYTES`."""
         with self.path.open("rb") as file:
             begin = min(self.first_line(file, start, stop), stop)
             file.seek(begin)

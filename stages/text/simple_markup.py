@@ -1,4 +1,4 @@
-"""What most of an article's markup is: links, notes, and templates that show nothing. Regular expressions take it away.
+"""The bulk of an article's markup: links, notes, and templates that show nothing. Regular expressions remove it.
 
 wikitextparser then parses the sections that have other markup: it takes ten times as long.
 """
@@ -9,33 +9,33 @@ import re
 
 from stages.text.templates import has_words, name_of_template, words_of_template
 
-#: Templates within templates, as many as MediaWiki allows ($wgMaxTemplateDepth, once 40).
+#: Nesting depth of templates that MediaWiki allows ($wgMaxTemplateDepth, once 40).
 _PASSES_MAX = 40
 #: Characters that wikitextparser does not allow in a title: its own placeholders.
 _OWN = r"\x02\x03"
-#: The innermost: without braces inside, and with whole links alone.
+#: An innermost template: without braces inside, and with complete links only.
 _TEMPLATE = re.compile(
     rf"\{{\{{(?<!\{{\{{\{{)([^|{{}}\[\]<>\r\n{_OWN}]++)\s*+"
     r"(?:\|([^{}\[\]]*+(?:\[\[[^{}\[\]]*+\]\][^{}\[\]]*+|\[[^{}\[\]]++\][^{}\[\]]*+)*+))?\}\}"
 )
-#: A link to a page. "=" stays: in a template, it would name an argument; and ".": the page may be a picture.
+#: A link to a page. One with "=" stays: it would name a template's argument; one with "." too: it may be a picture.
 _LINK = re.compile(
     rf"\[\[(?<!\[\[\[):?(?:([^\[\]{{}}|<>\r\n:={_OWN}]++)|([^\[\]{{}}|<>\r\n.={_OWN}]++))(?:\|([^\[\]{{}}|<>\n=]*+))?\]\]"
 )
-#: To another site: its label is shown.
+#: A link to another site: its label is shown.
 _EXTERNAL = re.compile(
     r"\[https?://(?<!\[\[http://)(?<!\[\[https://)[^\s\[\]<>\"{}|]++(?:[ \t]++([^\[\]{}<>|\n]*+))?\]"
 )
 #: Tags without attributes that show nothing themselves.
 _TAG = re.compile(r"</?(?:small|big|su[bp]|[bisuq]|em|tt|var|dfn|kbd|span|div|center)\s*>", re.IGNORECASE)
 _TABLE = re.compile(r"^[ \t:]*+\{\|[^{}]*?\n[ \t]*+\|\}(?!\})", re.MULTILINE)
-#: What the parser is for.
+#: Markup that needs the parser.
 _OTHER = re.compile(r"\[\[|\{\{|\{\||<[a-z/]|\[(?=[a-z]+:|//)", re.IGNORECASE)
 _MARKUP = re.compile(r"[\[\]{}<>&\n]|''")
 
 
 def without_simple_markup(text: str, no_text: re.Pattern[str]) -> str:
-    """Wikitext with the words that simple links and templates show in their place, the innermost first.
+    """Wikitext with simple links and templates replaced by the words that they show, the innermost first.
 
     `no_text`: links that show nothing.
     """

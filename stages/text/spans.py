@@ -1,9 +1,9 @@
 """Files read by the workers: byte offsets of documents are handed out instead of their text.
 
-A worker finds the documents of a chunk of a file, a process puts those together that go on in the next chunk, and
-whoever needs a document's text reads it from the file. The documents are those of `FileSource.documents`, whatever the
-size of a chunk: a chunk has the lines that begin in it, and documents end at lines that every reader finds alone. Those
-that may have to be cut, which depends on all that is before, are read by one process.
+A worker finds the documents of a chunk of a file, one process joins those that continue in the next chunk, and whoever
+needs a document's text reads it from the file. The documents are those of `FileSource.documents`, whatever the chunk
+size: a chunk has the lines that begin in it, and documents end at lines that every reader can find on its own. Those
+that may have to be cut, which depends on everything before them, are read by one process.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from stages.text.base import (
     text_of,
 )
 
-if TYPE_CHECKING:  # it imports what the pipeline, which only needs the options, does without
+if TYPE_CHECKING:  # it imports what the pipeline, which needs only the options, can do without
     from common.workers import Workers
 
-#: Bytes of a chunk, and of the small files that are given to a worker together, and how many of these.
+#: Bytes of a chunk, and of the small files that are given to a worker together; and the most files given together.
 _CHUNK_BYTES, _FILES_MAX = 4 << 20, 256
 #: Bytes read at a time to find the end of a line.
 _LOOK_BYTES = 1 << 16
 
 
 class Extent(NamedTuple):
-    """A document in a file, or what of it is in a chunk."""
+    """A document in a file, or the part of it in a chunk."""
 
     start: int
     end: int
-    #: Of its text and a last line end; at least `DOCUMENT_CHARACTERS_MAX` if it may have to be cut.
+    #: Characters of its text and a final line end; at least `DOCUMENT_CHARACTERS_MAX` if it may have to be cut.
     characters: int
     #: Lines dropped as `CONTROL_LINES`.
     control_lines: int
@@ -53,7 +53,7 @@ class Chunk:
     extents: array[int] = field(default_factory=lambda: array("q"))
     #: Whether a document ends in the chunk, at a line that separates it from the next.
     is_separated: bool = False
-    #: Whether the first extent goes on from the chunk before, and the last one in the next.
+    #: Whether the first extent continues from the previous chunk, and the last one into the next.
     has_head: bool = False
     has_tail: bool = False
     dropped: Counter[str] = field(default_factory=Counter)
@@ -67,14 +67,14 @@ class Chunk:
 
 
 class SplittableSource(FileSource):
-    """A file whose lines can be read from any of them on, unless it is compressed."""
+    """A file that can be read from any of its lines on, unless it is compressed."""
 
     def chunk(self, start: int, stop: int) -> Chunk:
         """The documents in the lines that begin in bytes `start` to `stop`. Raises `UserError`, `OSError`."""
         raise NotImplementedError
 
     def between(self, start: int, stop: int, dropped: Counter[str]) -> Iterator[str]:
-        """The documents in bytes `start` to `stop`, which are whole documents. Raises `UserError`, `OSError`."""
+        """The documents in bytes `start` to `stop`, which hold whole documents. Raises `UserError`, `OSError`."""
         raise NotImplementedError
 
     def text(self, data: bytes, start: int) -> str:
@@ -82,7 +82,7 @@ class SplittableSource(FileSource):
         raise NotImplementedError
 
     def first_line(self, file: BinaryIO, start: int, stop: int) -> int:
-        """Where the first line begins that begins in bytes `start` to `stop`; at least `stop` if none does."""
+        """Offset of the first line that begins in bytes `start` to `stop`; at least `stop` if none does."""
         if start == 0:
             return 0
         file.seek(start - 1)
@@ -137,12 +137,12 @@ def texts_of(documents: Iterable[Document], dropped: Counter[str]) -> Iterator[s
             yield from file.texts(span for span in group if isinstance(span, TextSpan))
 
 
-#: Reads the documents of one of several sources, which have to be asked for in order.
+#: Reads the documents of one of several sources, which must be requested in order.
 Reader = Callable[[Source, "Counter[str]"], Iterator[Document]]
 
 
 def reader(sources: Sequence[Source], workers: Workers | None) -> Reader:
-    """What reads `sources`: with several `workers` these find the documents, and yield `TextSpan`s."""
+    """The reader of `sources`; with several `workers`, they find the documents, which are then `TextSpan`s."""
     if workers is None or not workers.are_several:
         return lambda source, dropped: source.documents(dropped)
     chunks = itertools.chain.from_iterable(workers.map(_find, _grouped(_ranges(sources))))
@@ -166,7 +166,7 @@ def _ranges(sources: Iterable[Source]) -> Iterator[_Range]:
 
 
 def _bounds(source: SplittableSource) -> Iterator[tuple[int, int]]:
-    """Where the chunks of a file begin and end; one of an empty file, which may have changed."""
+    """Where the chunks of a file begin and end; an empty file has one, as it may have changed."""
     for start in range(0, max(source.size, 1), _CHUNK_BYTES):
         yield start, min(start + _CHUNK_BYTES, source.size)
 
@@ -195,9 +195,9 @@ def _find(ranges: list[_Range]) -> list[Chunk]:
 
 
 def _joined(source: SplittableSource, chunks: Iterator[Chunk], dropped: Counter[str]) -> Iterator[Document]:
-    """The documents of a file from its chunks, which come next."""
+    """The documents of a file from its chunks, which are the next of `chunks`."""
     source.position = 0
-    held: Extent | None = None  # what may go on in the next chunk
+    held: Extent | None = None  # what may continue in the next chunk
     for _, stop in _bounds(source):
         chunk = next(chunks)
         dropped.update(chunk.dropped)

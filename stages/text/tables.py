@@ -1,4 +1,4 @@
-"""Tables: Parquet, and Arrow files and streams. A row is a document, in the column "text"; others are not read.
+"""Tables: Parquet, and Arrow files and streams. A row is a document, in the column "text"; other columns are not read.
 
 They are what datatrove and Hugging Face's `datasets` write. pyarrow, which reads them, is an optional dependency.
 """
@@ -16,7 +16,7 @@ from common.hashing import InputFile
 from stages.text.base import FileSource, record_documents
 
 COLUMN = "text"
-#: Rows that are made Python strings at a time, whatever the batches of the file.
+#: Rows converted to Python strings at a time, whatever the batches of the file.
 _ROWS = 64
 _BUFFER_BYTES = 1 << 20
 #: What an Arrow file begins with. A stream follows, then an index, its length, and the first six of these bytes again.
@@ -49,13 +49,13 @@ class _TableSource(FileSource):
                 for texts, start, end in self._columns(raw):
                     for first in range(0, len(texts), _ROWS):
                         some = texts.slice(first, _ROWS)
-                        some.validate(full=True)  # offsets and UTF-8, which files need not have right
+                        some.validate(full=True)  # offsets and UTF-8, which may be wrong in a file
                         found = some.to_pylist()
                         self.file.require_unchanged(raw.fileno())
                         self.position = start + (end - start) * first // len(texts)
                         yield from found
                         rows += len(found)
-                        self.file.require_unchanged(raw.fileno())  # memory that is mapped may not be there any more
+                        self.file.require_unchanged(raw.fileno())  # mapped memory may no longer be there
             except (pa.ArrowException, ValueError, OSError) as error:
                 self.file.require_unchanged(raw.fileno())
                 if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the content
@@ -86,7 +86,7 @@ class _TableSource(FileSource):
         return pyarrow
 
     def _index_of_texts(self, schema: Any) -> int:
-        """The number of the column of texts. Raises `UserError` if there is none, or it holds something else."""
+        """The index of the column of texts. Raises `UserError` if there is none, or it holds something else."""
         types = self._pyarrow().types
         found = schema.get_all_field_indices(COLUMN)
         if len(found) != 1:
@@ -116,7 +116,7 @@ class ParquetSource(_TableSource):
     def _columns(self, raw: BinaryIO) -> Iterator[tuple[Any, int, int]]:
         from pyarrow.parquet import ParquetFile
 
-        # Without both of the first, whole columns of row groups are read, and ahead.
+        # Without both of the first two options, whole columns of row groups are read, and in advance.
         table = ParquetFile(raw, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
         self._index_of_texts(table.schema_arrow)
         total, done = table.metadata.num_rows, 0
@@ -128,7 +128,7 @@ class ParquetSource(_TableSource):
 
 
 class ArrowSource(_TableSource):
-    """An Arrow file (Feather version 2) or stream (as `datasets` writes); both may have any ending of this format.
+    """An Arrow file (Feather version 2) or stream (as `datasets` writes); either may have any extension of this format.
 
     One that is not packed is mapped into memory, because its batches may be as large as the file.
     """
@@ -147,7 +147,7 @@ class ArrowSource(_TableSource):
             last = stream.tell()
             for batch in batches:
                 last = stream.tell()
-                # `blocks` has set the position of a packed file, unless it had given the whole batch before.
+                # `blocks` has set the position of a packed file, unless it had yielded the whole batch before.
                 start, end = end, max(end, self.position) if self.is_packed else last
                 yield batch.column(0), start, end
         if stream.tell() == last:
@@ -155,7 +155,7 @@ class ArrowSource(_TableSource):
         _require_end(stream, is_file=is_file)
 
     def _stream(self, raw: BinaryIO) -> tuple[Any, bool]:
-        """From the schema on, for pyarrow to read, and whether it is an Arrow file."""
+        """The stream from the schema on, for pyarrow to read, and whether it is an Arrow file."""
         pa = self._pyarrow()
         if self.is_packed:
             blocks = self.blocks()
@@ -169,7 +169,7 @@ class ArrowSource(_TableSource):
 
 
 def _require_end(stream: Any, *, is_file: bool) -> None:
-    """Raise `ValueError` unless what follows the rows is an index and nothing else, and in a stream nothing."""
+    """Raise `ValueError` unless the rows are followed by an index alone or, in a stream, by nothing."""
     count, tail = 0, b""
     while block := stream.read(_BUFFER_BYTES):
         count += len(block)
@@ -206,7 +206,7 @@ class _Blocks:
         return self._given
 
     def flush(self) -> None:
-        """Nothing; pyarrow calls it."""
+        """Do nothing; pyarrow calls it."""
 
     def close(self) -> None:
-        """Nothing: `FileSource.blocks` closes its file."""
+        """Do nothing: `FileSource.blocks` closes its file."""

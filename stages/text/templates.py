@@ -47,7 +47,7 @@ _RANGE_WORDS = {
 
 
 def name_of_template(written: str) -> str:
-    """As `has_words` and `words_of_template` take it: in lower case, with single spaces."""
+    """The name as `has_words` and `words_of_template` take it: in lower case, with single spaces."""
     return " ".join(written.lower().split())
 
 
@@ -59,7 +59,7 @@ def has_words(name: str) -> bool:
 def words_of_template(name: str, values: list[str]) -> str:
     """What a template expands to inside a sentence: words, `HOLE`, `ASIDE`, or ''.
 
-    `name`: of `name_of_template`; `values` are the positional arguments, in order.
+    `name`: from `name_of_template`; `values` are the positional arguments, in order.
     """
     if name in _SIGNS:
         return _SIGNS[name]

@@ -1,7 +1,7 @@
 """MediaWiki markup → prose: one paragraph per line, without headings, lists, tables, notes and most templates.
 
-What notes, pictures, links and templates without words are is told by regular expressions; wikitextparser parses the
-sections that have more markup. A paragraph that still contains anything like markup afterwards is dropped.
+Regular expressions recognize notes, pictures, links and templates without words; wikitextparser parses the sections
+that have more markup. A paragraph that still contains anything like markup afterwards is dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stages.text.templates import ASIDE, HOLE, has_words, name_of_template, word
 PAGE_MIN, _LINE_MIN, _LINE_MAX = 200, 30, 20_000
 #: Unclosed brackets make the parser quadratic; a section whose unclosed openings × characters exceed this is dropped.
 _TANGLE_MAX = 10_000_000
-#: So do many within each other; MediaWiki allows 40 templates ($wgMaxTemplateDepth).
+#: So do deeply nested ones; MediaWiki allows 40 templates ($wgMaxTemplateDepth).
 _DEPTH_MAX = 100
 
 #: Sections at the end of an article that hold no prose.
@@ -147,7 +147,7 @@ def _lines(section: str, no_text: re.Pattern[str], dropped: Counter[str]) -> Ite
 
 
 def _parsed(text: str, *, keep_quotes: bool = False) -> str:
-    """`keep_quotes`: the apostrophes that mark bold and italic."""
+    """`keep_quotes`: keep the apostrophes that mark bold and italic."""
     found: str = WikiText(text.replace("[[:", "[[")).plain_text(
         replace_templates=_words,
         replace_parser_functions=_words_of_function,

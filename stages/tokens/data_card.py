@@ -31,13 +31,13 @@ from stages.tokens.files import SPLITS, part_paths, tokens_of_documents
 _LISTED = 1000
 _QUANTILES = {"shortest": 0.0, "5%": 0.05, "25%": 0.25, "median": 0.5, "75%": 0.75, "95%": 0.95, "99%": 0.99,
               "longest": 1.0}  # fmt: skip
-#: The Hub's categories of size, by the number of documents at which the next begins.
+#: The Hub's size categories, by the number of documents.
 _SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "1B<n<10B",
           "10B<n<100B", "100B<n<1T", "n>1T")  # fmt: skip
-#: Libraries that read a format, and those that decide every token.
+#: Libraries that read a format, and those that affect every token.
 _READERS = {"mediawiki": "wikitextparser", "parquet": "pyarrow", "arrow": "pyarrow"}
 _LIBRARIES = ("tokenizers", "sentencex")
-#: BCP 47, of which the Hub takes the two or three letters.
+#: A BCP 47 tag, of which the Hub takes the first two or three letters.
 _LANGUAGE = re.compile(r"([a-z]{2,3})(?:-[A-Za-z0-9]{1,8})*")
 _SUMMARY = (
     "WordPiece ids of {documents:,} documents, for pretraining BERT. `manifest.json` beside this card lists every file "
@@ -53,7 +53,7 @@ _FILES = (
 def write_data_card(
     directory: Path, corpus: Corpus, totals: Mapping[str, Counter[str]], counts: Mapping[str, Any]
 ) -> None:
-    """Write the card of a tokenized corpus whose parts are whole. `totals`: the parts' counts by split; `counts`: the
+    """Write the card of a tokenized corpus with complete parts. `totals`: the parts' counts by split; `counts`: the
     stage's. Raises `DiskError`."""
     histograms = {split: tokens_of_documents(part_paths(directory, split)) for split in SPLITS}
     every = [*corpus.sources, *corpus.held_out_sources]
@@ -141,7 +141,7 @@ def _lengths(histograms: Mapping[str, NDArray[np.int64]]) -> list[list[str]]:
 
 
 def _quantiles(histogram: NDArray[np.int64]) -> dict[str, int]:
-    """By name; {} if there are no documents. `histogram`: (longest + 1,)."""
+    """Quantiles by name; {} if there are no documents. `histogram`: (longest + 1,)."""
     counted = np.cumsum(histogram)
     if not len(counted):
         return {}

@@ -76,7 +76,7 @@ class _Encoded:
 
 
 class _EncodeProgress:
-    """The tokenized share of the sources: the share read times the part of that already encoded."""
+    """The tokenized share of the sources: the share read times the fraction of it already encoded."""
 
     def __init__(self, sources: list[Source], bar: Progress | Unshown) -> None:
         self._sources = sources
@@ -112,7 +112,7 @@ def tokenize_corpus(
 ) -> dict[str, Any]:
     """Write the tokenizer and the token parts to `work` and complete it; returns the counts. Raises `UserError`.
 
-    With several `builders`, all but the first write parts only, and return {} when the stage is complete.
+    With several `builders`, all but the first only write parts, and return {} when the stage is complete.
     """
     corpus = options.open(hashes or InputHashes())
     sources, held_out_sources = corpus.sources, corpus.held_out_sources

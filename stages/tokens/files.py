@@ -91,7 +91,7 @@ def tokens_of_documents(paths: Iterable[Path]) -> NDArray[np.int64]:
 
 
 def document_digests(tokens: Array, sentence_lengths: Array, document_lengths: Array) -> list[bytes]:
-    """The sha256 of each document's ids, whatever its sentences and the dtype; arrays as in `Tokens`."""
+    """The sha256 of each document's ids, regardless of its sentences and the dtype; arrays as in `Tokens`."""
     ends = np.cumsum(sentence_lengths, dtype=np.int64)[np.cumsum(document_lengths, dtype=np.int64) - 1]
     ids = tokens.astype("<u4")
     starts = np.append(0, ends)[:-1]

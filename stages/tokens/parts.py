@@ -101,7 +101,7 @@ class Parts:
 
 
 class SharedParts:
-    """Which parts are made here, and which of the others are there."""
+    """Which parts are made here, and which of the others already exist."""
 
     def __init__(self, directory: Path, builders: Builders, done: Callable[[int], None]) -> None:
         """`done`: called with the characters of each part that is not made here, once it is there."""

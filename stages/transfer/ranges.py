@@ -210,7 +210,7 @@ class Transfer:
 
     def _failed(self, piece: _Range, error: Transient) -> None:
         """Back off; raises `UserError` if the range has failed too often."""
-        # Bytes of a too slow measurement do not count as progress, or it could go on forever.
+        # Bytes that came too slowly do not count as progress, or this could go on forever.
         came = (piece.measured_from if isinstance(error, _TooSlow) else piece.at) - piece.began
         if not self._state.version.resumable:
             with self._lock:

@@ -160,8 +160,8 @@ def folder_shards(folder: Path) -> list[Path]:
 def copied(folder: Path, directory: Path) -> Generator[IncomingShard, None, None]:
     """Yield the shards of a folder: reflinks where the file system supports them, else copies.
 
-    Without disk space for copies they are hard links, which the owner's edits reach: a note says so, and the manifest
-    records the modification time, which reveals an edit.
+    Without disk space for copies, they are hard links, so the owner's edits change them too: a note says so, and the
+    manifest records the modification time, which reveals an edit.
     """
     shards = folder_shards(folder)
     needed = sum(path.stat().st_size for path in shards if not (directory / path.name).exists())

@@ -1,7 +1,7 @@
 """The model card: README.md beside the model, in the format of the Hugging Face Hub.
 
-It is made to be published: of local paths it shows the last part. The card ends with a sha256 of its text, so that an
-edited card is detected and left alone.
+It is made to be published, so it shows only the last part of local paths. The card ends with a sha256 of its text, so
+that an edited card is detected and left alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stages.view.run import Run, Settings
 from stages.view.text import moment
 
 CARD = "README.md"
-#: The model's name where it has no other.
+#: The model's name if it has no other.
 NAME = "bert-pretraining"
 _SEAL = re.compile(r"<!-- made by the pipeline, sha256 ([0-9a-f]{64}); once edited it is not replaced -->\n\Z")
 #: Settings that list several files.
@@ -73,7 +73,7 @@ def _public(settings: Settings) -> Settings:
 
 
 def _without_folders(key: str, text: str) -> str:
-    """The last part of a local path, and of each where a setting lists several; addresses stay."""
+    """The last part of a local path, or of each if a setting lists several; addresses stay."""
     paths = words(text) if key in _LISTS else [text]
     return " ".join(path if _ADDRESS.match(path) else path.rstrip("/").rpartition("/")[2] for path in paths)
 

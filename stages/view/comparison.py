@@ -1,4 +1,4 @@
-"""A comparison of trainings: what differs, how good they are, and which is the best."""
+"""A comparison of training runs: what differs, how good they are, and which is the best."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from stages.view.curves import Curves
 from stages.view.run import Run
 from stages.view.text import duration, number, percent
 
-#: The loss that trials are compared by: unlike the sum of both, it is the same thing without next-sentence prediction.
+#: The loss that trials are compared by: unlike the sum of both, it means the same without next-sentence prediction.
 LOSS = "masked_lm_loss"
 
 
 def scores(held_out: Mapping[str, float | None], training: Mapping[str, float | None]) -> tuple[str, dict[str, float]]:
-    """What trials are ranked by, and the values of those that have it, lower is better: the held-out masked-LM loss,
-    which can be compared when masking, batches or dropout differ; if none has it, the mean of the last 50 steps in
+    """What trials are ranked by, and its value for those that have it (lower is better): the held-out masked-LM loss,
+    which is comparable even if masking, batches or dropout differ; if none has it, the mean of the last 50 steps in
     training."""
     by = "held-out masked-LM loss"
     found: Mapping[str, float | None] = {name: loss for name, loss in held_out.items() if loss is not None}
@@ -28,11 +28,11 @@ def scores(held_out: Mapping[str, float | None], training: Mapping[str, float | 
 
 @dataclass(frozen=True)
 class Trial:
-    """A training, or the two phases of one, and their evaluation."""
+    """A training run, or the two phases of one, and their evaluation."""
 
     name: str
     run: Run
-    #: Why it is not complete, if that was decided: "stopped at step 200".
+    #: Why it is not complete, if that is known: "stopped at step 200".
     note: str = ""
 
     @property
@@ -47,7 +47,7 @@ class Trial:
 
     @property
     def curves(self) -> Curves:
-        """Of the last phase that has recorded steps."""
+        """The curves of the last phase that has recorded steps."""
         return next(reversed(self.run.curves.values()), Curves())
 
     @property
@@ -62,7 +62,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Time at work of its trainings."""
+        """Time at work of its training runs."""
         return sum(training.seconds_at_work for training in self.run.trainings.values())
 
     @property
@@ -79,7 +79,7 @@ class Comparison:
 
     @functools.cached_property
     def differing(self) -> list[tuple[str, str]]:
-        """(section, name) of the settings that are not the same for all."""
+        """(section, name) of the settings that are not the same for all trials."""
         keys = dict.fromkeys(
             (s, k) for trial in self.trials for s, values in trial.run.settings.items() for k in values
         )

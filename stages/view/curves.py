@@ -48,7 +48,7 @@ class Curves:
 
 
 class MetricsFile:
-    """metrics.jsonl of a training; a further read parses only what was appended."""
+    """metrics.jsonl of a training run; each further read parses only what was appended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

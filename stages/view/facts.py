@@ -39,7 +39,7 @@ _EVALUATION: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def architecture(run: Run) -> str:
-    """Hugging Face's class of the merged model."""
+    """The Hugging Face class of the merged model."""
     config = None if run.model is None else read_json(run.model / "config.json")
     return str(config["architectures"][0]) if config else "BertForPreTraining"
 
@@ -90,7 +90,7 @@ def at_a_glance(run: Run) -> list[tuple[str, str, str]]:
 
 
 def training_table(run: Run) -> list[list[str]]:
-    """Rows of (name, value per phase) on the trainings."""
+    """Rows of (name, value per phase) on the training runs."""
     rows: list[list[str]] = []
     if not run.curves:
         return rows

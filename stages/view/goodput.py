@@ -1,4 +1,4 @@
-"""Where a training's time went, from its attempts and the records of its steps.
+"""Where a training run's time went, from its attempts and the records of its steps.
 
 Goodput is the share of the time since the first start spent on steps that were kept. The rest is lost: to
 steps that were done again, to starting, to waiting for data or checkpoints, to compilation, to being down.
@@ -43,7 +43,7 @@ class Goodput:
 
     @property
     def losses(self) -> list[tuple[str, float]]:
-        """What was lost, in seconds, the most first."""
+        """What was lost, in seconds, largest first."""
         found = [(part, seconds) for part, seconds in self.seconds.items() if part != STEPS and seconds > 0]
         return sorted(found, key=lambda one: -one[1])
 
@@ -61,7 +61,7 @@ class Goodput:
 
 
 def goodput(attempts: Sequence[Attempt], curves: Curves) -> Goodput:
-    """`attempts`: oldest first. Steps recorded before the first attempt belong to another training or machine."""
+    """`attempts`: oldest first. Steps recorded before the first attempt belong to another training run or machine."""
     if not attempts:
         return Goodput()
     parts = dict.fromkeys((STEPS, DATA, STALL, COMPILING, STARTING, LOST, ENDING, *_WAITS, DOWN), 0.0)
@@ -88,7 +88,7 @@ def _add_attempt(
     for number, index in enumerate(steps):
         ended = max(at, min(curves.times[index], attempt.ended))
         step_s = min(values["step_time_s"][index], ended - at)
-        # Before the first step the process starts; between two, steps were given up that were not finite.
+        # Before the first step, the process starts; between two, steps that were not finite were discarded.
         parts[STARTING if number == 0 else LOST] += ended - at - step_s
         data_s = min(_number(values["data_wait_s"][index]), step_s)
         stall_s = min(_number(values["checkpoint_stall_s"][index]), step_s - data_s)
@@ -99,7 +99,7 @@ def _add_attempt(
         at = ended
     if steps:
         parts[LOST if attempt.how in _IS_LOST else ENDING] += max(0.0, attempt.ended - at)
-    else:  # nothing of it counted
+    else:  # none of it counted
         parts[LOST if attempt.how in _IS_LOST else STARTING] += max(0.0, attempt.ended - at)
 
 

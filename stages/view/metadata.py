@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from huggingface_hub.repocard_data import EvalResult, ModelCardData
 
 _TASK, _TASK_NAME = "fill-mask", "Masked Language Modeling"
-#: Files of public text, by name: their data set on the Hub; the language is the group's, or as given.
+#: Files of public text, by name: their data set on the Hub, and their language ('': the pattern's group).
 _PUBLIC = (
     (re.compile(r"([a-z]{2,3}|simple)wiki-.*pages-articles.*\.xml.*"), "wikimedia/wikipedia", ""),
     (re.compile(r"wikitext-.*|wiki\.(?:train|valid|test)\.(?:tokens|raw)"), "Salesforce/wikitext", "en"),
@@ -30,7 +30,7 @@ _MEASURED = {
 
 
 def metadata(run: Run, name: str) -> ModelCardData:
-    """Of the model `name`. What [card] says goes before what the text's name tells; unknown keys are left out."""
+    """For the model `name`. What [card] says overrides what the text's name tells; unknown keys are left out."""
     from huggingface_hub.repocard_data import ModelCardData
 
     given = run.settings.get("card", {})

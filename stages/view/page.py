@@ -139,7 +139,7 @@ def _stage_row(stage: StageStatus) -> list[str]:
 
 
 def _attempt_marks(endings: Collection[str], *, cuts: bool) -> Iterator[tuple[Markup, str]]:
-    """The legend of the time line: (drawing, text)."""
+    """The legend of the timeline: (drawing, text)."""
     cross, bar = '<path class="mark {how}" d="M12 2l8 8m0 -8l-8 8"/>', '<path class="mark {how}" d="M20 0v12"/>'
     for how, mark, text in (
         ("complete", "", "complete"),

@@ -49,6 +49,6 @@ def size(count: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each row, its cells below those of the first row, which is the head."""
+    """One line per row, with its cells aligned below those of the first row, the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
