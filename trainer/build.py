@@ -34,7 +34,7 @@ from trainer.run import Run
 from trainer.state import TrainState
 from trainer.workloads.base import MASKED_LM_LOSS
 
-#: Workers on one machine that hold a copy of the model in host memory at the same time while loading.
+#: How many workers of a machine may hold a copy of the model in host memory at the same time while loading.
 LOADING_AT_ONCE = 8
 
 
@@ -49,7 +49,7 @@ def build_tensor_parallel(device: Device, mesh: Mesh) -> TensorParallel:
 
 
 def build_dataloader(run: Run, precision: Precision, skipped: Sequence[int], doctor: Doctor | None) -> Loader:
-    """This worker's share of all batches but the `skipped` ones; `doctor` looks at them."""
+    """This worker's share of all batches except the `skipped` ones; `doctor` observes it."""
     config, mesh, without_padding = run.config, run.mesh, run.device.needs_no_padding(precision)
     order = SampleOrder(
         run.workload.rows_per_shard,
@@ -140,7 +140,7 @@ def build_parameters(
 
 
 def build_optimizer(run: Run, parameters: Parameters, number: Callable[[float], float | Tensor]) -> Optimizer:
-    """`number`: puts a number that changes with every step on the device."""
+    """`number`: moves a number that changes at every step to the device."""
     return make_optimizer(
         run.config.optimizer,
         parameters,
@@ -153,14 +153,14 @@ def build_optimizer(run: Run, parameters: Parameters, number: Callable[[float], 
 def checkpoint_tensors(
     model: Model, parameters: Parameters, optimizer: Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The model's, and the optimizer's that this worker keeps, under the names that checkpoints give them; later steps
+    """The model's tensors, and the optimizer's that this worker keeps, under their names in checkpoints; later steps
     change them."""
     masters = {f"{MASTER}.{name}": tensor for name, tensor in parameters.masters().items()}
     return dict(model.named_parameters()), optimizer.state() | masters
 
 
 def build_lr_schedule(config: TrainConfig) -> Callable[[int], float]:
-    """The learning rate of the update after that many steps of the phase."""
+    """The learning rate of the next update, as a function of the phase's finished steps."""
     return functools.partial(
         learning_rate, config.schedule, peak=config.lr, warmup_steps=config.warmup_steps, max_steps=config.max_steps,
         decay_share=config.decay_share,
@@ -168,11 +168,11 @@ def build_lr_schedule(config: TrainConfig) -> Callable[[int], float]:
 
 
 def build_doctor(run: Run, model: Model, parameters: Parameters) -> Doctor | None:
-    """What watches the masked-LM loss, in the root worker; None where there is none."""
+    """What watches the masked-LM loss, in the root worker; None in others, or without such a loss."""
     if not run.is_root or MASKED_LM_LOSS not in run.workload.losses:
         return None
     weights = parameters.masters() or dict(model.named_parameters())
     matrices = {name: tensor for name, tensor in weights.items() if run.workload.is_hidden_matrix(name)}
-    # On a device that compiles, every look at the weights would be another graph.
+    # On a device that compiles, every look at the weights would compile another graph.
     readable = None if run.device.compiles_shapes else matrices
     return Doctor(run.config, run.workload.vocab_size, readable, are_masked=run.workload.masking is None)

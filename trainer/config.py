@@ -1,6 +1,6 @@
 """The options of a training run, as a validated frozen dataclass. Imports no torch.
 
-`TrainConfig` is the only definition of a training option: the parser, the checks, the rule of what a resumed run may
+`TrainConfig` is the only definition of a training option: the parser, the checks, the rule for what a resumed run may
 change, and docs/options.md are made from its fields.
 """
 
@@ -36,7 +36,7 @@ _CKPT, _MACHINE = ({"group": group, "decides": False} for group in ("checkpoints
 class TrainConfig:
     """One phase of training. A step is an optimizer step; a micro-step is one forward and backward of one worker.
 
-    An option keeps its name in the tutorials' scripts (`names`), and its help says where its default is another one.
+    An option keeps its name from the tutorials' scripts (`names`), and its help says where its default differs.
     """
 
     option_separator: ClassVar[str] = "_"
@@ -56,7 +56,7 @@ class TrainConfig:
     micro_batch_size: int = option(
         8, **_TRAIN, names=("--batch_size",), least=1, unit="samples", help="samples in a micro-step of one worker"
     )
-    #: Does not decide; the global batch does.
+    #: Does not decide the result; the global batch does.
     grad_accum_usteps: int = option(
         64, **_TRAIN_HOW, least=1, unit="micro-steps", help="micro-steps in an optimizer step"
     )
@@ -232,8 +232,8 @@ class TrainConfig:
         return self.micro_batch_size * self.grad_accum_usteps * data_parallel_size
 
 
-#: What a resumed run may change if `allow_changes` names it: all that decides the result, except what makes it another
-#: phase or another model.
+#: What a resumed run may change if `allow_changes` names it: all that decides the result, except what would make it
+#: another phase or model.
 CHANGEABLE = (
     *(name for name, (_, about) in fields_of(TrainConfig).items() if about.decides and not name.startswith("phase")),
     *("global_batch_size", "data", "hidden_dropout_prob", "attention_probs_dropout_prob"),

@@ -110,8 +110,8 @@ class Trainer:
             yield step
 
     def train_step(self, step: Step, counts: list[int]) -> bool:
-        """One optimizer step. `counts`: what each loss is a sum over in the global batch, then the workload's others.
-        False: the run is to stop, and the step was given up before it changed the state.
+        """One optimizer step. `counts`: how many terms each loss has in the global batch, then the workload's others.
+        Returns False if the run is to stop: the step was given up before it changed the state.
 
         Every loss is a sum divided by the global batch's count, so the result depends on neither the micro-batch size
         nor the number of workers.
@@ -168,7 +168,7 @@ class Trainer:
             self.checkpointer.save(self.state)
 
     def _save_alone(self) -> None:
-        """After the loss of another worker: save the last whole step, where this one can still read it."""
+        """After the loss of another worker: save the last whole step, if this one can still read it."""
         if self._is_whole and self.device.outlives_collectives and not self.metrics.saw_non_finite:
             try:
                 self.checkpointer.save_alone(self.state, self.metrics.record_alone)

@@ -1,4 +1,4 @@
-"""The number types that a model computes and is updated in. The default does nothing.
+"""The number types that a model computes and is updated in.
 
 name         weights  sums of gradients, moments, update
 fp32         fp32     fp32

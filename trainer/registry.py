@@ -20,7 +20,7 @@ DEVICES = {
     "neuron-xla": "trainer.devices.neuron_xla:NeuronXlaDevice",
     "neuron-native": "trainer.devices.neuron_native:NeuronNativeDevice",
 }
-#: Implementations of `trainer.optim.select.Optimizer`. Two of them are the tutorials' names, which say a precision too.
+#: Implementations of `trainer.optim.select.Optimizer`. Two of them are the tutorials' names, which imply a precision.
 OPTIMIZERS = {
     "AdamW": "trainer.optim.adamw:AdamW",
     "AdamW_FP32OptimParams": "trainer.optim.adamw:AdamW",
@@ -68,15 +68,15 @@ def require_agreement(optimizer: str, precision: str) -> None:
 
 
 def stable_steps(schedule: str, *, max_steps: int, decay_share: float) -> int:
-    """Steps up to the end of the stable part, warm-up included: the same in every run that differs in `DECAY_OPTIONS`
-    (trainer/optim/schedule.py) alone and is stable as long. 0 for a schedule that depends on its end from the start."""
+    """Steps up to the end of the stable part, warm-up included: the same in all runs that are stable as long and differ
+    only in `DECAY_OPTIONS` (trainer/optim/schedule.py). 0 for a schedule that depends on its end from the start."""
     if schedule not in STABLE_SCHEDULES:
         return 0
     return max_steps - (round(decay_share * max_steps) if schedule == "wsd" else 0)
 
 
 def longest_warmup(schedule: str, *, max_steps: int, decay_share: float) -> int:
-    """The most steps of warm-up: after more, the learning rate of `wsd` would jump down to where it decays."""
+    """The most warm-up steps: after more, the learning rate of `wsd` would drop abruptly into its decay."""
     if schedule == "wsd":
         return stable_steps(schedule, max_steps=max_steps, decay_share=decay_share)
     return max_steps

@@ -17,7 +17,7 @@ class ReplicaCheck:
     """Compares the weights and moments that several workers should hold alike. All workers call it together."""
 
     def __init__(self, run: Run, model: dict[str, Tensor], optimizer: dict[str, Tensor], *, are_shared: bool) -> None:
-        """The model's and the optimizer's tensors, by name; the latter are different ones on every worker if
+        """The model's and the optimizer's tensors, by name; the latter differ from worker to worker if
         `are_shared`."""
         self._config, self._device, self._mesh = run.config, run.device, run.mesh
         self._tensors = {**model, **optimizer}

@@ -1,4 +1,4 @@
-"""Train a phase: measure its steps if it has a budget, send its numbers to trackers beside it, and after a non-finite
+"""Train a phase: measure its steps if it has a budget, send its numbers to trackers alongside, and after a non-finite
 step roll back to the last checkpoint and skip the step's batch."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.state import TrainState
 
 #: Seconds that a run which was asked to stop waits for trackers, at most.
 _STOPPED_WAIT_S = 5.0
-#: What trackers are told of a run beside what decides its result.
+#: What trackers are told about a run besides what decides its result.
 _LAYOUT = ("micro_batch_size", "data_parallel_size", "tensor_parallel_size", "torch_version")
 
 
@@ -66,7 +66,7 @@ def _attempt(
 ) -> bool | tuple[str, int, list[int]]:
     """The result of `Trainer.train`, or (message, batch, batches already skipped) after a non-finite step."""
     trainer = Trainer(run, interruptions, skipped)
-    if run.is_root and not skipped:  # else they have begun
+    if run.is_root and not skipped:  # otherwise they have begun
         _accompany(run, trainer.state, companions)
     try:
         return trainer.train()
@@ -76,7 +76,7 @@ def _attempt(
 
 
 def _accompany(run: Run, state: TrainState, companions: Companions) -> None:
-    """Start what sends the numbers of the training to trackers, now that the records are those up to `state`."""
+    """Start what sends the numbers of the training to trackers, now that the records end at `state`."""
     layout = {name: getattr(state, name) for name in _LAYOUT}
     try:
         companions.begin(

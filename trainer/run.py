@@ -22,7 +22,7 @@ class Run:
     mesh: Mesh
     #: Prints a line in the root worker; does nothing in the others.
     log: Callable[[str], None]
-    #: The names of those that show its curves.
+    #: The names of the trackers that show its curves.
     trackers: Sequence[str] = (TENSORBOARD,)
 
     @property

@@ -47,18 +47,18 @@ class TrainState:
     torch_version: str
     #: The other deciding options of the configuration, by name. Empty in old checkpoints.
     settings: dict[str, Any] = field(default_factory=dict)
-    #: Changes of them made by resumed runs: {"step", "name", "old", "new"}, by global step.
+    #: Changes to them made by resumed runs: {"step", "name", "old", "new"}, by global step.
     changes: list[dict[str, Any]] = field(default_factory=list)
     #: Batches of this phase's data, counted from 0, that were left out because their steps were not finite.
     skipped: list[int] = field(default_factory=list)
     #: sha256 of the manifest of the checkpoint that training in this output directory began with; empty: initial
     #: weights; None: not known.
     origin: str | None = None
-    #: Optimizer steps that the phase's first weights and moments had behind them: of a training on other data.
+    #: Optimizer steps behind the phase's first weights and moments, from a training on other data.
     steps_before: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """`steps_before` only where there are any."""
+        """`steps_before` is included only if there are any."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "steps_before" or value}
 
     @classmethod

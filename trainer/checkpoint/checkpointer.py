@@ -24,7 +24,7 @@ from trainer.registry import stable_steps
 from trainer.state import TrainState
 
 #: Seconds that one tensor-parallel rank waits for the others' shares after the loss of a worker. torchrun kills the
-#: workers that are left after 30.
+#: remaining workers after 30.
 _PATIENCE_S = 20.0
 
 
@@ -34,7 +34,7 @@ class Checkpointer:
     def __init__(self, config: TrainConfig, device: Device, mesh: Mesh, log: Callable[[str], None]) -> None:
         """Remove unfinished checkpoints of dead runs. Raises `DiskError`."""
         self._config, self._device, self._mesh, self._log = config, device, mesh, log
-        #: The step of the phase that a longer run can go on from; 0: none.
+        #: The step of the phase that a longer run can continue from; 0: none.
         self._stable = stable_steps(config.schedule, max_steps=config.max_steps, decay_share=config.decay_share)
         self._manager = CheckpointManager(
             checkpoint_directory(config), keep=config.num_ckpts_to_keep, log=log,
@@ -44,7 +44,7 @@ class Checkpointer:
         self._host_copy: HostCopy | None = None
         #: None in a trial.
         self._shares: OptimizerShares | None = None
-        #: This worker's state, if it has all of it, and what of each tensor is stored; None in a trial.
+        #: This worker's state, if it has all of it (None in a trial), and the part of each tensor that is stored.
         self._live: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._stored: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor
         self._saved_at, self._saved_step = time.monotonic(), -1
@@ -76,7 +76,7 @@ class Checkpointer:
         if mesh.is_root:
             self._manager.set_aside(left_behind(config, self._manager, start), config.output_dir / METRICS)
         self._shares = shares
-        # A worker that keeps a share of the state alone has nothing to save without the others.
+        # A worker that keeps only a share of the state has nothing to save without the others.
         self._live = None if shares.are_shared else (model, shares.everything())
         self._stored = functools.partial(without_padding, vocab_size=vocab_size, ranks=tensor_parallel)
         if mesh.data_parallel_rank == 0:
@@ -112,9 +112,9 @@ class Checkpointer:
     def save_alone(self, state: TrainState, record: Callable[[TrainState], None]) -> None:
         """After the loss of a worker: save `state` from the live tensors, if this worker's model has replicas.
 
-        The workers that are left do not speak to each other any more: of those that hold the same, the first to come
-        here does it. `record` is called before, by one of them, to record the steps up to `state`. At most the step
-        under way is then done again (just-in-time checkpointing: Gupta et al. 2024, doi:10.1145/3627703.3650085).
+        The remaining workers no longer communicate: among those that hold the same state, the first to get here saves
+        it. One of them calls `record` first, to record the steps up to `state`. At most the step under way is then
+        repeated (just-in-time checkpointing: Gupta et al. 2024, doi:10.1145/3627703.3650085).
         Raises `DiskError`.
         """
         directory, mesh = self._manager.directory, self._mesh

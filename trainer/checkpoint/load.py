@@ -23,8 +23,8 @@ def load_into(
     ranks: TensorParallel,
     elsewhere: Collection[str] = (),
 ) -> None:
-    """Copy this rank's shard of a checkpoint's tensors of `kind` (model or optimizer) into `targets`, by name; those
-    `elsewhere` are other workers'.
+    """Copy this rank's shard of a checkpoint's tensors of `kind` (model or optimizer) into `targets`, by name; other
+    workers keep those in `elsewhere`.
 
     Weights come from the master copy if the checkpoint has one; the optimizer's state excludes it. Raises
     `CheckpointError` naming the first tensor that is missing, unexpected, or of another shape.

@@ -1,7 +1,7 @@
 """Save, find and prune the checkpoints of one run.
 
 A thread writes a host copy of the state while training continues: one write at a time, its error raised at the next
-step. An older checkpoint is removed only when the new one is durable and as many newer ones as are to be kept are known
+step. An older checkpoint is removed only when the new one is durable and as many newer ones as the run keeps are known
 to be valid. Tensor-parallel ranks write their shards concurrently; rank 0 waits for all and completes the checkpoint.
 """
 
@@ -43,7 +43,7 @@ class CheckpointManager:
         self, directory: Path, *, keep: int, never_pruned: int | None = None, log: Callable[[str], None] = print,
         rank: int = 0, size: int = 1, timeout_s: float = 600,
     ) -> None:  # fmt: skip
-        """`keep`: checkpoints to keep, -1 for all; `never_pruned`: global step of one that is kept beside them; `log`:
+        """`keep`: checkpoints to keep, -1 for all; `never_pruned`: global step of one more to keep; `log`:
         receives messages, such as why a checkpoint is skipped.
 
         `rank` of `size`: tensor-parallel rank; `timeout_s`: how long rank 0 waits for the others to begin writing.
@@ -108,8 +108,8 @@ class CheckpointManager:
         self.begin(functools.partial(self._write, snapshot, final.with_name(final.name + TEMPORARY_SUFFIX)))
 
     def save_alone(self, snapshot: Snapshot, record: Callable[[], None]) -> bool:
-        """Write `snapshot` in this thread, unless another worker writes the same or has; `record` is called before, by
-        one of the writers. Returns whether this worker has completed it. Raises `DiskError`."""
+        """Write `snapshot` in this thread, unless another worker is writing or has written the same; one of the writers
+        calls `record` first. Returns whether this worker has completed it. Raises `DiskError`."""
         final = self._path_of(snapshot)
         claim = final.with_name(f"{final.name}.rank-{self._rank}{TEMPORARY_SUFFIX}")  # swept at the next start
         with disk_errors(claim):
@@ -174,7 +174,7 @@ class CheckpointManager:
         self._prune()
 
     def _others_files(self, directory: Path) -> list[dict[str, Any]]:
-        """Wait for the other ranks' files and return their manifest entries. Raises `DiskError`, also for theirs."""
+        """Wait for the other ranks' files and return their manifest entries. Raises `DiskError`, for theirs too."""
         files: list[dict[str, Any]] = []
         deadline = time.monotonic() + self._timeout_s
         for rank in range(1, self._size):
@@ -195,7 +195,7 @@ class CheckpointManager:
         return files
 
     def _prune(self) -> None:
-        """Remove checkpoints older than the newest `keep` valid ones, but the one that is never pruned."""
+        """Remove checkpoints older than the newest `keep` valid ones, except the one that is never pruned."""
         found = [path for step, path in self.paths() if step != self._never_pruned]
         if self._keep < 0 or len(found) <= self._keep:
             return

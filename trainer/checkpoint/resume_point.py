@@ -25,7 +25,7 @@ from trainer.state import TrainState
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint to start from, and what to take of it."""
+    """The checkpoint to start from, and what to take from it."""
 
     checkpoint: Path
     state: TrainState

@@ -41,7 +41,7 @@ class HostCopy:
         allocate: Callable[[Tensor], Tensor],
         stored: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
     ) -> None:
-        """`model`, `optimizer`: the live tensors, or ones without data of what other workers keep; `allocate` returns a
+        """`model`, `optimizer`: the live tensors, or tensors without data for what others keep; `allocate` returns a
         host tensor of the same shape and dtype; `stored` selects the part of a tensor that a checkpoint stores."""
         self._sources = (model, optimizer)
         self._stored = stored
@@ -61,7 +61,7 @@ class HostCopy:
         receive: Callable[[dict[str, Tensor]], None] = lambda copies: None,
     ) -> Snapshot:
         """Copy the current state; valid until the next call. `copy` copies the first list into the second, `receive`
-        fills those of the optimizer's that other workers keep."""
+        fills the copies of the optimizer's tensors that other workers keep."""
         for sources, copies in zip(self._sources, self._copies, strict=True):
             here = [name for name, tensor in sources.items() if not tensor.is_meta]
             copy([sources[name] for name in here], [copies[name] for name in here])

@@ -8,7 +8,7 @@ from trainer.state import TrainState
 
 
 def stable_step(checkpoint: Path) -> int | None:
-    """The step, within its phase, of a checkpoint of a stable part; None: it is of none, or cannot be continued."""
+    """The step, within its phase, of a checkpoint of a stable part; None if it is of none, or cannot be continued."""
     try:
         state = TrainState.read(checkpoint)
     except (OSError, ValueError, TypeError):  # damaged

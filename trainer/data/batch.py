@@ -10,7 +10,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-#: Tensors in one buffer begin at multiples of this many bytes: kernels load up to 16 at once.
+#: Tensors in one buffer begin at multiples of this many bytes: kernels load up to 16 bytes at once.
 _ALIGNMENT = 64
 
 
@@ -25,12 +25,12 @@ class Batch:
         )
 
     def without_padding(self) -> Batch:
-        """The batch without the tokens that pad its rows, for a device that need not have rows; this one has none."""
+        """The batch without the tokens that pad its rows, for a device that does not need rows; this one has none."""
         return self
 
     def in_one_buffer(self, move: Callable[[Tensor], Tensor], *, pinned: bool = False) -> Self:
-        """The batch with all tensors in one buffer, bytes on the host, which `move` is called with once; they are views
-        of what it returns. `pinned`: the buffer's memory, so that a device can copy from it beside the host's work."""
+        """The batch with all tensors in one buffer: `move` is called once, with its bytes on the host; the tensors are
+        views of what it returns. `pinned`: pin its memory, so that a device can copy it while the host works."""
         tensors = [value for value in vars(self).values() if isinstance(value, Tensor)]
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         starts = list(accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0))

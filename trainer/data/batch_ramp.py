@@ -10,13 +10,13 @@ from common.errors import UserError
 @dataclass(frozen=True)
 class BatchRamp:
     """A global batch that begins with one of `parts` equal parts and is whole from batch `steps` on (Cramming, Geiping
-    and Goldstein 2022, arXiv:2212.14034). Batches are counted in absolute steps, so a longer run has the same ones."""
+    and Goldstein 2022, arXiv:2212.14034). Batches are counted in absolute steps, so a longer run begins with the same."""
 
     steps: int = 0
     parts: int = 1
 
     def size(self, batch: int, whole: int) -> int:
-        """Samples of batch `batch`, from 0; `whole`: those of one after the ramp."""
+        """Samples in batch `batch`, from 0; `whole`: those in a batch after the ramp."""
         if batch >= self.steps:
             return whole
         return whole // self.parts * (1 + batch * (self.parts - 1) // self.steps)

@@ -26,7 +26,7 @@ def filled_up(length: int) -> int:
     return padded_length(length, 16)
 
 
-#: Lengths that micro-batches without padding have, of as many rows.
+#: Number of lengths that micro-batches without padding can have, for a given number of rows.
 _LENGTHS = 32
 
 
@@ -58,23 +58,23 @@ class BertBatch(Batch):
 
     @property
     def max_seqlen(self) -> int:
-        """No sequence is longer."""
+        """No sequence is longer than this."""
         return self.input_ids.shape[1]
 
     def without_padding(self) -> UnpaddedBertBatch:
-        """The same sequences, one after another in one row, on the host. It is filled up, by a 32nd of the rows at
-        most, so that it has few lengths: devices keep freed memory for blocks of the same size."""
+        """The same sequences, one after another in one row, on the host. The row is filled up, by at most a 32nd of
+        the rows, so that few lengths occur: devices keep freed memory for blocks of the same size."""
         ids = self.sequence_ids.numpy()
         rows, seq_len = ids.shape
         is_real = (ids > 0).reshape(-1)
         tokens, place = int(np.count_nonzero(is_real)), np.maximum(np.cumsum(is_real) - 1, 0)
-        # In faulty data masked tokens may be in padding: there they stay.
+        # In faulty data, masked tokens may be in padding: they stay there.
         lost = ~is_real[self.masked_index.numpy()] & (self.masked_labels.numpy() != IGNORED)
         step = max(16, rows * seq_len // _LENGTHS)
         length = min(padded_length(tokens + int(lost.any()), step), rows * seq_len)
         of_sequence = (ids + (ids.max() + 1) * np.arange(rows)[:, None]).reshape(-1)[is_real]
         is_first = np.diff(of_sequence, prepend=-1) != 0
-        # Runs of padding are no longer than a row, either.
+        # Runs of padding, too, are at most as long as a row.
         bounds = [*np.flatnonzero(is_first), *range(tokens, length, seq_len), length]
 
         def row(values: NDArray[np.int64]) -> Tensor:
@@ -106,9 +106,9 @@ class PackedBertBatch(BertBatch):
 
 @dataclass(frozen=True)
 class UnpaddedBertBatch(PackedBertBatch):
-    """A micro-batch of one row that has no padding but what fills it up."""
+    """A micro-batch of one row that has no padding except what fills it up."""
 
-    #: Tokens in a row that it was made of: no run between two of `cu_seqlens` is longer.
+    #: Tokens in each row that it was made from: no run between two of `cu_seqlens` is longer.
     row_length: int
 
     @property

@@ -84,7 +84,7 @@ def _system_errors() -> Iterator[None]:
 def _allocate(path: Path, layout: Layout, attributes: Mapping[str, str]) -> dict[str, int]:
     """Create `path` with unfilled space for all datasets; returns their byte offsets."""
     offsets = {}
-    # libver and alignment fix the file's structure; without times the same data is the same bytes.
+    # libver and alignment fix the file's structure; without time stamps the same data gives the same bytes.
     with h5py.File(
         path, "w", libver=("earliest", "v108"), alignment_threshold=1024, alignment_interval=_ALIGNMENT_BYTES
     ) as file:
@@ -122,7 +122,7 @@ class MappedDatasets:
     path: Path
     arrays: dict[str, Array]
     _map: mmap.mmap
-    #: Where the last of them ends, in the file.
+    #: Where the last of them ends in the file.
     _end: int
 
     def checked(self) -> dict[str, Array]:
@@ -162,14 +162,14 @@ def map_contiguous(path: Path, file: Any, keys: tuple[str, ...]) -> MappedDatase
     return mapped
 
 
-#: A chunk is unpacked as a whole, whatever is read of it.
+#: A chunk is unpacked as a whole, however little of it is read.
 _CHUNK_BYTES_MAX = 512 << 20
 
 
 def require_own_dataset(path: Path, file: Any, key: str) -> None:
     """Raise `UserError` unless `key` in the open `file` is a dataset, and all of its content is in that file.
 
-    HDF5 can also take it from other files, and gives zeros for what was never written.
+    HDF5 can also take content from other files, and returns zeros for what was never written.
     """
     link = file.get(key, getlink=True)
     if not isinstance(link, h5py.HardLink):

@@ -16,17 +16,17 @@ from common.files import disk_errors, read_json, replace_json, sha256_of
 
 #: Remembered hashes, by path: [size, mtime in ns, inode, sha256].
 CACHE = "data_identity.json"
-#: A file that was written so short a time ago might still change without another time stamp, in seconds.
+#: Seconds: a file written more recently than this might still change without a new time stamp.
 _SETTLED_S = 2.0
-#: Data of which the hashing is announced: seconds of work.
+#: Hashing more data than this is announced: it takes seconds.
 _LARGE_BYTES = 1 << 30
 
 
 def content_identity(directory: Path, names: Sequence[str], cache: Path, log: Callable[[str], None]) -> str:
-    """sha256, in hex, behind `content:`, of the names and contents of the files `names` of `directory`.
+    """`content:` and the sha256, in hex, of the names and contents of the files `names` in `directory`.
 
-    The hash of a file is its stage's manifest's where that has one and the file has its size and is not newer; else it
-    is computed, and remembered in the directory `cache`. Raises `UserError`.
+    A file's hash is taken from its stage's manifest if the file has the size recorded there and is not newer; else it
+    is computed, and cached in the directory `cache`. Raises `UserError`.
     """
     known = _recorded(directory, names)
     remembered = read_json(cache / CACHE) or {}
@@ -47,7 +47,7 @@ def content_identity(directory: Path, names: Sequence[str], cache: Path, log: Ca
 
 
 def _recorded(directory: Path, names: Sequence[str]) -> dict[str, str]:
-    """sha256 by name from the directory's manifest, of files that are as it describes them."""
+    """sha256 by name from the directory's manifest, for files that are still as it describes them."""
     manifest = directory / "manifest.json"
     record = read_json(manifest)
     if record is None:

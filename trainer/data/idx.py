@@ -30,7 +30,7 @@ def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
                 )
             shape = tuple(int(size) for size in header[1:])
             expected = int(np.prod(shape, dtype=object))
-            # One more than there should be tells a file that is too long, and no more of it is unpacked.
+            # Reading one more than there should be shows whether a file is too long, without unpacking all of it.
             values = file.read(min(expected, _VALUES_MAX) + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {error}; give the gzip'd file, or fetch it again") from error

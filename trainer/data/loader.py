@@ -31,7 +31,7 @@ class Step:
     index: int
     epoch: int
     micro_batches: Iterable[Batch]
-    #: For each of the model's losses how many terms it sums, in all micro-batches; then the workload's other counts.
+    #: For each of the model's losses, how many terms it sums in all micro-batches; then the workload's other counts.
     counts: tuple[int, ...]
     #: Number of the batch in the data order, from 0.
     batch: int
@@ -77,8 +77,8 @@ class Loader:
         observe: Callable[[Step], None] | None = None,
         without_padding: bool = False,
     ) -> None:
-        """`prefetch`: how many reads to be ahead, each of one step or of several small ones (`rows_at_once`). `observe`
-        is called by the reading thread with each step, before the micro-batches get rid of padding, if they do
+        """`prefetch`: number of reads to stay ahead, each of one step or several small ones (`rows_at_once`). `observe`
+        is called by the reading thread with each step, before padding is removed from the micro-batches, if it is
         (`without_padding`)."""
         self._reader = reader
         self._order = order
@@ -124,7 +124,7 @@ class Loader:
         return index[:, self._rank].reshape(-1)
 
     def steps(self, first: int, last: int) -> Iterator[Step]:
-        """Yield steps `first` … `last` - 1, which a thread reads ahead. Raises its errors."""
+        """Yield steps `first` … `last` - 1, which a thread reads ahead. Raises that thread's errors."""
         ahead: queue.Queue[list[Step] | BaseException] = queue.Queue(self._prefetch)
         stopped = threading.Event()
         starts = range(first, last, self._steps_at_once)

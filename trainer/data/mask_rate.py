@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Of BERT's paper (Devlin et al. 2018, section 3.1), and of all held-out examples.
+#: The share in BERT's paper (Devlin et al. 2018, section 3.1), and in all held-out examples.
 MASKED_LM_PROB = 0.15
 
 
 @dataclass(frozen=True)
 class MaskRate:
-    """Share of a sequence's tokens to predict: at the first of the steps in which it falls, and at the last."""
+    """Share of a sequence's tokens to predict: at the first and at the last of the steps in which it falls."""
 
     first: float = MASKED_LM_PROB
     last: float = MASKED_LM_PROB
 
     @classmethod
     def of(cls, first: float | None, last: float | None) -> MaskRate:
-        """None: `MASKED_LM_PROB` first, and last the first."""
+        """None means `MASKED_LM_PROB` for `first`, and `first` for `last`."""
         first = MASKED_LM_PROB if first is None else first
         return cls(first, first if last is None else last)
 
@@ -27,10 +27,10 @@ class MaskRate:
         return self.first + (self.last - self.first) * min(1.0, max(0.0, done))
 
     def averaged(self, falling: float) -> MaskRate:
-        """One that begins with the mean over many steps, of which this one falls in the share `falling`, and has as
-        many masked positions at most."""
+        """A rate that begins with this one's mean over many steps, in a share `falling` of which it falls, and has at
+        most as many masked positions."""
         return MaskRate(self.first + (self.last - self.first) * falling / 2, max(self.first, self.last))
 
     def most(self, seq_len: int, sequences_per_row: int) -> int:
-        """Masked positions in a row, at most, at any step: of each of its sequences the share, rounded, or one."""
+        """Most masked positions in a row at any step: for each of its sequences the share, rounded, or one."""
         return int(seq_len * max(self.first, self.last)) + sequences_per_row

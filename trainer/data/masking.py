@@ -1,6 +1,6 @@
 """Masked tokens of BERT's examples: which are chosen, and what they are replaced by.
 
-Of each sequence, a share of its tokens is chosen uniformly; 80 % of those become [MASK], 10 % a random ordinary token,
+In each sequence, a share of the tokens is chosen uniformly; 80 % of those become [MASK], 10 % a random ordinary token,
 and 10 % stay (Devlin et al. 2018, section 3.1). The functions take random numbers, so that examples can be masked once,
 by a generator (`stages.examples`), or whenever they are read (`DynamicMasking`).
 
@@ -50,7 +50,7 @@ def choose_tokens(bits: Array, candidates: Array, wanted: Array, limit: int) -> 
 
 
 def choose_words(draws: Array, rows: Array, candidates: Array, wanted: Array, limit: int, continues: Array) -> Array:
-    """As `choose_tokens`, but takes whole words in random order, each if it still fits into `wanted`.
+    """Like `choose_tokens`, but takes whole words in random order, each if it still fits into `wanted`.
 
     `draws`: random numbers in [0, 1), (M, S); `rows`: the ids.
     """
@@ -85,7 +85,7 @@ def _ascending(positions: Array, none: int, limit: int) -> Array:
 
 
 def replaced(before: Array, fate: Array, replacement: Array, mask: int) -> Array:
-    """What stands in place of the chosen ids `before`; `fate`: random numbers in [0, 1), `replacement`: random ids."""
+    """What replaces the chosen ids `before`; `fate`: random numbers in [0, 1), `replacement`: random ids."""
     return np.where(fate < 0.8, mask, np.where(fate < 0.9, before, replacement))
 
 
@@ -98,7 +98,7 @@ class Masking:
 
 
 class DynamicMasking:
-    """Masks that are a pure function of (seed, epoch, sample, share): each epoch has others."""
+    """Masks that are a pure function of (seed, epoch, sample, share): each epoch has different ones."""
 
     def __init__(self, masking: Masking, vocabulary: Vocabulary, *, seed: int, falling: range) -> None:
         """`falling`: optimizer steps, from 0, in which the rate goes from its first to its last value."""

@@ -76,7 +76,7 @@ class _Epoch:
 
 
 class SampleOrder:
-    """Where the samples of each step are. An epoch ends when less than the next batch is left of it: those rows,
+    """Where the samples of each step are. An epoch ends when too few rows for the next batch are left: those rows,
     different ones each epoch, are its documented tail and sit that epoch out.
     """
 
@@ -89,7 +89,7 @@ class SampleOrder:
         skipped: Sequence[int] = (),
         ramp: BatchRamp = NO_RAMP,
     ) -> None:
-        """`skipped`: batches, counted from 0, that no step uses. `ramp`: of the batches, skipped or not.
+        """`skipped`: batches, counted from 0, that no step uses. `ramp`: for all batches, skipped or not.
 
         Raises `UserError` if the data set has fewer rows than one global batch."""
         total = int(rows_per_shard.sum())
@@ -102,7 +102,7 @@ class SampleOrder:
         self.seed = seed
         self.global_batch_size = global_batch_size
         self._skipped = sorted(set(skipped))
-        #: Of an epoch after the ramp.
+        #: Steps in an epoch after the ramp.
         self.steps_per_epoch = total // global_batch_size
         self._rows, self._ramp = total, ramp
         self._ramp_places, self._after_ramp = self._plan_ramp()

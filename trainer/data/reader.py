@@ -1,6 +1,6 @@
 """BERT's examples: rows of shards as the micro-batches that the model takes.
 
-S: tokens in a row, P: masked positions in a row at most, K: sequences in a packed row at most.
+S: tokens in a row, P: most masked positions in a row, K: most sequences in a packed row.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class BatchReader:
         dynamic_masking: DynamicMasking | None = None,
     ) -> None:
         """With `static_shapes` every micro-batch of B rows has B·P masked positions, and B·K sequences if it is packed;
-        else as many as there are, `filled_up`. Those that fill it up are labelled `IGNORED`. `without_padding`: the
-        padding of rows is not computed, and so not counted. `dynamic_masking`: of shards without masks, whose
-        vocabulary must have `vocab_size` entries at most.
+        else as many as there are, `filled_up`. What fills it up is labelled `IGNORED`. `without_padding`: the
+        padding of rows is not computed, and so not counted. `dynamic_masking`: for shards without masks, whose
+        vocabulary must have at most `vocab_size` entries.
         """
         if dynamic_masking is not None and dynamic_masking.vocabulary.size > vocab_size:
             raise UserError(
@@ -58,8 +58,8 @@ class BatchReader:
     def micro_batches(
         self, samples: Samples, size: int, *, step: int = 0, epoch: int = 0
     ) -> tuple[list[BertBatch], list[Counts]]:
-        """See `Reader`; the losses are sums over masked positions and over sequences. Also counted are tokens, and the
-        pairs of tokens that attention compares: without padding in packed rows, with it in others if it is computed.
+        """See `Reader`; the losses are sums over masked positions and over sequences. It also counts tokens, and the
+        pairs of tokens that attention compares: without padding in packed rows; in others with it, if it is computed.
 
         Raises `UserError` on an id outside the vocabulary.
         """
@@ -74,7 +74,7 @@ class BatchReader:
         return batches, counts
 
     def read(self, samples: Samples) -> Arrays:
-        """The rows of `samples`, in their order, from as few reads as there are shards among them."""
+        """The rows of `samples`, in their order, with one read for each shard."""
         by_shard = np.argsort(samples.shard, kind="stable")
         shards, starts = np.unique(samples.shard[by_shard], return_index=True)
         pieces = [
@@ -88,7 +88,7 @@ class BatchReader:
         return arrays
 
     def _require_limits(self, arrays: Arrays, samples: Samples) -> None:
-        """Raise `UserError` that names file, row and value if one is not what the model takes."""
+        """Raise `UserError`, naming file, row and value, if a value is not one that the model takes."""
         seq_len = self._shards.seq_len
         for key, limit in value_limits(seq_len, self._vocab_size).items():
             if key not in arrays:
@@ -122,7 +122,7 @@ class BatchReader:
     def _masked(
         self, arrays: Arrays, numbers: NDArray[np.int64], step: int, epoch: int
     ) -> tuple[NDArray[np.int64], NDArray[np.integer[Any]]]:
-        """The masked positions in the flattened rows and their ids before masking; draws masks for `arrays` without."""
+        """The masked positions in the flattened rows and their ids before masking; draws masks if `arrays` has none."""
         rows, seq_len = arrays["input_ids"].shape
         if self._masking is not None:
             lengths = arrays.get(LENGTHS_KEY, arrays["input_mask"].sum(axis=1, keepdims=True, dtype=np.int64))
@@ -192,7 +192,7 @@ class BatchReader:
 
 
 def _counts(arrays: Arrays, *, padded: bool) -> tuple[int, int, int]:
-    """Sequences, tokens, pairs of tokens; of rows that are not packed with their padding, if `padded`."""
+    """Sequences, tokens, pairs of tokens; if `padded`, rows that are not packed count with their padding."""
     rows, seq_len = arrays["input_ids"].shape
     if LENGTHS_KEY not in arrays and padded:
         return rows, rows * seq_len, rows * seq_len**2

@@ -1,13 +1,13 @@
 """The shards of a data set: HDF5 files with NVIDIA's six keys, read and written here and checked once.
 
 input_ids, input_mask, segment_ids (N, S); masked_lm_positions, masked_lm_ids (N, P), zero-padded;
-next_sentence_labels (N,). Packed rows hold several sequences, one behind the other: sequence_lengths (N, K) has their
-tokens, zero-padded, and next_sentence_labels (N, K) their labels; all else is as for one long sequence. Rows that are
+next_sentence_labels (N,). Packed rows hold several sequences, one after another: sequence_lengths (N, K) has their
+lengths, zero-padded, and next_sentence_labels (N, K) their labels; all else is as for one long sequence. Rows that are
 masked whenever they are read lack the two masked_lm keys; those made for masked-LM alone, with one segment, lack
 next_sentence_labels.
 
 Ours are contiguous and uncompressed with small unsigned dtypes, and are read row by row through a memory map. Other
-tools' (chunked, gzip'd, int32) are decoded a shard at a time. No torch here.
+tools' (chunked, gzip'd, int32) are decoded a shard at a time. Imports no torch.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ LENGTHS_KEY = "sequence_lengths"
 
 #: Mapped files kept open; each holds a file descriptor.
 _MAPPED_FILES = 16
-#: Memory for decoded shards of other tools: those of a block of `order`'s, about 160 MB in phase 1 and 570 in phase 2.
+#: Memory for decoded shards of other tools; one block of `order` needs about 160 MB in phase 1 and 570 in phase 2.
 _DECODED_BYTES = 1 << 30
-#: Shards of other tools are unpacked whole; and no sequence is longer, as positions are 16 bits.
+#: Shards of other tools are unpacked whole; no sequence is longer than this, as positions have 16 bits.
 _SHARD_BYTES_MAX, _SEQ_LEN_MAX = 16 << 30, 1 << 16
-# Deflate packs at most 1,032 : 1; a file that claims to hold more than this holds nothing of the kind.
+# Deflate compresses by at most 1,032 : 1; a file that claims to hold more than this cannot.
 _UNPACKED_RATIO_MAX = 1100
 
 
@@ -129,7 +129,7 @@ class ShardSet:
     """The shards of one directory that match a pattern, in the order of their names. For one thread at a time."""
 
     def __init__(self, directory: Path, names: list[str], rows: NDArray[np.int64], first: ShardShape) -> None:
-        """`first`: of the first file, which the others are like but for their `rows`."""
+        """`first`: the shape of the first file; the others' are the same except for `rows`."""
         self.directory = directory
         self.names = names
         #: Rows of each shard, (shards,) int64.
@@ -152,9 +152,9 @@ class ShardSet:
         seq_len: int | None = None,
         max_pred_len: int | None = None,
     ) -> ShardSet:
-        """Find the shards; only the first is opened if the directory's manifest tells the row counts.
+        """Find the shards; only the first is opened if the directory's manifest gives the row counts.
 
-        Raises `UserError`: no directory, no matching file, a file that cannot be used, other lengths than asked for
+        Raises `UserError`: no directory, no matching file, a file that cannot be used, lengths other than asked for
         (`max_pred_len` is an upper limit).
         """
         if not directory.is_dir():
@@ -174,7 +174,7 @@ class ShardSet:
 
     def read(self, shard: int, rows: NDArray[np.int64]) -> dict[str, Array]:
         """Copies of `rows` of the datasets (`keys`) of shard number `shard`, in their stored (or smaller) dtypes;
-        raises `UserError` if the file cannot be read or is not what it was."""
+        raises `UserError` if the file cannot be read or has changed."""
         arrays = self._arrays(shard)
         return {key: arrays[key][rows] for key in self.keys}
 
@@ -219,7 +219,7 @@ class ShardSet:
 
 
 def _recorded_rows(directory: Path) -> dict[str, int]:
-    """Rows by file name from the directory's manifest, or {} where there is none or it does not say."""
+    """Rows by file name from the directory's manifest, or {} if there is none or it does not give them."""
     try:
         rows = json.loads((directory / "manifest.json").read_bytes())["counts"]["rows"]
         return {str(name): int(count) for name, count in rows.items()}
@@ -279,7 +279,7 @@ def shape_of(path: Path, file: Any, *, seq_len: int | None, max_pred_len: int | 
 
 
 def _require_bounded(path: Path, claimed: int, rows: int, seq_len: int, longest: int) -> None:
-    """Raise `UserError` for what no data set is: nothing of it would fit into memory."""
+    """Raise `UserError` for sizes that no data set has: they would not fit into memory."""
     if claimed > _UNPACKED_RATIO_MAX * path.stat().st_size:
         raise UserError(f"{path} claims {rows} rows but is far too small to hold them; fetch or make it again")
     if claimed > _SHARD_BYTES_MAX:

@@ -1,4 +1,4 @@
-"""Reads all of a shard once, and checks every value of it."""
+"""Reads all of a shard once, and checks every value in it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from common.errors import UserError
 from trainer.data.hdf5 import Array, open_hdf5
 from trainer.data.shards import LENGTHS_KEY, bad_value, shape_of
 
-#: Read at a time: rows, and values of one dataset.
+#: Most rows, and most values of one dataset, that are read at a time.
 _VALIDATED_ROWS, _VALIDATED_VALUES = 8192, 8192 * 1024
 
 
 def validate_file(
     path: Path, *, seq_len: int | None = None, max_pred_len: int | None = None, vocab_size: int | None = None
 ) -> int:
-    """Read all of a shard and check it; returns its rows. None leaves a limit open (`seq_len`: as in the file).
+    """Read all of a shard and check it; returns its row count. None leaves a limit open (`seq_len`: as in the file).
 
     Raises `UserError` that names file, key, row and value.
     """
@@ -43,14 +43,14 @@ def validate_file(
 
 
 def value_limits(seq_len: int, vocab_size: int | None) -> dict[str, int]:
-    """What the values of each dataset are less than; without a `vocab_size` those of ids are left out."""
+    """The bound that the values of each dataset stay below; without a `vocab_size`, ids have none."""
     ids = {} if vocab_size is None else {"input_ids": vocab_size, "masked_lm_ids": vocab_size}
     flags = {"input_mask": 2, "segment_ids": 2, "next_sentence_labels": 2}
     return {**ids, **flags, "masked_lm_positions": seq_len, LENGTHS_KEY: seq_len + 1}
 
 
 def _require_lengths(path: Path, lengths: Array, mask: Array, start: int) -> None:
-    """Raise `UserError` unless packed sequences cover what `input_mask` calls tokens, with no gap among them."""
+    """Raise `UserError` unless packed sequences cover what `input_mask` calls tokens, with no gap between them."""
     total = lengths.sum(1, dtype=np.int64)
     is_right = ((np.arange(mask.shape[1]) < total[:, None]) == (mask != 0)).all(1)
     is_right &= (lengths[:, 0] > 0) & ((lengths[:, 1:] == 0) | (lengths[:, :-1] > 0)).all(1)

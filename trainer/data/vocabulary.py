@@ -1,4 +1,4 @@
-"""A WordPiece vocabulary: its file, and what the examples need to know of it."""
+"""A WordPiece vocabulary: its file, and what the examples need to know about it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, pieces: list[str]) -> Vocabulary:
-        """Of the pieces of a WordPiece vocabulary, which has all special tokens."""
+        """From the pieces of a WordPiece vocabulary, which has all special tokens."""
         ids = {piece: number for number, piece in enumerate(pieces)}
         special = {ids[token] for token in SPECIAL_TOKENS}
         ordinary = np.array([number for number in range(len(pieces)) if number not in special])

@@ -1,1 +1,1 @@
-"""One kind of hardware, one file. The loop sees `base.Device` only."""
+"""One file for each kind of hardware. The loop sees only `base.Device`."""

@@ -60,7 +60,7 @@ class Device(abc.ABC):
     init_method: str = "env://"
     #: The model operations that this device implements in its own way.
     operations: Operations = Operations()
-    #: Those that replace them if torch.compile was requested, which fuses torch's own better than a device's.
+    #: Those that replace them if torch.compile was requested: it fuses torch's own better than a device's.
     compiled_operations: Operations = Operations()
     #: Whether torch's DistributedDataParallel works on it.
     has_ddp: bool = True
@@ -91,7 +91,7 @@ class Device(abc.ABC):
         return self.compiles_shapes or self.compiler is not None
 
     def needs_no_padding(self, precision: Precision) -> bool:
-        """Whether micro-batches come without the padding of their rows, in a training in that precision."""
+        """Whether micro-batches come without the padding of their rows when training in that precision."""
         return False
 
     def start(self, mesh: Mesh) -> None:  # noqa: B027 (most are ready once constructed)
@@ -106,7 +106,7 @@ class Device(abc.ABC):
         """The precision that `auto` selects, and why."""
 
     def resumes_exactly(self, precision: str) -> bool:
-        """Whether a resumed run ends with the bytes of an uninterrupted one."""
+        """Whether a resumed run ends with the same bytes as an uninterrupted one."""
         return True
 
     def require_precision(self, name: str) -> None:
@@ -140,7 +140,7 @@ class Device(abc.ABC):
 
     def loss_factors(self, counts: Sequence[int]) -> tuple[list[float], int]:
         """The factor of each loss before the backward pass, and what the gradients are divided by after their
-        reduction; together they make each loss, a sum, a mean over its count in the global batch."""
+        reduction; together they turn each loss, a sum, into a mean over its count in the global batch."""
         return [1 / max(1, count) for count in counts], 1
 
     def number(self, value: float, dtype: torch.dtype) -> float | torch.Tensor:
@@ -165,7 +165,7 @@ class Device(abc.ABC):
             work.wait()
 
     def broadcast(self, tensors: list[tuple[torch.Tensor, int]], group: Group) -> None:
-        """Replace each tensor by that of the worker of the group whose number is given with it."""
+        """Replace each tensor by that of the group's worker whose number is given with it."""
         if group.size == 1:
             return
         pending = [

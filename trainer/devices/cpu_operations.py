@@ -1,4 +1,4 @@
-"""The model's operations on the CPU: those whose passes over memory torch's own kernels make slow."""
+"""The model's operations on the CPU: those that torch's own kernels slow down by their passes over memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainer.parallel.fp32_sums import at_least_fp32
 
 #: Integers of the same size, for bitwise operations.
 _BITS_OF = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
-#: Bytes of logits in fp32 that `_CrossEntropy` has at a time for each thread: they stay in the caches.
+#: Bytes of fp32 logits that `_CrossEntropy` handles at a time for each thread: they stay in the caches.
 _CACHED = 2**20
 
 
 class CpuOperations(Operations):
-    """Dropout from 16 random bits an element, which costs a tenth of torch's. Cross-entropy a few rows at a time.
+    """Dropout from 16 random bits per element, which costs a tenth of torch's. Cross-entropy a few rows at a time.
     Attention in bf16 by matrix products, which are faster than torch's own kernel."""
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
@@ -55,15 +55,15 @@ class CpuOperations(Operations):
         if isinstance(mask, list):
             return self._attention_by_sequence(query, key, value, mask, dropout_p)
         if dropout_p == 0 and query.dtype != torch.bfloat16:
-            # In bf16 its backward pass takes three times as long as products.
+            # In bf16 its backward pass takes three times as long as that of products.
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.attention_by_products(query, key, value, mask, dropout_p)
 
     def _attention_by_sequence(
         self, query: Tensor, key: Tensor, value: Tensor, runs: list[tuple[int, bool]], dropout_p: float
     ) -> Tensor:
-        """One sequence at a time, padded by `filled_up`: no scores between sequences are computed, and one sequence's
-        fit the caches."""
+        """One sequence at a time, padded by `filled_up`: no scores between sequences are computed, and those of one
+        sequence fit into the caches."""
         B, A, S, D = query.shape
         lengths = [length for length, _ in runs]
 
@@ -119,8 +119,8 @@ def _kept(x: Tensor, keep: Tensor, scale: float) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """A few rows at a time, and their gradients with them, while they are in the caches: (M, V) numbers in fp32 are
-    never in memory. The gradients are kept in the logits' type, before they are multiplied by that of the sum."""
+    """Computes a few rows at a time, with their gradients, while they are in the caches: (M, V) numbers in fp32 are
+    never in memory. The gradients are kept in the logits' type, before they are multiplied by the sum's gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class _CrossEntropy(torch.autograd.Function):
             own = slice(start, start + rows)
             wide, label = at_least_fp32(logits[own]), labels[own].clamp(min=0)[:, None]
             probabilities = torch.softmax(wide, dim=1)
-            # The largest probability does not underflow, so its logarithm tells that of the sum of exponentials.
+            # The largest probability does not underflow, so its logarithm gives that of the sum of exponentials.
             log_sums = wide.amax(1, keepdim=True) - probabilities.amax(1, keepdim=True).log_()
             losses.append(log_sums - wide.gather(1, label))
             if gradient is not None:

@@ -26,7 +26,7 @@ from trainer.models.varlen_attention import (
 from trainer.parallel.mesh import Mesh
 from trainer.precision import Precision
 
-#: Dense bf16 tensor-core peaks, FLOP/s, by words of the name torch reports; None: not known. Data sheets often give
+#: Dense bf16 tensor-core peaks, FLOP/s, by words in the name torch reports; None: not known. Data sheets often give
 #: twice as much, with sparsity. Sources: nvidia.com/en-us/data-center/h100 (SXM, NVL, PCIe) and /h200 (SXM), as quoted
 #: by other training programs; BFLOAT16 lines of the data sheets of L40 (181.05) and L40S (362.05).
 _BF16_PEAKS: dict[str, float | None] = {
@@ -36,14 +36,14 @@ _BF16_PEAKS: dict[str, float | None] = {
 
 
 class CudaOperations(Operations):
-    """Attention of rows, packed or not, by FlashAttention, which takes the lengths of sequences in place of a mask; in
-    types that it does not compute in, by matrix products with a mask. Torch's memory-efficient kernel, which it would
-    choose with a mask, adds a query's gradient in the order in which its blocks come: a resumed run would end with
+    """Attention over rows, packed or not, by FlashAttention, which takes sequence lengths instead of a mask; in
+    types that it does not support, by matrix products with a mask. Torch's memory-efficient kernel, which torch would
+    choose with a mask, adds up a query's gradient in whatever order its blocks finish: a resumed run would end with
     other bytes (torch, aten/src/ATen/native/transformers/cuda/attention_backward.cu, num_splits_key)."""
 
     def __init__(self, *, has_flash: bool = True, head_size_max: int = HEAD_SIZE_MAX) -> None:
-        """`has_flash`: whether this GPU and this build of torch have the kernels; `head_size_max`: how large heads may
-        be for them, with dropout."""
+        """`has_flash`: whether this GPU and this build of torch have the kernels; `head_size_max`: the largest heads
+        that they take with dropout."""
         self.has_flash, self.head_size_max = has_flash, head_size_max
 
     def attention_mask(
@@ -59,7 +59,7 @@ class CudaOperations(Operations):
             return self.attention_by_products(query, key, value, mask, dropout_p)
         most = self.head_size_max if dropout_p else HEAD_SIZE_MAX
         if not takes(query, most):
-            if mask.max_seqlen < query.shape[2]:  # without padding: as long as a micro-batch, and so would be the mask
+            if mask.max_seqlen < query.shape[2]:  # without padding: a row, and so its mask, as long as a micro-batch
                 raise UserError(
                     f"attention heads of {query.shape[3]} numbers in {str(query.dtype).removeprefix('torch.')}; "
                     f"FlashAttention takes at most {most} on this GPU; use precision fp32, or a model with more heads"
@@ -73,8 +73,8 @@ class CudaOperations(Operations):
 
 
 class Sequences(NamedTuple):
-    """What `CudaOperations.attention` is told of a micro-batch. All of its tokens are of some sequence, those of a
-    row's padding of one of their own: the kernels leave what belongs to none undefined."""
+    """What `CudaOperations.attention` is told about a micro-batch. Each token belongs to a sequence, a row's padding
+    to one of its own: the kernels leave the results of other tokens undefined."""
 
     #: (R + 1,) int32, as `varlen_attention` takes it.
     cu_seqlens: Tensor
@@ -86,7 +86,7 @@ class Sequences(NamedTuple):
 
 def row_bounds(sequence_ids: Tensor) -> Tensor:
     """Where each row's sequence and its padding begin in the flattened micro-batch, and its end: (B, S), of rows that
-    are not packed, → (2B + 1,). Computed where the rows are: the host does not wait."""
+    are not packed, → (2B + 1,). Computed on the rows' device: the host does not wait."""
     rows, seq_len = sequence_ids.shape
     lengths = sequence_ids.count_nonzero(1)
     return F.pad(torch.stack([lengths, seq_len - lengths], dim=1).flatten().cumsum(0), (1, 0))
@@ -128,11 +128,11 @@ class CudaDevice(Device):
         return "fp32", "this GPU has no bf16 tensor cores"
 
     def needs_no_padding(self, precision: Precision) -> bool:
-        """Where the kernels are used, and a batch's shapes need not be those of all others."""
+        """If the kernels are used, and batches need not all have the same shapes."""
         return self.operations.has_flash and precision.products in KERNEL_TYPES and not self.static_shapes
 
     def put(self, batch: B) -> B:
-        """By one copy, which the host does not wait for."""
+        """In one copy, which the host does not wait for."""
         return batch.in_one_buffer(lambda buffer: buffer.to(self.torch_device, non_blocking=True), pinned=True)
 
     def seed(self, seed: int) -> None:

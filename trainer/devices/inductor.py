@@ -14,16 +14,16 @@ from torch import fx
 from common.errors import UserError
 from trainer.devices.compiler import Compiler
 
-#: Compilers, of which one is needed: the first is named by a variable.
+#: Compilers, of which one is needed: the one that the variable names, or one of the others.
 _CXX, _CC = ("CXX", "g++", "clang++"), ("CC", "gcc", "clang")
-#: What Inductor would choose by a stopwatch: other kernels add in another order, and a resume on another machine, or
+#: What Inductor would choose by timing: other kernels add in another order, and a run resumed on another machine, or
 #: with another cache, would end with other bytes.
 _FIXED = {"shape_padding": False, "triton.autotune_pointwise": False, "dynamic_scale_rblock": False}
 
 
 class Inductor(Compiler):
     def __init__(self, cache: str | None, *, for_cpu: bool) -> None:
-        """`cache`: directory for compiled code; None: torch's. Raises `UserError` without a compiler that it needs."""
+        """`cache`: directory for compiled code; None: torch's. Raises `UserError` if there is no compiler."""
         super().__init__()
         variable, *names = _CXX if for_cpu else _CC
         if not any(map(shutil.which, (os.environ.get(variable, names[0]), *names))):
@@ -44,10 +44,10 @@ class Inductor(Compiler):
 
 @functools.cache
 def _rules() -> dict[Any, Any]:
-    """Inductor's decompositions, without that of the gradient of embeddings.
+    """Inductor's decompositions, without the one for the gradient of embeddings.
 
-    It adds with atomics, in another order each time: resumed runs ended with other bytes. torch's kernel has a fixed
-    order.
+    That one adds with atomics, in another order each time: resumed runs ended with other bytes. torch's kernel has a
+    fixed order.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.lowering import make_fallback

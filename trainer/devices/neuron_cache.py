@@ -1,4 +1,4 @@
-"""The compile cache of neuronx-cc: its place, the flag that names it, and the locks killed compilers leave.
+"""The compile cache of neuronx-cc: its location, the flag that names it, and the locks that killed compilers leave.
 
 Imports no torch, because stages.precompile uses it too.
 """
@@ -54,7 +54,7 @@ def merge_flags(theirs: str, ours: str) -> tuple[str, list[str]]:
 def use_cache(cache: Path, log: Callable[[str], None]) -> TextIOWrapper:
     """Mark `cache` as in use while the returned file is open; if no other process uses it, remove stale locks.
 
-    A killed compiler leaves its lock files (`*.lock`), and others that need the same graph would wait for ever.
+    A killed compiler leaves its lock files (`*.lock`), and others that need the same graph would wait forever.
     Raises `DiskError`.
     """
     with disk_errors(cache):

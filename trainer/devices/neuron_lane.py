@@ -1,4 +1,4 @@
-"""Which of AWS's two lanes to Trainium is installed, whether it is whole, and whether it fits this machine.
+"""Which of AWS's two lanes to Trainium is installed, whether it is complete, and whether it fits this machine.
 
 Both are called torch-neuronx. `neuron-xla` is PyTorch/XLA: trained with up to SDK 2.29.1, on trn1 and trn2.
 `neuron-native` is a device of torch's own, for trn2 and trn3.
@@ -25,7 +25,7 @@ from typing import Any
 from common.errors import UserError
 
 XLA, NATIVE = "neuron-xla", "neuron-native"
-#: Where the packages come from; those of the same names in the public registry are empty.
+#: Where the packages come from; the packages of the same names in the public registry are empty.
 REPOSITORY = "pip.repos.neuron.amazonaws.com"
 #: What each lane needs beside torch.
 PACKAGES = {
@@ -38,13 +38,13 @@ _NATIVE, _NATIVE_BETA = (2, 13), (2, 11)
 _PYTHONS = {XLA: ((3, 11), (3, 12)), NATIVE: ((3, 12), (3, 14))}
 #: Families of instances that each lane runs on.
 _INSTANCES = {XLA: ("trn1", "trn2"), NATIVE: ("trn2", "trn3")}
-#: The physical machine as its firmware calls it; on EC2 the type of the instance.
+#: The physical machine's name in its firmware; on EC2 the type of the instance.
 _PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
 #: Family of instances → physical cores and dense bf16 peak, FLOP/s, of a chip (AWS's pages on each chip).
 _CHIPS = {"trn1": (2, 190e12), "trn2": (8, 667e12), "trn3": (8, 671e12)}
 #: Physical cores in a logical one: what the runtime and the compiler read, and AWS's default on trn2 and trn3.
 _LOGICAL_CORE, _PAIR = "NEURON_LOGICAL_NC_CONFIG", 2
-#: Seconds in which `neuron-ls` has to answer.
+#: Seconds within which `neuron-ls` has to answer.
 _ANSWER_S = 60
 
 
@@ -64,7 +64,7 @@ class Installation:
 
     @classmethod
     def of_machine(cls) -> Installation:
-        import torch  # only this asks it
+        import torch  # only this needs it
 
         versions, empty = {}, []
         for name in ("torch", *dict.fromkeys((*PACKAGES[XLA], *PACKAGES[NATIVE], "neuronx-distributed"))):
@@ -89,7 +89,7 @@ def instance_type() -> str:
 
 
 def lane_of(found: Installation) -> tuple[str, str]:
-    """The lane that is installed, and how it was told. Raises `UserError` if none is."""
+    """The lane that is installed, and how it was recognised. Raises `UserError` if none is."""
     if found.empty:
         raise UserError(
             f"{', '.join(f'{name} {found.versions[name]}' for name in found.empty)} from the public registry are empty "
@@ -106,7 +106,7 @@ def lane_of(found: Installation) -> tuple[str, str]:
 
 
 def problems(found: Installation) -> list[str]:
-    """What keeps this machine from training with what is installed, and the way out: a line each."""
+    """What keeps this machine from training with what is installed, and the remedy: one line each."""
     try:
         lane, _ = lane_of(found)
     except UserError as error:
@@ -142,9 +142,9 @@ def _wrong_python(found: Installation, lane: str) -> Iterator[str]:
 
 
 def require_lane(found: Installation, wanted: str) -> str:
-    """How the lane `wanted` was told. Raises `UserError` unless it is installed, whole and fits the machine.
+    """How the lane `wanted` was recognised. Raises `UserError` unless it is installed, complete and fits the machine.
 
-    Python's version is no reason here: what has been imported runs with it.
+    Python's version is not checked here: what has been imported runs with it.
     """
     lane, reason = lane_of(found)
     if lane != wanted:
@@ -165,7 +165,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def neuron_ls() -> str | None:
-    """Where AWS's tool is; None: not here."""
+    """The path of AWS's tool; None if it is not here."""
     return shutil.which("neuron-ls") or shutil.which("/opt/aws/neuron/bin/neuron-ls")
 
 
@@ -175,7 +175,7 @@ def cores() -> int:
     if program is None:
         raise UserError("neuron-ls is not here: is this a Trainium instance with aws-neuronx-tools (docs/trainium.md)?")
     said = ""
-    # SDK 2.34 replaces -j by the other, with fields around the list of devices.
+    # SDK 2.34 replaces -j by the other option, with fields around the list of devices.
     for options in (["-j"], ["--output-format", "json"]):
         try:
             answer = subprocess.run([program, *options], capture_output=True, text=True, timeout=_ANSWER_S, check=False)

@@ -1,10 +1,10 @@
 """AWS Trainium as a device of torch's own, `neuron` (torch-neuronx from 2.13 on; trn2 and trn3).
 
 It has not run on a NeuronCore: the whole chain runs on a stand-in for torch-neuronx (tests/standins/neuron_native), the
-rest follows what is publicly known. What is known from third parties only is probed (`getattr`) at the start, and
+rest follows what is publicly known. What is known only from third parties is probed (`getattr`) at the start, and
 `--self-test` compares what the device computes with the CPU.
 
-Operations run one by one, or as graphs with `--compile`; both ways each new shape is compiled, and kept in a cache.
+Operations run one by one, or as graphs with `--compile`; either way, each new shape is compiled and kept in a cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.devices.compiler import Compiler
 from trainer.devices.neuron_lane import NATIVE, Installation, peak_of, require_lane
 from trainer.parallel.mesh import Mesh
 
-#: Steps after which operations that ran on the CPU are looked for: the optimizer's are known after the first.
+#: Steps after which we look for operations that ran on the CPU: the optimizer's are known after the first.
 _FALLBACK_STEPS = (1, 2, 10)
 
 

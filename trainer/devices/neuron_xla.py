@@ -37,9 +37,9 @@ _ROUNDING, _ROUNDED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", ("bf16-sr", "autocast-
 #: Megabytes of gradients in one all-reduce: torch-neuronx's variable and default. Smaller buckets leave the compiler
 #: more to overlap; between machines each all-reduce takes long to begin, and AWS suggests the larger one.
 _BUCKET_MB, _BUCKET, _BUCKET_OF_SEVERAL_NODES = "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", "50", "512"
-#: The runtime's workers meet at rank 0's machine in this range: above Linux's ephemeral ports, below their end.
+#: Ports at which the runtime's workers meet on rank 0's machine: above Linux's ephemeral ports, below the last port.
 _FIRST_PORT, _PORTS = 61000, 4096
-#: The limit of open files that AWS's scripts set; each worker opens sockets to many others.
+#: The limit on open files that AWS's scripts set; each worker opens sockets to many others.
 _OPEN_FILES = 65535
 _INTERFACES = Path("/sys/class/net")
 
@@ -60,7 +60,7 @@ def environment(
         "NEURON_RT_STOCHASTIC_ROUNDING_SEED": str(options.rounding_seed % 2**31),  # fits a signed 32-bit integer
         CC_FLAGS: " ".join(flags),
         "NEURON_RT_EXEC_TIMEOUT": "600",
-        # Queues steps while earlier ones run. Without effect from SDK 2.31 on, which does so itself.
+        # Queues steps while earlier ones run. Has no effect from SDK 2.31 on, which does so itself.
         "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "3",
         "NEURON_FUSE_SOFTMAX": "1",
         _BUCKET_MB: _BUCKET if nodes == 1 else _BUCKET_OF_SEVERAL_NODES,
@@ -76,14 +76,14 @@ def environment(
 
 
 def root_comm_id(address: str, port: int) -> str:
-    """Where the runtime's workers meet. torch_xla takes the same port for all jobs, so that two on one machine collide;
-    this one differs wherever torchrun's `port` does, unless by a multiple of 4096."""
+    """Where the runtime's workers meet. torch_xla uses the same port for all jobs, so that two on one machine collide;
+    this one differs whenever torchrun's `port` does, unless by a multiple of 4096."""
     host = f"[{address.strip('[]')}]" if address.count(":") > 1 else address
     return f"{host}:{_FIRST_PORT + port % _PORTS}"
 
 
 def raise_open_files() -> str:
-    """Raise this process's limit of open files as far as AWS advises and the hard limit allows; returns a line for the
+    """Raise this process's limit on open files as far as AWS advises and the hard limit allows; returns a line for the
     log."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
@@ -218,7 +218,7 @@ class NeuronXlaDevice(XlaDevice):
         return x
 
     def all_reduce(self, tensors: list[torch.Tensor], group: Group, *, sums: bool = True) -> None:
-        """In buckets from the last tensor on, as the backward pass computes gradients: a single all-reduce would wait
+        """In buckets, last tensor first, as the backward pass computes gradients: a single all-reduce would wait
         for all of them, and everything else for it."""
         if group.size == 1:
             return

@@ -28,7 +28,7 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
 
 
 def resolve(name: str, log: Callable[[str], None] | None = None) -> str:
-    """The device of the registry that `name` stands for: `auto` as `automatic` chooses, `neuron` the lane that is
+    """The registry's device that `name` stands for: for `auto` what `automatic` chooses, for `neuron` the lane that is
     installed. Raises `UserError` if none is.
 
     With the environment variable DISABLE_XLA set, `xla`, `neuron` and `neuron-xla` mean torch's own devices, as in
@@ -44,9 +44,9 @@ def resolve(name: str, log: Callable[[str], None] | None = None) -> str:
 
 
 def automatic(log: Callable[[str], None] | None = None) -> str:
-    """The device that `auto` selects on this machine: cuda, else a Neuron lane, else cpu; never xla, on the CPU itself.
+    """The device that `auto` selects on this machine: cuda, else a Neuron lane, else cpu; never xla, which is the CPU.
 
-    `log` gets a warning if there are NeuronCores but their packages are missing, or `neuron-ls` does not tell.
+    `log` gets a warning if there are NeuronCores but their packages are missing, or `neuron-ls` does not answer.
     """
     if torch.cuda.is_available():
         return "cuda"

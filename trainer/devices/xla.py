@@ -185,7 +185,7 @@ class XlaDevice(Device):
         return fetched
 
     def fallbacks(self) -> list[str]:
-        # torch_xla counts each operation that it hands to the CPU under torch's name of it.
+        # torch_xla counts each operation that it hands to the CPU under torch's name for it.
         return [name for name in self._metrics.counter_names() if name.startswith("aten::")]
 
     def peak_flops_per_s(self, precision: str) -> float | None:

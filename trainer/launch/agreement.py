@@ -1,4 +1,4 @@
-"""How the workers of a run agree on stopping and saving: whatever one of them was asked for, all do."""
+"""How the workers of a run agree on stopping and saving: whatever one of them is asked to do, all do."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Agreement:
         return self._mesh.sum_on_host([self._requests.must_stop])[0] > 0
 
     def before_step(self, counts: Sequence[int], *, not_finite: bool, save: bool) -> Decision:
-        """`counts`: this worker's of the step's batch; `not_finite`, `save`: what this worker has seen and asks for.
+        """`counts`: this worker's for the step's batch; `not_finite`, `save`: what this worker has seen and asks for.
 
         The time of the root's latest micro-steps decides how often to check for a stop during the next ones.
         """

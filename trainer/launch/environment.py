@@ -9,7 +9,7 @@ from pathlib import Path
 from common.process import node_rank
 from trainer.devices.neuron_cache import node_cache
 
-#: Where native torch-neuronx keeps what it has compiled, as third parties report. The second holds its locks.
+#: Where native torch-neuronx keeps what it has compiled, according to third parties. The second holds its locks.
 _CACHES = {
     "TORCH_NEURONX_NEFF_CACHE_DIR": "neff",
     "TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR": "locks",

@@ -51,7 +51,7 @@ def end(error: Exception, mesh: Mesh) -> int:
 
 
 def _said(error: Exception) -> str:
-    """NCCL's own failures look like the loss of a worker, and tell their cause in later lines."""
+    """NCCL's own failures look like the loss of a worker, and give their cause in later lines."""
     if isinstance(error, DistBackendError):
         return f"has lost another worker, or NCCL has failed here, and stops: {error}"
     return f"lost the connection to another worker and stops: {str(error).splitlines()[0]}"

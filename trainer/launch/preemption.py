@@ -46,8 +46,8 @@ class Interruptions:
 
     def __init__(self, output_dir: Path, *, is_root: bool, watches_spot: bool, watches_parent: bool = False) -> None:
         """The root polls for the file; one worker per machine (`watches_spot`) polls for spot notices.
-        `watches_parent`: the death of what started this process is a request to stop, not this process's end. All
-        workers have to have it: with those of another machine a stop would be agreed on that nobody there asked for."""
+        `watches_parent`: the death of what started this process is a request to stop, not this process's end. Set
+        it only if all workers are on this machine: others would agree to a stop that nobody there asked for."""
         self.must_stop = False
         self._must_save = False
         self._file = output_dir / SAVE_REQUEST if is_root else None

@@ -20,7 +20,7 @@ from common.errors import NodeMissing, UserError
 
 #: What Debian's /etc/hosts gives as the address of a machine's own name.
 _OWN_NAME = "127.0.1.1"
-#: The network interface for gloo and NCCL; by default they resolve the host's name, which may be that.
+#: The network interface for gloo and NCCL; by default they resolve the host's name, which may give that address.
 _GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 #: Seconds between two log lines about missing nodes, and between two polls.
 _LOG_INTERVAL_S, _POLL_INTERVAL_S = 30.0, 0.2
@@ -127,8 +127,8 @@ def _different(rank: int) -> UserError:
 def choose_interface(addr: str, port: int, *, patience_s: float = 30.0) -> str:
     """Have gloo and NCCL use the interface that routes to `addr`, unless the user has chosen one; returns gloo's.
 
-    Raises `UserError` if `addr` has no route for `patience_s` seconds: the name of a new pod takes a while to resolve;
-    or if it is an address of this machine alone.
+    Raises `UserError` if `addr` has no route for `patience_s` seconds (a new pod's name takes a while to resolve),
+    or if it is an address that other nodes cannot reach.
     """
     deadline = time.monotonic() + patience_s
     while True:

@@ -51,7 +51,7 @@ def _torchrun() -> int:
     # Workers report their own errors; torchrun's log would repeat them as a table and a traceback.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     SubprocessHandler._popen = _start_worker  # type: ignore[assignment, method-assign]
-    # For events that nobody reads it inspects the stack, and with it every imported module: 1.5 s of processor time.
+    # For events that nobody reads, torchrun inspects the stack and with it every imported module: 1.5 s of CPU time.
     dynamic_rendezvous.get_method_name = lambda depth=2: "rendezvous"
     try:
         store = _meet_others()
@@ -74,7 +74,7 @@ _workers: list[Forked | NewInterpreter] = []
 
 
 def _start_worker(handler: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Any:
-    """In place of torchrun's way to start one: forked from a process that has imported torch, if there is one."""
+    """Replaces torchrun's way to start a worker: forks it from a process that has imported torch, if there is one."""
     words = [word for word in args[1:3] if word != "-u"]
     worker = start_python([*words, *args[3:]], environment={**env, "PYTHONUNBUFFERED": "1"}, output=1, errors=2)
     _workers.append(worker)

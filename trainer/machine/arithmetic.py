@@ -24,7 +24,7 @@ from trainer.models.operations import Operations
 from trainer.parallel.fp32_sums import Embedding, LayerNorm
 
 #: Largest error of one operation, relative to the largest value: a thousand roundings in fp32, since a norm sums a
-#: million squares; ten in bf16, since scores of attention are rounded before their exponential. What was seen:
+#: million squares; ten in bf16, since scores of attention are rounded before their exponential. Measured values:
 #: docs/decisions.md.
 LIMITS = {torch.float32: 1000 * 2**-24, torch.bfloat16: 10 * 2**-8}
 #: Numbers where narrower types wrap or round: of 8, 16, 24 (the fraction of fp32) and 31 bits; and the ignored label.
@@ -52,7 +52,7 @@ def check_integers(subject: Subject) -> Iterator[Finding]:
 
 
 def check_copies(subject: Subject) -> Iterator[Finding]:
-    """Tensors arrive on the device, and in a checkpoint, as what they are and each in its own place."""
+    """Tensors arrive on the device, and in a checkpoint, unchanged and each in its own place."""
     tensors = [torch.full((257,), float(index)) + torch.arange(257) / 512 for index in range(9)]
     copies = fetch(subject.device, *(_put(subject.device, tensor) for tensor in tensors))
     yield Finding("numbers that come back as others", sum(map(differing, copies, tensors)))
@@ -108,7 +108,7 @@ def check_operations(subject: Subject) -> Iterator[Finding]:
 
 
 def check_attention_mask(subject: Subject) -> Iterator[Finding]:
-    """What is masked changes nothing, to the bit: neither padding nor a packed row's other sequences."""
+    """What is masked has no influence, to the bit: neither padding nor a packed row's other sequences."""
     device, model = subject.device, subject.model
     random = torch.Generator().manual_seed(0)
     shape = _B, model.num_attention_heads, _S, model.hidden_size // model.num_attention_heads
@@ -137,7 +137,7 @@ class _Affine(nn.Module):
 
 
 def check_compiled_graphs(subject: Subject) -> Iterator[Finding]:
-    """No graph outlives what it was made for: another constant, other weights, another shape, another number."""
+    """No graph is reused for what it was not made for: another constant, other weights, another shape or number."""
     for way, device in subject.devices.items():
         random = torch.Generator().manual_seed(0)
         weight = torch.randn(16, 16, generator=random)
@@ -158,7 +158,7 @@ def check_compiled_graphs(subject: Subject) -> Iterator[Finding]:
 
 
 def check_throughput(subject: Subject) -> Iterator[Finding]:
-    """Products of square matrices against the peak. More than the peak means that they were not waited for."""
+    """Products of square matrices against the peak. More than the peak means that the clock did not wait for them."""
     for dtype, precision in ((torch.bfloat16, "autocast"), (torch.float32, "fp32")):
         size, seconds = 256, 0.0
         while seconds < 0.01 and size < 8192:
@@ -169,7 +169,7 @@ def check_throughput(subject: Subject) -> Iterator[Finding]:
         if peak is None:
             yield Finding(f"{name}, peak not known")
         else:
-            # A clock that does not wait shows hundreds; a peak that is itself measured, like a CPU's, varies.
+            # A clock that does not wait gives shares of hundreds; a peak that is itself measured, like a CPU's, varies.
             yield Finding(f"{name}, share of {peak / 1e12:.3g}", rate / peak, 10.0)
 
 
@@ -183,7 +183,7 @@ def check_fallbacks(subject: Subject) -> Iterator[Finding]:
 
 
 def _put(device: Device, tensor: Tensor) -> Tensor:
-    """The tensor on the device, on the way that micro-batches take."""
+    """The tensor on the device, moved there in the way that micro-batches are."""
     return device.put(_One(tensor)).tensor
 
 
@@ -193,10 +193,10 @@ class _One(Batch):
 
 
 def _results(case: Case, ops: Operations, inputs: list[Tensor]) -> list[tuple[str, Tensor]]:
-    """The operation's result, and its gradient in each floating-point input."""
+    """The operation's result, and its gradient with respect to each floating-point input."""
     leaves = [x.requires_grad_() for x in inputs if x.is_floating_point()]
     out = case.run(ops, *inputs)
-    # Any direction will do, but not a constant one, in which a norm's gradient is zero.
+    # Any direction will do except a constant one, in which a norm's gradient is zero.
     direction = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape) + 0.5
     gradients = torch.autograd.grad(out, leaves, direction.to(out.dtype).to(out.device))
     return [("result", out), *((f"gradient of input {index}", one) for index, one in enumerate(gradients))]
@@ -235,7 +235,7 @@ def _cu_seqlens() -> Tensor:
 
 
 def _product_seconds(device: Device, size: int, dtype: torch.dtype) -> float:
-    """Seconds of a product, the best of three; the host's clock, since a device's may not wait for the work."""
+    """Seconds of a product, the best of three; by the host's clock, since a device's may not wait for the work."""
     factor = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).mul_(size**-0.5).to(dtype)
     factor = _put(device, factor)
     best = float("inf")

@@ -65,8 +65,8 @@ def _gpus() -> list[str]:
 
 
 def _examine_neuron(log: Callable[[str], None], commands: list[str]) -> list[str]:
-    """What must be fixed for Trainium; nothing where there is neither a NeuronCore nor a package. A machine with cores
-    puts its command first."""
+    """What must be fixed for Trainium; nothing where there is neither a NeuronCore nor a package. On a machine with
+    cores, their command is put first in `commands`."""
     installation, has_cores, config = Installation.of_machine(), True, "trn1"
     try:
         log(f"neuron  {cores()} NeuronCores")

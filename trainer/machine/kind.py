@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
 
 
 def test_once(records: Path, device: str, command: Sequence[str], *, nodes: int) -> None:
-    """Run the training `command` with `--self-test`, unless a machine of this kind has passed it or it trains no BERT.
+    """Run the training `command` with `--self-test`, unless a machine of this kind has passed it or no BERT is trained.
 
     Its record is kept in `records`. Raises `UserError` if the self-test fails.
     """

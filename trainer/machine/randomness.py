@@ -17,12 +17,12 @@ _P = 0.1
 _N = 1 << 18
 #: Standard deviations of a share or a correlation. One in 1.7 million exceeds it by chance; about a hundred are tried.
 _SIGMAS = 5.0
-#: CPU's dropout rounds p to a multiple of 2⁻¹⁶ (trainer/devices/cpu.py).
+#: The CPU's dropout rounds p to a multiple of 2⁻¹⁶ (trainer/devices/cpu_operations.py).
 _ROUNDING = 2**-17
 
 
 def check_dropout_rate(subject: Subject) -> Iterator[Finding]:
-    """A share p is dropped, the rest scaled by 1 / (1 - p); the gradient is dropped alike."""
+    """A share p is dropped, the rest scaled by 1 / (1 - p); the same elements of the gradient are dropped."""
     for way, device in subject.devices.items():
         device.seed(1)
         x = torch.ones(_N).to(device.torch_device).requires_grad_()
@@ -84,7 +84,7 @@ def _masks_of(dropout: Callable[[Tensor], Tensor]) -> Callable[[Device], Tensor]
 
 
 def _correlation(a: Tensor, b: Tensor) -> float:
-    """Of two masks with a share of a half; in standard deviations."""
+    """The correlation of two masks that drop a half, in standard deviations."""
     return abs(4 * ((a.double() - 0.5) * (b.double() - 0.5)).mean().item()) * math.sqrt(a.numel())
 
 
@@ -98,12 +98,12 @@ _ATTENDED = 64
 
 
 def _attention_types(subject: Subject) -> list[torch.dtype]:
-    """That of matrix products in the training, which decides the kernel; and fp32."""
+    """The type of matrix products in the training, which decides the kernel; and fp32."""
     return list(dict.fromkeys([torch.float32, Precision(subject.config.precision).products]))
 
 
 def _attention_weights(device: Device, p: float, dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """The weights after dropout, (S, S), where without it all are 1/S: queries are 0, and values the identity; and the
+    """The weights after dropout, (S, S); without it, all are 1/S, as queries are 0 and values the identity. And the
     same from the gradient of the values."""
     ids = torch.ones(1, _ATTENDED, dtype=torch.int64).to(device.torch_device)
     zeros = torch.zeros(1, 1, _ATTENDED, _ATTENDED, dtype=dtype).to(device.torch_device)

@@ -39,12 +39,12 @@ def sample_rows(
         "segment_ids": segments,
         "masked_lm_positions": positions,
         "masked_lm_ids": labels,
-        # Three to one: with as many of each, the gradient of their bias is a small difference of large numbers.
+        # Three to one: with equally many of each, the gradient of their bias is a small difference of large numbers.
         "next_sentence_labels": (np.arange(rows) % 4 == 3).astype(np.uint8),
     }
 
 
 def write_sample(directory: Path, rows: dict[str, NDArray[np.generic]]) -> None:
-    """Write them as the only training shard of a data set."""
+    """Write `rows` as the only training shard of a data set."""
     directory.mkdir(parents=True)
     write_shard(directory / "sample_training_0.hdf5", rows)

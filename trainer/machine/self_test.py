@@ -128,7 +128,7 @@ def _alone(given: CommandLine) -> CommandLine:
             ckpt_interval_steps=0, ckpt_interval_minutes=0.0, minimal_ckpt=False, num_ckpts_to_keep=1, trial=True,
             compile=False, data_parallel="allreduce", graphs=None, spot_watch=False, record_samples=False,
             metrics_file=None, precision=config.wanted_precision,
-            # The tutorials' names for AdamW say a precision, which is given here.
+            # The tutorials' names for AdamW imply a precision, which is given here.
             optimizer="AdamW" if config.optimizer.startswith("AdamW") else config.optimizer,
         ),
         given.trackers,

@@ -54,10 +54,10 @@ class Subject:
     #: One optimizer step of one micro-step, without checkpoints or logs; its output directory is temporary.
     config: TrainConfig
     model: ModelConfig
-    #: Of one global batch of random rows; those are in `rows`.
+    #: A data set of one global batch of random rows.
     data: Path
     mesh: Mesh
-    #: "eager", "compiled" → the device as it runs operations in that way.
+    #: "eager", "compiled" → the device that runs operations in that way.
     devices: dict[str, Device]
     #: Why there is no "compiled" one; empty: there is, or the device has no compiler.
     not_compiled: str = ""

@@ -35,13 +35,13 @@ from trainer.run import Run
 
 #: Largest error of a parameter's gradient, relative to its norm. The worst seen: docs/decisions.md.
 _GRADIENT_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
-#: The same of a step's change of a parameter. Adam's quotient magnifies the error of gradients near 0.
+#: The same for a step's change of a parameter. Adam's quotient magnifies the error of gradients near 0.
 _UPDATE_LIMIT = 0.02
-#: Of Muon's: five Newton-Schulz steps in bf16 magnify its rounding (2⁻⁹) about 3.4 times each for small singular
-#: values; the reference is in fp64. The worst seen is 0.16; an update that is lost has 1.
+#: For Muon: five Newton-Schulz steps in bf16 magnify its rounding (2⁻⁹) about 3.4 times each for small singular
+#: values; the reference is in fp64. The worst seen is 0.16; a lost update has 1.
 _MUON_LIMIT = 0.4
-#: A tensor whose norm is less than a share of the average (a key's bias, whose gradient is 0 but for rounding) is
-#: measured against that share: of gradients in fp32, and of all else.
+#: A tensor whose norm is less than a share of the average (a key's bias, whose gradient is 0 except for rounding) is
+#: measured against that share: for gradients in fp32, and for all else.
 _NEGLIGIBLE_FP32, _NEGLIGIBLE = 0.01, 0.05
 _STEPS = 5
 
@@ -134,7 +134,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _all_threads() -> Iterator[None]:
-    """All cores for the CPU's part, which torchrun leaves one."""
+    """All cores for the CPU's part; torchrun leaves it only one."""
     before = torch.get_num_threads()
     torch.set_num_threads(available_cores())
     yield
@@ -142,12 +142,12 @@ def _all_threads() -> Iterator[None]:
 
 
 def check_updates(subject: Subject) -> Iterator[Finding]:
-    """Five steps of a small model in fp32: each changes every weight as on the CPU in fp64."""
+    """Five steps of a small model in fp32: each changes every weight as it does on the CPU in fp64."""
     model = _small(subject.model).without_dropout()
     steps: dict[str, Any] = {"max_steps": _STEPS, "stop_step": _STEPS, "warmup_steps": 2}
     if subject.config.optimizer == "SGD":
-        steps["lr"] = 0.1  # its steps with a small one are as small as the rounding of fp32 weights
-    # One worker that takes the micro-steps of all.
+        steps["lr"] = 0.1  # with a small rate its steps are as small as the rounding of fp32 weights
+    # One worker that does the micro-steps of all.
     usteps = subject.config.grad_accum_usteps * subject.mesh.data_parallel_size
     exact = subject.run(
         _Exact(), model, mesh=Mesh(), precision="fp64", tensor_parallel_size=1, grad_accum_usteps=usteps, **steps

@@ -1,4 +1,4 @@
-"""Training for a time: how many optimizer steps fit into it, and the record that fixes their number.
+"""Training for a given time: how many optimizer steps fit into it, and the record that fixes their number.
 
 Imports no torch, as the pipeline uses it too.
 """
@@ -21,9 +21,9 @@ from trainer.config import TrainConfig
 from trainer.data.batch_ramp import BatchRamp
 from trainer.registry import longest_warmup
 
-#: In a training's directory: the record of each phase that is trained for a time, by phase number.
+#: In a training's directory: the record of each phase that is trained for a given time, by phase number.
 BUDGET = "budget.json"
-#: Steps that have to fit: fewer are no training, and their number would depend on the noise of measuring.
+#: Steps that have to fit: fewer would be no training, and their number would depend on measurement noise.
 LEAST_STEPS = 10
 #: More steps than any budget holds.
 UNBOUNDED_STEPS = 1 << 40
@@ -39,12 +39,12 @@ class Pace:
     check_s: float
     #: Copying the state for a checkpoint; it is written while training continues.
     copy_s: float
-    #: The part of the budget that is over when training begins.
+    #: The part of the budget that is spent when training begins.
     spent_s: float
 
 
 def steps_within(budget_s: float, pace: Pace, config: TrainConfig, global_batch_size: int, *, compares: bool) -> int:
-    """The optimizer steps, with their checkpoints, that take at most `budget_s` seconds. `compares`: whether there are
+    """How many optimizer steps, with their checkpoints, take at most `budget_s` seconds. `compares`: whether there are
     workers whose copies are compared every `replica_check_steps`."""
     ramp = BatchRamp(config.batch_ramp_steps, config.batch_ramp_parts)
     every, minutes = config.ckpt_interval_steps, config.ckpt_interval_minutes
@@ -61,7 +61,7 @@ def steps_within(budget_s: float, pace: Pace, config: TrainConfig, global_batch_
 
 
 def fixed_steps(directory: Path, phase: int) -> int | None:
-    """The optimizer steps of a phase that the training in `directory` has for its budget; None: not measured yet."""
+    """The number of steps measured for the budget of a phase of the training in `directory`; None: not measured yet."""
     record = _read(directory, phase)
     return None if record is None else int(record["max_steps"])
 
@@ -107,7 +107,7 @@ def require_enough(config: TrainConfig, pace: Pace, steps: int) -> None:
 
 
 def identity(config: TrainConfig, *others: dict[str, Any]) -> dict[str, Any]:
-    """What tells a phase's training from others in the same directory: all that decides the result but the length."""
+    """What tells a phase's training from others in the same directory: what decides the result, except the length."""
     decide = [name for name, (_, about) in fields_of(config).items() if about.decides]
     mine = {name: getattr(config, name) for name in decide if name not in ("max_steps", "micro_batch_size")}
     return mine | {name: value for other in others for name, value in other.items()}

@@ -1,4 +1,4 @@
-"""The processes that send the numbers of a training to trackers, beside it: one for each tracker."""
+"""The processes that send a training's numbers to trackers, alongside it: one for each tracker."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trainer.metrics.trackers.options import TrackerOptions
 
 
 class Companions:
-    """Of the training in `directory`. Whatever happens to them, nobody waits longer for them than `end` is told."""
+    """Those of the training in `directory`. Nobody waits longer for them than `end` is told, whatever happens."""
 
     def __init__(self, directory: Path, options: TrackerOptions, log: Callable[[str], None]) -> None:
         self._directory, self._options, self._log = directory, options, log
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def begin(self, parameters: Mapping[str, Any], *, last_step: int) -> None:
-        """Record the run, and start them. `parameters`: its settings; `last_step`: global step at which it is whole.
+        """Record the run, and start them. `parameters`: its settings; `last_step`: global step at which it is complete.
 
         Raises `DiskError`.
         """
@@ -52,7 +52,7 @@ class Companions:
                 self._log(f"note: {name} gets nothing in this run: {one_line(error)}")
 
     def end(self, wait_s: float) -> bool:
-        """Have them send what is left, for that many seconds at most; whether each tracker has all, else it is said."""
+        """Have them send the rest within `wait_s` seconds; returns whether each tracker has all, and logs it if not."""
         deadline, lacking = time.monotonic() + wait_s, []
         for process in self._processes.values():
             if process.stdin is not None:

@@ -16,13 +16,13 @@ from trainer.metrics.unigram import UnigramBaseline, collisions
 
 Ids = NDArray[np.int64]
 
-#: Labels of a step that are looked at, at least, if it has as many: more would cost time and tell little.
+#: At least this many labels of a step are examined, if it has them: more would cost time and tell little.
 _LABELS = 4096
 #: Rows of an epoch that are remembered.
 _ROWS_MAX = 1 << 16
-#: Least labels, or rows, from which anything is concluded.
+#: Fewest labels, or rows, from which anything is concluded.
 _LEAST = 200
-#: Least steps from which batches are compared with each other.
+#: Fewest steps from which batches are compared with each other.
 _STEPS_LEAST = 10
 
 
@@ -43,8 +43,8 @@ class BatchFacts:
 
 
 def examine(batches: Iterable[BertBatch], epoch: int, *, with_masks: bool) -> BatchFacts:
-    """The facts about the first of a step's micro-batches. `with_masks`: rows with other masks are other rows, as where
-    the shards have some of each several times, masked differently."""
+    """The facts about the first of a step's micro-batches. `with_masks`: rows with other masks count as other rows, for
+    shards that hold each row several times, masked differently."""
     labels, seen, rows = [], [], []
     in_padding = last_position = found = 0
     for batch in batches:
@@ -84,7 +84,7 @@ class DataFacts:
     def __init__(self, vocab_size: int) -> None:
         self.unigram = UnigramBaseline(vocab_size)
         self._seen_at_masks = np.zeros(vocab_size, np.int64)
-        #: Of each id that the model sees in place of a masked token: how often it is the token itself.
+        #: For each id that the model sees in place of a masked token: how often it is the token itself.
         self._unchanged = np.zeros(vocab_size, np.int64)
         self._in_padding = self._last_position = 0
         self._collisions: list[float] = []
@@ -114,8 +114,8 @@ class DataFacts:
         return [*self._of_masks(), *self._of_rows(), *self._of_vocabulary()]
 
     def _of_masks(self) -> Iterator[tuple[str, str]]:
-        """BERT's masking replaces 80 % of the masked tokens by [MASK] and 10 % by any token; 10 % stay: of those that
-        are not [MASK], the most frequent one, half are the token itself."""
+        """BERT's masking replaces 80 % of the masked tokens by [MASK] and 10 % by any token; 10 % stay: of the ids seen
+        there other than [MASK] (the most frequent one), half are the token itself."""
         total, mask = self.unigram.total, int(self._seen_at_masks.argmax())
         others = total - int(self._seen_at_masks[mask])
         unchanged = int(self._unchanged.sum() - self._unchanged[mask])

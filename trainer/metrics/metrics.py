@@ -27,15 +27,15 @@ from trainer.workloads.base import MASKED_LM_LOSS, StepCost
 
 #: Steps that the throughput is averaged over, as in the tutorials' script.
 THROUGHPUT_WINDOW = 10
-#: Least seconds between writes of the files that are read during a run.
+#: Minimum seconds between writes of the files that are read during a run.
 _WRITE_INTERVAL_S = 1.0
-#: Least seconds between points in TensorBoard, which draws a thousand at most; metrics.jsonl has every step.
+#: Minimum seconds between points in TensorBoard, which draws a thousand at most; metrics.jsonl has every step.
 _BOARD_INTERVAL_S = 0.05
 
 #: Parts of a step's time, in seconds: waiting for its batch, and for a checkpoint before it to be copied.
 DATA_WAIT, CHECKPOINT_STALL = "data_wait_s", "checkpoint_stall_s"
 
-#: Lines that a worker other than the root keeps: of more than a second of the shortest steps.
+#: Most lines that a worker other than the root keeps: more than a second of the shortest steps.
 _KEPT = 4096
 
 #: json.dumps would create an encoder for every line.
@@ -72,9 +72,9 @@ class Metrics:
         self._written = self._drawn = 0.0
         #: The first step of the phase, from 0, that was not finite, and the message about it.
         self._not_finite: tuple[int, str] | None = None
-        #: Seconds since the last record that the loop has waited, by name of the record's field.
+        #: Seconds that the loop has waited since the last record, by name of the record's field.
         self._waited: dict[str, float] = {}
-        #: (global step, line) of those recorded but not yet written. Only the root writes them; the other workers keep
+        #: (global step, line) of steps recorded but not yet written. Only the root writes them; the other workers keep
         #: more than it can have left unwritten, in case it is lost.
         self._lines: collections.deque[tuple[int, str]] = collections.deque(maxlen=None if self._is_root else _KEPT)
         self._progress: dict[str, Any] = {}
@@ -150,7 +150,7 @@ class Metrics:
             self._write(state, scalars, at)
 
     def record_alone(self, state: TrainState) -> None:
-        """Record the steps up to `state` that the root, which may be lost, has not. Raises `DiskError`."""
+        """Record the steps up to `state` that the root, which may be lost, has not recorded. Raises `DiskError`."""
         append_missing(self._path, {step: line for step, line in self._lines if step <= state.global_step})
 
     @property
@@ -245,7 +245,7 @@ class Metrics:
                 os.fsync(self._file.fileno())
 
     def abandon(self) -> None:
-        """Close the files, to train on with another trainer. Raises `DiskError`."""
+        """Close the files, so that another trainer can continue. Raises `DiskError`."""
         if not self._is_root:
             return
         with disk_errors(self._path):

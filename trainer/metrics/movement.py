@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-#: Elements of each tensor that are looked at.
+#: Elements of each tensor that are examined.
 _SAMPLED = 1024
-#: A tensor is frozen if it moved by less than this share of what the median tensor did. Weight decay alone shortens a
-#: tensor; what is left of that is rounding.
+#: A tensor is frozen if it moved by less than this share of what the median tensor did. Weight decay alone only
+#: shortens a tensor; apart from that, it leaves only rounding.
 _FROZEN = 1e-3
 
 

@@ -1,8 +1,8 @@
 """The plateau doctor: says when a masked-LM training learns nothing but word frequencies, and the likely cause.
 
-It only speaks. Its evidence: facts about the examples (`DataFacts`), the loss against the unigram baseline of the same
+It only warns. Its evidence: facts about the examples (`DataFacts`), the loss against the unigram baseline of the same
 labels, and how far the weights have moved (`Movement`). Healthy runs, too, stay at the baseline for hundreds of steps
-before they learn context, so the loss alone is reason to speak only after `_PATIENCE_STEPS`. The thresholds lie between
+before they learn context, so the loss alone is reason to warn only after `_PATIENCE_STEPS`. The thresholds lie between
 what faulty and healthy runs measure (docs/decisions.md).
 """
 
@@ -26,23 +26,23 @@ _WINDOW = 40
 #: Steps between two comparisons, and the first steps, counted from the start of this process, after which examples and
 #: weights are looked at; later every `_LATER_STEPS`.
 _COMPARE_STEPS, _LOOK_STEPS, _LATER_STEPS = 20, (20, 60, 100, 150, 190), 1000
-#: Nats under the baseline at which a loss is at the baseline no more.
+#: Nats under the baseline from which a loss is no longer at the baseline.
 _MARGIN = 0.05
-#: Nats over it at which not even the frequencies are learned.
+#: Nats over it from which not even the frequencies are learned.
 _FAR = 0.5
 #: A weight matrix's mean change in one step at the peak learning rate, as a share of its size, that is too large or too
 #: small. Healthy: 0.002 … 0.13; 30 times the best rate: 0.33 … 1.4; a 300th: 7e-5 … 2e-4.
 _CHANGE_MAX, _CHANGE_MIN = 0.25, 4e-4
-#: Steps at the full rate after which a loss that is not under the baseline proves one too large, and one far above it
-#: proves one too small.
+#: Steps at the full rate after which a loss that is not under the baseline proves the rate too large, and one far
+#: above it proves the rate too small.
 _AT_FULL_RATE = 40, 100
-#: Steps after the warm-up, and share of the phase, after which a loss still at the baseline is told without a cause.
+#: Steps after the warm-up, and share of the phase, after which a loss at the baseline is reported without a cause.
 _PATIENCE_STEPS, _PATIENCE_SHARE = 500, 0.2
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong, in a few words, and what was seen and is to be done."""
+    """What is wrong, in a few words, and what was seen and what to do."""
 
     cause: str
     text: str
@@ -52,7 +52,7 @@ class Diagnosis:
 
 
 class Doctor:
-    """Watches one phase in the root worker. `observe` may be called by another thread than `record`."""
+    """Watches one phase in the root worker. `observe` may be called in a different thread from `record`."""
 
     def __init__(
         self, config: TrainConfig, vocab_size: int, weights: Mapping[str, Tensor] | None, *, are_masked: bool
@@ -68,7 +68,7 @@ class Doctor:
         self._steps = 0
         #: Sum of the steps' learning rates, in peak learning rates.
         self._full_steps = 0.0
-        #: The matrices' change a step, as a share of their size; None: not measured yet.
+        #: The matrices' change per step, as a share of their size; None: not measured yet.
         self._change: float | None = None
         self._told: set[str] = set()
         #: The latest cause, until the loss is under the baseline.

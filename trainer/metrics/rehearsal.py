@@ -1,7 +1,7 @@
-"""Measures the time of a step before a phase that is trained for a time: by training, of which nothing is kept.
+"""Measures the time of a step before a phase that is trained for a given time, by training and keeping nothing of it.
 
 The rehearsal is a trial run with the same model, batches and graphs. It leaves no file, and training builds everything
-anew from the same seeds, so it ends with the bytes of a training of as many steps that was not measured.
+anew from the same seeds, so it ends with the same bytes as an unmeasured training of as many steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer.run import Run
 from trainer.state import TrainState
 from trainer.workloads.base import Workload
 
-#: Steps before the clock starts, in which graphs are compiled and memory is allocated, and the least steps timed.
+#: Steps before the clock starts, in which graphs are compiled and memory is allocated, and the fewest steps timed.
 _WARMUP_STEPS, _LEAST_TIMED = 3, 5
 #: Share of the budget to spend on the timed steps, and its limit in seconds.
 _SHARE, _MOST_S = 0.01, 60.0
@@ -44,7 +44,7 @@ _WRITE_INTERVAL_S = 1.0
 
 
 class Rehearsed(Protocol):
-    """What a rehearsal needs of `trainer.loop.Trainer`."""
+    """What a rehearsal needs from `trainer.loop.Trainer`."""
 
     state: TrainState
     tensors: tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -106,12 +106,12 @@ def _measure(run: Run, requests: Requests, make_trainer: MakeTrainer) -> Pace | 
     gc.collect()  # before the next one is built
     if clock.step_s is None:
         return None
-    # Building the trainer is done once more.
+    # The trainer is built once more.
     return Pace(clock.step_s, check_s, copy_s, time.monotonic() - began + built_s)
 
 
 def _averaged(workload: Workload, rehearsal: TrainConfig) -> Workload:
-    """`workload` with the mean masking rate of its phase: the fewer positions are masked, the faster is a step."""
+    """`workload` with the mean masking rate of its phase: the fewer positions are masked, the faster a step is."""
     if workload.masking is None:
         return workload
     steps = rehearsal.max_steps
@@ -123,7 +123,7 @@ def _averaged(workload: Workload, rehearsal: TrainConfig) -> Workload:
 
 
 def _pauses(run: Run, trainer: Rehearsed) -> tuple[float, float]:
-    """Seconds that checking the state and copying it stop the training."""
+    """Seconds for which checking the state and copying it pause training."""
     model, optimizer = trainer.tensors
     check_s = _timed(lambda: run.device.summaries([*model.values(), *optimizer.values()]))
     if run.mesh.data_parallel_rank:
@@ -141,10 +141,10 @@ def _timed(work: Callable[[], object]) -> float:
 
 class _Clock:
     """The requests of a run during its rehearsal. It times the steps in the root worker, and asks to stop when enough
-    are timed; requests to save stay for the training."""
+    are timed; requests to save are left for the training."""
 
     def __init__(self, requests: Requests, seconds: float, run: Run, sign_of_life: Callable[[], None]) -> None:
-        """`seconds`: how long to time steps, and at least `_LEAST_TIMED` of them."""
+        """`seconds`: how long to time steps, but at least `_LEAST_TIMED` of them."""
         self._requests, self._seconds, self._run, self._sign_of_life = requests, seconds, run, sign_of_life
         self._steps, self._began, self._wrote = -1, 0.0, 0.0
         #: Seconds of a step, in the root worker; None: not enough are timed.
@@ -158,7 +158,7 @@ class _Clock:
         return self._requests.must_stop or self.step_s is not None
 
     def take_save(self) -> bool:
-        """Called once before each step: for the first time before the first."""
+        """Called once before each step, the first one included."""
         self._steps += 1
         if self._steps == _WARMUP_STEPS:
             self._run.device.finish_closures()

@@ -1,7 +1,7 @@
-"""`python -m trainer.metrics.sending TRACKER DIRECTORY`: sends the numbers of a training to a tracker, beside it.
+"""`python -m trainer.metrics.sending TRACKER DIRECTORY`: sends a training's numbers to a tracker, alongside it.
 
 It reads metrics.jsonl, up to the step of the newest checkpoint: what comes after may be trained again, and a tracker
-takes nothing back. After a kill the tracker itself says where to go on. Runs until its standard input ends, and then
+takes nothing back. After a kill the tracker itself says where to continue. Runs until its standard input ends, and then
 sends what is left. Exit status: 0 the tracker has everything, 1 it does not.
 """
 
@@ -30,9 +30,9 @@ from trainer.registry import TENSORBOARD, TRACKERS, load
 
 #: Seconds between two looks for a new checkpoint, and the longest pause after an error.
 _LOOK_S, _LONGEST_S = 1.0, 60.0
-#: Training has the processors first.
+#: Training has priority on the processors.
 _NICENESS = 15
-#: Fields of a record that are no curves.
+#: Fields of a record that are not curves.
 _NOT_CURVES = ("step", "time")
 
 
@@ -42,7 +42,7 @@ class Sender:
     def __init__(self, name: str, run: TrackedRun, options: TrackerOptions) -> None:
         self._name, self._run, self._options = name, run, options
         self._tracker: RemoteTracker | None = None
-        #: Bytes of metrics.jsonl whose records the tracker has got.
+        #: Bytes of metrics.jsonl whose records the tracker has.
         self._read = 0
 
     def send(self) -> RemoteTracker:
@@ -65,14 +65,14 @@ class Sender:
         return tracker
 
     def close(self, results: Mapping[str, float]) -> None:
-        """Send what is left and the `results` of an evaluation. Raises as `send`."""
+        """Send what is left and the `results` of an evaluation. Raises like `send`."""
         tracker = self.send()
         if results:
             tracker.summarise(results)
         tracker.close(is_whole=tracker.last_step >= self._run.last_step)
 
     def begin_again(self) -> None:
-        """After an error: ask the tracker anew what it has."""
+        """After an error: ask the tracker again what it has."""
         self._tracker = None
 
 
@@ -131,12 +131,12 @@ def main() -> int:
     with disk_errors(args.directory):
         lock = (args.directory / f"{args.tracker}.lock").open("w", encoding="utf-8")
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another, such as that of a training that goes on
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for another sender, such as that of a training that continues
         return follow(sender, args.tracker, results, _alone_on_stderr())
 
 
 def _alone_on_stderr() -> Callable[[str], None]:
-    """Prints a line, without secrets. From now on all others are silent: the libraries and their processes remark on
+    """Prints a line, without secrets. From now on all others are silent: the libraries and their processes report
     much that is not about the training, and raise what is."""
     own = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="replace")
     with open(os.devnull, "wb") as nothing:
@@ -148,7 +148,7 @@ def _alone_on_stderr() -> Callable[[str], None]:
 if __name__ == "__main__":
     die_with_starter()
     redact_tracebacks()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its starter ends it
     give_way(_NICENESS)
     try:
         sys.exit(main())

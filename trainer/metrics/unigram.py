@@ -19,7 +19,7 @@ class UnigramBaseline:
 
     @property
     def total(self) -> int:
-        """Labels counted."""
+        """Number of labels counted."""
         return int(self.counts.sum())
 
     def entropy(self) -> float:
@@ -29,7 +29,7 @@ class UnigramBaseline:
         The entropy of the observed frequencies is too low by about (different labels - 1) / 2N after N labels (Miller
         1955), and by more while words keep turning up for the first time. The estimator scales the frequencies by their
         coverage (Good-Turing: 1 - share of labels seen once) and weights each by its chance of being seen. On the
-        built-in text it is right within 0.07 nats from 20 batches of 16 on; with Miller's correction, from 100 on.
+        built-in text it is right to within 0.07 nats from 20 batches of 16 on; with Miller's correction, from 100 on.
         """
         counts = self.counts[self.counts > 0]
         total = counts.sum()
@@ -39,7 +39,7 @@ class UnigramBaseline:
 
     def of(self, labels: Ids) -> float:
         """The baseline's loss on `labels`, which are among those counted: their mean log-probability, raised by what
-        `entropy` corrects. Comparing a model's loss with that of the same labels leaves out their chance."""
+        `entropy` corrects. Comparing a model's loss with that on the same labels cancels their randomness."""
         counts = self.counts[self.counts > 0]
         p = counts / counts.sum()
         observed = -float((p * np.log(p)).sum())

@@ -271,7 +271,7 @@ class BertForPreTraining(Model):
 
 
 def has_next_sentence_head(names: Iterable[str]) -> bool:
-    """Whether any of a model's parameters is of next-sentence prediction: all of them or none, in a whole model."""
+    """Whether any of a model's parameters is next-sentence prediction's: a whole model has all of those or none."""
     return any(name.startswith(NEXT_SENTENCE_HEAD) for name in names)
 
 

@@ -85,7 +85,7 @@ class ModelConfig:
         return dataclasses.replace(self, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
     def require_divisible(self, tensor_parallel_size: int) -> None:
-        """Raise `UserError` unless the model can be split among so many ranks."""
+        """Raise `UserError` unless the model can be split among that many ranks."""
         for name in ("num_attention_heads", "intermediate_size"):
             value, size = getattr(self, name), tensor_parallel_size
             if value % size:

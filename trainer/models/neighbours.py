@@ -1,7 +1,7 @@
 """Initial weights with which the first layer's heads attend to neighbouring tokens.
 
-Random heads attend to all tokens alike, and take thousands of sequences to learn that those beside a masked word tell
-most about it; until then the loss stays at that of the words' frequencies. A convolution has this built in; attention
+Random heads attend to all tokens alike, and take thousands of sequences to learn that its neighbours tell most about a
+masked word; until then the loss stays at that of word frequencies. A convolution has this built in; attention
 can start from it too (Zheng et al. 2024, arXiv:2404.01139, for images).
 
 S: tokens in a row, H: hidden size, A: heads, d: head size, F: frequencies.
@@ -32,14 +32,14 @@ _LINEAR_GELU = 2.0
 
 
 def position_directions(config: ModelConfig) -> slice:
-    """The last 2F of the hidden state's H directions: those of the position embeddings, where words have nothing."""
+    """The last 2F of the hidden state's H directions: those of the position embeddings, where words have zeros."""
     H = config.hidden_size
     F = min(_FREQUENCIES_MAX, H // config.num_attention_heads // 2, H // 4)
     return slice(H - 2 * F, H)
 
 
 def neighbour_weights(config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors that begin otherwise than at random, whole, by name; rows of zeros stay random.
+    """The tensors whose initial values are not random, whole, by name; rows of zeros stay random.
 
     Position p is cos(w p), sin(w p) for F frequencies w in (0, π), in `position_directions`. Head h of layer 0 rotates
     the query's waves by its offset (-1, 1, -2, 2, …), so that its scores are F cosines that agree only where the key is

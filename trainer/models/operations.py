@@ -17,7 +17,7 @@ AttentionMask = Any
 
 
 class Operations:
-    """What a device gives to the model. B: rows, A: heads, S: tokens, D: head size."""
+    """What a device provides to the model. B: rows, A: heads, S: tokens, D: head size."""
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Zero a share `p` of `x` and scale the rest by 1 / (1 - p)."""

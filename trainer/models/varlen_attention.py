@@ -1,8 +1,8 @@
 """Attention of sequences that lie one after another, without padding: FlashAttention-2 (Dao 2023, arXiv:2307.08691) as
-one operator, which a compiled graph has as a whole.
+one operator, which a compiled graph contains as a whole.
 
-On NVIDIA GPUs it calls the kernels that torch has built in, through private operators: of torch's public ways to them,
-`torch.nn.attention.varlen` (2.10) is without dropout, and nested tensors do not go with torch.compile. On the CPU it is
+On NVIDIA GPUs it calls the kernels that torch has built in, through private operators: of torch's public functions,
+`torch.nn.attention.varlen` (2.10) has no dropout, and nested tensors do not work with torch.compile. On the CPU it is
 the same algorithm, one sequence after another.
 
 T: tokens of all sequences, A: heads, D: head size, R: sequences, some of which may be empty.
@@ -27,15 +27,15 @@ CAPABILITY = (8, 0)
 
 
 def head_size_max(capability: tuple[int, int]) -> int:
-    """The largest heads with dropout on a GPU of this compute capability. On those with little shared memory the
-    backward pass of larger ones starts no kernel, and leaves the gradients undefined (torch,
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, which keeps its own choice of kernel from that)."""
+    """The largest heads with dropout on a GPU of this compute capability. On GPUs with little shared memory, the
+    backward pass of larger heads starts no kernel and leaves the gradients undefined (torch,
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, which avoids this in its own choice of kernel)."""
     has_little = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
     return 192 if has_little else HEAD_SIZE_MAX
 
 
 def takes(query: Tensor, most: int = HEAD_SIZE_MAX) -> bool:
-    """Whether `varlen_attention` computes in this type and head size, where the tensor is. `most`: on this GPU."""
+    """Whether `varlen_attention` takes this type and head size on the tensor's device. `most`: on this GPU."""
     return not query.is_cuda or (query.dtype in KERNEL_TYPES and query.shape[-1] <= most)
 
 
@@ -60,7 +60,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """On the CPU: the result; the logarithm of each softmax's denominator, (A, T), in fp32 at least; and the state of
-    the random numbers, (2,) uint64, from which the backward pass draws them once more."""
+    the random numbers, (2,) uint64, from which the backward pass draws them again."""
     random_state = torch.randint(2**63 - 1 if dropout_p else 1, (2,), dtype=torch.int64).view(torch.uint64)
     out, log_sums = torch.empty_like(query), _log_sums_like(query)
     for (q, k, v), own, dropout in _sequences(cu_seqlens, random_state, dropout_p, query, key, value):
@@ -139,7 +139,7 @@ def flash_backward(
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
     """Has the kernel add up a query's gradient in a fixed order; by default it uses atomics, and a resumed run would
-    end with other bytes. For this kernel alone: some other operations refuse to run like this. Not by the
+    end with other bytes. For this kernel alone: some other operations refuse to run like this. Not through the
     public function, which in later releases of torch also changes the settings of its compiler."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
@@ -180,7 +180,7 @@ def _differentiate(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor 
 
 
 _operator: Any = torch.library.custom_op
-# The tag keeps a compiler from merging two calls, and from calling once more in the backward pass.
+# The tag keeps a compiler from merging two calls, and from calling it again in the backward pass.
 forward = _operator(
     "bert_pretraining::varlen_attention",
     _forward,

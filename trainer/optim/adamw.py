@@ -19,14 +19,14 @@ class Moments:
     """Running means of the gradients and their squares, and the number of updates."""
 
     def __init__(self, parameters: Parameters, are_updated: Callable[[Group], bool] = lambda group: True) -> None:
-        """Of the groups that `are_updated`; all others have none."""
+        """Those of the groups that `are_updated`; all others have none."""
         self._parameters, self._are_updated = parameters, are_updated
         self.exp_avg, self.exp_avg_sq = ([group.zeros() for group in self._groups] for _ in range(2))
         self.steps_done = 0
 
     @property
     def _groups(self) -> list[Group]:
-        """Asked for anew each time: DDP puts the gradients elsewhere after its first step."""
+        """Looked up each time, because DDP moves the gradients after its first step."""
         return [group for group in self._parameters.groups if self._are_updated(group)]
 
     def groups(self) -> Sequence[tuple[Group, list[Tensor], list[Tensor]]]:
@@ -43,7 +43,7 @@ class Moments:
 
 
 class AdamW:
-    """Loshchilov and Hutter, arXiv:1711.05101, as torch has it; decay on the first group only."""
+    """Loshchilov and Hutter, arXiv:1711.05101, as torch implements it; decay on the first group only."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class AdamW:
         number: Callable[[float], float | Tensor] | None = None,
         are_updated: Callable[[Group], bool] = lambda group: True,
     ) -> None:
-        """`number` puts a number that changes with every step on a device that compiles whole steps; None: the device
-        runs torch's fused kernel. Only groups that `are_updated` are."""
+        """`number` moves a number that changes every step to a device that compiles whole steps; None: the device
+        runs torch's fused kernel. Only groups that `are_updated` are updated."""
         self._moments = Moments(parameters, are_updated)
         self._weight_decay = weight_decay
         self._number = number
 
     def prepare(self) -> None:
-        """Nothing: an update needs no other worker."""
+        """Does nothing: an update needs no other worker."""
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

@@ -23,14 +23,14 @@ class Lamb:
     def __init__(
         self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
     ) -> None:
-        """`number` puts a number that changes with every step on a device that compiles whole steps."""
+        """`number` moves a number that changes every step to a device that compiles whole steps."""
         self._shared = parameters.shared
         self._moments = Moments(parameters)
         self._weight_decay = weight_decay
         self._number = number or (lambda value: value)
 
     def prepare(self) -> None:
-        """Nothing: the norms that tensor-parallel ranks add up are of moments already updated."""
+        """Does nothing: the norms that tensor-parallel ranks add up are those of moments already updated."""
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

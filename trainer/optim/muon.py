@@ -20,7 +20,7 @@ _EPSILON = 1e-7
 
 
 def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Replace the singular values of each of `matrices` (L, rows, columns) by values in about 0.7 … 1.2.
+    """Replace the singular values of each of `matrices` (L, rows, columns) by values of about 0.7 … 1.2.
 
     Newton-Schulz iteration in `dtype` (`torch.optim.Muon`'s is always bf16); a zero matrix stays zero.
     """
@@ -39,7 +39,7 @@ class Muon:
     matrices, and AdamW at `adamw_lr_ratio` times the learning rate for the others.
 
     Data-parallel workers share the matrices of each shape: each orthogonalises some, and the updates are summed over
-    the workers, zeros for the others' matrices. Matrices that tensor-parallel ranks split are made whole first.
+    the workers, with zeros for the others' matrices. Matrices that tensor-parallel ranks split are made whole first.
     """
 
     separates_matrices = True
@@ -48,7 +48,7 @@ class Muon:
         self, parameters: Parameters, *, weight_decay: float, adamw_lr_ratio: float,
         number: Callable[[float], float | Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """`number` puts a number that changes with every step on a device that compiles whole steps."""
+        """`number` moves a number that changes every step to a device that compiles whole steps."""
         self._shared, self._replicas = parameters.shared, parameters.replicas
         self._weight_decay, self._adamw_lr_ratio = weight_decay, adamw_lr_ratio
         self._number = number or (lambda value: value)
@@ -63,7 +63,7 @@ class Muon:
 
     @property
     def _groups(self) -> list[Group]:
-        """Asked for anew each time: DDP puts the gradients elsewhere after its first step."""
+        """Looked up each time, because DDP moves the gradients after its first step."""
         return [group for group in self._parameters.groups if group.is_matrix]
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ from trainer.precision import Precision
 class Group:
     """Tensors that an optimizer treats alike."""
 
-    #: The model's, in `Precision.weights`.
+    #: The model's weights, in `Precision.weights`.
     weights: list[Tensor]
     #: Their gradients' sums, in `Precision.dtype`.
     gradients: list[Tensor]
@@ -40,7 +40,7 @@ class Group:
     named: Callable[[list[Tensor]], Iterator[tuple[str, Tensor]]]
     #: The weights in `Precision.dtype`, where it keeps them; else none.
     masters: list[Tensor] = field(default_factory=list)
-    #: The context of rounding: split tensors draw numbers of this rank's own, others the same on all ranks.
+    #: The context of rounding: split tensors draw this rank's own numbers, others the same ones on all ranks.
     random_region: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class Parameters(abc.ABC):
     groups: list[Group]
     #: Everything that is summed over the workers after a step and then zeroed.
     _reduced: list[Tensor]
-    #: All gradients, as few tensors as there are.
+    #: All gradients, in as few tensors as the layout has.
     _gradients: list[Tensor]
     #: (E,)
     _extras: Tensor
@@ -150,7 +150,7 @@ class Parameters(abc.ABC):
         in_bf16: bool = False,
     ) -> Tensor:
         """Sum the gradients and extras over the workers, and multiply them by `factor`; returns the extras, (E,).
-        `in_bf16`: the gradients as bf16 numbers; the extras always in their own type."""
+        `in_bf16`: send the gradients as bf16 numbers; the extras always keep their own type."""
         self.check_homes()
         if in_bf16:
             sent = [gradient.bfloat16() for gradient in self._gradients]
@@ -175,9 +175,9 @@ class Parameters(abc.ABC):
 
     def clip(self, max_norm: float | Tensor | None) -> Tensor:
         """Scale the gradients down to the L2 norm `max_norm` if theirs is larger (None: never); returns the norm
-        before, of the whole model also where ranks share it.
+        before clipping, that of the whole model even where ranks share it.
 
-        As `torch.nn.utils.clip_grad_norm_`, whose 1e-6 keeps the division finite.
+        Like `torch.nn.utils.clip_grad_norm_`, whose 1e-6 keeps the division finite.
         """
         norm = self._norm() if self.shared is None else self.shared.norm(self._homes)
         if max_norm is not None:
@@ -192,14 +192,14 @@ class Parameters(abc.ABC):
         return norm
 
     def exchange(self) -> None:  # noqa: B027 (workers that update all of them have nothing to send)
-        """Make all weights those of this update, where workers share its work."""
+        """Bring all weights up to date with this update, where workers share its work."""
 
     def named(self, values: list[list[Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """`named` of all groups."""
         yield from named(self.groups, values)
 
     def masters(self) -> dict[str, Tensor]:
-        """The weights in `Precision.dtype` that this worker updates, by name, in the model's order; if it keeps any."""
+        """The weights in `Precision.dtype` that this worker updates, by name, in the model's order; {} if none."""
         if not self.precision.keeps_master:
             return {}
         views = dict(self.named([group.masters for group in self.groups]))
@@ -254,13 +254,13 @@ class FlatParameters(Parameters):
         return [(True, names)]
 
     def _place(self, weights: list[Tensor]) -> None:
-        """Called with the weights of each of the `_shares` of a group."""
+        """Called with the weights of a group: one tensor for each of its `_shares`."""
 
 
 def _views(
     places: dict[str, tuple[slice, torch.Size]],
 ) -> Callable[[list[Tensor]], Iterator[tuple[str, Tensor]]]:
-    """What gives the parameters' views into one long vector."""
+    """A function that yields the parameters' views into one long vector."""
     return lambda flat: ((name, flat[0][place].view(shape)) for name, (place, shape) in places.items())
 
 
@@ -270,7 +270,7 @@ class SeparateParameters(Parameters):
         self._masters: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             if precision.weights != precision.dtype:
-                value = parameter.detach().cpu()  # what a device that compiles converted would be one more graph
+                value = parameter.detach().cpu()  # converted on a device that compiles, it would be one more graph
                 if precision.keeps_master:
                     self._masters[name] = value.to(parameter.device, copy=True)
                 parameter.data = value.to(precision.weights).to(parameter.device)
@@ -280,7 +280,7 @@ class SeparateParameters(Parameters):
         self._settle()
 
     def _settle(self) -> None:
-        """Use the gradients that the parameters have now from here on."""
+        """From here on, use the gradients that the parameters have now."""
         if self._sums_itself:
             self._homes = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self._gradients = list(self._homes.values())

@@ -28,7 +28,7 @@ def learning_rate(
 
     All rise linearly over `warmup_steps`. Then: `linear` is `linear_warmup_decay`; `cosine` falls along half a period
     (Hugging Face's `get_cosine_schedule_with_warmup`); `constant` stays; `wsd`, warm-up-stable-decay (Hu et al. 2024,
-    arXiv:2404.06395), stays and falls linearly to 0 over the last `decay_share` of all steps.
+    arXiv:2404.06395), stays, then falls linearly to 0 over the last `decay_share` of all steps.
     """
     if step < warmup_steps or schedule == "linear":
         return linear_warmup_decay(step, peak=peak, warmup_steps=warmup_steps, max_steps=max_steps)

@@ -42,7 +42,7 @@ def make_optimizer(
 ) -> Optimizer:  # fmt: skip
     """The optimizer called `name` in `trainer.registry`; `number` makes a tensor of a number that changes every step,
     on devices that compile whole steps, and is None elsewhere. `adamw_lr_ratio`: for one that treats hidden weight
-    matrices in its own way, the learning rate of the other parameters divided by theirs."""
+    matrices in its own way, the learning rate of the other parameters divided by the matrices'."""
     own = {"adamw_lr_ratio": adamw_lr_ratio} if separates_matrices(name) else {}
     optimizer: Optimizer = registry.load(registry.OPTIMIZERS[name])(
         parameters, weight_decay=weight_decay, number=number, **own

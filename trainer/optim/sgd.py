@@ -11,18 +11,18 @@ from trainer.optim.parameters import Parameters
 
 
 class SGD:
-    """As torch's without momentum, so without state. Weight decay is an L2 penalty on the first group only."""
+    """Like torch's without momentum, so without state. Weight decay is an L2 penalty on the first group only."""
 
     def __init__(
         self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
     ) -> None:
-        """`number` puts a number that changes from step to step on a device that compiles whole steps."""
+        """`number` moves a number that changes every step to a device that compiles whole steps."""
         self._parameters = parameters
         self._weight_decay = weight_decay
         self._number = number
 
     def prepare(self) -> None:
-        """Nothing: an update needs no other worker."""
+        """Does nothing: an update needs no other worker."""
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

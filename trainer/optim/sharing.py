@@ -49,7 +49,7 @@ class SharedModel:
         return whole if axis is None else whole.chunk(self.size, axis)[self.rank]
 
     def norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """The L2 norm of all gradients of the model, each once."""
+        """The L2 norm of all gradients of the model, each counted once."""
         squares = {
             split: [torch.linalg.vector_norm(g) ** 2 for name, g in gradients.items() if self.is_split(name) is split]
             for split in (True, False)
@@ -70,17 +70,17 @@ class SharedModel:
 
 @dataclass(frozen=True)
 class Replicas:
-    """The workers that hold the same parameters; by default one alone."""
+    """The workers that hold the same parameters; by default a single one."""
 
     rank: int = 0
     size: int = 1
     #: Adds up tensors over the workers, in place.
     all_reduce: Callable[[list[Tensor]], None] = lambda tensors: None
-    #: Replaces each tensor by that of the worker named with it.
+    #: Replaces each tensor by that of the worker whose rank is given with it.
     broadcast: Callable[[list[tuple[Tensor, int]]], None] = lambda tensors: None
 
     def share(self, stacks: list[Tensor], work: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """`work` of each stack (L, …), which treats all L alike and keeps the shape; each worker does a part of them.
+        """`work`, which treats all L alike and keeps the shape, applied to each stack (L, …); each worker does a part.
 
         The parts are put together by a sum, in which all other workers have zeros.
         """
@@ -99,8 +99,8 @@ class Replicas:
 
 @functools.cache
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """On the device once for all steps, which would wait for the copy. From the host: a number in a program would be
-    another program on every worker."""
+    """Put on the device once for all steps, as each would wait for the copy. From the host, because a number in the
+    program would make it another program on every worker."""
     return torch.tensor(places, dtype=torch.int64).to(device)
 
 

@@ -9,8 +9,8 @@ from trainer.optim.sharing import ALONE
 
 
 class ShardedParameters(FlatParameters):
-    """Each worker updates some of the parameters, and has moments and master weights of those alone; all workers have
-    all weights and the sums of all gradients. Parameters stay whole, so that every optimizer works as it does alone."""
+    """Each worker updates some of the parameters, and has moments and master weights for those only; all workers have
+    all weights and the sums of all gradients. Parameters stay whole, so that every optimizer works as on one worker."""
 
     def _lay_out(self, extras: int) -> None:
         self._workers, self.replicas = self.replicas, ALONE  # nobody else updates the same parameters

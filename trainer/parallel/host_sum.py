@@ -21,12 +21,12 @@ class Message(NamedTuple):
     peer: int
     sends: bool
     receives: bool
-    #: Whether what it receives is added to what it has, not taken in its place.
+    #: Whether what it receives is added to what it has; otherwise it replaces that.
     adds: bool
 
 
 def messages(rank: int, size: int) -> Iterator[Message]:
-    """The rounds of a rank of `size`, in order."""
+    """The rounds of rank `rank` of `size`, in order."""
     power = 1 << (size.bit_length() - 1)
     beyond = size - power
     if rank >= power:

@@ -1,9 +1,9 @@
 """How tensor parallelism splits each parameter: one table for training, merging and splitting. Imports no torch.
 
 t is the tensor-parallel size, r a rank in 0 … t-1. Rank r holds the elements [r·⌈n/t⌉, min((r+1)·⌈n/t⌉, n)) of a split
-axis of length n. t must divide the number of attention heads and the intermediate size, but not the vocabulary: in
-training every rank has ⌈V/t⌉ rows, of which those past V are padding. Files hold no padding: one after the other, the
-ranks' pieces are the whole tensor.
+axis of length n. t must divide the number of attention heads and the intermediate size; it need not divide the
+vocabulary: in training every rank has ⌈V/t⌉ rows, of which those past V are padding. Files hold no padding: one after
+another, the ranks' pieces are the whole tensor.
 """
 
 from __future__ import annotations

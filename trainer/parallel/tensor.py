@@ -1,7 +1,7 @@
-"""What ranks that share one model say to each other, and the layers built on it.
+"""How ranks that share one model communicate, and the layers built on it.
 
-The split is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): a dense by columns followed by one
-by rows needs one sum forward and one backward. Every rank computes the same losses.
+The split is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): a dense layer split by columns,
+followed by one split by rows, needs one sum forward and one backward. Every rank computes the same losses.
 
 B: sequences, S: tokens, H: hidden size, M: masked positions, V: this rank's rows of the vocabulary.
 """
@@ -25,14 +25,14 @@ AllReduce = Callable[[list[Tensor], bool], None]
 
 
 class TensorParallel:
-    """Rank `rank` of `size` that share a model. By default: one alone, for which nothing is done."""
+    """Rank `rank` of `size` that share a model. By default a single one, for which nothing is done."""
 
     def __init__(
         self, rank: int = 0, size: int = 1, all_reduce: AllReduce | None = None,
         random_region: Callable[[int], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:  # fmt: skip
-        """`random_region(seed)`: a context with randomness of its own, after which that outside goes on as if nothing
-        was. One alone needs neither of the two."""
+        """`random_region(seed)`: a context with its own random numbers; after it, those outside continue as if nothing
+        had happened. A single rank needs neither argument."""
         self.rank = rank
         self.size = size
         self._all_reduce = all_reduce
@@ -40,7 +40,7 @@ class TensorParallel:
         self._seed = self._regions = 0
 
     def copy(self, x: Tensor) -> Tensor:
-        """`x`, on its way into what is split: its gradient is the sum of all ranks'."""
+        """`x`, on its way into what is split: its gradient is the sum of all ranks' gradients."""
         if self.size == 1:
             return x
         copied: Tensor = _Copy.apply(x, self)  # type: ignore[no-untyped-call]
@@ -68,10 +68,10 @@ class TensorParallel:
         """A rank's part of an axis of that length, padding included."""
         return padded_length(length, self.size) // self.size
 
-    # Randomness: the same on all ranks, but in what is split.
+    # Randomness: the same on all ranks, except in what is split.
 
     def seed(self, seed: int) -> None:
-        """A micro-step or an update begins whose randomness outside of what is split has this seed."""
+        """Begin a micro-step or an update, whose randomness outside of what is split has this seed."""
         self._seed, self._regions = seed, 0
 
     def region(self) -> contextlib.AbstractContextManager[None]:
@@ -109,7 +109,7 @@ class _Sum(torch.autograd.Function):
 
 
 class RowLinear(nn.Linear):
-    """A dense whose input is split: (…, in / t) → (…, out), the same on all ranks. The bias is whole."""
+    """A dense layer whose input is split: (…, in / t) → (…, out), the same on all ranks. The bias is whole."""
 
     def __init__(self, inputs: int, outputs: int, ranks: TensorParallel) -> None:
         super().__init__(ranks.share(inputs), outputs)
@@ -136,7 +136,7 @@ class VocabularyEmbedding(Embedding):
 
 
 def own_ids(ids: Tensor, rows: int, ranks: TensorParallel) -> tuple[Tensor, Tensor]:
-    """`ids` as numbers of this rank's rows, the others' 0; and which of them are this rank's, bool."""
+    """`ids` as numbers of this rank's rows, 0 for other ranks'; and which of them are this rank's, bool."""
     mine = ids - ranks.rank * rows
     here = (mine >= 0) & (mine < rows)
     return torch.where(here, mine, torch.zeros_like(mine)), here

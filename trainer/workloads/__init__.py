@@ -1,4 +1,4 @@
-"""What can be trained: a model with its data and its options, one file each. The loop sees `base.Workload` only."""
+"""What can be trained: a model with its data and its options, one file each. The loop sees only `base.Workload`."""
 
 from __future__ import annotations
 

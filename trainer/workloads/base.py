@@ -29,7 +29,7 @@ class StepCost:
     samples: int
     #: Forward and backward, as computed: padded rows count in full, attention between packed sequences does not.
     flops: float
-    #: By the formula that published rates use, where that counts more.
+    #: The same by the formula that published rates use, which may count more.
     usual_flops: float
 
 
@@ -48,7 +48,7 @@ class Workload(abc.ABC):
     rows_per_shard: Int64s
     #: Size of the vocabulary, which tensor parallelism pads; 0: the model has none.
     vocab_size: int = 0
-    #: How samples are masked whenever they are read; None: as they are stored, or not.
+    #: How samples are masked whenever they are read; None: as they are stored, or not at all.
     masking: Masking | None = None
     #: Most CPU threads that speed up its steps; None: all available.
     threads: int | None = None
@@ -86,9 +86,9 @@ class Workload(abc.ABC):
     @abc.abstractmethod
     def reader(self, *, static_shapes: bool, without_padding: bool, seed: int, falling: range) -> Reader:
         """A reader of the data set. With `static_shapes` all micro-batches have the same shapes; `without_padding`:
-        that of rows is not computed.
+        row padding is not computed.
 
-        `seed`: of what it draws; `falling`: the steps, from 0, in which a masking rate falls.
+        `seed`: for what it draws; `falling`: the steps, from 0, in which a masking rate falls.
         """
 
     @abc.abstractmethod

@@ -98,7 +98,7 @@ class BertWorkload(Workload):
         word_embeddings: Path | None = None,
         initial_attention: str = "random",
     ) -> None:
-        """`masking`: of shards without masks; `word_embeddings`: a file with initial ones.
+        """`masking`: for shards without masks; `word_embeddings`: a file with initial ones.
 
         Raises `UserError` if the rows are longer than the model's positions, or lack the labels that the model needs.
         """
@@ -193,7 +193,7 @@ class BertWorkload(Workload):
 
 
 def _masking(options: BertOptions, shards: ShardSet) -> Masking | None:
-    """How to mask `shards`; None: they are masked. Raises `UserError` if options cannot be followed."""
+    """How to mask `shards`; None: they are masked already. Raises `UserError` if options cannot be followed."""
     if shards.max_pred_len is not None:
         for name in ("masked_lm_prob", "final_masked_lm_prob", "whole_word_mask"):
             if getattr(options, name):
@@ -207,9 +207,9 @@ def _masking(options: BertOptions, shards: ShardSet) -> Masking | None:
 
 
 def _word_embeddings(path: Path, model: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of a file of stages.embed. Raises `UserError` unless they fit the model.
+    """The tensors of a file made by stages.embed. Raises `UserError` unless they fit the model.
 
-    Ids above those in the file are taken for as rare as its rarest: a bias of 0 would give each a probability of 1.
+    Ids above those in the file are taken to be as rare as its rarest: a bias of 0 would give each a probability of 1.
     """
     limits = {WORD_EMBEDDINGS: (model.vocab_size, model.hidden_size), OUTPUT_BIAS: (model.vocab_size,)}
     try:

@@ -1,6 +1,6 @@
 """Read and write checkpoints of all formats, one tensor at a time.
 
-`open_checkpoint` detects the format (`FORMATS`) and lists the tensors (`contents`); `join.Checkpoint` joins shards to
+`open_checkpoint` detects the format (`FORMATS`) and lists the tensors (`contents`); `join.Checkpoint` joins shards into
 whole tensors; `WRITERS` in `write` maps each output format to its writer. A new format is a module and an entry there.
 """
 

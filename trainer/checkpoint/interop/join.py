@@ -1,4 +1,4 @@
-"""Join shards to whole tensors, a few rows at a time, with checks; all formats are read this way.
+"""Join shards into whole tensors, a few rows at a time, with checks; all formats are read this way.
 
 Shapes tell which tensors are split: a rank holds either the whole parameter or its shard as cut by
 `trainer/parallel/plan.py`. Other tools split fewer groups of parameters, so any group may be whole, but the parameters

@@ -41,7 +41,7 @@ Stream = Callable[[Checkpoint, str], Iterator[Chunk]]
 
 @dataclass(frozen=True)
 class ScriptSettings:
-    """Settings of the script's optimizer and schedule that the source does not record; its own defaults."""
+    """Settings of the script's optimizer and schedule that the source does not record; the script's defaults."""
 
     lr: float = 4e-4
     warmup_steps: int = 2000

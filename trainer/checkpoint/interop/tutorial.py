@@ -30,7 +30,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path, *, optimizer: bool) -> Contents:
-    """Raises `CheckpointError` for a damaged or truncated file, other types than tensors and plain containers, or a
+    """Raises `CheckpointError` for a damaged or truncated file, types other than tensors and plain containers, or a
     missing model."""
     loaded: Any = load_pickle(path)
     if isinstance(loaded, dict) and loaded and all(isinstance(value, Tensor) for value in loaded.values()):

@@ -63,7 +63,7 @@ def step_of(source: Checkpoint, options: WriteOptions) -> int:
 
 
 def state_of(source: Checkpoint, options: WriteOptions) -> TrainState:
-    """The state to record. Another tool's checkpoint lacks most of it, so only a next phase can start from it."""
+    """The state to record. Another tool's checkpoint lacks most of it, so only the next phase can start from it."""
     step, size = step_of(source, options), options.tensor_parallel_size
     if source.contents.state is not None:
         return dataclasses.replace(source.contents.state, tensor_parallel_size=size)

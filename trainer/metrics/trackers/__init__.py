@@ -1,1 +1,1 @@
-"""Where the curves of a training are shown: one tracker, one file, by the names in `trainer/registry.py`."""
+"""Where the curves of a training are shown: one file for each tracker, by the names in `trainer/registry.py`."""

@@ -15,7 +15,7 @@ from trainer.checkpoint.directory import CHECKPOINTS, abandoned
 
 #: The file in a training's directory that says which run it is for trackers.
 RECORD = "trackers.json"
-#: What an id has not.
+#: What an id must not contain.
 _NO_NAME = re.compile(r"[^\w.-]", re.ASCII)
 
 
@@ -34,7 +34,7 @@ class Tracker(Protocol):
 
 
 class RemoteTracker(Tracker, Protocol):
-    """A tracker that is fed beside the training, by `trainer.metrics.sending`, with steps that are final.
+    """A tracker that is fed alongside the training, by `trainer.metrics.sending`, with steps that are final.
 
     Made with a `TrackedRun` and `TrackerOptions`, it begins the training's run there or continues it.
     """
@@ -43,7 +43,7 @@ class RemoteTracker(Tracker, Protocol):
     last_step: int
 
     def summarise(self, results: Mapping[str, float]) -> None:
-        """The numbers of an evaluation, by name. The same ones may come again."""
+        """The numbers of an evaluation, by name. The same numbers may come again."""
         ...
 
     def close(self, *, is_whole: bool = False) -> None:
@@ -58,11 +58,11 @@ class TrackedRun:
     directory: Path
     #: Made for the first branch, with a random part: the same settings may be trained in several places.
     base: str
-    #: Times that steps which trackers may have got were set aside (`trainer.checkpoint.directory.set_aside`).
+    #: How often steps were set aside that trackers may have received (`trainer.checkpoint.directory.set_aside`).
     branch: int
     #: The settings, by name.
     parameters: Mapping[str, Any]
-    #: The global step at which the training is whole.
+    #: The global step at which the training is complete.
     last_step: int
 
     @property
@@ -76,7 +76,7 @@ class TrackedRun:
 
     @classmethod
     def begin(cls, directory: Path, parameters: Mapping[str, Any], last_step: int) -> Self:
-        """The run of the training in `directory`, recorded durably: that of earlier starts, unless the training was
+        """The run of the training in `directory`, recorded durably: the one of earlier starts, unless the training was
         rolled back since. Raises `DiskError`."""
         before = read_json(directory / RECORD) or {}
         base = before.get("base") or f"{_NO_NAME.sub('-', directory.resolve().name)[:64]}-{secrets.token_hex(4)}"

@@ -13,12 +13,12 @@ from trainer.metrics.trackers.options import TrackerOptions
 
 #: The tag by which a run is found again, whichever process began it.
 _TAG = "training"
-#: In every record of a step; added after the step's other numbers, so that a step which has it is whole.
+#: In every record of a step; added after the step's other numbers, so that a step that has it is complete.
 _LAST = "loss"
 #: Most metrics and parameters in one request, most characters of a value (MLflow's REST API, "Request Limits").
 _MOST_METRICS, _MOST_PARAMETERS, _MOST_CHARACTERS = 1000, 100, 6000
-#: A server that does not answer is tried again by `trainer.metrics.sending`, not for minutes in each request; nobody
-#: but it is to hear of the training.
+#: A server that does not answer is tried again by `trainer.metrics.sending`, not for minutes in each request; only
+#: the server is to hear of the training.
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
@@ -27,7 +27,7 @@ _ENVIRONMENT = {
 
 
 class MlflowTracker:
-    """A run of the experiment that is called as the project."""
+    """A run of the experiment that is named after the project."""
 
     def __init__(self, run: TrackedRun, options: TrackerOptions) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -46,11 +46,11 @@ class MlflowTracker:
         self._describe(made.data.params, run.parameters)
         steps = [one.step for one in self._client.get_metric_history(self._id, _LAST)] if found else []
         self.last_step = max(steps, default=0)
-        #: What is added but not handed over, step by step.
+        #: What is added but not yet handed over, step by step.
         self._added: list[Any] = []
 
     def _experiment(self, name: str) -> str:
-        """Its id. Two trainings may make it at the same time."""
+        """The experiment's id. Two trainings may create it at the same time."""
         from mlflow.exceptions import MlflowException
 
         found = self._client.get_experiment_by_name(name)
@@ -68,7 +68,7 @@ class MlflowTracker:
         return str(found.experiment_id)
 
     def _describe(self, known: Mapping[str, str], parameters: Mapping[str, Any]) -> None:
-        """Set parameters; MLflow never changes one, so that a value which has changed since becomes a tag."""
+        """Set parameters; MLflow never changes one, so a value that has changed since becomes a tag."""
         from mlflow.entities import Param, RunTag
 
         texts = {name: str(value)[:_MOST_CHARACTERS] for name, value in parameters.items()}
@@ -82,7 +82,7 @@ class MlflowTracker:
         if len(self._added) + len(scalars) > _MOST_METRICS:
             self.flush()
         names = sorted(scalars, key=lambda name: name == _LAST)
-        # With the record's own time: a database takes the same metric twice as one.
+        # With the record's own time: a database then takes the same metric, sent twice, as one.
         self._added += [self._metric(name, scalars[name], round(1000 * at), step) for name in names]
 
     def flush(self) -> None:

@@ -72,7 +72,7 @@ class TrackerOptions:
 
     @property
     def remote(self) -> tuple[str, ...]:
-        """Those that are fed beside the training."""
+        """Those that are fed alongside the training."""
         return tuple(name for name in self.chosen if name != TENSORBOARD)
 
     def require_installed(self) -> None:
@@ -94,5 +94,5 @@ class TrackerOptions:
 
 
 def mlflow_address(options: TrackerOptions) -> Secret:
-    """MLflow's server or database; empty if nobody names one."""
+    """MLflow's server or database; empty if none is given."""
     return options.mlflow_uri or Secret.address(os.environ.get("MLFLOW_TRACKING_URI", ""))

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, the one tracker that shows each step at once."""
+"""TensorBoard's event files, the only tracker that shows each step immediately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class EventFile:
-    """A TensorBoard event file, written by the training thread, which therefore sees a full disk.
+    """A TensorBoard event file, written by the training thread, which therefore notices a full disk.
 
     Not torch's SummaryWriter: its import takes 4 s, and it writes from a thread of its own.
     """

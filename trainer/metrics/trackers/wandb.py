@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from trainer.metrics.trackers.base import TrackedRun
 from trainer.metrics.trackers.options import TrackerOptions
 
-#: What the library makes in the training's directory.
+#: The directory that the library makes in the training's.
 _DIRECTORY = "wandb"
-#: Seconds for which the server may take to begin a run.
+#: Seconds that the server may take to begin a run.
 _BEGIN_S = 30.0
 
 
@@ -19,19 +19,19 @@ class WandbTracker:
     """A run of the project. The library has a process of its own, which ends with this one."""
 
     def __init__(self, run: TrackedRun, options: TrackerOptions) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of the library's own errors, to its maker
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reports of its own errors, to its maker
         import wandb
 
         is_online = options.wandb_mode == "online"
         if not is_online:
-            # What a killed process has left there lacks its last seconds, and a file of its own would repeat steps.
+            # What a killed process left there lacks its last seconds, and a separate file would repeat steps.
             for path in (run.directory / _DIRECTORY).glob(f"offline-run-*-{run.id}"):
                 shutil.rmtree(path)
         self._run = wandb.init(
             project=options.project, id=run.id, name=run.name, config=dict(run.parameters),
             mode="online" if is_online else "offline",
             resume="allow" if is_online else None, dir=run.directory, reinit="create_new",
-            # This process is not the training: its code, output and use of the machine say nothing of that.
+            # This process is not the training: its code, output and use of the machine say nothing about that.
             settings=wandb.Settings(
                 console="off", silent=True, init_timeout=_BEGIN_S, allow_val_change=True, disable_git=True,
                 save_code=False, x_disable_meta=True, x_disable_stats=True, x_save_requirements=False,
@@ -45,7 +45,7 @@ class WandbTracker:
         self.last_step = step
 
     def flush(self) -> None:
-        """Nothing: the library sends by itself, and says only at the end that all is sent."""
+        """Does nothing: the library sends by itself, and says only at the end that everything is sent."""
 
     def summarise(self, results: Mapping[str, float]) -> None:
         self._run.summary.update(dict(results))
