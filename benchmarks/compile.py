@@ -1,5 +1,5 @@
 """torch.compile on this machine: seconds to the end of the first step with an empty cache and with the one that
-Precompile leaves, and sequences/s beside the same training without it."""
+Precompile leaves, and sequences/s compared with the same training without it."""
 
 from __future__ import annotations
 

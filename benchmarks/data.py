@@ -1,7 +1,7 @@
 """Data preparation (text → token ids → shards of both phases) on one and two cores, against the tokenizers library.
 
-Two processes are compared with two builds at once that know nothing of each other: what two cores of this machine do,
-which share caches and memory, and may be the two threads of one core.
+Two processes are compared with two independent builds at the same time, which show what two cores of this machine can
+do: they share caches and memory, and may be the two threads of one core.
 
 Whole commands are timed, from the start of Python to the manifest on disk. The text is WikiText-2, repeated, with
 BERT's vocabulary, or text that ships with Python if the shared data folder (BERT_SHARED_DIR) is missing.
@@ -151,7 +151,7 @@ def whole(text: Text, processes: int) -> tuple[Ran, Ran, Ran]:
 
 
 def at_once(text: Text) -> list[float]:
-    """Seconds of each stage of two builds at once, with one process each: those of the slower one."""
+    """Seconds of each stage of two simultaneous builds with one process each: those of the slower one."""
     with ThreadPoolExecutor(2) as pool:
         builds = list(pool.map(lambda one: whole(one, 1), (text, text.other())))
     return [max(ran.wall_s for ran in stages) for stages in zip(*builds, strict=True)]

@@ -1,8 +1,8 @@
-"""How long the loop waits for data: 8 workers of this machine read one data set, work A, each step's seconds in
-`next(steps)` beside its wall-clock time; the worker that waits longest counts.
+"""How long the loop waits for data: 8 workers on this machine read one data set, work A. Each step's seconds in
+`next(steps)` are compared with its wall-clock time; the worker that waits longest counts.
 
-A block of rows that are shuffled together goes over all of these shards. With `--gzip` they are as NVIDIA's script
-writes them, so that a shard is decoded before a row of it is read.
+A block of rows that are shuffled together spans all of these shards. With `--gzip` they are as NVIDIA's script writes
+them, so that a shard is decoded before any of its rows is read.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """BERT-Large in bf16 on one GPU: sequences/s of phase 1, and of phase 2 packed with Wikipedia's lengths (half of the
-tokens of unpacked rows would be padding), beside what is claimed for an H100 or H200 and their limit.
+tokens of unpacked rows would be padding), compared with what is claimed for an H100 or H200 and with their limit.
 
 `--device cpu` runs the same commands on a small model, to show that they work; it claims nothing.
 """

@@ -2,12 +2,12 @@
 
 Time: reading, joining, checking, hashing both sides, writing durably and loading with Hugging Face, against `cp` of the
 same files on the same disk, and against the same work: `cp`, `sync`, since what `cp` leaves is not on the disk yet, and
-`sha256sum` of source and copy at the same time, a process each. Once with files
-that have to be read from the disk, once with files that are in the page cache, where `cp` is a copy in memory. Runs
-alternate; starting Python and importing torch and transformers takes the same for every size and is left out. Both
-sides begin as long after the last large deletion: a virtual machine gives free memory back to its host after some
-seconds, and writing into memory that was freed just before can be seven times as fast. Memory: the peak of the command,
-less that of the same command on a model of a hundredth of the size.
+`sha256sum` of source and copy at the same time, one process each. Once with files that must be read from the disk, once
+with files that are in the page cache, where `cp` is a copy in memory. Runs alternate; starting Python and importing
+torch and transformers takes the same for every size and is left out. Both sides begin the same time after the last
+large deletion: a virtual machine gives free memory back to its host after some seconds, and writing into memory that
+was freed just before can be seven times as fast. Memory: the peak of the command, less that of the same command on a
+model of a hundredth of the size.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from benchmarks.work import ROOT, python
 from common.secrets import Secret
 
 SPLIT = 8
-#: A model with the same tensors, of next to no size.
+#: A model with the same tensors, and almost no size.
 SMALL = {"hidden_size": 64, "intermediate_size": 256}
-#: Seconds in which a kernel has given back to the host what was freed (it begins after two).
+#: Seconds after which a kernel has given freed memory back to the host (it begins after two).
 SETTLE_S = 10
-#: What was asked for, beside the same work.
+#: The ratio to the same work that was asked for, and the claimed extra memory.
 ASKED_RATIO, CLAIMED_EXTRA_MB = 1.2, 200
 
 
@@ -81,7 +81,7 @@ def merge(source: Path, out: Path) -> None:
 
 
 def evict(directory: Path) -> None:
-    """Have the files of a directory read from the disk the next time."""
+    """Make the next read of a directory's files come from the disk."""
     for path in directory.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

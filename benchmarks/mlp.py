@@ -1,5 +1,5 @@
 """The MLP on the CPU: `python -m trainer --workload mnist` against the tutorial's loop with DataLoader, iterations/s of
-the last epoch; same data (random images in MNIST's files), model, batch, optimizer and workers, one thread a worker.
+the last epoch; same data (random images in MNIST's files), model, batch, optimizer and workers, one thread per worker.
 """
 
 from __future__ import annotations

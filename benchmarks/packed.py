@@ -1,8 +1,8 @@
 """Phase 2 on the CPU (S=512, real lengths): `python -m trainer` on packed rows against Hugging Face's Trainer on the
 same sequences, each in a row of its own; same model, threads, and, up to the rounding of rows, global batch.
 
-A rate is rows a second, from the median step, times the sequences in a row of the whole data set: so it does not
-depend on which rows the few steps met.
+A rate is rows per second, from the median step, times the mean number of sequences per row in the whole data set: so it
+does not depend on which rows the few steps met.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What packing costs and gains: 16 million sequences with the lengths of Wikipedia at S=512, as one heap."""
+"""What packing costs and gains: 16 million sequences with the lengths of Wikipedia at S=512, packed all together."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What each precision costs in quality: the mini model on the built-in text, the same samples and dropout in each, and
-the mean loss of the last steps beside that of fp32."""
+the mean loss of the last steps compared with that of fp32."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from benchmarks.results import Result, say
 from benchmarks.work import python
 
 MODES = ("fp32", "autocast", "bf16-sr", "bf16-master")
-#: Means are over so many last steps.
+#: Means are over this many last steps.
 LAST = 50
-#: The ratio to fp32 is claimed to be no farther from 1.
+#: The ratio to fp32 is claimed to be no farther than this from 1.
 CLAIM = 0.02
 
 

@@ -1,8 +1,8 @@
 """Time to quality: mini BERT on WikiText-2 with BERT's vocabulary. This project's recipe against BERT's (AdamW, static
-masks, dropout 0.1) and against Hugging Face's Trainer; and the disk that the examples of both recipes take.
+masks, dropout 0.1) and against Hugging Face's Trainer; and the disk space that both recipes' examples take.
 
 Losses are those of the masked tokens of held-out rows, of which 15 % are masked. Seconds are those of whole processes,
-start-up and initial word embeddings included; the examples are made before. It takes hours: with --work, what an
+start-up and initial word embeddings included; the examples are made beforehand. It takes hours: with --work, what an
 interrupted run has finished is not done again.
 """
 
@@ -24,8 +24,8 @@ from benchmarks.work import SHARED, on_cores, python
 from trainer.models.config import ModelConfig
 
 TEXT, VOCABULARY = SHARED / "data" / "wikitext-2", SHARED / "data" / "vocab" / "bert-uncased.txt"
-#: Claimed: how much sooner our recipe has the loss of BERT's, and of Trainer's; its accuracy in the time of BERT's; how
-#: much less disk its examples take.
+#: Claimed: how many times sooner our recipe reaches the loss of BERT's, and of Trainer's; its accuracy in the time of
+#: BERT's; how many times less disk its examples take.
 SOONER, SOONER_THAN_TRAINER, ACCURACY, LESS_DISK = 15, 15, 0.50, 5
 
 
@@ -61,7 +61,7 @@ _OURS = {
     "final_masked_lm_prob": 0.15,
     "initial_attention": "neighbours",
 }
-#: As short as it can be and still have BERT's loss; and as long as BERT's takes.
+#: As short as it can be and still reach the loss of BERT's recipe; and as long as that takes.
 SHORT = Recipe(
     "ours, short", {**_OURS, "grad_accum_usteps": 1, "warmup_steps": 10, "max_steps": 70}, "dynamic", embeds=True
 )
@@ -79,7 +79,7 @@ LONG = Recipe(
     "dynamic",
     embeds=True,
 )
-#: Trainer's own defaults, and the best that we found for it.
+#: Trainer's own defaults, and the best settings that we found for it.
 TRAINER = {
     "Trainer, its defaults": ("--batch-size=8", "--lr=5e-5"),
     "Trainer, tuned": ("--batch-size=16", "--lr=5e-4", "--warmup-steps=100", "--bf16"),
@@ -111,7 +111,7 @@ class WikiText:
         return path
 
     def once(self, what: Mapping[str, object], run: Callable[[], Trained]) -> Trained:
-        """What `run` returns, or has returned in an earlier run of the same."""
+        """What `run` returns, or what it returned earlier for the same training."""
         record, key = self.directory / "runs.jsonl", json.dumps({**what, "samples": self.samples})
         lines = record.read_text().splitlines() if record.exists() else []
         found = [entry["trained"] for entry in map(json.loads, lines) if entry["what"] == key]
@@ -167,7 +167,7 @@ def describe(trained: Trained) -> str:
 
 
 def median(runs: list[Trained]) -> Trained:
-    """Of each figure."""
+    """The median of each figure."""
     return Trained(*(statistics.median(getattr(run, name) for run in runs) for name in ("seconds", "loss", "accuracy")))
 
 

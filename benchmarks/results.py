@@ -36,7 +36,7 @@ class Result:
     #: None: nothing is claimed.
     at_least: float | None = None
     at_most: float | None = None
-    #: Single measurements, where there are several.
+    #: Individual measurements, where there are several.
     each: tuple[float, ...] = ()
 
     @property
@@ -93,13 +93,13 @@ def read(path: Path) -> list[Result]:
 
 
 def machine() -> tuple[str, str]:
-    """What this machine is, and a name for its file."""
+    """A description of this machine, and a name for its file."""
     from trainer.devices.cpu import cpu_flags
 
     found = re.search(
         r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
     )
-    # A virtual machine may be told no more of its CPU than the maker's name.
+    # A virtual machine may see no more of its CPU than the maker's name.
     features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in cpu_flags()]
     name = found[1] if found else platform.processor() or platform.machine()
     said = ", ".join([name, *features[:1], f"{os.cpu_count()} cores"])
@@ -115,7 +115,7 @@ def _gpu() -> str | None:
 
 
 def versions() -> str:
-    """Of Python and the libraries that are measured."""
+    """Versions of Python and the libraries that are measured."""
     found = [f"Python {platform.python_version()}"]
     for name in LIBRARIES:
         try:

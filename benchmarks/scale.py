@@ -1,6 +1,6 @@
-"""How it grows: on this machine, host memory of a worker against the size of the data set, time to find the position to
-resume at against the steps done, start-up against the number of shards, the hosts' agreement against the number of
-workers; and by arithmetic, step time and all-reduce share of many machines. docs/scale.md has the tables.
+"""How costs grow. Measured on this machine: a worker's host memory with the size of the data set, the time to find
+where to resume with the steps done, start-up with the number of shards, the hosts' agreement with the number of
+workers. By arithmetic: step time and all-reduce share of many machines. docs/scale.md has the tables.
 
 Large data sets are links to one shard, so that they need no disk: what is measured is what a worker holds, not how fast
 the disk is.
@@ -49,7 +49,7 @@ STEPS_DONE = (0, 1_000, 10_000, 100_000, 1_000_000)
 
 @contextmanager
 def data_set(*, shards: int, rows: int, manifest: bool = True) -> Iterator[tuple[Path, Path]]:
-    """Links to one shard, with a manifest that tells their rows, as ShardDataset leaves it; and a model."""
+    """Links to one shard, with a manifest that lists their rows, as ShardDataset leaves it; and a model."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         directory = Path(name) / "data"
         write_rows(directory, random_rows(TINY, phase1_lengths(TINY, rows)))
@@ -63,7 +63,7 @@ def data_set(*, shards: int, rows: int, manifest: bool = True) -> Iterator[tuple
 
 
 def memory(*, shards: int, steps: int) -> tuple[float, dict[str, float]]:
-    """GB of a data set of large shards, and MB of a worker at the end of so many steps over it."""
+    """GB of a data set of large shards, and MB of a worker's memory after this many steps over it."""
     with data_set(shards=shards, rows=LARGE_SHARD) as (directory, model), on_cores(2):
         total = shards * next((directory / "data").glob("*.hdf5")).stat().st_size
         options = trainer_options(TINY, directory / "data", model, directory / "out", steps=steps)
@@ -72,7 +72,7 @@ def memory(*, shards: int, steps: int) -> tuple[float, dict[str, float]]:
     return total / 1e9, found
 
 
-#: The trainer, and then what its process has had of memory: all, and that which is no file's.
+#: The trainer, and then its process's memory: the peak, and what is not a file's at the end.
 _WATCHED = """
 import json, re, sys
 from trainer.__main__ import main
@@ -84,7 +84,7 @@ sys.exit(status)
 
 
 def resume_s(steps_done: int) -> float:
-    """To the samples of the step after so many, English Wikipedia's phase 1: 60 million rows in 1,500 shards."""
+    """Seconds to find the samples after `steps_done` of English Wikipedia's phase 1: 60 million rows, 1,500 shards."""
     times = []
     for _ in range(5):
         order = SampleOrder(np.full(1_500, 40_000), seed=1, global_batch_size=16_384)
@@ -96,7 +96,7 @@ def resume_s(steps_done: int) -> float:
 
 @dataclass(frozen=True)
 class Machine:
-    """Several accelerators, as a worker each."""
+    """Several accelerators, one worker on each."""
 
     name: str
     workers: int
@@ -109,24 +109,24 @@ class Machine:
 
 
 #: Network: EFA's 800 and 3,200 Gbit/s; NVLink: 450 GB/s in each direction. Rates: AWS's table of SDK 2.28 for phase 1,
-#: of SDK 2.20 for phase 2, and, for want of any, what benchmarks/gpu.py claims.
+#: of SDK 2.20 for phase 2, and, where there is none, what benchmarks/gpu.py claims.
 MACHINES = (
     Machine("trn1.32xlarge", 32, {1: 3_827, 2: 525}, 100e9),
     Machine("8 × H100", 8, {1: 8 * 1_800, 2: 8 * 970}, 400e9, 450e9),
 )
 NODES = (1, 2, 4, 8, 16, 32, 64)
 PARAMETERS, GRADIENT_BYTES = 336_226_108, 4
-#: Of the published rate that a collective is taken to reach.
+#: Share of the published rate that a collective is assumed to reach.
 REACHED = 0.7
-#: Seconds that a message between two hosts is taken to need, over TCP and through gloo.
+#: Seconds that a message between two hosts is assumed to need, over TCP and through gloo.
 MESSAGE_S = 100e-6
 SPAWN = multiprocessing.get_context("spawn")
-#: Processes that agree on this machine, and workers for which their messages are counted.
+#: Numbers of processes that agree on this machine, and of workers for which messages are counted.
 AGREEING, COUNTED = (2, 4, 8, 16), (2, 32, 256, 2_048)
 
 
 def step(machine: Machine, nodes: int, phase: int, global_batch_size: int) -> tuple[float, float]:
-    """Seconds of computing and of reducing of one step: the gradients' all-reduce and the hosts' agreement. A ring of n
+    """Seconds of computing and of reducing in one step: the gradients' all-reduce and the hosts' agreement. A ring of n
     sends 2 (n - 1) / n of the bytes (Patarasuk and Yuan 2009), and the workers of a machine share its network. Nothing
     overlaps: it is one call after the last micro-step."""
 
@@ -141,12 +141,12 @@ def step(machine: Machine, nodes: int, phase: int, global_batch_size: int) -> tu
 
 
 def most_in_a_row(workers: int) -> int:
-    """Messages of which each waits for the one before, in a sum over the hosts of all workers."""
+    """Messages that each wait for the one before, in a sum over the hosts of all workers."""
     return max(len([*messages(rank, workers)]) for rank in range(workers))
 
 
 def agreement() -> None:
-    """Microseconds of a sum over hosts, of gloo's own ring and of ours, on this machine; and messages in a row."""
+    """Microseconds of a sum over hosts, by gloo's own ring and by ours, on this machine; and messages in a row."""
     for workers in AGREEING:
         with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
             found = Path(name) / "found.json"

@@ -2,9 +2,9 @@
 time is spent outside forward pass, backward pass and optimizer.
 
 The rate is the best of large `mm`s in the same process, before and after training; model FLOPs are counted by
-`trainer/workloads/bert.py`. Outside is all of a step's wall-clock time that is not in a call of the three: waiting for
-data, seeds, losses, logging, the workers' agreement. To it is added one checkpoint every 10 minutes (the default),
-taken at the most it can cost: as though training stood still until it is durable.
+`trainer/workloads/bert.py`. "Outside" is all of a step's wall-clock time that is not in a call of the three: waiting
+for data, seeds, losses, logging, the workers' agreement. One checkpoint every 10 minutes (the default) is added to it,
+at the most it can cost: as though training stood still until it is durable.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
         *taken, end = steps
         taken = taken[WARM_UP:]
         peak = end["matrix_flops_per_s"]
-        # Every step has the same work: padded rows count whole, and masked positions vary by little.
+        # Every step has the same work: padded rows count in full, and masked positions vary by little.
         flops = recorded[0]["flops_per_s"] * recorded[0]["step_time_s"]
         wall = sum(step["wall"] for step in taken)
         parts = {name: sum(step.get(name, 0.0) for step in taken) / wall for name in (*INSIDE, "data", "logging")}

@@ -1,5 +1,5 @@
-"""Two workers on two cores against one on one core, a thread each: same shards, model and global batch. Beside it the
-same for two trainings that share nothing but the machine: what it has to give.
+"""Two workers on two cores against one on one core, one thread each: same shards, model and global batch. For
+comparison, two trainings that share nothing but the machine, which show what it has to give.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What all packages stand on; imports neither torch nor luigi."""
+"""Shared by all packages; imports neither torch nor luigi."""

@@ -28,7 +28,7 @@ def log(line: str) -> None:
 
 
 def show_lines_with(show: Callable[[str], None]) -> None:
-    """From now on `log` calls `show`, in place of printing to stderr."""
+    """From now on `log` calls `show`, instead of printing to stderr."""
     global _show
     _show = show
 

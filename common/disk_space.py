@@ -9,8 +9,8 @@ from common.errors import DiskError, existing_parent
 
 
 def require_disk_space(directory: Path, needed: int, what: str) -> None:
-    """Raise `DiskError` unless `needed` bytes are free on the disk of `directory`. `what` begins the message, as "the
-    shards need"."""
+    """Raise `DiskError` unless `needed` bytes are free on the disk of `directory`. `what` begins the message, such as
+    "the shards need"."""
     free = shutil.disk_usage(existing_parent(directory)).free
     if needed > free:
         raise DiskError(

@@ -17,7 +17,7 @@ class Duration(int):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError for a text of another form."""
+        """Raises ValueError if `text` has any other form."""
         found = _FORM.fullmatch(text)
         if found is None:
             raise ValueError(f"{text} is not {cls.ALLOWED}")

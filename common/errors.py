@@ -106,12 +106,12 @@ class DiskError(UserError):
 
 
 def one_line(error: Exception) -> str:
-    """A library's error message on one line and without secrets, to be part of a message of ours."""
+    """A library's error message on one line and without secrets, for use in one of our messages."""
     return redact(" ".join(str(error).split())) or type(error).__name__
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """For a `name` that nobody knows: the nearest known one, or all of them."""
+    """For an unknown `name`: the nearest known one, or a list of them all."""
     import difflib
 
     names = list(known)

@@ -21,18 +21,18 @@ from typing import IO, Any
 
 from common.errors import DiskError
 
-#: Names that end so are unfinished; whoever holds the lock of their directory may remove them.
+#: Files with this suffix are unfinished; whoever holds their directory's lock may remove them.
 TEMPORARY_SUFFIX = ".tmp"
-#: What a directory is called while another takes its name, where a file system cannot exchange names.
+#: Suffix of a directory while another takes its name, on file systems that cannot exchange names.
 _REPLACED_SUFFIX = ".replaced"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
-#: How far a running stage or training is: for programs, rewritten all the time, gone at the end.
+#: How far a running stage or training is, for programs: rewritten continually, removed at the end.
 PROGRESS = "progress.json"
-#: Touched while a stage's processes compute, gone at the end.
+#: Touched while a stage's processes compute, removed at the end.
 ALIVE = "alive"
-#: What a training says of its steps, a JSON object a line.
+#: A training's record of its steps, one JSON object per line.
 METRICS = "metrics.jsonl"
-#: A file of this name in a training's directory asks for a checkpoint at the end of the step; it is taken away then.
+#: A file of this name in a training's directory asks for a checkpoint at the end of the step; it is then removed.
 SAVE_REQUEST = "save_now"
 #: Writes of 64 KiB to 1 MiB are equally fast (docs/decisions.md).
 _CHUNK_BYTES = 256 << 10
@@ -42,15 +42,15 @@ _FLUSH_INTERVAL_BYTES = 64 << 20
 
 
 def failpoint(name: str, damage: Callable[[], None] | None = None) -> None:
-    """Nothing, unless a test of recovery has set the environment variable FAILPOINT to `name` (see `_fail`)."""
+    """Do nothing, unless a recovery test has set the environment variable FAILPOINT to `name` (see `_fail`)."""
     if "FAILPOINT" in os.environ:
         _fail(name, damage)
 
 
 def _fail(name: str, damage: Callable[[], None] | None) -> None:
     """FAILPOINT_LOG: a file that collects the names passed. FAILPOINT_TOKEN: a file that is removed when the point is
-    reached, without which nothing happens: once is enough. FAILPOINT_ACTION: kill (the default), terminate, stop,
-    raise, `wait SECONDS`, or damage: what the point offers to do to the state."""
+    reached; once it is gone, nothing happens there, so the point acts once. FAILPOINT_ACTION: kill (the default),
+    terminate, stop, raise, `wait SECONDS`, or damage: whatever damage to the state the point offers."""
     if log := os.environ.get("FAILPOINT_LOG"):
         with open(log, "a", encoding="utf-8") as file:
             file.write(name + "\n")
@@ -94,7 +94,7 @@ def fsync_directory(path: Path) -> None:
 def rename_durably(temporary: Path, final: Path) -> None:
     """Give `temporary` (already fsynced) its final name and make that durable; raises `DiskError`.
 
-    What had the name before is replaced in one step, a directory, too: whenever the process dies, one of both is there.
+    Whatever had the name is replaced in one step, even a directory: whenever the process dies, one of the two is there.
     """
     failpoint(f"rename-before:{final.name}")
     with disk_errors(final):
@@ -112,8 +112,8 @@ def rename_durably(temporary: Path, final: Path) -> None:
 def _exchange(temporary: Path, final: Path) -> None:
     """Have two directories exchange their names; raises OSError.
 
-    In one step where the file system can (not NFS). Elsewhere the old one is called `.replaced` for a moment, from
-    which `sweep_temporaries` takes it back.
+    In one step where the file system supports it (not NFS). Elsewhere the old one has the suffix `.replaced` for a
+    moment, from which `sweep_temporaries` restores it.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is not None:
@@ -142,7 +142,7 @@ def durable_file(path: Path) -> Iterator[HashingFile]:
 
 @contextlib.contextmanager
 def replaced_durably(path: Path) -> Iterator[Path]:
-    """A temporary name, whose file the block makes and fsyncs; it is renamed to `path` if the block succeeds.
+    """Yield a temporary name, whose file the block creates and fsyncs; it is renamed to `path` if the block succeeds.
 
     Raises `DiskError`.
     """
@@ -241,7 +241,7 @@ def sweep_temporaries(directory: Path) -> list[str]:
     for path in list(directory.iterdir()):
         if path.name.endswith(_REPLACED_SUFFIX):
             final = path.with_name(path.name.removesuffix(_REPLACED_SUFFIX))
-            # Killed between two renames: the old one has its name back, or is replaced by now.
+            # Killed between the two renames: restore the old one's name, unless the new one has it by now.
             path.rename(path.with_name(final.name + TEMPORARY_SUFFIX) if final.exists() else final)
     for path in directory.iterdir():
         if path.name.endswith(TEMPORARY_SUFFIX):

@@ -1,5 +1,5 @@
-"""`python -m common.fork_server DESCRIPTOR MODULE…`: imports the modules, then forks commands that are asked for on a
-socket (`common.forked`); a forked child becomes `python -m module …`, with the surroundings of whoever asked.
+"""`python -m common.fork_server DESCRIPTOR MODULE…`: imports the modules, then forks commands on request over a socket
+(`common.forked`); a forked child becomes `python -m module …`, with its requester's environment, directory, limits etc.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from common.process import (
     fork_without_warning,
 )
 
-#: Seconds between two looks at commands that are to end.
+#: Seconds between checks on commands that must end.
 _LOOK_S = 1.0
-#: The most that a request may have.
+#: The most bytes and descriptors that a request may have.
 MOST_BYTES, MOST_DESCRIPTORS = 1 << 18, 64
 #: Limits that a request carries, in this order.
 LIMITS = tuple(sorted(value for name, value in vars(resource).items() if name.startswith("RLIMIT_")))
 
-#: The last argument: a process's name in `ps` is written over its arguments.
+#: The last argument: room for a process's name in `ps`, which is written over its arguments.
 ROOM_FOR_NAMES = "." * 8192
 
 
 def main() -> NoReturn:
-    """Import, then fork what is asked for; a forked child returns from `_serve` and becomes the command."""
+    """Import, then fork on request; a forked child returns from `serve` and becomes the requested command."""
     die_with_starter()
-    atexit.register(_end)  # the first, so called last
-    # It ends with whoever started it. A signal to a child that has just been forked waits.
+    atexit.register(_end)  # registered first, so called last
+    # The server ends with whoever started it. A signal to a freshly forked child stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     setproctitle("python -m common.fork_server")
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:-1]:
-        with contextlib.suppress(ImportError):  # the command that needs it says so
+        with contextlib.suppress(ImportError):  # the command that needs it reports it
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # no child's collector copies the pages
+    gc.freeze()  # so that no child's collector copies the pages
     server = os.getpid()
     request = _Server(control).serve()
     global _status
@@ -73,7 +73,7 @@ def main() -> NoReturn:
     sys.exit()
 
 
-#: Of a child; None: it was interrupted.
+#: A child's exit status; None: it was interrupted.
 _status: int | None = 1
 
 
@@ -92,19 +92,19 @@ def _end() -> None:
 
 
 class _Server:
-    """Forks what is asked for, and tells whoever asked how it ended."""
+    """Forks commands on request, and tells each requester how its command ended."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._ready = selectors.DefaultSelector()
         self._ready.register(control, selectors.EVENT_READ)
-        #: By process.
+        #: By process id.
         self._replies: dict[int, socket.socket] = {}
-        #: When those have to have ended whose starters have.
+        #: By process id: the time by which a command must have ended because its requester has.
         self._deadlines: dict[int, float] = {}
 
     def serve(self) -> dict[str, Any]:
-        """Until nobody holds the other end of `control`. Returns in children alone."""
+        """Serve until nobody holds the other end of `control`. Returns only in children."""
         while True:
             for key, _ in self._ready.select(_LOOK_S if self._deadlines else None):
                 if key.fileobj is self._control:
@@ -147,7 +147,7 @@ class _Server:
         return None
 
     def _stop(self, key: selectors.SelectorKey) -> None:
-        """Whoever asked for it has ended before it did. SIGTERM ends it at once, unless it has something to save."""
+        """The requester ended before its command. SIGTERM ends that at once, unless it has something to save."""
         if key.data in self._replies:
             self._ready.unregister(key.fileobj)
             os.kill(key.data, signal.SIGTERM)
@@ -181,13 +181,13 @@ def _started(request: dict[str, Any], received: Sequence[int], reply: socket.soc
     with socket.socket(fileno=reply_at) as answer:
         try:
             answer.send(f"pid {os.getpid()}".encode())
-        except OSError:  # whoever asked for it has ended
+        except OSError:  # the requester has ended
             os._exit(1)
     return request
 
 
 def _become(request: dict[str, Any], server: int) -> None:
-    """Give this process the surroundings of whoever asked `server` for it."""
+    """Give this process the environment, directory, limits etc. of whoever requested it from `server`."""
     words, environment = request["words"], request["environment"]
     die_with_parent(server)
     if PARENT_VARIABLE in environment:
@@ -204,24 +204,24 @@ def _become(request: dict[str, Any], server: int) -> None:
     for signum in request["ignored"]:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
-    if "numpy.random" in sys.modules:  # Python's random does so by itself
+    if "numpy.random" in sys.modules:  # Python's random reseeds itself
         sys.modules["numpy.random"].seed()
     threads = _threads(environment.get("OMP_NUM_THREADS", ""))
     if threads and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
     _open_streams(at_once=environment.get("PYTHONUNBUFFERED", "") not in ("", "0"))
-    # In place of the server's.
+    # Replaces the server's name.
     setproctitle(" ".join(["python", *words]).encode(errors="replace").decode())
 
 
 def _threads(value: str) -> int:
-    """The first of a list, as for libgomp, which passes over what is no count: 0."""
+    """The first of a list, as libgomp reads it; 0 for what is not a count, which libgomp ignores."""
     first = value.split(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 
 
 def _open_streams(*, at_once: bool) -> None:
-    """As Python does: the server's know of its own files what is not true of these."""
+    """As Python does at start-up: what the server's streams know of its own files is not true of these."""
     for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         like, unbuffered = getattr(sys, name), at_once and mode == "w"
         binary: Any = open(descriptor, f"{mode}b", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115

@@ -1,9 +1,9 @@
 """Start commands by forking a process that has imported torch: they begin in milliseconds instead of seconds.
 
-`start_python` starts `python -m module …` through the fork server of this process, or of the one that started it; and
-as a new interpreter where there is none, or where the command needs variables that are read when Python or a library
+`start_python` starts `python -m module …` through the fork server of this process, or of the one that started it. It
+starts a new interpreter if there is no server, or if the command needs variables that are read when Python or a library
 starts. A forked command has its starter's directory, signal handling, cores and limits. It is killed when its starter
-ends, or when the server does.
+or the server ends.
 
 Linux only: elsewhere every command is a new interpreter.
 """
@@ -34,20 +34,20 @@ from common.process import PARENT_VARIABLE
 
 #: Environment variable: the descriptor on which a command's descendants reach the server.
 VARIABLE = "FORK_SERVER"
-#: What commands that use torch import; none of them is run as a command.
+#: What commands that use torch import; none of these modules is itself run as a command.
 PRELOADED = (
     *("torch", "torch.distributed.run", "h5py", "tensorboard.summary.writer.record_writer", "trainer.launch.failure"),
     *("trainer.options", "trainer.loop", "trainer.devices.select", "trainer.checkpoint.interop.write"),
     *("stages.evaluation.bert",),
 )
-#: Variables, by how their names start, that Python, the C library, torch and what torch links read once, at the start.
+#: Prefixes of variables that Python, the C library, torch and the libraries it links read only once, at start-up.
 _READ_AT_START = (
     *("PYTHON", "LD_", "GLIBC_", "MALLOC_", "LC_", "LANG", "TZ", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
     *("ATEN_", "DNNL_", "ONEDNN_", "TORCH", "PYTORCH_", "C10_", "HDF5_"),
 )
-#: Of these, what a forked command takes from its own environment.
+#: Exceptions, which a forked command takes from its own environment.
 _TAKEN_OVER = ("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHELASTIC_", "TORCH_NCCL_")
-_LONGEST_POLL_S = 1e6  # in milliseconds a C int
+_LONGEST_POLL_S = 1e6  # in milliseconds it fits into a C int
 _SIGNALS = tuple(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 
@@ -55,7 +55,7 @@ class Forked:
     """A command that the server has forked or is about to. Its process group and session are its own."""
 
     def __init__(self, words: Sequence[str], reply: socket.socket) -> None:
-        """`reply`: the process sends its id, then the server its exit status."""
+        """`reply`: on it the process sends its id, then the server its exit status."""
         self.args = list(words)
         self.returncode: int | None = None
         self._reply = reply
@@ -89,7 +89,7 @@ class Forked:
         return self.returncode
 
     def signal_group(self, signum: signal.Signals) -> None:
-        """Signal its process group; one that is not forked yet never will be."""
+        """Signal its process group; if it is not forked yet, it never will be."""
         if self._pid is None and not self._receive(0):
             self._end(-signum)
         if self._pid is not None:  # also after its end: workers of its group may be left
@@ -97,7 +97,7 @@ class Forked:
                 os.killpg(self._pid, signum)
 
     def _receive(self, timeout: float | None) -> bool:
-        """Take what the server says next; returns whether it said something in time."""
+        """Take the server's next message; returns whether one came in time."""
         with contextlib.suppress(ValueError):  # another thread has seen the end
             poll = select.poll()
             poll.register(self._reply, select.POLLIN)
@@ -106,7 +106,7 @@ class Forked:
             try:
                 if self.returncode is None:
                     self._take(self._reply.recv(64, socket.MSG_DONTWAIT))
-            except OSError:  # nothing, or a handler has ended it
+            except OSError:  # no message, or a signal handler has ended it
                 return self.returncode is not None
             return True
 
@@ -145,9 +145,9 @@ _finding = threading.Lock()
 
 
 def start(preloaded: Sequence[str] = PRELOADED) -> None:
-    """Start the server of this process and of the commands that it starts, unless it has one. Returns at once.
+    """Start the server for this process and the commands that it starts, unless it has one. Returns immediately.
 
-    Does nothing where importing torch imports a device's package too, which may not survive a fork.
+    Does nothing if importing torch also imports a device's package, which may not survive a fork.
     """
     global _client
     if _client is not None and _client.process is not None and _client.process.poll() is not None:
@@ -166,7 +166,7 @@ def start(preloaded: Sequence[str] = PRELOADED) -> None:
 
 
 def stop() -> None:
-    """End the server that this process has started, and with it what it has forked."""
+    """End the server that this process has started, and with it the commands that it has forked."""
     global _client
     if _client is not None and _client.process is not None:
         _client.control.close()
@@ -201,7 +201,7 @@ def start_python(
 ) -> Forked | NewInterpreter:
     """Start `python words…` in a session of its own, its output and errors going to descriptors.
 
-    `errors`: None: as `output`; `keep_open`: further descriptors that it inherits; `directory`: None: this process's;
+    `errors`: as `output` if None; `keep_open`: more descriptors to inherit; `directory`: this process's if None;
     `prefix`: words that start Python elsewhere, where this process's server cannot be reached.
     """
     client = None if prefix else _current()

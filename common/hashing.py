@@ -30,7 +30,7 @@ _TRIES = 3
 
 
 def _state(stat: os.stat_result) -> str:
-    """What changes with any change of a file, even if its size and modification time are restored."""
+    """A text that changes with any change to a file, even if its size and modification time are restored."""
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
 
 
@@ -86,7 +86,7 @@ class InputHashes:
         """
         known, found, missing = self._load(), list[InputFile](), list[int]()
         names, name = list(map(str, paths)), ""
-        try:  # once, not for each file: a context manager takes as long as `stat`
+        try:  # one for all files: a context manager for each takes as long as `stat`
             for name in names:
                 stat = os.stat(name)
                 state = _state(stat)
@@ -145,7 +145,7 @@ class InputHashes:
 
 
 def digest(identities: Iterable[str]) -> str:
-    """One identity for several, in order: that of a single one itself, else a sha256."""
+    """One identity for several, in order: a single one itself, else a sha256."""
     every = list(identities)
     if len(every) == 1:
         return every[0]

@@ -17,16 +17,16 @@ from common.files import disk_errors, read_json, utc_now
 from common.process import SAVING_S
 
 LOCK = "lock"
-#: The name under which the maker of a stage has its turn in a shared store (`stages.store.lease`).
+#: The file with the name under which a stage's maker holds its lease in a shared store (`stages.store.lease`).
 HOLDER = "lease.json"
 #: The identity of a stage directory's result; the lock's holder writes it.
 IDENTITY = "stage.json"
 #: Environment variable: a process that holds a directory's lock passes the directory's fingerprint to the commands that
 #: it starts there.
 HELD_FINGERPRINT_VARIABLE = "STAGE_FINGERPRINT"
-#: Seconds to wait for the children of a killed holder to save and exit, and those after which a line says so.
+#: Seconds to wait for the children of a killed holder to save and exit, and until a line says so.
 _DYING_S, _QUIET_S = SAVING_S + 5, 1.0
-#: Seconds for which a process that only checks the lock may hold it, at most.
+#: The longest that a process which only checks the lock may hold it, in seconds.
 _GLANCE_S = 0.2
 
 

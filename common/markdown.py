@@ -1,4 +1,4 @@
-"""Markdown, as far as cards have it."""
+"""The Markdown that cards use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns are aligned right but for the first; '' without rows."""
+    """A table in which all columns but the first are right-aligned; '' without rows."""
     if not rows:
         return ""
     lines = [head, ["---"] + ["---:" if len(head) > 1 else "---"] * (len(head) - 1), *rows]

@@ -11,7 +11,7 @@
 `add_options(parser, CutOptions)` adds --seq-len and --pack/--no-pack; `from_namespace(CutOptions, args)` makes the
 instance; `words(instance)` is the command line that makes it again. A field's type T is bool, int, float, str, Path,
 Duration or Secret, or `T | None` or `tuple[T, ...]` of one. Values are converted here and not by argparse, so that a
-bad one gives one line and no usage text. A class with `option_separator = "_"` gets --seq_len.
+bad one gives a one-line error and no usage text. A class with `option_separator = "_"` gets --seq_len.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _KINDS: dict[type, tuple[Callable[[str], Any], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a field's metadata says of the option."""
+    """What a field's metadata says about the option."""
 
     help: str
     unit: str = ""
     #: Limits of a number, both allowed; None: no limit.
     least: float | None = None
     most: float | None = None
-    #: A limit that is not allowed itself.
+    #: An exclusive upper limit.
     below: float | None = None
     choices: tuple[str, ...] = ()
     #: On the command line, preferred first; without dashes, a positional argument; None: not on the command line.
@@ -60,11 +60,11 @@ class Option:
     metavar: str | None = None
     #: Title of the group in --help.
     group: str = ""
-    #: Whether it decides the result.
+    #: Whether it affects the result.
     decides: bool = True
-    #: Whether the default is left out of `deciding`: an option added later then leaves old identities as they were.
+    #: Whether the default is left out of `deciding`: an option added later then does not change old identities.
     omit_default: bool = False
-    #: Words that a single `--name` takes, as argparse's nargs; "": a tuple's option is repeated.
+    #: Words that a single `--name` takes, as in argparse's nargs; "": a tuple's option is repeated.
     nargs: str = ""
 
     @property
@@ -110,7 +110,7 @@ def name_of(cls: Any, field_name: str) -> str:
 
 
 def deciding(instance: Any) -> dict[str, Any]:
-    """The values that decide the result, by field name."""
+    """The values that affect the result, by field name."""
     return {
         name: getattr(instance, name)
         for name, (_, about) in fields_of(instance).items()
@@ -142,8 +142,8 @@ def add_options(
     defaults: Mapping[str, Any] = types.MappingProxyType({}),
     without: Collection[str] = (),
 ) -> None:
-    """Add every option of `classes` to `parser`, except the fields `without`; `defaults`: shown instead of their own,
-    by field name, to be given to `from_namespace` too."""
+    """Add every option of `classes` to `parser`, except `without`. `defaults`: by field name, shown instead of
+    the options' own; give them to `from_namespace` too."""
     groups: dict[str, Any] = {"": parser}
     every = [(cls, name, *found) for cls in classes for name, found in fields_of(cls).items() if name not in without]
     for cls, name, field, about in every:
@@ -173,7 +173,7 @@ def add_options(
 
 
 def from_namespace(cls: type[T], args: argparse.Namespace, **others: Any) -> T:
-    """The instance that the command line describes; `others`: fields it does not have. Raises `UserError`."""
+    """The instance that the command line describes; `others`: fields that are not on it. Raises `UserError`."""
     values = dict(others)
     for name, (_, about) in fields_of(cls).items():
         given = getattr(args, name, None)
@@ -206,7 +206,7 @@ def words(instance: Any, *last: str) -> list[str]:
             positional += texts
         elif about.nargs:
             found += [shown, *texts]
-        else:  # a secret is a word of its own, which its launcher hides
+        else:  # a secret is a separate word, which its launcher hides
             found += [
                 word for text in texts for word in ([shown, text] if isinstance(text, Secret) else [f"{shown}={text}"])
             ]

@@ -17,16 +17,16 @@ from pathlib import Path
 
 from common.errors import EXIT_INTERRUPTED, UserError
 
-#: Environment variable: the id of the process that started this command, with which it is to die.
+#: Environment variable: the id of the process that started this command, and with which it must die.
 PARENT_VARIABLE = "STAGE_PARENT_PID"
 #: torchrun's environment variables for the rank of this machine and the address of the first one.
 NODE_RANK_VARIABLE, MASTER_ADDR_VARIABLE = "PET_NODE_RANK", "PET_MASTER_ADDR"
-#: Name of a thread that holds no lock which a forked child would need.
+#: Name of a thread that holds no lock that a forked child would need.
 HEARTBEAT_THREAD = "heartbeat"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-#: Seconds for which a process that saves may outlive its parent.
+#: Seconds by which a process may outlive its parent in order to save.
 SAVING_S = 60.0
-#: Seconds between two looks at whether the parent is still there.
+#: Seconds between checks that the parent is still there.
 _PARENT_POLL_S = 1.0
 #: Signals that ask a process to save and stop. Schedulers send SIGUSR1 ahead of a time limit, a closed terminal SIGHUP.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
@@ -35,7 +35,7 @@ IGNORED_VARIABLE = "TRAINER_IGNORED_SIGNALS"
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use; all of the machine's where the system does not tell."""
+    """CPU cores that this process may use; all of the machine's if the system does not say."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -76,7 +76,7 @@ def stop_early_on_signals() -> None:
 
 
 def is_ignored(signum: int) -> bool:
-    """Whether this process ignores a signal, as one does with SIGHUP under nohup."""
+    """Whether this process ignores a signal, as it ignores SIGHUP under nohup."""
     return signal.getsignal(signum) == signal.SIG_IGN
 
 
@@ -87,8 +87,8 @@ def heeded_signals() -> frozenset[signal.Signals]:
 
 
 def give_way(niceness: int) -> None:
-    """Compute only when other processes leave processor time. For a process with a session of its own: Linux shares
-    processors between sessions (autogroups) first, and a process's niceness counts within its session alone."""
+    """Compute only when other processes leave processor time. For a process in its own session: Linux divides processor
+    time between sessions (autogroups) first, and a process's niceness counts only within its session."""
     os.nice(niceness)
     with contextlib.suppress(OSError):  # no autogroups
         Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")
@@ -108,8 +108,8 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def fork_without_warning() -> Iterator[None]:
-    """Where no thread is in the way of a fork: Python 3.12 and newer also count those of numpy's OpenBLAS, which it
-    ends itself before a fork."""
+    """For a fork that no thread endangers: Python 3.12 and newer also count the threads of numpy's OpenBLAS, which ends
+    them itself before a fork."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         yield
@@ -127,7 +127,7 @@ def die_with_starter() -> None:
 def die_with_parent(expected_parent: int | None = None) -> None:
     """Ask Linux to SIGKILL this process when its parent dies, so that no orphan holds a device or a lock.
 
-    Exits at once if the parent is not `expected_parent` any more. Systems other than Linux have this check only.
+    Exits at once if the parent is no longer `expected_parent`. Systems other than Linux have only this check.
     """
     global _dies_with_parent
     _dies_with_parent = True
@@ -140,8 +140,8 @@ _dies_with_parent = False
 
 
 def save_when_parent_dies() -> None:
-    """From now on a process that was to die with its parent has a SIGTERM when that happens, to save what it has and
-    end; `SAVING_S` seconds later it is ended. For processes that handle SIGTERM."""
+    """From now on a process that was to die with its parent gets a SIGTERM instead, to save what it has and end;
+    `SAVING_S` seconds later it is ended. For processes that handle SIGTERM."""
     if not _dies_with_parent:
         return
     parent = os.getppid()

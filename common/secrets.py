@@ -50,7 +50,7 @@ _SECRET_VARIABLE = re.compile(
     r"(?i).*(secret|token|password|passwd|passphrase|credentials?|api_?key|access_?key|private_?key|webhook)(?!.*_id$)"
 )
 _NO_SECRET_VARIABLE = re.compile(r"(?i).*(_file|_path|_dir|_uri|_id|_name)|failpoint_.*|" + SECRETS_VARIABLE)
-#: Least lengths of secrets that are masked in any text. Shorter ones would also match parts of ordinary words.
+#: Minimum lengths of secrets that are masked in any text. Shorter ones would also match parts of ordinary words.
 _LITERAL_MIN, _VARIABLE_MIN = 6, 8
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>\x00-\x1f]+")
@@ -72,7 +72,7 @@ class Secret(str):
     _whole: str
 
     def __new__(cls, whole: str) -> Secret:
-        """A text that is secret as a whole; an empty one is no secret."""
+        """A text that is secret as a whole; an empty one is not a secret."""
         return cls._made(whole, MASK if whole else "")
 
     @classmethod

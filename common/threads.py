@@ -1,4 +1,4 @@
-"""Threads beside a block."""
+"""Threads that run alongside a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def beside(work: Callable[[threading.Event], object], *, name: str | None = None) -> Iterator[None]:
-    """Run `work` in a thread beside the block. At the block's end its argument is set, and it is waited for."""
+    """Run `work` in a thread alongside the block. At the block's end its event is set and the thread is joined."""
     over = threading.Event()
     thread = threading.Thread(target=work, args=(over,), name=name, daemon=True)
     thread.start()

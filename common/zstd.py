@@ -1,4 +1,4 @@
-"""Zstandard, from Python's library where it has it (3.14), else from its backport."""
+"""Zstandard, from Python's standard library if that has it (3.14), else from its backport."""
 
 from __future__ import annotations
 

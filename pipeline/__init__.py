@@ -24,7 +24,7 @@ add_defaults()
 print_in_any_locale()
 luigi_adapters.install()
 
-# Registers all tasks with luigi, which read settings when they are made, and what begins a run.
+# Registers with luigi all tasks, which read the settings when they are created, and the header of a run.
 from pipeline import header  # noqa: E402, F401
 from pipeline.tasks import everything, nightly, sweep  # noqa: E402, F401
 

@@ -1,7 +1,7 @@
 """`python -m pipeline COMMAND`: everything about a pipeline except running it, which `luigi --module pipeline` does.
-Without a command: what to run for what.
+Without a command: prints what to run for what.
 
-Settings are given as to luigi: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
+Settings are given as on luigi's command line: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
 Exit status: 0 success (`why`: complete), 1 (`why`: would run; `clean`, `trackers`: something could not be removed, or
 sent; `doctor`: a problem was found), 2 unknown command or option, 35 a setting, an input or a task name was refused,
 130 Ctrl-C (`status --watch` 0, `publish` 75).
@@ -77,7 +77,7 @@ COMMANDS: dict[str, Command] = {
 }
 #: Exit status after Ctrl-C, as of a shell.
 _EXIT_CTRL_C = 130
-#: Those that work with whatever settings are there.
+#: Commands that run without loading the settings.
 _WITHOUT_SETTINGS = ("init", "completion")
 MAP = """\
 python -m pipeline COMMAND, or luigi --module pipeline TASK. What for what:
@@ -107,7 +107,7 @@ A setting: a line of luigi.cfg, or --Phase1-lr 5e-4. More: COMMAND --help."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """With an error of one line, without the usage."""
+    """With one-line errors, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         refuse_options(message, self)
@@ -116,7 +116,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
     p = _Parser(prog="python -m pipeline", description=__doc__, formatter_class=plain, allow_abbrev=False)
-    p.set_defaults(parser=p)  # which `completion` lists
+    p.set_defaults(parser=p)  # for `completion`, which lists its commands
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         described = f"{command.SUMMARY}.\n\nSettings are taken as luigi takes them: --Phase1-lr 5e-4."

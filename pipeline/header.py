@@ -21,7 +21,7 @@ _is_printed = False
 @luigi.Task.event_handler(luigi.Event.START)  # type: ignore[untyped-decorator]
 @luigi.Task.event_handler(luigi.Event.DEPENDENCY_DISCOVERED)  # type: ignore[untyped-decorator]
 def _print_header(task: luigi.Task, dependency: luigi.Task | None = None) -> None:
-    """Before the first stage runs. The first task is the one asked for, which may depend on nothing."""
+    """Print it before the first stage runs. The first task is the requested one, which may depend on nothing."""
     global _is_printed
     if _is_printed or not isinstance(task, (Goal, Stage)):
         return
@@ -37,7 +37,7 @@ def _print_header(task: luigi.Task, dependency: luigi.Task | None = None) -> Non
 
 
 def _device(cluster: Cluster) -> str:
-    """Without importing torch, which decides what `auto` is."""
+    """The device, without importing torch, which decides what `auto` is."""
     if cluster.device != "auto":
         return f"device {cluster.device}"
     if cluster.launcher != "local":
@@ -51,7 +51,7 @@ def _device(cluster: Cluster) -> str:
 
 
 def _how_long(task: Goal | Stage) -> str:
-    """The sum over the stages to make, as far as stages made here before tell it."""
+    """The sum over the stages to make, as far as stages made here before show it."""
     from pipeline.commands.doctor.estimates import Estimates
     from pipeline.commands.doctor.finding import Plan
 

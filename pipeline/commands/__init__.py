@@ -1,1 +1,1 @@
-"""python -m pipeline COMMAND: one file a command."""
+"""python -m pipeline COMMAND: one file per command."""

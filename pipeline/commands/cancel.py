@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             time.sleep(0.5)
     except Unreachable as error:
         raise UserError(f"{job} could not be cancelled: {error}") from None
-    with contextlib.suppress(LockHeld), hold(task.directory, knows_jobs=True):  # else luigi, which waits, sees to it
+    with contextlib.suppress(LockHeld), hold(task.directory, knows_jobs=True):  # else the waiting luigi does it
         job.forget()
     log(f"{task.label}: {job} is cancelled; the same run goes on from what it has saved")
     return 0

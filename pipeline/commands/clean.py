@@ -39,7 +39,7 @@ from trainer.checkpoint.directory import CHECKPOINTS
 #: Marks a stage directory whose removal has begun: the rest of it cannot be resumed.
 _REMOVAL = f"removal{TEMPORARY_SUFFIX}"
 _TRAININGS = ("pretrain", "train_mlp")
-#: Files of stage directories that are no results.
+#: Files of stage directories that are not results.
 _RECORDS = (LOCK, HOLDER, IDENTITY, MANIFEST, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json")
 SUMMARY = "what is superseded, its size and why; removes it only with --remove"
 
@@ -58,10 +58,10 @@ class Plan:
 
 
 def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
-    """Superseded are directories that neither the present settings, nor a link in `latest/`, nor a running or
-    interrupted stage needs; and interrupted ones that are `named`.
+    """Superseded are directories that are needed neither by the present settings, nor by a link in `latest/`, nor by a
+    running or interrupted stage; and interrupted ones that are `named`.
 
-    Raises `UserError` when the identity of a stage cannot be computed, because then nobody knows what is needed.
+    Raises `UserError` when the identity of a stage cannot be computed, because it is then unknown what is needed.
     """
     tasks = chain(goal)
     stage_dirs = StageDirs(tasks[0].settings.work_dir)
@@ -101,7 +101,7 @@ def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
 
 
 def _extended(tasks: Iterable[StageTask], stage_dirs: StageDirs) -> dict[str, str]:
-    """Directories that trainings of the present settings would go on from, by fingerprint, and why they are kept."""
+    """Directories that trainings of the present settings would continue from, by fingerprint, and why they are kept."""
     return {
         stable.stage_dir.fingerprint: f"{task.label} would go on from its step {stable.step:,}"
         for task in tasks
@@ -143,7 +143,7 @@ def remove(stage_dir: StageDir, work_dir: Path) -> None:
     """Remove a stage directory under its lock. Raises `LockHeld`, `UserError`.
 
     manifest.json goes first and stage.json last: a removal that is cut short leaves an unfinished stage, which the
-    next one finds again.
+    next removal finds again.
     """
     with _locked(stage_dir):
         if stage_dir.path.resolve() in StageDirs(work_dir).linked():

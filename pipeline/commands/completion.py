@@ -1,6 +1,6 @@
 """`python -m pipeline completion bash`: a script that completes tasks, settings and commands.
 
-All names are in the script: nothing is imported when TAB is pressed. Print it anew after an update.
+All names are in the script: nothing is imported when TAB is pressed. Print it again after an update.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _model_in(directory: Path, settings: Settings) -> tuple[Path, Run | None]:
 
 
 def _card(model: Path, made: Run | None, target: Target) -> str:
-    """The card beside the model if a person has edited it or nothing tells of the run; else the run's. Raises
+    """The card beside the model if a person has edited it or nothing is known of the run; else the run's. Raises
     `UserError`."""
     beside = model / CARD
     if beside.is_file():

@@ -171,7 +171,7 @@ def _ago(seconds: float) -> str:
 
 
 def _parsed(parse: Callable[[str], int]) -> Callable[[str], int]:
-    """`parse` for argparse, which shows no other error's text."""
+    """`parse` for argparse, which shows the text of this kind of error only."""
 
     def parsed(text: str) -> int:
         try:

@@ -1,4 +1,4 @@
-"""`python -m pipeline tensorboard`: curves of all trainings below the work directory, also running ones."""
+"""`python -m pipeline tensorboard`: curves of all trainings below the work directory, including running ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SUMMARY = "TensorBoard for all trainings below the work directory; luigid shows 
 _RUNS = "runs"
 #: Curves of trainings in this work directory and in each night.
 _CURVES = ("*/tensorboard", "nights/[0-9]*/*/tensorboard")
-#: Seconds between two searches for new trainings.
+#: Seconds between searches for new trainings.
 _LOOK_S = 2.0
 
 
 def link_runs(work_dir: Path) -> None:
-    """Make the links in WORK/tensorboard/runs those of the trainings that are there. Raises `DiskError`.
+    """Make the links in WORK/tensorboard/runs match the trainings that exist. Raises `DiskError`.
 
-    Links, since TensorBoard would walk through all shards and checkpoints, and see those of `latest` twice.
+    Links, because TensorBoard would otherwise walk through all shards and checkpoints, and see those of `latest` twice.
     """
     runs = work_dir / DIRECTORY / _RUNS
     with disk_errors(runs):

@@ -1,4 +1,4 @@
-"""`python -m pipeline trackers`: what MLflow and W&B have not got yet, as they were down or slow."""
+"""`python -m pipeline trackers`: sends what MLflow and W&B have not received yet because they were down or slow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send it; 0: every tracker has all. Raises `UserError`."""
+    """Send it; returns 0 if every tracker then has everything. Raises `UserError`."""
     options = load().trackers.options
     if not options.remote:
         raise UserError(f"[trackers] names = {options.names} lists no remote tracker; add mlflow or wandb")

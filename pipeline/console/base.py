@@ -8,17 +8,17 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
-#: Shows a line of a stage's command; True: the next one overwrites it, as those of a progress bar.
+#: Shows a line of a stage's command; True: the next line overwrites it, as in a progress bar.
 Said = Callable[[str, bool], None]
 
 #: "note: …", "pretrain-phase1: warning: …".
 _URGENT = re.compile(r"(?:\S+: )?(?:note|warning|error): ")
-#: Lines of libraries that say nothing to a person. Logs have them.
+#: Lines of libraries that tell a person nothing. The logs keep them.
 _CHATTER = re.compile(r"\[Gloo\] |WARNING:root:Defaulting to PJRT_DEVICE=|\$ ")
 
 
 class Console(Protocol):
-    """Shows a run. Lines hold no secrets any more."""
+    """Shows a run. Its lines no longer hold secrets."""
 
     def header(self, text: str) -> None:
         """What is about to run."""
@@ -27,17 +27,17 @@ class Console(Protocol):
         """A line of this program."""
 
     def started(self, label: str, directory: Path) -> None:
-        """A stage begins, or goes on."""
+        """A stage begins, or resumes."""
 
     def running(self, label: str, directory: Path) -> AbstractContextManager[Said]:
-        """While the command of a stage runs in `directory`. Yields what shows its lines."""
+        """Entered while a stage's command runs in `directory`. Yields the function that shows its lines."""
 
     def lines(self) -> AbstractContextManager[Said]:
-        """Yields what shows the lines of a command that is a run of its own."""
+        """Yields the function that shows the lines of a command that is itself a run."""
         return nullcontext(lambda text, is_live: None if is_live else self.line(text))
 
     def complete(self, label: str, seconds: float, result: str) -> None:
-        """A stage is complete. `result`: the last line that its command has said, without the stage's directory."""
+        """A stage is complete. `result`: the last line of its command's output, without the stage's directory."""
 
 
 def nothing() -> AbstractContextManager[Said]:
@@ -46,7 +46,7 @@ def nothing() -> AbstractContextManager[Said]:
 
 
 def is_urgent(line: str) -> bool:
-    """Whether a line is worth showing in place of all others."""
+    """Whether a line is shown even where no others are."""
     return bool(_URGENT.match(line))
 
 

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _BAR_WIDTH = 20
-#: Columns of stages' names, so that lines stand below each other.
+#: Width of stages' names in characters, so that lines are aligned.
 _LABEL_WIDTH = 20
 
 
 class Live(Console):
-    """rich draws; it leaves out colours if NO_COLOR is set."""
+    """Drawn by rich, which leaves out colours if NO_COLOR is set."""
 
     def __init__(self) -> None:
         from rich import console

@@ -20,7 +20,7 @@ _chosen: Console | None = None
 
 
 def choose_once(name: str) -> None:
-    """Unless it is chosen already: show the run on the console of this name, which is of `CONSOLES`."""
+    """Show the run on the console of this name, one of `CONSOLES`, unless a console is chosen already."""
     if _chosen is None:
         if name == AUTO:
             name = LIVE if sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb" else PLAIN

@@ -1,6 +1,6 @@
 """Where a stage's command runs: on this machine, on several machines started by hand, on Slurm, on Kubernetes.
 
-local.py, slurm.py and kubernetes.py are one launcher each; kubernetes_manifest.py is what the last one applies. jobs.py
+local.py, slurm.py and kubernetes.py: one launcher each; kubernetes_manifest.py makes the last's manifest. jobs.py
 submits, watches and finds the jobs of the last two; supervisor.py runs inside the job. restarts.py decides on restarts.
 """
 

@@ -1,8 +1,8 @@
 """A scheduler's job: submitted, watched, and found again by the next run if this one ends first.
 
-Two files in the stage directory. job.json (`stages.directory.lock.JOB`), by whoever submits: what is run, the job's
-name and, once the scheduler has answered, its id; gone when the end has been seen. job-state.json, by the job
-(`supervisor`): how often it was started, and how it ended.
+Two files in the stage directory. job.json (`stages.directory.lock.JOB`), written by whoever submits: what is run, the
+job's name and, once the scheduler has answered, its id; removed when the end has been seen. job-state.json, written by
+the job (`supervisor`): how often it was started, and how it ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stages.directory.manifest import MANIFEST
 
 STATE = "job-state.json"
 LOG = "stage.log"
-#: Seconds between two reads of the log, and the shortest and longest between two queries to the scheduler.
+#: Seconds between reads of the log, and the shortest and longest time between queries to the scheduler.
 _LOOK_EVERY_S, _ASK_EVERY_S = 0.5, (1.0, 15.0)
 #: Seconds for which a job must stay ended without a result before it counts as over, not as about to be restarted.
 _SURE_S = 5.0
@@ -158,7 +158,7 @@ class Job:
         return state is not None and state.is_alive
 
     def cancel(self) -> None:
-        """Cancel it: a process that waits for it does not submit it again. Raises `Unreachable`, `UserError`."""
+        """Cancel it, so that a process waiting for it does not submit it again. Raises `Unreachable`, `UserError`."""
         self.state()
         if self.id is not None:
             if (self.directory / JOB).exists():
@@ -228,7 +228,7 @@ class Job:
             time.sleep(_LOOK_EVERY_S)
 
     def _how_it_ended(self, state: State | None) -> ProcessResult:
-        """Its own result, else what the scheduler's last state tells: cancelled, stuck, killed or unknown."""
+        """Its own result, else what the scheduler's last state says: cancelled, stuck, killed or unknown."""
         result = self.result()
         noted = read_json(self.directory / JOB) or {}
         cancelled = (state is not None and state.is_cancelled) or noted.get("is_cancelled")

@@ -1,6 +1,6 @@
-"""Kubernetes: submits an indexed Job, alone or with what `[kubernetes] gang` puts around it, and tells its state.
+"""Kubernetes: submits an indexed Job, alone or with what `[kubernetes] gang` puts around it, and reports its state.
 
-A supervisor in each pod starts its command again in place; the Job replaces pods that are gone.
+A supervisor in each pod restarts its command in place; the Job replaces pods that are gone.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _CANNOT_START = _NEVER_START | {
 }
 #: [kubernetes] start_timeout_s of a run that waits for a job submitted by another.
 _START_TIMEOUT_S = 180.0
-#: Kueue's record of a Job or JobSet, and the label with the UID of the one it is of.
+#: Kueue's record of a Job or JobSet, and the label with that object's UID.
 _WORKLOAD, _WORKLOAD_OF = "workloads.kueue.x-k8s.io", "kueue.x-k8s.io/job-uid"
-#: Conditions of a Workload that tell why it has no quota, with their status while they hold.
+#: Conditions of a Workload that say why it has no quota, with the status at which they do.
 _WHY_QUEUED = (("Evicted", "True"), ("QuotaReserved", "False"))
 
 
@@ -202,7 +202,7 @@ class InPod:
     """The supervisor's surroundings in a pod. SIGTERM: the pod is evicted, or the Job was deleted."""
 
     limit_signal: signal.Signals | None = None
-    is_restarted = False  # by the count of starts in job-state.json
+    is_restarted = False  # the count of starts in job-state.json shows it
 
     def __init__(self) -> None:
         self.rank = int(os.environ[NODE_RANK_VARIABLE])

@@ -1,4 +1,4 @@
-"""What is applied to Kubernetes: an indexed Job, one pod a node, and what lets its pods find each other and start
+"""What is applied to Kubernetes: an indexed Job, one pod per node, and what lets its pods find each other and start
 together.
 
 `[kubernetes] gang` chooses the objects. `none`: the Job, and a headless Service under whose name pod 0 is found.

@@ -19,12 +19,12 @@ from pipeline.settings.cluster import Cluster
 from stages.directory import attempts
 from stages.directory.lock import is_held
 
-#: Seconds between two checks on node 0, and between two log lines.
+#: Seconds between checks on node 0, and between log lines.
 _CHECK_EVERY_S, _LOG_EVERY_S = 1.0, 30.0
 
 
 class Local:
-    """Child processes of this one."""
+    """Runs commands as child processes of this one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -120,7 +120,7 @@ class Command:
 
     def stop(self, signum: int, frame: FrameType | None) -> None:
         """Signal handler: the first signal asks the command to save and stop, a later second one kills it. SIGHUP never
-        kills: for a closed terminal the kernel and the shell both send one."""
+        kills: when a terminal is closed, the kernel and the shell both send one."""
         if signum == signal.SIGHUP:
             console.detach_if_closed()
         if self.stopped_by is None:
@@ -151,8 +151,8 @@ def run(
     start: LaunchSpec | None = None,
     signalled: Callable[[], int | None] = lambda: None,
 ) -> ProcessResult:
-    """Run `python words…` to its end, its output appended to its log, DIRECTORY/stage.log, which begins with the words.
-    `showing`: what shows it meanwhile, unless `start` says that nothing does. `signalled`: the signal, if any,
+    """Run `python words…` to its end, its output appended to its log, DIRECTORY/stage.log, below a line with the words.
+    `showing`: what shows the output meanwhile, unless `start` says that nothing does. `signalled`: the signal, if any,
     that asked for a stop before this function had handlers.
 
     SIGINT, SIGTERM and SIGHUP to this process are passed on as SIGTERM; a second SIGINT or SIGTERM as SIGKILL. The
@@ -203,7 +203,7 @@ class _Watch:
 
 
 def _lines_since(log_path: Path, began: int) -> list[str]:
-    """What the command that began at byte `began` of its log has said."""
+    """The output of the command that began at byte `began` of its log."""
     with log_path.open("rb") as file:
         file.seek(began)
         lines = file.read().decode(errors="replace").splitlines()
@@ -221,7 +221,7 @@ def _error(said: list[str]) -> str:
 
 
 def _copy(command: Command, log_path: Path, watch: _Watch, said: Said, words: list[str]) -> None:
-    """Copy lines to the log, and to `said`. Of a progress bar, which rewrites its line, none is logged."""
+    """Copy lines to the log, and to `said`. A progress bar's lines, which overwrite each other, are not logged."""
     with log_path.open("a", encoding="utf-8") as file:
         file.write(f"$ python {redact(shlex.join(words))}\n")
         file.flush()
@@ -247,8 +247,8 @@ def _lines(command: Command, watch: _Watch) -> Iterator[tuple[str, bool]]:
 
 
 def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
-    """The command's output, until it closes it or is killed for a hang. Of a command that was killed, until the workers
-    that it has left have saved and ended, too."""
+    """The command's output, until it closes it or is killed for a hang. If it was killed otherwise, until the workers
+    that it has left behind have saved and ended, too."""
     output, ended = command.output.fileno(), None
     while True:
         ready, _, _ = select.select([output], [], [], 0.5)
@@ -261,7 +261,7 @@ def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
         elif (status := command.process.poll()) is not None:
             ended = ended or time.monotonic()
             if status >= 0 or time.monotonic() - ended > SAVING_S:
-                return  # descendants that keep the pipe open are not read
+                return  # what descendants still write to the pipe is not read
         elif watch.is_hung():
             command.send(signal.SIGKILL)
             return

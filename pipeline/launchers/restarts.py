@@ -45,7 +45,7 @@ class RestartPolicy(Protocol):
 
 
 class RestartAfterHang:
-    """Once, after a hang."""
+    """Restarts once, after a hang."""
 
     _hangs = 0
 
@@ -55,7 +55,7 @@ class RestartAfterHang:
 
 
 class RestartWhileProgressing:
-    """After any crash or hang, until `MAX_RESTARTS` in a row have brought no new checkpoint."""
+    """Restarts after any crash or hang, until `MAX_RESTARTS` in a row have brought no new checkpoint."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._restarts = directory, Restarts()

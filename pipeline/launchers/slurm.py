@@ -36,7 +36,7 @@ _STUCK = frozenset(
 )
 #: Sets each task's node rank in torchrun's variable.
 _ON_EACH_NODE = f'export {NODE_RANK_VARIABLE}=$SLURM_NODEID; exec "$@"'
-#: Seconds after the end of the first task in which the others must end, too. Without a limit srun waits forever for a
+#: Seconds within which the other tasks must end after the first one has. Without a limit srun waits forever for a
 #: task whose slurmstepd was killed.
 _WAIT_S = 60
 
@@ -137,7 +137,7 @@ class InJob:
         )
 
     def keeps_nodes(self) -> bool:
-        """Not if one does not answer ("allocated*"), is down, or is to be taken out ("draining")."""
+        """False if a node does not answer ("allocated*"), is down, or is to be taken out of service ("draining")."""
         found = _slurm("sinfo", "--noheader", "--Node", f"--nodes={os.environ['SLURM_JOB_NODELIST']}", "--format=%T")
         return found.returncode == 0 and set(found.stdout.split()) <= {"allocated", "mixed"}
 
@@ -147,7 +147,7 @@ class InJob:
         done = _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
         if done.returncode:
             return last_line(done)
-        time.sleep(TIMEOUT_S)  # until it does
+        time.sleep(TIMEOUT_S)  # until that ends this process
         return "nothing came of it"
 
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline.launchers.supervisor DIR TOKEN`: what a scheduler's job runs, on its first node or on each.
+"""`python -m pipeline.launchers.supervisor DIR TOKEN`: what a scheduler's job runs, on its first node or on each node.
 
 Runs the command in DIR/job.json as `luigi` would locally, with log and hang timeout. Restarts it as long as it saves
 new checkpoints, and writes its result to DIR/job-state.json.
@@ -39,11 +39,11 @@ class Surroundings(Protocol):
     is_restarted: bool
 
     def start(self, nodes: int, *, end_together: bool) -> LaunchSpec:
-        """How to start the command; `end_together`: on all nodes it ends at about the same time."""
+        """How to start the command; `end_together`: whether it ends on all nodes at about the same time."""
         ...
 
     def keeps_nodes(self) -> bool:
-        """Whether all nodes of the job are there and sound, as far as the scheduler knows."""
+        """Whether all nodes of the job are there and healthy, as far as the scheduler knows."""
         ...
 
     def requeue(self) -> str | None:
@@ -73,7 +73,7 @@ class Supervisor:
         for signum in filter(None, (self._surroundings.limit_signal, signal.SIGTERM)):
             signal.signal(signum, self._note_early)
         restarts = Restarts(**self._state.get("restarts", {}))
-        # A start that its scheduler stopped, to preempt or evict the job, is no failed attempt.
+        # A start that its scheduler stopped, to preempt or evict the job, is not a failed attempt.
         was_stopped = (self._state.get("result") or {}).get("stopped_by") is not None
         if (self._surroundings.is_restarted or self._state.get("starts")) and not was_stopped:
             restarts = restarts.at(self._step())
@@ -137,12 +137,12 @@ class Supervisor:
     def _requeue(self) -> str | None:
         self._note(queued=utc_now())
         refusal = self._surroundings.requeue()
-        self._state.pop("queued")  # it goes on here
+        self._state.pop("queued")  # it continues here
         return refusal
 
     def _may_stay(self, result: ProcessResult, restarts: Restarts) -> bool:
-        """Whether the command is started again on the same nodes, without waiting in the queue: the first time that it
-        fails at a step, by itself. After a second time other nodes may do better."""
+        """Whether to restart the command on the same nodes, without waiting in the queue: only the first time that it
+        fails at a step, and only if it failed by itself. After a second failure other nodes may do better."""
         was_told = result.stopped_by is not None or result.status == EXIT_INTERRUPTED  # time limit, spot notice
         return not was_told and not result.hung and restarts.count == 1 and self._surroundings.keeps_nodes()
 

@@ -8,7 +8,7 @@ from pipeline.settings.cluster import Cluster
 
 
 def trainer_command(cluster: Cluster, options: dict[str, Any], *, port_offset: int) -> list[str]:
-    """`-m trainer` with these options, by name, on all workers of `cluster`: True is a switch that is on, False leaves
+    """`-m trainer` with these options, by name, on all workers of `cluster`: True turns a switch on, False leaves
     it out. `port_offset` is added to the cluster's master_port."""
     trainer = ["-m", "trainer"]
     for name, value in options.items():
@@ -22,7 +22,7 @@ def trainer_command(cluster: Cluster, options: dict[str, Any], *, port_offset: i
             f"--rdzv_conf=timeout={cluster.join_timeout_s:g}",
         ]
     elif cluster.nproc_per_node > 1:
-        # Standalone picks a free port, so that two runs on one machine do not meet.
+        # Standalone picks a free port, so that two runs on one machine do not collide.
         rendezvous = ["--standalone", "--local-addr=127.0.0.1"]
     else:
         return trainer

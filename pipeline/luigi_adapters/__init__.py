@@ -1,4 +1,4 @@
-"""The only code that works around luigi's behaviour. Each module names the luigi functions that it answers."""
+"""The only code that works around luigi's behaviour. Each module names the luigi functions concerned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line for a task or an option that luigi does not know, with the nearest that it does.
+"""A one-line error for a task or an option that luigi does not know, with the nearest one that it does.
 
 * `luigi.cmdline_parser.CmdlineParser.__init__` raises TaskClassNotFoundException for an unknown task, which nobody
   catches.
@@ -62,7 +62,7 @@ def _tasks() -> dict[str, type[luigi.Task]]:
 
 
 def refuse_options(message: str, *parsers: argparse.ArgumentParser) -> NoReturn:
-    """End with one line of what `argparse` says; of unknown options with the nearest ones of `parsers`."""
+    """Exit with one line of what `argparse` says; for an unknown option with the nearest one of `parsers`."""
     import difflib
 
     words = message.removeprefix(_UNKNOWN).split() if message.startswith(_UNKNOWN) else []

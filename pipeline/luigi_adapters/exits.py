@@ -1,12 +1,12 @@
 """Ends luigi with a status of our choice; all other code raises ordinary exceptions.
 
-Luigi offers no way to do this. The behaviour that this module answers:
+Luigi offers no way to do this. The behaviour that this module works around:
 
-* `luigi.worker.TaskProcess.run` makes a failed task of every exception of `run`, except KeyboardInterrupt.
-* `luigi.worker.Worker.add` and `_add` make a scheduling error, with a traceback in the log and a mail, of every
-  exception of `complete`, except KeyboardInterrupt.
-* `luigi.retcodes.run_with_retcodes` makes `unhandled_exception`, with a traceback, of every exception of a task's
-  constructor, except those that are no `Exception`. Python then exits with the code of a SystemExit.
+* `luigi.worker.TaskProcess.run` turns every exception of `run`, except KeyboardInterrupt, into a failed task.
+* `luigi.worker.Worker.add` and `_add` turn every exception of `complete`, except KeyboardInterrupt, into a scheduling
+  error, with a traceback in the log and a mail.
+* `luigi.retcodes.run_with_retcodes` turns every exception of a task's constructor, except those that are not an
+  `Exception`, into `unhandled_exception`, with a traceback. Python then exits with the code of a SystemExit.
 * `luigi.worker.TaskProcess.run` reports its result even then. With several workers (`workers`) it runs in a process of
   its own, and the report would be that of a failed task, so that process ends without unwinding.
 """
@@ -47,7 +47,7 @@ def while_scheduling() -> Iterator[None]:
 
 @contextlib.contextmanager
 def while_running() -> Iterator[None]:
-    """For a task's `run`: `Interrupted` and `LockHeld` end luigi; luigi itself makes a failed task of the rest."""
+    """For a task's `run`: `Interrupted` and `LockHeld` end luigi; luigi itself turns the rest into failed tasks."""
     try:
         yield
         return

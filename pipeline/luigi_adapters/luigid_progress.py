@@ -3,7 +3,7 @@
 With luigid every stage reports its progress in percent, a status line and the address of TensorBoard, and a training
 accepts the message `checkpoint`. Luigi's local scheduler shows nothing, and gets no reports.
 
-`luigi.worker.TaskProcess._forward_attributes` sets the task's report functions for the time of `run` only, and
+`luigi.worker.TaskProcess._forward_attributes` sets the task's report functions only for the duration of `run`, and
 `luigi.worker.Worker` makes a message queue only for tasks with `accepts_messages`.
 """
 

@@ -1,9 +1,9 @@
-"""Lets a stage run at once although luigid believes that a worker, which is gone, still runs it.
+"""Lets a stage run at once although luigid believes that a worker that is gone still runs it.
 
 `luigi.scheduler.Scheduler.add_task` ignores a task that another worker runs, and the new run ends with
-`already_running`. Only `Scheduler.prune`, every 60 s, marks the tasks of a worker as failed that has been silent for
-[scheduler] worker_disconnect_delay (60 s). An interrupted run, however, may be started again at once; that nobody works
-on a stage is known from its lock.
+`already_running`. Only `Scheduler.prune`, every 60 s, marks a worker's tasks as failed once that worker has been silent
+for [scheduler] worker_disconnect_delay (60 s). An interrupted run, however, may be restarted at once; a stage's lock
+shows that nobody works on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Signals and exit statuses with several luigi workers (`luigi --workers 2`).
 
 `luigi.worker.Worker._run_task` then forks a process for each task, which a SIGTERM to luigi does not reach and which
-outlives luigi; and `luigi.worker.Worker._purge_children` makes a failed task of every exit status. With this module a
+outlives luigi; and `luigi.worker.Worker._purge_children` turns every exit status into a failed task. With this module a
 signal to luigi reaches each task once, no task outlives luigi, and luigi ends with the status it has with one worker.
 """
 

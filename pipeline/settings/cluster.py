@@ -17,10 +17,10 @@ LAUNCHERS = ("local", "slurm", "kubernetes")
 GANGS = ("none", "kueue", "jobset", "volcano")
 #: The names that AWS's device plugins register. `neurondevice` is gone since Neuron 2.20.
 _CHIPS, _CORES, _EFA = "aws.amazon.com/neuron", "aws.amazon.com/neuroncore", "vpc.amazonaws.com/efa"
-#: Physical NeuronCores of a chip, by the family of the instance: no more workers can share it.
+#: Physical NeuronCores per chip, by instance family: no more workers can share one.
 _CORES_OF_CHIP = {"trn1": 2, "trn1n": 2, "trn2": 8, "trn2u": 8, "trn3": 8, "trn3u": 8}
 _INSTANCE_LABEL = "node.kubernetes.io/instance-type"
-#: Options of sbatch that the job script sets, and [slurm] sbatch_lines may not.
+#: Options of sbatch that the job script sets and [slurm] sbatch_lines may not.
 _OURS = (
     *("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--job-name", "-J", "--output", "-o", "--error", "-e"),
     *("--signal", "--requeue", "--no-requeue", "--open-mode", "--array", "-a", "--time", "-t", "--partition", "-p"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-#: What configparser takes for a section and for a key, in a line without its indentation.
+#: What configparser reads as a section and as a key, in a line without its indentation.
 _SECTION = re.compile(r"\[(.+)\]")
 _KEY = re.compile(r"(?P<key>[^\s#;\[=:][^=:]*?)\s*[=:]\s*(?P<value>.*)")
 #: The files of the project: in a checkout one level above the package, in an installed package inside it.
@@ -23,7 +23,7 @@ class Entry:
     section: str
     key: str
     value: str
-    #: Of the file, from 1.
+    #: Line number in the file, from 1.
     line: int
     #: The lines directly above it, without "# ".
     comment: tuple[str, ...]
@@ -35,9 +35,9 @@ def project_file(name: str) -> Path:
 
 
 def entries(text: str) -> Iterator[Entry]:
-    """The headers and keys of a file that configparser takes, in order."""
+    """The headers and keys of a file that configparser accepts, in order."""
     section, comment = "", list[str]()
-    deepest: float = math.inf  # of the next key; what is indented more goes on with the value of the last one
+    deepest: float = math.inf  # of the next key; a line that is indented more continues the last value
     lines = text.splitlines()
     for at, line in enumerate(lines):
         depth = _indentation(line)
@@ -62,7 +62,7 @@ def by_section(text: str) -> Mapping[str, Mapping[str, Entry]]:
 
 
 def not_utf8() -> Path | None:
-    """The first of the settings files that luigi reads which is not UTF-8."""
+    """The first settings file among those that luigi reads that is not UTF-8."""
     for name in ("/etc/luigi/luigi.cfg", "luigi.cfg", os.environ.get("LUIGI_CONFIG_PATH", "")):
         try:
             Path(name).read_text(encoding="utf-8")
@@ -78,8 +78,8 @@ def _indentation(line: str) -> int:
 
 
 def _continuation(lines: list[str], depth: int) -> Iterator[str]:
-    """The lines that go on with a value: those that are indented more than its key. Between them may be empty ones, and
-    comments."""
+    """The lines that continue a value: those that are indented more than its key. There may be empty lines and comments
+    between them."""
     for line in lines:
         text = line.strip()
         if not text or text.startswith(("#", ";")):

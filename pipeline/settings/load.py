@@ -78,7 +78,7 @@ def _overlaid(overlay: Mapping[str, Mapping[str, str]]) -> Settings:
 
 
 def overlay_errors(overlay: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """What is wrong with single names and values of an overlay."""
+    """What is wrong with individual names and values of an overlay."""
     sections, errors = {section_name(section): section for section in SECTIONS}, []
     for name, values in overlay.items():
         if name not in sections:
@@ -104,7 +104,7 @@ def _parameter(section: Any, key: str) -> luigi.Parameter[Any]:
 def _read(section: type[luigi.Config]) -> Any:
     """Read one section. Raises `UserError`.
 
-    Luigi reads [Phase1] for the class Phase1, so [phase1] is copied there meanwhile. A class phase1 would make luigi's
+    Luigi reads [Phase1] for the class Phase1, so [phase1] is copied there for now. A class phase1 would make luigi's
     `--phase 2` ambiguous with `--phase1-lr`.
     """
     config, name = get_config(), section_name(section)
@@ -142,7 +142,7 @@ def _unescaped_percent(section: str, key: str) -> UserError:
 
 
 def add_defaults() -> None:
-    """Add the project's luigi.cfg below whatever luigi has read, in any current directory."""
+    """Add the project's luigi.cfg below whatever luigi has read, whatever the current directory."""
     defaults = configparser.ConfigParser(interpolation=None)
     defaults.read_string(project_file("luigi.cfg").read_text(encoding="utf-8"))
     config = get_config()

@@ -15,7 +15,7 @@ from pipeline.settings.config_file import Entry, entries
 from pipeline.settings.sections import SECTIONS, section_name
 
 COMMAND_LINE = "the command line"
-#: In a message: a section, a key right behind it, a key with its value, and what can only be a key.
+#: In a message: a section, a key right after it, a key with its value, and what can only be a key.
 _NAMED = re.compile(
     r"\[(?P<section>\w+)\](?: (?P<first>[A-Za-z]\w*))?|\b(?P<key>[A-Za-z]\w*(?= =)|[a-z]+(?:_[a-z0-9]+)+)\b"
 )
@@ -23,7 +23,7 @@ _NAMED = re.compile(
 
 def place(section: str, key: str = "") -> str | None:
     """Where the value of a setting comes from, or without `key` where a section is: `my.cfg:12` or `COMMAND_LINE`.
-    None: nobody gave it, so that it is the project's default."""
+    None: nobody gave it, so it is the project's default."""
     parser = CmdlineParser.get_instance()
     family = {section_name(one): one.__name__ for one in SECTIONS}.get(section)
     if key and parser is not None and family is not None:
@@ -41,7 +41,7 @@ def place(section: str, key: str = "") -> str | None:
 
 
 def placed(message: str) -> str:
-    """`message` with the places of the settings that it names."""
+    """`message`, and where the settings that it names were given."""
     found: dict[str, str | None] = {}
     section = ""
     for match in _NAMED.finditer(message):
@@ -63,8 +63,8 @@ def placed(message: str) -> str:
 
 @contextlib.contextmanager
 def named_places(*, overlaid: bool = False) -> Iterator[None]:
-    """Add to a `UserError` of the block where the settings that it names were given. `overlaid`: the block uses others
-    than this process's, of a sweep's trial, so nothing is added."""
+    """Add to a `UserError` of the block where the settings that it names were given. `overlaid`: the block uses the
+    settings of a sweep's trial, not this process's, so nothing is added."""
     try:
         yield
     except UserError as error:

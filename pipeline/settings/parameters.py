@@ -1,7 +1,7 @@
 """The types of values in luigi.cfg, as luigi parameters whose errors name the value and what is allowed.
 
-Luigi's own say what is allowed only of a number out of range and, in random order, of a choice; not of "1.5" for an
-integer or "perhaps" for a boolean; and OptionalIntParameter accepts -3.
+Luigi's own parameters say what is allowed only for a number out of range and, in random order, for a choice; not for
+"1.5" as an integer or "perhaps" as a boolean; and OptionalIntParameter accepts -3.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Precision(luigi.Config):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The trainer's options; the default of `grad_reduce_in_bf16`, which came later, is left out of identities."""
+        """The trainer's options; the default of `grad_reduce_in_bf16`, added later, is left out of identities."""
         return {"precision": self.mode, **({"grad_reduce_in_bf16": True} if self.grad_reduce_in_bf16 else {})}
 
 
@@ -233,7 +233,7 @@ SECTIONS: tuple[type[luigi.Config], ...] = (
 
 @dataclass(frozen=True)
 class Settings:
-    """All sections, each and together valid."""
+    """All sections, valid individually and together."""
 
     run: Run
     corpus: Corpus

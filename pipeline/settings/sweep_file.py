@@ -11,8 +11,8 @@ hidden_size = 512
 
 [halving]                            # optional
 rungs = [200, 400]                   # steps of phase 1 at which the worse trials stop
-keep = 0.5                           # share that goes on
-bring_back = ["wide"]                # trials that go on in any case
+keep = 0.5                           # share that continues
+bring_back = ["wide"]                # trials that continue in any case
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Halving:
 
     #: Steps of phase 1, ascending.
     rungs: tuple[int, ...] = ()
-    #: Share of the trials at a rung that goes on, at least one.
+    #: Share of the trials at a rung that continues, at least one.
     keep: float = 0.5
-    #: Trials that go on in any case.
+    #: Trials that continue in any case.
     bring_back: tuple[str, ...] = ()
 
 
@@ -137,7 +137,7 @@ def _settings(table: Any, where: str, errors: list[str]) -> Iterator[tuple[str, 
 
 
 def _text(value: Any, where: str, errors: list[str]) -> str:
-    """A value as luigi.cfg has it."""
+    """A value as luigi.cfg writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str | int | float):

@@ -1,4 +1,4 @@
-"""The section on where the numbers of training are shown: [trackers]."""
+"""The section on where training metrics are shown: [trackers]."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def is_complete(stage: StageTask) -> bool:
 
 
 def would_run(task: ChainTask) -> list[StageTask]:
-    """The stages that a run of `task` would make or fetch, in running order: luigi does not look behind one that is
+    """The stages that a run of `task` would make or fetch, in running order: luigi does not look beyond one that is
     complete, or that the store has."""
     needed: set[StageTask] = set()
 

@@ -16,12 +16,12 @@ _PRETRAIN = "pretrain-phase"
 
 
 def of_goals(title: str, goals: Mapping[str, ChainTask], notes: Mapping[str, str]) -> Comparison:
-    """The trials up to `goals`, by name. `notes`: why a trial does not go on, by its name."""
+    """The trials up to `goals`, by name. `notes`: why a trial does not continue, by its name."""
     return Comparison(title, [Trial(name, view(goal), notes.get(name, "")) for name, goal in goals.items()])
 
 
 def of_work_directory(stage_dirs: StageDirs) -> Comparison:
-    """All trainings, oldest first, each named by its directory. Phase 1 of a phase 2 belongs to that."""
+    """All trainings, oldest first, each named by its directory. A phase 1 is part of the phase 2 after it."""
     trainings = [one for one in reversed(stage_dirs.all) if one.label.startswith(_PRETRAIN)]
     chains = {one.path.name: stage_dirs.made_with(one) for one in trainings}
     starts = {up.path for chain in chains.values() for up in chain[:-1] if up.label.startswith(_PRETRAIN)}

@@ -1,4 +1,4 @@
-"""Which earlier training a new one can go on from: the two share everything up to the end of a stable schedule."""
+"""Which earlier training a new one can continue from: the two share everything up to the end of a stable schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.config import TrainConfig
 from trainer.optim.schedule import DECAY_OPTIONS
 from trainer.registry import stable_steps
 
-#: In a training's directory: which one it went on from.
+#: In a training's directory: which one it continued from.
 EXTENDED_FROM = "extended_from.json"
 
 
@@ -50,12 +50,12 @@ def _stable_steps(record: dict[str, Any]) -> int:
 
 
 def stable_checkpoints(task: StageTask, stage_dirs: StageDirs) -> Iterator[StableCheckpoint]:
-    """The checkpoints that `task`, which has none of its own, can go on from, the last step first."""
+    """The checkpoints that `task`, if it has none of its own, can continue from, the last step first."""
     mine = task.identity.record()
     shared = shared_identity(mine)
     if shared is None or checkpoints(task.directory / CHECKPOINTS):
         return iter(())
-    # Of a sweep's trial up to a rung, no further.
+    # A sweep's trial goes only up to its rung.
     latest = min(_stable_steps(mine), getattr(task, "stop_step", None) or sys.maxsize)
     found = [
         StableCheckpoint(other, path, step)
@@ -68,6 +68,6 @@ def stable_checkpoints(task: StageTask, stage_dirs: StageDirs) -> Iterator[Stabl
 
 
 def extended_from(directory: Path) -> str | None:
-    """What the training in `directory` went on from: "step 80 of pretrain-phase1-0123456789"."""
+    """What the training in `directory` continued from: "step 80 of pretrain-phase1-0123456789"."""
     record = read_json(directory / EXTENDED_FROM)
     return None if record is None else f"step {record['step']:,} of {record['directory']}"

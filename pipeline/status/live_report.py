@@ -22,7 +22,7 @@ from stages.view.run import Run
 
 #: Sections that the page and the card show; others may hold credentials.
 _SHOWN = ("run", "corpus", "dataset", "model", "phase1", "phase2", "precision", "cluster", "evaluation", "card")
-#: The page is rewritten after this many times the time that writing it took, at the earliest.
+#: The page is rewritten, at the earliest, after this many times the time that writing it took.
 _AT_MOST_SHARE = 50
 
 

@@ -1,4 +1,4 @@
-"""Every training that is held, in the work directory and in the store, with its results and settings."""
+"""Every training that the work directory and the store hold, with its results and settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MEASURED = {
     _PHASE: ("evaluate", "masked_lm_loss", "masked_lm_accuracy"),
     _MLP: ("evaluate_mlp", "loss", "accuracy"),
 }
-#: The settings that identities know by other names.
+#: The settings that have other names in identities.
 _ALIASES = {"precision": "Precision-mode", "num_epochs": "Mnist-epochs"}
 
 
@@ -72,7 +72,7 @@ class HeldRun:
 
 
 def held_runs(stage_dirs: StageDirs, stored: Collection[str] = ()) -> list[HeldRun]:
-    """All trainings, newest first; phase 1 of a phase 2 belongs to that. `stored`: fingerprints that the store has."""
+    """All trainings, newest first; a phase 1 is part of the phase 2 after it. `stored`: the store's fingerprints."""
     trainings = [one for one in stage_dirs.all if _kind(one) is not None]
     chains = {one.fingerprint: stage_dirs.made_with(one) for one in trainings}
     starts = {up.fingerprint for chain in chains.values() for up in chain[:-1] if _kind(up) is not None}
@@ -90,7 +90,7 @@ def matching(runs: Sequence[HeldRun], conditions: Mapping[str, str]) -> list[Hel
 
 
 def differing(runs: Sequence[HeldRun]) -> list[str]:
-    """Names of the settings that are not the same for all runs that have any of their section."""
+    """Names of the settings that differ among the runs that have any setting of the same section."""
     sections = [{_section(name) for name in run.settings} for run in runs]
     return [
         name
@@ -104,7 +104,7 @@ def _section(name: str) -> str:
 
 
 def _kind(stage_dir: StageDir) -> str | None:
-    """A key of `_MEASURED`; None: it is no training."""
+    """A key of `_MEASURED`; None: it is not a training."""
     return next((kind for kind in _MEASURED if stage_dir.label.startswith(kind)), None)
 
 
@@ -169,7 +169,7 @@ def _size(stage_dir: StageDir) -> int:
 
 
 def _settings(stage_dirs: Sequence[StageDir]) -> Iterator[tuple[str, str]]:
-    """(name, text) of everything that decides the result; what identities leave out at its default, too."""
+    """(name, text) of everything that decides the result, including what identities leave out at its default."""
     seen = set[str]()
     for stage_dir in stage_dirs:
         parameters = dict(stage_dir.record["parameters"])
@@ -185,7 +185,7 @@ def _settings(stage_dirs: Sequence[StageDir]) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def _name(label: str, key: str) -> str:
-    """The setting as luigi's command line has it; `stage.parameter` for what is no setting."""
+    """The setting as luigi's command line names it; `stage.parameter` for what is not a setting."""
     if key in _ALIASES:
         return _ALIASES[key]
     own: dict[str, type[luigi.Config]] = {"phase1": Phase1, "phase2": Phase2, _MLP: Mnist}

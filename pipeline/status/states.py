@@ -129,9 +129,9 @@ def _interrupted(task: StageTask, status: StageStatus) -> StageStatus | None:
 
 
 def _with_history(task: StageTask, status: StageStatus) -> StageStatus:
-    """`status` with the training that this one went on from, and the checkpoints it has set aside, which take space."""
+    """`status` with the training that this one continued from, and checkpoints it has set aside, which take space."""
     details, places = [status.detail], abandoned_checkpoints(task.directory)
-    if task.resumes and status.state != "complete":  # of a complete one the report has it
+    if task.resumes and status.state != "complete":  # the report has that of a complete one
         details.append(str(goodput(status.attempts, MetricsFile(task.directory / METRICS).read())))
     if (origin := extended_from(task.directory)) is not None:
         details.append(f"went on from {origin}")

@@ -1,4 +1,4 @@
-"""What a shared store has that the work directory has not, in the form of stage directories."""
+"""What a shared store has that the work directory lacks, in the form of stage directories."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class StoredDir(StageDir):
     """A stage in a store. `path`: the name that its directory would have. `record`: its manifest, or what the state of
-    the newest checkpoint tells."""
+    the newest checkpoint says."""
 
     bytes: int
     #: Optimizer steps of a training that is not complete; None of a complete stage.
@@ -32,8 +32,8 @@ class StoredDir(StageDir):
 
 
 def stored_dirs(backend: Backend, contents: Contents, here: Collection[str]) -> Iterator[StoredDir]:
-    """The complete stages, and the trainings with a checkpoint, whose fingerprints are not among `here`. What is
-    damaged is noted. Raises `UserError`."""
+    """The complete stages, and the trainings with a checkpoint, whose fingerprints are not among `here`. Damaged ones
+    are noted in the log. Raises `UserError`."""
     stages = [stage for stage in contents.stages if stage.record.fingerprint not in here]
     complete = {stage.record.fingerprint for stage in contents.stages}
     trainings = [

@@ -12,7 +12,7 @@ DIRECTORY, ADDRESS = "tensorboard", "address.json"
 
 
 def address(work_dir: Path) -> str | None:
-    """The URL of the TensorBoard of `work_dir`; None: it does not run."""
+    """The URL of the TensorBoard of `work_dir`; None: it is not running."""
     if holder(work_dir / DIRECTORY) is None:
         return None
     return (read_json(work_dir / DIRECTORY / ADDRESS) or {}).get("url")

@@ -1,4 +1,4 @@
-"""Sends to trackers what they lack of trainings that are over, and the results of evaluations."""
+"""Sends trackers what they still lack of finished trainings, and the results of evaluations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that push to the store beside luigi and its stages (`python -m stages.sync`)."""
+"""Processes that push to the store alongside luigi and its stages (`python -m stages.sync`)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from common.process import PARENT_VARIABLE
 from common.secrets import hidden_words
 from stages.store.options import StoreOptions
 
-#: What they say, in the stage's directory.
+#: Their output, in the stage's directory.
 _LOG = "store.log"
-#: Seconds after which a companion that died is started again, and between lines on a push that is waited for.
+#: Seconds after which a companion that died is started again, and between log lines while a push is awaited.
 _AGAIN_S, _SAY_EVERY_S = 5.0, 30.0
-#: Seconds in which a companion ends that is asked to.
+#: Seconds in which a companion ends when asked to.
 _PATIENCE_S = 5.0
 
 
 class CompanionProcess:
-    """The process beside a stage. Restarted if it dies; if it has lost the turn, this process is asked to stop."""
+    """The process alongside a stage. Restarted if it dies; if it has lost the lease, this process is asked to stop."""
 
     def __init__(self, options: StoreOptions, label: str, directory: Path, holder: str, token: int) -> None:
         self._label, self._directory = label, directory
@@ -71,13 +71,13 @@ class CompanionProcess:
         self._thread.join()
 
     def leave(self) -> None:
-        """Let it push the complete stage; this process waits for it at its end."""
+        """Let it push the complete stage; this process waits for it before it ends."""
         self._over.set()
         await_at_exit(self._process, self._label, self._directory)
 
 
 def start_sync(sync: Sequence[str], directory: Path) -> subprocess.Popen[bytes]:
-    """Start `python -m stages.sync …`, which dies with this process; what it says goes to a log in `directory`."""
+    """Start `python -m stages.sync …`, which dies with this process; its output goes to a log in `directory`."""
     with (directory / _LOG).open("ab") as file:
         return subprocess.Popen(
             [sys.executable, *sync], stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
@@ -95,7 +95,7 @@ _unpushed: dict[Path, tuple[StoreOptions, str]] = {}
 
 
 def await_at_exit(process: subprocess.Popen[bytes], label: str, directory: Path) -> None:
-    """Wait for a push at the end of this process; at once in a worker of luigi's, which others do not wait for."""
+    """Wait for a push when this process ends; in one of luigi's worker processes, wait now."""
     _at_exit()
     _pending.append((process, label, directory))
     if multiprocessing.parent_process() is not None:

@@ -1,8 +1,8 @@
-"""What the store has is fetched, what is made is pushed beside the run (`[store]`).
+"""What the store has is fetched, what is made is pushed alongside the run (`[store]`).
 
-Around the making of a stage, whose lock is held, `making` takes the lease, fetches what the store has, and
+`making` surrounds the making of a stage whose lock is held: it takes the lease, fetches what the store has, and
 starts a companion process that keeps the lease and pushes. That process outlives the stage until all is pushed; luigi
-waits for it at its end.
+waits for it before it ends.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 #: What a stage counts as in [store] push and pull; None: it stays on its machine.
 Kind = Literal["shards", "models"] | None
-#: Seconds between two looks at another machine that has the lease, and between lines on a wait.
+#: Seconds between checks on another machine that has the lease, and between log lines while waiting.
 _LOOK_S, _SAY_EVERY_S = 2.0, 30.0
-#: Seconds between lines on the last push of an interrupted training.
+#: Seconds between log lines on the last push of an interrupted training.
 _REPORT_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
 class SharedStage:
-    """A stage, as far as the store needs it."""
+    """What the store needs to know about a stage."""
 
     label: str
     fingerprint: str
@@ -102,7 +102,7 @@ class SharedStore:
         return find_stage(self.backend, stage.label, stage.fingerprint) if self.pulls(stage) else None
 
     def fetch(self, stage: SharedStage) -> bool:
-        """Fetch the complete stage, if the store has it whole; whether it did. Raises `UserError`."""
+        """Fetch the complete stage, if the store has it whole; returns whether it did. Raises `UserError`."""
         from stages.directory.progress import Progress
         from stages.store.complete import fetch_stage
         from stages.store.files import NotUsable
@@ -127,10 +127,10 @@ class SharedStore:
 
     @contextlib.contextmanager
     def making(self, stage: SharedStage, *, attached: bool) -> Iterator[bool]:
-        """Around the making of a stage whose lock is held. Yields whether it was fetched and nothing is to be made.
+        """Surrounds the making of a stage whose lock is held. Yields whether it was fetched, with nothing left to make.
         `attached`: a job writes to its directory already, so nothing is fetched into it.
 
-        Waits while another machine makes it. Raises `LeaseLost` if that takes over meanwhile; `UserError`.
+        Waits while another machine makes it. Raises `LeaseLost` if another takes over meanwhile; `UserError`.
         """
         if not attached and self.fetch(stage):
             yield True
@@ -160,7 +160,7 @@ class SharedStore:
             companion.stop()
             if companion.lost:
                 raise LeaseLost(companion.lost) from None
-            # A job that trains on is this machine's for as long as its lease lasts: luigi, started again, goes on.
+            # A job that trains on is this machine's for as long as its lease lasts: luigi, started again, resumes it.
             self._hand_over(stage, lease, releases=not isinstance(error, Detached))
             raise
         if (stage.directory / MANIFEST).exists():
@@ -201,8 +201,8 @@ class SharedStore:
             log(f"{stage.label}: goes on from {found.name}, fetched from {self.backend.url}")
 
     def _hand_over(self, stage: SharedStage, lease: Lease, *, releases: bool = True) -> None:
-        """Push the newest checkpoint, then, if it `releases` the lease, let another machine take it. A store that does
-        not answer is noted: the work directory has everything."""
+        """Push the newest checkpoint; then, if `releases`, release the lease, so that another machine can take it. A
+        store that does not answer is noted: the work directory has everything."""
         from stages.store.companion import Companion
         from stages.store.lease import Lease as LeaseOf
         from stages.store.lease import lease_key
@@ -216,7 +216,7 @@ class SharedStore:
             if newest is not None:
                 has = next((one.name for one in reversed(again.record.checkpoints)), "none")
                 what = f"{stage.label}: pushing {newest.name} (the store has {has})"
-                # Another machine may be waiting for the lease; if it gets that, the push says so.
+                # Another machine may be waiting for the lease; if it gets it, the push says so.
                 with last.renewing(lambda error: None), _said(what, newest) as report:
                     last.push_newest(report)
             if releases:
@@ -249,8 +249,8 @@ def _ended_by_loss(companion: CompanionProcess) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _said(what: str, checkpoint: Path) -> Iterator[Callable[[int], None]]:
-    """Log how far the transfer of a checkpoint is, from time to time, whether it moves or not: this machine may be gone
-    before its end."""
+    """Log from time to time how far the transfer of a checkpoint is, even while it does not advance: this machine may
+    be gone before its end."""
     total = sum(path.stat().st_size for path in checkpoint.iterdir())
     moved = 0
 

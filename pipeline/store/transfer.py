@@ -1,4 +1,4 @@
-"""Progress of what is moved to a store or from it."""
+"""Progress of transfers to and from a store."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class PipelineTask(luigi.Task):
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         with exits.while_scheduling():
             self.settings = overlaid(self.overlay)
-        # Luigi makes the task that was asked for first.
+        # Luigi creates the requested task first.
         console.choose_once(console.QUIET if self.quiet else self.settings.run.console)
         # Stages of different work directories must not block each other on a shared luigid.
         others = json.dumps(self.overlay, default=dict) if self.overlay else ""

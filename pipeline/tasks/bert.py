@@ -81,7 +81,7 @@ class Precompile(ModelStage):
 
 
 class Pretrain(ModelStage, Training):
-    """Trains one phase, in processes of its own; an interrupted phase goes on from its last checkpoint."""
+    """Trains one phase, in processes of its own; an interrupted phase resumes from its last checkpoint."""
 
     format_version = 2  # 2: initial weights, sample order and dropout from independent streams
     phase = luigi.IntParameter(description="1 or 2")
@@ -174,7 +174,7 @@ class Pretrain(ModelStage, Training):
 
 class ConvertCheckpoint(ModelStage):
     """What phase 2 starts from, as one whole checkpoint on the CPU: phase 1's, from whatever devices and layout; or
-    the one that [phase2] start_from names, of whatever format, in place of phase 1."""
+    the one that [phase2] start_from names, in whatever format, in place of phase 1."""
 
     @property
     def given(self) -> Secret:
@@ -254,7 +254,7 @@ class Evaluate(EvaluationStage, Reported):
 
 
 class Report(Reported):
-    """All of it on one page, and the model card beside the model."""
+    """The whole run on one page, and the model card beside the model."""
 
     def requires(self) -> dict[str, Stage]:
         return {"merge_shards": self.sibling(MergeShards), "evaluate": self.sibling(Evaluate)}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def dataset_of(task: ChainTask, phase: int) -> Stage:
     """The stage that provides a phase's shards: a download if [dataset] names one, else a build from text.
 
-    `task`: any of the chain. Raises `UserError` if one trained phase would use downloaded shards and the other built
+    `task`: any task of the chain. Raises `UserError` if one trained phase would use downloaded shards, the other built
     ones.
     """
     download = task.sibling(DownloadDataset, phase=phase)
@@ -60,7 +60,7 @@ def masking_options(task: ChainTask, phase: int) -> dict[str, Any]:
 
 
 def _require_one_vocabulary(settings: Settings) -> None:
-    """Refuse to mix downloaded and built shards: downloaded ones lack their vocabulary, so a match is unprovable."""
+    """Refuse to mix downloaded and built shards: downloaded ones lack their vocabulary, so no match can be checked."""
     dataset = settings.dataset
     if settings.phase2.start_from or bool(dataset.phase1_url) == bool(dataset.phase2_url):
         return
@@ -84,7 +84,7 @@ class BuiltStage(Stage):
 
     @property
     def restarts(self) -> bool:
-        return self.nodes > 1  # what a lost machine has not made is then made
+        return self.nodes > 1  # to make what a lost machine has not made
 
 
 class TokenizeCorpus(BuiltStage):
@@ -115,7 +115,7 @@ class TokenizeCorpus(BuiltStage):
             return super().identity
         except UserError as error:
             given = {name: getattr(self.settings.corpus, name) for name in ("vocab_file", "held_out_source", "source")}
-            # Not as a shell splits it, which may be what cannot be done.
+            # Not split as a shell does it, because that may be what failed.
             words = {name: re.split(r"[\s'\"]+", text) for name, text in given.items()}
             at = next((f" {name}:" for name in given if any(word in str(error) for word in words[name] if word)), "")
             with named_places(overlaid=bool(self.overlay)):
@@ -203,7 +203,7 @@ class UsesModel(Stage):
         return {**self.settings.model.param_kwargs, **({} if self.next_sentence else {"next_sentence": False})}
 
     def masking_identity(self, phase: int) -> dict[str, Any]:
-        """The parameters by which masks decide a phase's training."""
+        """The parameters by which masks affect a phase's training."""
         rate, settings = mask_rate(self, phase), self.settings.phase(phase)
         masking = masking_options(self, phase) or {"max_pred_len": settings.max_pred_len}
         if rate is not None and rate.last != rate.first and settings.schedule in STABLE_SCHEDULES:

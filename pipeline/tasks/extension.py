@@ -26,10 +26,10 @@ from trainer.checkpoint.directory import CHECKPOINTS, checkpoints, why_invalid
 
 
 def extend(task: StageTask) -> None:
-    """Give the training `task`, whose lock is held, the last stable checkpoint of one that is the same up to there.
+    """Give the training `task`, whose lock is held, the last stable checkpoint of one that is the same up to that step.
 
     The trainer then continues from it as after an interruption. Without one, or with checkpoints of its own, nothing
-    changes. A training that runs is not read, and every byte is verified; what is left out is logged. Raises
+    changes. A running training is not read, and every byte is verified; what is skipped is logged. Raises
     `DiskError`.
     """
     if task.settings.cluster.follows or checkpoints(task.directory / CHECKPOINTS):  # node 0 does it for all
@@ -55,7 +55,7 @@ def extend(task: StageTask) -> None:
 
 
 def _link(stable: StableCheckpoint, task: StageTask) -> None:
-    """Link the checkpoint into the directory of `task`, after what belongs to it: interrupted, it is done again."""
+    """Link the checkpoint into `task`'s directory, after the files that go with it: if interrupted, it is redone."""
     source, directory = stable.stage_dir, task.directory
     final = directory / CHECKPOINTS / stable.path.name
     temporary = final.with_name(final.name + TEMPORARY_SUFFIX)

@@ -1,4 +1,4 @@
-"""What phase 1 starts from, where it is not BERT's random weights."""
+"""What phase 1 starts from, if not from BERT's random weights."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class EmbedWords(Stage):
 def embedded(task: ChainTask, phase: int) -> dict[str, EmbedWords]:
     """The stage that makes a phase's initial word embeddings, by its role; none if they are random or another phase's.
 
-    `task`: any of the chain.
+    `task`: any task of the chain.
     """
     task = task.sibling(EmbedWords)
     return {"word_embeddings": task} if phase == 1 and task.settings.phase1.word_embeddings == COOCCURRENCE else {}
 
 
 def initial_attention(task: ChainTask, phase: int) -> dict[str, str]:
-    """The trainer's option for what a phase's heads attend to in the beginning; none if that is random."""
+    """The trainer's option for what a phase's heads attend to at the beginning; none if that is random."""
     attention = task.settings.phase1.initial_attention
     return {"initial_attention": attention} if phase == 1 and attention != RANDOM else {}
 

@@ -66,7 +66,7 @@ class TrainMlp(Training):
 
 
 class EvaluateMlp(EvaluationStage):
-    """The accuracy of the saved model on the images that were kept apart."""
+    """The accuracy of the saved model on the held-out images."""
 
     on_cluster = imports_torch = True
 

@@ -1,4 +1,4 @@
-"""Choose the night that a night continues, and take over what it needs, durably: before anything else starts."""
+"""Choose the night that this one continues, and take over what it needs, durably, before anything else starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.state import TrainState
 
 #: A night's settings, in its directory; set LUIGI_CONFIG_PATH to it for `python -m pipeline status` and `why`.
 CONFIG = "night.cfg"
-#: Settings on which the vocabulary, the checkpoint's moments, or what is held out and how it is measured depend.
+#: Settings that affect the vocabulary, the checkpoint's moments, or what is held out and how it is measured.
 _MUST_AGREE = (
     ("corpus", "lower_case"), ("corpus", "document"), ("corpus", "vocab_size"), ("dataset", "next_sentence"),
     ("phase1", "optimizer"), ("phase2", "max_pred_len"), ("evaluation", "max_samples"),
@@ -65,7 +65,7 @@ class _Candidate:
     """A complete night that can be continued."""
 
     directory: Path
-    #: Of its chain, by label.
+    #: Its chain's stages, by label.
     stages: dict[str, StageDir]
     checkpoint: Path
 
@@ -126,7 +126,7 @@ def _candidate(night: Path) -> _Candidate | str:
 
 
 def _candidates(accepted: Sequence[Path]) -> Iterator[_Candidate]:
-    """Those of the nights `accepted` that can be continued, in order; others are logged."""
+    """Those of the `accepted` nights that can be continued, in order; others are logged."""
     for night in accepted:
         found = _candidate(night)
         if isinstance(found, str):
@@ -158,7 +158,7 @@ def require_agreement(settings: Settings, texts: Texts, night: Path, accepted: S
 def take_over(night: Path, accepted: Sequence[Path]) -> Parent | None:
     """Decide, once, what the night in the directory `night` continues: the first of `accepted` that is whole.
 
-    None: it trains anew. A night that was interrupted keeps what was decided. Raises `DiskError`.
+    None: it trains from the start. A night that was interrupted keeps what was decided. Raises `DiskError`.
     """
     if (night / PARENT / RECORD).exists():
         return decided(night)
@@ -191,7 +191,7 @@ def _fill(directory: Path, found: _Candidate) -> None:
 
 
 def overrides(parent: Parent | None) -> dict[str, dict[str, str]]:
-    """The settings of a night that continues `parent`: its learning rate is at the top already, its vocabulary and
+    """The settings of a night that continues `parent`: its learning rate is already at its peak, its vocabulary and
     held-out documents are given."""
     if parent is None:
         return {}
@@ -215,7 +215,7 @@ def _settings_of(night: Path) -> Texts:
 
 
 def _require_agreement(settings: Settings, texts: Texts, record: dict[str, Any], vocabulary: Path) -> None:
-    """Raise `UserError` if tonight's settings contradict what the night in `record` is continued with."""
+    """Raise `UserError` if tonight's settings contradict those with which the night in `record` can be continued."""
     theirs = ModelConfig.of_hugging_face(record["model"])
     mine = settings.model.config(theirs.vocab_size)
     pairs = {

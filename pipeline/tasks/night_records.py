@@ -72,7 +72,7 @@ def judged(
     """The gate's decision: the night of `date` is accepted if its held-out loss is at most that of the best accepted
     night before it, on the same held-out shards, plus `tolerance` in nats. None: there is no gate, or no such night.
 
-    Compared with the last one, each of many nights could be a little worse.
+    If each were compared with the last one, every night could be a little worse than the one before.
     """
     if tolerance is None or not facts["held_out"]:
         return None

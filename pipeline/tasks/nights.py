@@ -86,8 +86,8 @@ class NightDirs:
         return {"LUIGI_CONFIG_PATH": str(directory / CONFIG), SECRETS_VARIABLE: json.dumps(hidden)}
 
     def record(self, date: datetime.date, facts: dict[str, Any]) -> None:
-        """Move `latest` to the newest accepted night, then record that the night is complete: killed in between, it is
-        started again and does both. Raises `DiskError`."""
+        """Move `latest` to the newest accepted night, then record that the night is complete: if killed in between, it
+        is started again and does both. Raises `DiskError`."""
         accepted = set(self._accepted()) - {date.isoformat()}
         if night_records.is_accepted(facts):
             accepted.add(date.isoformat())
@@ -174,7 +174,7 @@ def names_date(settings: Settings) -> bool:
 
 
 def overlay_of(settings: Settings, date: datetime.date) -> dict[str, dict[str, str]]:
-    """The settings that name the date, with it put in."""
+    """The settings that name the date, with it filled in."""
     before, after = _texts(settings), _texts(settings, date)
     changed = {
         section: {key: text for key, text in values.items() if text != before[section][key]}
@@ -185,7 +185,7 @@ def overlay_of(settings: Settings, date: datetime.date) -> dict[str, dict[str, s
 
 
 def _texts(settings: Settings, date: datetime.date | None = None) -> dict[str, dict[str, str]]:
-    """All settings of the chain by section and key, as text for luigi.cfg; with `date` put in where they name it."""
+    """All settings of the chain by section and key, as text for luigi.cfg; with `date` filled in where they name it."""
     sections = {section_name(section): section for section in SECTIONS if section is not Nights}
     texts = {
         name: {key: _text(getattr(getattr(settings, name), key)) for key, _ in section.get_params()}

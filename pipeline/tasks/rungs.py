@@ -20,7 +20,7 @@ from trainer.checkpoint.directory import CHECKPOINTS
 
 
 class PretrainToRung(Pretrain):
-    """Phase 1 up to a step, where it leaves a checkpoint. It has the directory of `Pretrain`, which goes on there."""
+    """Phase 1 up to a step, where it saves a checkpoint. It shares the directory of `Pretrain`, which goes on there."""
 
     phase = 1
     stop_step: luigi.IntParameter = luigi.IntParameter(description="stop after this step")
@@ -31,7 +31,7 @@ class PretrainToRung(Pretrain):
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint of the rung; removed when training goes on."""
+        """The checkpoint of the rung; removed when training continues."""
         return self.directory / CHECKPOINTS / f"ckpt_{self.stop_step}"
 
     def why_incomplete(self) -> str | None:

@@ -25,7 +25,7 @@ from stages.directory.manifest import MANIFEST, AlreadyComplete, StartTime, clai
 
 
 class RunnableStage(PlacedStage, Protocol):
-    """What a runner needs of a stage."""
+    """What a runner needs from a stage."""
 
     @property
     def restarts(self) -> bool: ...
@@ -64,7 +64,7 @@ class Runner:
 
     def __init__(self, stage: RunnableStage, launcher: Launcher) -> None:
         self._stage, self._launcher = stage, launcher
-        #: What its command has said last.
+        #: The last line of its command's output.
         self._last_line = ""
         self._restarts: RestartPolicy = (
             RestartWhileProgressing(stage.directory) if stage.restarts else RestartAfterHang()

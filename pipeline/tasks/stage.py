@@ -78,7 +78,7 @@ class Stage(ChainTask):
         return self.settings.run.stage_hang_timeout_s or None
 
     def finish(self, start: StartTime) -> None:
-        """Called when the command has succeeded; a hook, as commands in `stages` write their own manifest."""
+        """Called when the command has succeeded; only a hook, as commands in `stages` write their own manifest."""
 
     # Derived from these.
 
@@ -107,7 +107,7 @@ class Stage(ChainTask):
     @property
     def max_steps(self) -> int | None:
         """Optimizer steps of a training; None for other stages, or if they are not known yet: they depend on the data
-        or on the time of a step."""
+        or on the time per step."""
         return None
 
     def ends(self) -> list[Stage]:
@@ -152,7 +152,7 @@ class Stage(ChainTask):
 
     @contextlib.contextmanager
     def making(self, *, attached: bool) -> Iterator[bool]:
-        """Around making the stage, whose lock is held; yields whether it was fetched from the store instead.
+        """Surrounds the making of the stage, whose lock is held; yields whether it was fetched from the store instead.
         `attached`: a job of an earlier run is making it.
 
         Raises `UpstreamMissing` if it was to be fetched and cannot be.
@@ -180,7 +180,7 @@ class Stage(ChainTask):
                 return False
             if latest.is_older(self.label, self.directory):
                 latest.link(self.label, self.directory)  # a run was killed after its manifest, before the link
-            if self.store is not None and (self.directory / MANIFEST).exists():  # a rung is complete without
+            if self.store is not None and (self.directory / MANIFEST).exists():  # a rung is complete without one
                 self.store.push_later(self.shared)
             return True
 
@@ -204,8 +204,8 @@ class Stage(ChainTask):
         return contextlib.nullcontext()
 
     def run(self) -> Iterator[Sequence[object]] | None:
-        """Complete the stage. Raises `UserError`, which fails the task. Returns what luigi is to run first, and then
-        this again, if the store could not give what it had promised."""
+        """Complete the stage. Raises `UserError`, which fails the task. If the store could not give what it had
+        promised, returns what luigi is to run first, before it runs this again."""
         try:
             with exits.while_running(), contextlib.nullcontext() if self.settings.cluster.follows else reports(self):
                 self.make()

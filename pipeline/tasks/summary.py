@@ -48,7 +48,7 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
 
 
 def _details(evaluated: dict[str, Any]) -> str:
-    """Accuracy by the pieces' frequency and bits per character, of those that were measured."""
+    """Accuracy by the pieces' frequency and bits per character, as far as they were measured."""
     classes = {"frequent": "the 100 most frequent pieces", "common": "the next 900", "rare": "the rest"}
     shares = {of: evaluated.get(f"masked_lm_accuracy_{name}") for name, of in classes.items()}
     accuracies = ", ".join(f"{share:.1%} on {of}" for of, share in shares.items() if share is not None)
@@ -58,7 +58,7 @@ def _details(evaluated: dict[str, Any]) -> str:
 
 
 def _next(evaluated: dict[str, Any]) -> str:
-    """A held-out prompt that the model answers right, to try; in general, if there is none."""
+    """A held-out prompt that the model answers right, to try; a general one if there is none."""
     prompts = evaluated.get("prompts", ())
     if not prompts:
         return 'python -m pipeline try "The answer is [MASK]."'

@@ -41,7 +41,7 @@ _read = functools.cache(sweep_file.read)
 
 class Trial(ChainTask):
     """A trial of a sweep, up to a rung or to its end. Luigi sees one task: its stages run in order, and a failure is
-    recorded, so that the other trials and the next rung go on."""
+    recorded, so that the other trials and the next rung continue."""
 
     sweep: luigi.Parameter[str] = luigi.Parameter(description="the sweep's name")
     trial: luigi.Parameter[str] = luigi.Parameter(description="the trial's name")
@@ -64,12 +64,12 @@ class Trial(ChainTask):
         return pretrain.why_incomplete() is None and not pretrain.checkpoint.exists()
 
     def error(self) -> str | None:
-        """What the trial has failed with in this run."""
+        """The error that the trial has failed with in this run, if any."""
         record = self.failure()
         return str(record["error"]) if record.get("at", 0) >= _BEGAN else None
 
     def failure(self) -> dict[str, Any]:
-        """What it failed with the last time, and when; {} if it never failed."""
+        """What it last failed with, and when; {} if it never failed."""
         return read_json(self._failure) or {}
 
     @property
@@ -119,10 +119,10 @@ class Trial(ChainTask):
 class Decision:
     """What becomes of the trials at a rung."""
 
-    #: What they are ranked by, and the losses of those that are.
+    #: The kind of loss they are ranked by, and the losses of those that are ranked.
     by: str
     losses: Mapping[str, float]
-    #: The share of these that `keep` names.
+    #: The best of these, in the share that `keep` sets.
     best: Sequence[str]
     #: The best, those brought back and those that are not ranked, in the order of the file.
     going: Sequence[str]
@@ -193,7 +193,7 @@ class Sweep(PipelineTask):
             for rung in (*self.file.halving.rungs, None):
                 trials = self._trials(names, rung)
                 yield list(trials.values())
-                # Not those that failed after this rung, at which they count as before.
+                # Not those that failed after this rung: at this one they still count.
                 failed += [name for name, one in trials.items() if one.error() is not None and not one.reached()]
                 names = [name for name in names if name not in failed]
                 if rung is not None:

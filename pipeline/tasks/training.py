@@ -1,4 +1,4 @@
-"""Base classes of training stages, for their command and manifest, and of evaluations of what they have trained."""
+"""Base classes of training stages, for their command and manifest, and of evaluations of the trained models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Training(Stage):
         raise NotImplementedError
 
     def inputs(self) -> dict[str, Any]:
-        """What identifies what the training starts from, if that is no stage of its chain. Raises `UserError`."""
+        """Identifies what the training starts from, if that is not a stage of its chain. Raises `UserError`."""
         return {}
 
     @functools.cached_property
@@ -61,7 +61,7 @@ class Training(Stage):
         options = {_option_name(name): value for name, value in (given | others).items() if value is not None}
         # The two phases and the MLP may run at the same time, so each uses its own port.
         command = trainer_command(self.settings.cluster, options, port_offset=getattr(self, "phase", 3) - 1)
-        # A trial, which has no output, is shown nowhere.
+        # A trial has no output and is not shown in trackers.
         return command + (words(self.settings.trackers.options) if "output_dir" in others else [])
 
     @property

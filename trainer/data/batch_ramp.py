@@ -10,7 +10,7 @@ from common.errors import UserError
 @dataclass(frozen=True)
 class BatchRamp:
     """A global batch that begins with one of `parts` equal parts and is whole from batch `steps` on (Cramming, Geiping
-    and Goldstein 2022, arXiv:2212.14034). Batches are counted in absolute steps, so a longer run begins with the same."""
+    and Goldstein 2022, arXiv:2212.14034). Batches are counted in absolute steps, so a longer run has the same."""
 
     steps: int = 0
     parts: int = 1

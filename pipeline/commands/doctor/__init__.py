@@ -37,9 +37,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line for each check, and one for each stage to make; 1: there is a problem."""
+    """Print a line for each check, and one for each stage to make; returns 1 if there is a problem."""
     plan, found = _plan(args), list[Finding]()
-    plan.stages()  # raises `UserError` for settings of which no chain can be made
+    plan.stages()  # raises `UserError` for settings from which no chain can be built
 
     def say(finding: Finding) -> None:
         found.append(finding)
@@ -80,7 +80,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _examine(plan: Plan) -> Iterator[Finding]:
-    """All checks but that of the disk, which needs the estimates. Those that ask servers come before the clock's."""
+    """All checks except the disk's, which needs the estimates. Those that ask servers come before the clock's."""
     from pipeline.commands.doctor import cluster, machine, network, places
 
     checks: tuple[Check, ...] = (
@@ -98,7 +98,7 @@ def _examine(plan: Plan) -> Iterator[Finding]:
 
 
 def _estimates(plan: Plan, *, measures: bool, is_sound: bool, say: Callable[[Finding], None]) -> Sequence[Estimate]:
-    """Of the stages to make, by what is in the work directory and, if it `measures`, by a short run."""
+    """For the stages to make, from what is in the work directory and, if `measures`, from a short run."""
     from pipeline.commands.doctor.disk import disk
     from pipeline.commands.doctor.estimates import Estimates
     from pipeline.commands.doctor.measure import measured
@@ -126,7 +126,7 @@ def _line(finding: Finding) -> str:
 
 
 def _table(estimates: Sequence[Estimate]) -> Iterator[str]:
-    """The stages to make, with their time, disk and what tells it."""
+    """The stages to make, with their time, disk space and the source of both."""
     if not estimates:
         yield "nothing is to be made: everything is complete"
         return

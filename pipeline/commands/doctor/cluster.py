@@ -93,7 +93,7 @@ def ports(plan: Plan) -> Iterator[Finding]:
 
 
 def _meeting_ports(plan: Plan) -> list[int]:
-    """A training's own port: that of its phase, or of the MLP."""
+    """The trainings' own ports: one for each phase, and the MLP's."""
     first = plan.settings.cluster.master_port
     offsets = {getattr(stage, "phase", 3) - 1 for stage in plan.stages() if stage.on_all_nodes}
     return sorted(first + offset for offset in offsets)

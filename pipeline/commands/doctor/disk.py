@@ -10,7 +10,7 @@ from pipeline.commands.doctor.estimates import Estimate
 from pipeline.commands.doctor.finding import Finding, Plan
 from stages.view.text import size
 
-#: Less is filled by logs, reports and metrics alone.
+#: Any less would be filled by logs, reports and metrics alone.
 _LEAST_BYTES = 16 << 20
 
 

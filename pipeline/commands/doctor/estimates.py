@@ -1,5 +1,5 @@
 """How long each stage to make will take and how much disk it needs, from what this machine did before: the manifests of
-complete stages in the work directory. What nothing tells is unknown."""
+complete stages in the work directory. What they do not show is unknown."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from stages.view.curves import MetricsFile
 from stages.view.status import StageStatus
 from trainer.models.config import ModelConfig
 
-#: Bytes of a parameter in a checkpoint: an fp32 weight, and with the optimizer two fp32 moments.
+#: Bytes per parameter in a checkpoint: an fp32 weight, and with the optimizer two fp32 moments.
 _WEIGHT_BYTES, _STATE_BYTES = 4, 12
-#: Settings of examples that change how many there are, not how one is made.
+#: Settings that change how many examples there are, not how one is made.
 _COUNTS = ("dupe_factor", "shards", "seed")
 
 
@@ -36,19 +36,19 @@ class Estimate:
 
     stage: str
     seconds: float | None = None
-    #: At its peak, without what is in its directory already.
+    #: At its peak, without what is already in its directory.
     bytes: int | None = None
-    #: What tells it.
+    #: Where the estimate comes from.
     source: str = "no stage of this kind was made here before"
 
 
 @dataclass(frozen=True)
 class _Before:
-    """A complete stage and its amount of work, in units that a stage to make has too."""
+    """A complete stage and its amount of work, in a unit that also fits a stage to make."""
 
     stage_dir: StageDir
     units: float
-    #: Bytes of its outputs; seconds of its work, of all attempts if there were several.
+    #: Bytes of its outputs; seconds of its work, over all attempts if there were several.
     bytes: int
     seconds: float
 
@@ -68,13 +68,13 @@ class _Before:
 
 
 class Estimates:
-    """Those of a plan's stages, from all stages of `work_dirs`, those of the first one before the others'."""
+    """Those of a plan's stages, from all stages of `work_dirs`; the first one's come before the others'."""
 
     def __init__(self, plan: Plan, work_dirs: Sequence[StageDirs]) -> None:
         self._plan, self._work_dirs = plan, work_dirs
 
     def all(self) -> list[Estimate]:
-        """Of all stages that a run would make, in running order."""
+        """Estimates of all stages that a run would make, in running order."""
         return [self._with_place(stage, self._of(stage)) for stage in self._plan.to_make()]
 
     def _of(self, stage: Stage) -> Estimate:
@@ -100,12 +100,12 @@ class Estimates:
         return known
 
     def _with_place(self, stage: Stage, found: Estimate) -> Estimate:
-        """Without the bytes that an interrupted run has left."""
+        """The estimate without the bytes that an interrupted run has left."""
         there = size_bytes(stage.directory) if found.bytes is not None and _has_directory(stage) else 0
         return found if found.bytes is None else replace(found, bytes=max(0, found.bytes - there))
 
     def _before(self, label: str) -> Iterator[StageDir]:
-        """Complete stages of this name, newest first, those of this machine before others'."""
+        """Complete stages of this name, newest first, but this machine's before others'."""
         for stage_dirs in self._work_dirs:
             complete = [one for one in stage_dirs.by_label[label] if one.is_complete]
             yield from sorted(complete, key=lambda one: _host(one) not in ("", socket.gethostname()))
@@ -114,7 +114,7 @@ class Estimates:
         return next(dirs.made_with(stage_dir) for dirs in self._work_dirs if stage_dir in dirs.all)
 
     def _is_alike(self, before: StageDir, stage: Stage) -> bool:
-        """Whether a stage without an amount of its own was made for the same model."""
+        """Whether a stage that has no unit of work was made for the same model."""
         trained = [one for one in self._made_with(before) if one.label.startswith("pretrain")]
         trainings = [one for one in self._plan.stages() if isinstance(one, Pretrain)]
         if trained and trainings:
@@ -129,7 +129,7 @@ class Estimates:
             if counts.get("text_bytes"):
                 before = _Before.of(one, counts["text_bytes"])
                 found = before.scaled(stage.label, _text_bytes(sources), "bytes of text")
-                if is_dump == ("pages" in counts["read"]):  # taking text out of markup is most of the work
+                if is_dump == ("pages" in counts["read"]):  # extracting text from markup is most of the work
                     return found
                 disk_only = replace(found, seconds=None, source=f"disk {found.source}, of text of another kind")
         return disk_only
@@ -167,7 +167,7 @@ class Estimates:
         length = self._plan.lengths.get(f"[dataset] phase{stage.phase}_url")
         if length is None:
             return Estimate(stage.label, source="its size is not known: see network")
-        needs = 2 * length  # the archive, and what is unpacked of it
+        needs = 2 * length  # the archive, and what is unpacked from it
         for one in self._before(stage.label):
             before = _Before.of(one)
             if before.bytes:
@@ -205,7 +205,7 @@ class Estimates:
         return Estimate(stage.label)
 
     def _trained_before(self, stage: Pretrain) -> Iterator[StageDir]:
-        """Complete trainings of the same model on as long rows with as many workers, of any number of steps."""
+        """Complete trainings of the same model with the same row length and worker count; their steps may differ."""
         wanted = {"model": stage.model_parameters(), **_of(stage.parameters(), "seq_len", "precision")}
         for one in self._before(stage.label):
             same_workers = one.record["counts"]["num_workers"] == stage.settings.cluster.workers
@@ -251,12 +251,12 @@ def _sources(stage: TokenizeCorpus) -> list[Source]:
 
 
 def _text_bytes(sources: Sequence[Source]) -> int:
-    """Roughly."""
+    """Approximate."""
     return sum(source.text_bytes for source in sources)
 
 
 def _differing(before: StageDir, stage: Stage) -> set[str]:
-    """The parameters of a stage that are not those of one made before. Raises `UserError`."""
+    """The parameters of a stage that differ from those of one made before. Raises `UserError`."""
     made, wanted = before.record["parameters"], stage.identity.parameters
     return {name for name in wanted if made.get(name) != wanted[name]}
 

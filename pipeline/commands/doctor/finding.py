@@ -1,4 +1,4 @@
-"""What a check of the doctor says, and what it may look at."""
+"""What one of the doctor's checks reports, and what it may look at."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Plan:
     """The run that is about to start."""
 
     task: Goal | Stage
-    #: Where it works, and where others have before it.
+    #: Its work directory, and then those of other runs.
     work_dirs: list[Path]
-    #: Whether the store of the settings can be asked; set by its check, which precedes all that look at stages.
+    #: Whether the store in the settings answers; set by its check, which precedes all checks that look at stages.
     store_answers: bool = True
     #: The device that [cluster] device stands for here; set by the check of the device, if it can tell.
     device: str = ""
     #: Servers that did not answer the checks that asked them.
     silent: set[str] = field(default_factory=set)
-    #: What servers' clocks were ahead of this one's, in seconds, by the server; filled by the checks that ask them.
+    #: How far servers' clocks were ahead of this machine's, in seconds, by server; filled by the checks that ask them.
     ahead_s: dict[str, float] = field(default_factory=dict)
     #: Bytes of what is to be downloaded, by setting; filled by the check that asks for it.
     lengths: dict[str, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Plan:
         """The stages that a run would make or fetch."""
         if not self.store_answers:
             for stage in self.stages():
-                stage.__dict__["stored"] = None  # what is there cannot be asked
+                stage.__dict__["stored"] = None  # the store cannot be asked what it has
         labels = {stage.label for stage in would_run(self.task)}
         return [stage for stage in self.stages() if stage.label in labels]
 

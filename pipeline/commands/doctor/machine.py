@@ -50,7 +50,7 @@ def packages(plan: Plan) -> Iterator[Finding]:
 
 
 def _requirements() -> list[str]:
-    """Those of the checkout, or of the installed package."""
+    """The requirements of the checkout, or of the installed package."""
     checkout = Path(__file__).parents[3] / "pyproject.toml"
     if checkout.exists():
         return list(tomllib.loads(checkout.read_text(encoding="utf-8"))["project"]["dependencies"])
@@ -123,7 +123,7 @@ def _of_neuron(wanted: str, workers: int, said: dict[str, Any]) -> Iterator[Find
 
 
 def _trainers_doctor() -> dict[str, Any] | str:
-    """What `python -m trainer --doctor` knows, in a process that may import torch; or why it says nothing."""
+    """What `python -m trainer --doctor` finds, in a process that may import torch; or why it reports nothing."""
     words = [sys.executable, "-m", "trainer.machine.doctor"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
@@ -131,7 +131,7 @@ def _trainers_doctor() -> dict[str, Any] | str:
         return f"no answer within {_TIMEOUT_S} s"
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # what is imported may print lines of its own
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])  # imported packages may print lines of their own
     return facts
 
 

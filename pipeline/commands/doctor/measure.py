@@ -1,4 +1,4 @@
-"""A short run of the whole chain in a folder of its own, with a few steps and little text: its manifests tell this
+"""A short run of the whole chain in a folder of its own, with a few steps and little text: its manifests show this
 machine's rates."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stages.text.corpus import BUILTIN, find_files, kind_of
 from stages.text.patterns import split
 from stages.text.plain import PlainTextSource
 
-#: Bytes of text, optimizer steps, micro-steps in one of them, and held-out sequences of the short run.
+#: Bytes of text, optimizer steps, micro-steps per step, and held-out sequences of the short run.
 _TEXT_BYTES, _STEPS, _USTEPS, _SAMPLES = 4 << 20, 8, 2, 200
 #: Settings by section, as text.
 _Overlay = dict[str, dict[str, str]]
@@ -55,7 +55,7 @@ def _goal(plan: Plan) -> str:
 
 
 def _write(path: Path, *overlays: _Overlay) -> None:
-    """The settings of this process, and over them those of `overlays`."""
+    """Write the settings of this process, overridden by those of `overlays`."""
     config = configparser.RawConfigParser()
     config.optionxform = str  # type: ignore[assignment, method-assign]
     ours = get_config()
@@ -110,7 +110,7 @@ def _changed(plan: Plan, folder: Path) -> _Overlay:
 
 
 def _text(plan: Plan, folder: Path) -> _Overlay:
-    """The beginning of the text, if it is plain; else what ships with Python, for a model of the same size."""
+    """The beginning of the text, if it is plain; else text that ships with Python, for a model of the same size."""
     settings = plan.settings
     if any(isinstance(stage, DownloadDataset) for stage in plan.stages()):
         no_urls = {f"phase{number}_{what}": "" for number in (1, 2) for what in ("url", "sha256")}

@@ -1,4 +1,4 @@
-"""What other machines give: data, the store, credentials, and the time."""
+"""What other machines provide: data, the store, credentials, and the time."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _probe(backend: Backend) -> None:
 
 
 def credentials(plan: Plan) -> Iterator[Finding]:
-    """Whether boto3 finds what signs the requests."""
+    """Whether boto3 finds the credentials that sign the requests."""
     import boto3
     import botocore.exceptions as boto
 
@@ -163,7 +163,7 @@ def bytes_in(path: Path) -> int:
 
 
 def _addresses(plan: Plan) -> dict[str, Secret]:
-    """What the stages to make fetch, by setting."""
+    """The addresses that the stages to make fetch from, by setting."""
     found: dict[str, Secret] = {}
     for stage in plan.to_make():
         if isinstance(stage, DownloadDataset):
@@ -183,7 +183,7 @@ def _server(plan: Plan, url: Secret) -> str:
 
 
 def _ask(plan: Plan, server: str) -> str | None:
-    """Ask a server for anything, and note its time; why it does not answer, or None."""
+    """Ask a server for anything, and note its time; returns why it does not answer, or None."""
     import requests
 
     shown, began = public_address(server), time.time()
@@ -210,7 +210,7 @@ def _reason(error: Exception) -> str:
 
 
 def clock(plan: Plan) -> Iterator[Finding]:
-    """This machine's clock beside those of the servers that were asked; after the checks that ask them."""
+    """Compare this machine's clock with those of the servers that were asked; comes after the checks that ask them."""
     if not plan.ahead_s:
         silent = ", ".join(sorted(plan.silent))
         if silent:

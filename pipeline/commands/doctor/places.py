@@ -28,7 +28,7 @@ def work_directory(plan: Plan) -> Iterator[Finding]:
 
 
 def why_unusable(directory: Path) -> str | None:
-    """Why nothing can be written and locked in a directory, or where it would be made; None: it can."""
+    """Why a file cannot be written and locked in a directory, or where that would be made; None: it can."""
     place = existing_parent(directory)
     if not place.is_dir():
         return f"{place} is a file"

@@ -16,14 +16,14 @@ from trainer.models.config import ModelConfig
 
 _GPU_CONFIG, _SLURM_CONFIG = "configs/gpu-bert-large.cfg", "configs/slurm-two-nodes.cfg"
 _TRAINIUM = {"trn1": "configs/trn1-bert-large.cfg", "trn2": "configs/trn2-bert-large.cfg"}
-#: Examples made of text with the tutorial's numbers, in place of the tutorial's ready ones.
+#: Examples made from text with the tutorial's numbers, instead of the tutorial's ready-made ones.
 _FROM_TEXT = "configs/trn1-wikipedia.cfg"
 _OF_TEXT = ("masked_lm_prob", "final_masked_lm_prob", "pack")
-#: Memory of the GPU for which the configuration's micro-batches are, in MiB; those of smaller ones fit in proportion.
+#: Memory of the GPU that the configuration's micro-batches are sized for, in MiB; they shrink in proportion on less.
 _CONFIGS_GPU_MIB = 80_000
-#: Bytes of text for one of the 1,024 shards of English Wikipedia (14 GB), and the least number of shards.
+#: Bytes of text per shard, as in English Wikipedia's 1,024 shards (14 GB), and the least and most shards.
 _BYTES_OF_SHARD, _LEAST_SHARDS, _MOST_SHARDS = 14_000_000, 4, 1024
-#: Workers and devices of the instances of AWS's tutorials, where nothing tells others.
+#: Workers and devices of the instances of AWS's tutorials, where others are not known.
 _WORKERS = {"trn1": 32, "trn2": 64, "trn3": 64}
 _TUTORIAL = Nodes(2, instance="trn1.32xlarge", resources={"aws.amazon.com/neuron": 16, "vpc.amazonaws.com/efa": 8})
 #: Chips → workers of an instance (docs/cluster.md).
@@ -40,7 +40,7 @@ class Text:
 
     @classmethod
     def of(cls, path: str) -> Text:
-        """Of a path or glob, wherever the pipeline is started later. Raises `UserError` if it names no file."""
+        """The text at a path or glob, from wherever the pipeline is started. Raises `UserError` if it names no file."""
         files = expand(path)
         whole = os.path.abspath(path)
         if "${" in whole:
@@ -49,7 +49,7 @@ class Text:
 
 
 def draft_for(target: str, seen: Surroundings, text: Text | None, folder: Path) -> tuple[Draft, list[str]]:
-    """The settings for a target of `CHOICES`, and what only a person can know or do: a line each."""
+    """The settings for a target of `CHOICES`, and what only a person can know or do, one line each."""
     draft = Draft()
     missing = CHOICES[target](draft, seen, folder)
     if text is not None:
@@ -146,7 +146,7 @@ def _kubernetes(draft: Draft, seen: Surroundings, folder: Path) -> list[str]:
 
 
 def _of_nodes(draft: Draft, nodes: Nodes) -> None:
-    """The training of a scheduler's nodes: on two of them, if there are two."""
+    """Train on a scheduler's nodes: on two of them, if there are two."""
     family = nodes.instance[:4]
     if nodes.gpus:
         draft.take(_GPU_CONFIG)
@@ -168,7 +168,7 @@ def _of_nodes(draft: Draft, nodes: Nodes) -> None:
 
 
 def _examples_of(draft: Draft, text: Text, folder: Path) -> list[str]:
-    """Make the examples of a text instead of downloading them; returns what to look at."""
+    """Make the examples from a text instead of downloading them; returns what to look at."""
     source = draft.text("corpus", "source")
     draft.take(_FROM_TEXT, "corpus", "dataset")
     draft.set("corpus", "source", source)

@@ -1,4 +1,4 @@
-"""A settings file in the making: values and comments of the project's files, where they differ from the defaults."""
+"""A settings file being drafted: values and comments from the project's files, where they differ from the defaults."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ class Draft:
         self._defaults = _keys("luigi.cfg")
         self._values: dict[tuple[str, str], str] = {}
         self._comments: dict[tuple[str, str], tuple[str, ...]] = {}
-        #: Keys to write although they have their defaults.
+        #: Keys to write even at their defaults.
         self._kept: set[tuple[str, str]] = set()
 
     def take(self, name: str, *sections: str) -> None:
-        """The settings of one of the project's configurations, or those of some of its sections."""
+        """Take over the settings of one of the project's configurations, or those of some of its sections."""
         for (section, key), entry in _keys(name).items():
             if not sections or section in sections:
                 self._values[section, key] = entry.value
                 self._comments[section, key] = entry.comment
 
     def take_one(self, name: str, section: str, key: str) -> None:
-        """One setting of a configuration, or its default if it has none."""
+        """Take over one setting of a configuration, or its default if it has none."""
         entry = _keys(name).get((section, key))
         self.drop(section, key)
         if entry is not None:
             self._values[section, key], self._comments[section, key] = entry.value, entry.comment
 
     def set(self, section: str, key: str, value: object, why: str = "") -> None:
-        """A value of this machine. `why` is its comment; empty: that of luigi.cfg."""
+        """Set a value for this machine. `why` is its comment; empty: that of luigi.cfg."""
         assert (section, key) in self._defaults, (section, key)
         self._values[section, key] = str(value)
         self._comments[section, key] = (why,) if why else ()
 
     def keep(self, section: str, *keys: str) -> None:
-        """Write these, whatever they are: what a person will most likely change."""
+        """Write these keys, whatever their values: a person will most likely change them."""
         self._kept |= {(section, key) for key in keys}
 
     def drop(self, section: str, *keys: str) -> None:
@@ -54,15 +54,15 @@ class Draft:
             self._values.pop((section, key), None)
 
     def value(self, section: str, key: str) -> Any:
-        """As the pipeline reads it."""
+        """The value as the pipeline reads it."""
         return self._parsed(section, key, self.text(section, key))
 
     def text(self, section: str, key: str) -> str:
         return self._values.get((section, key), self._defaults[section, key].value)
 
     def fit_batches(self) -> None:
-        """Micro-batches that divide the global batches among the workers; a global batch that cannot be divided among
-        them becomes the nearest that can."""
+        """Choose micro-batches that divide the global batches among the workers; a global batch that cannot be divided
+        becomes the nearest one that can."""
         copies = self.value("cluster", "nnodes") * self.value("cluster", "nproc_per_node")
         copies //= self.value("cluster", "tensor_parallel_size")
         for section in ("phase1", "phase2"):

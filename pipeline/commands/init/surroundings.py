@@ -1,4 +1,4 @@
-"""What is here without asking anyone: cores, memory, GPUs, NeuronCores, Slurm, Kubernetes."""
+"""What is here, found without asking anyone: cores, memory, GPUs, NeuronCores, Slurm, Kubernetes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Nodes:
     gpus: int = 0
     #: Type of the instance (trn1.32xlarge); empty: not known.
     instance: str = ""
-    #: Partition and its time limit in seconds, of Slurm.
+    #: Slurm: the partition and its time limit in seconds.
     partition: str = ""
     limit_s: int | None = None
-    #: What one can give to a pod, by name; a claim that many pods can mount; of Kubernetes.
+    #: Kubernetes: what one node can give to a pod, by name; a claim that many pods can mount.
     resources: Mapping[str, int] | None = None
     claim: str = ""
 
@@ -131,7 +131,7 @@ def _slurm() -> Nodes | None:
 
 
 def _kubernetes() -> Nodes | None:
-    """The nodes of the commonest instance type that has devices, or of all."""
+    """The nodes of the most common instance type with devices, else of the most common of all."""
     said = _output("kubectl", "get", "nodes", "--output=json", "--request-timeout=5s")
     items = json.loads(said)["items"] if said else []
     if not items:
