@@ -26,10 +26,10 @@ ALL = (
 
 def main() -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    p.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ALL)}; default: all")
+    p.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(ALL)}; default: all")
     args, options = p.parse_known_args()
     if unknown := set(args.names) - set(ALL):
-        p.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
+        p.error(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(ALL)}")
     said, slug = machine()
     table, failed = ROOT / "benchmarks" / "results" / f"{slug}.md", []
     for name in args.names or ALL:

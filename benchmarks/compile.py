@@ -16,7 +16,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     p.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
-    p.add_argument("--precision", default="autocast", help="as the trainer's")
+    p.add_argument("--precision", default="autocast", help="as in the trainer")
     args = p.parse_args()
     given = {"steps": args.steps, "precision": args.precision, "device": args.device}
     with scratch(A) as (directory, data, model), on_cores(min(2, os.cpu_count() or 1)):

@@ -159,9 +159,9 @@ def at_once(text: Text) -> list[float]:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--pairs", type=int, default=3, help="times one process and two are run, in turn")
-    p.add_argument("--megabytes", type=float, default=100, help="text the speeds are measured on")
-    p.add_argument("--memory-megabytes", type=float, default=20, help="text memory is measured on, and ten times it")
+    p.add_argument("--pairs", type=int, default=3, help="runs with one process and with two, alternating")
+    p.add_argument("--megabytes", type=float, default=100, help="text to measure speeds on")
+    p.add_argument("--memory-megabytes", type=float, default=20, help="text to measure memory on, and ten times that")
     args = p.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=ROOT) as name:

@@ -35,7 +35,7 @@ def gzip_shards(directory: Path) -> None:
 def main() -> None:
     p = pairs_parser(__doc__, pairs=1, cores=min(8, len(os.sched_getaffinity(0))))
     p.add_argument("--workers", type=int, default=8)
-    p.add_argument("--precision", default="auto", help="as the trainer's")
+    p.add_argument("--precision", default="auto", help="as in the trainer")
     p.add_argument("--gzip", action="store_true", help="gzip'd shards")
     p.add_argument("--rows", type=int, default=32768, help="of the data set")
     p.add_argument("--shards", type=int, default=16)

@@ -46,7 +46,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--steps", type=int, default=12, help="optimizer steps of each phase")
-    p.add_argument("--precision", default="auto", help="as the trainer's; auto is bf16 where the GPU has it")
+    p.add_argument("--precision", default="auto", help="as in the trainer; auto is bf16 where the GPU has it")
     p.add_argument("--compile", action="store_true", help="with torch.compile")
     p.add_argument("--micro-batch-sizes", type=int, nargs=2, default=[256, 64], help="rows, of phase 1 and of phase 2")
     args = p.parse_args()

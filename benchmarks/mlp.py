@@ -45,7 +45,7 @@ def plain_rate(data: Path, *flags: str, workers: int, epochs: int) -> float:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--pairs", type=int, default=5, help="times both sides are run, in turn")
+    p.add_argument("--pairs", type=int, default=5, help="runs of each side, alternating")
     p.add_argument("--epochs", type=int, default=2, help="of each run; the last one counts")
     p.add_argument("--workers", type=int, nargs="+", default=list(CLAIMS), choices=CLAIMS)
     args = p.parse_args()

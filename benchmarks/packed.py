@@ -38,7 +38,7 @@ def main() -> None:
     for name, lengths_of in LENGTHS.items():
         lengths = lengths_of(A2, ROWS)
         if lengths is None:
-            print(f"{name}: left out, they are not here (BERT_SHARED_DIR)")
+            print(f"{name}: left out, as they were not found (BERT_SHARED_DIR)")
             continue
         rows = random_rows(A2, lengths)
         in_rows = packed(rows, A2)

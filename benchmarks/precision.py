@@ -44,8 +44,8 @@ def main() -> None:
     p.add_argument("--model", default="mini", help="a published size")
     p.add_argument("--optimizer", default="AdamW", help="AdamW or LAMB")
     p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
-    p.add_argument("--device", default="cpu", help="as the trainer's")
-    p.add_argument("--seed", type=int, default=12349, help="as the trainer's")
+    p.add_argument("--device", default="cpu", help="as in the trainer")
+    p.add_argument("--seed", type=int, default=12349, help="as in the trainer")
     args = p.parse_args()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         shards = prepare(Path(name))

@@ -197,14 +197,14 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--seeds", type=int, default=3, help="trainings of each recipe")
     p.add_argument("--samples", type=int, default=2000, help="held-out rows")
-    p.add_argument("--cores", type=int, default=2, help="cores of both sides, with a thread on each")
+    p.add_argument("--cores", type=int, default=2, help="cores for each side, one thread per core")
     p.add_argument("--no-trainer", action="store_true", help="leave out Hugging Face's Trainer")
     p.add_argument(
         "--work", type=Path, help="folder where examples and finished trainings stay; default: a temporary one"
     )
     args = p.parse_args()
     if not TEXT.is_dir():
-        print(f"left out: {TEXT} is not there; BERT_SHARED_DIR names the folder of sample data")
+        print(f"left out: {TEXT} was not found; BERT_SHARED_DIR names the folder of sample data")
         return
     seeds = range(1, args.seeds + 1)
     runs: list[tuple[Trained, Trained, Trained]] = []

@@ -203,7 +203,7 @@ def main() -> None:
     p.add_argument(
         "parts", nargs="*", default=["arithmetic", "agreement", "resume", "memory", "start"], help="default: all"
     )
-    p.add_argument("--steps", type=int, default=60, help="of each run that memory is measured on")
+    p.add_argument("--steps", type=int, default=60, help="of each run that measures memory")
     args = p.parse_args()
     if "arithmetic" in args.parts:
         arithmetic()

@@ -169,7 +169,7 @@ def on_cores(count: int, *, threads: int | None = None) -> Iterator[None]:
     """Restrict processes started in the block to `count` cores, with `threads` OpenMP threads (None: one per core)."""
     cores = sorted(os.sched_getaffinity(0))
     if count > len(cores):
-        sys.exit(f"error: {count} cores are asked for, and there are {len(cores)}; give --cores {len(cores)} or fewer")
+        sys.exit(f"error: {count} cores were requested, but there are {len(cores)}; give --cores {len(cores)} or fewer")
     former = os.environ.get("OMP_NUM_THREADS")
     os.sched_setaffinity(0, cores[-count:])
     os.environ["OMP_NUM_THREADS"] = str(threads or count)
@@ -244,10 +244,10 @@ def pairs_parser(
 ) -> argparse.ArgumentParser:
     """A parser with the common options; `steps` None omits --steps."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--pairs", type=int, default=pairs, help="times both sides are run, in turn")
+    p.add_argument("--pairs", type=int, default=pairs, help="runs of each side, alternating")
     if steps is not None:
         p.add_argument("--steps", type=int, default=steps, help="optimizer steps of each run")
-    p.add_argument("--cores", type=int, default=cores, help="cores of both sides, with a thread on each")
+    p.add_argument("--cores", type=int, default=cores, help="cores for each side, one thread per core")
     return p
 
 

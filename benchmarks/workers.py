@@ -14,7 +14,7 @@ LEAST = 1.85
 
 def main() -> None:
     p = pairs_parser(__doc__, cores=2)
-    p.add_argument("--precision", default="auto", help="as the trainer's")
+    p.add_argument("--precision", default="auto", help="as in the trainer")
     args = p.parse_args()
     halves = A.but(grad_accum_usteps=A.grad_accum_usteps // args.cores)
     rates, most = [], []

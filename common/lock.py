@@ -116,7 +116,7 @@ def _lock(fd: int, directory: Path) -> None:
         if waited < (_DYING_S if dead else _GLANCE_S):
             if waited > _QUIET_S and not is_said:
                 is_said = True
-                log(f"{directory}: what a killed process has started there is saving; waiting for it")
+                log(f"{directory}: children of a killed process are still saving; waiting for them")
             time.sleep(0.02)
             continue
         raise LockHeld(

@@ -44,7 +44,7 @@ def available_cores() -> int:
 def processes_asked_for(count: int) -> int:
     """`count`, or for 0 the number of available cores. Raises `UserError` if it is negative."""
     if count < 0:
-        raise UserError(f"--processes is {count}; give 1 or more, or 0 for one on each core")
+        raise UserError(f"--processes is {count}; give 1 or more, or 0 for one per core")
     return count or available_cores()
 
 

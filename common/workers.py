@@ -55,7 +55,7 @@ class Workers:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
             raise UserError(
-                "a worker process died (killed, or out of memory); run the same again to go on, with fewer processes "
+                "a worker process died (killed, or out of memory); run the same again to resume, with fewer processes "
                 "if memory is short"
             ) from None
 

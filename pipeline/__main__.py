@@ -80,7 +80,7 @@ _EXIT_CTRL_C = 130
 #: Commands that run without loading the settings.
 _WITHOUT_SETTINGS = ("init", "completion")
 MAP = """\
-python -m pipeline COMMAND, or luigi --module pipeline TASK. What for what:
+python -m pipeline COMMAND, or luigi --module pipeline TASK. Which does what:
 
   begin  python -m pipeline init FOLDER          a luigi.cfg for this machine
          python -m pipeline doctor               can a run finish unattended?
@@ -119,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
     p.set_defaults(parser=p)  # for `completion`, which lists its commands
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        described = f"{command.SUMMARY}.\n\nSettings are taken as luigi takes them: --Phase1-lr 5e-4."
+        described = f"{command.SUMMARY}.\n\nSettings are given as for luigi: --Phase1-lr 5e-4."
         command.add_options(
             commands.add_parser(
                 name, help=command.SUMMARY, description=described, formatter_class=plain, allow_abbrev=False

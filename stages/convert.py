@@ -138,7 +138,7 @@ def main() -> None:
         print(inspect(checkpoint_of(options.source)))
         return
     if args.out is None:
-        p.error("OUT is missing: where to write to")
+        p.error("OUT is missing; say where to write")
     with StageDirectory.begin(args.out, lambda: options.identity(InputHashes.beside(args.out))) as work:
         counts = convert(work, options)
     print(f"step {counts['global_step']}, {counts['parameters']:,} parameters: {args.out / RESULT.get(options.to, '')}")

@@ -163,7 +163,7 @@ def _from_network(
         outputs, counts = _take_in(work, archive, source.url, options)
     except DamagedArchive as error:
         archive.unlink()
-        raise UserError(f"{str(error).replace(str(archive), source.url)} (what was fetched is removed)") from error
+        raise UserError(f"{str(error).replace(str(archive), source.url)} (the fetched file was removed)") from error
     except DiskError:
         raise
     except UserError as error:
@@ -206,7 +206,7 @@ def _contents(name: str, archive_bytes: int) -> int:
 def _require_room(directory: Path, name: str, *, archive: int, contents: int) -> None:
     """Raise `DiskError` unless there is room for the archive and for the contents not yet in `directory`."""
     contents = max(0, contents - sum(path.stat().st_size for path in _placed(directory)))
-    about = f", taken as {PACKED_RATIO} bytes for each of its own" if _contents(name, 1) > 1 else ""
+    about = f", estimated at {PACKED_RATIO} times the archive's size" if _contents(name, 1) > 1 else ""
     what = f"{name} ({archive:,} bytes still to fetch, {contents:,} of contents{about}) needs"
     require_disk_space(directory, archive + contents, what)
 
@@ -255,7 +255,7 @@ def _take_in(
         raise
     rows = {name: shards[name].rows for name in sorted(shards)}
     if not fnmatch.filter(rows, TRAINING_SHARDS):
-        raise UserError(f"{name} has no training shard; their names must match {TRAINING_SHARDS}")
+        raise UserError(f"{name} has no training shards; their names must match {TRAINING_SHARDS}")
     by_split = {
         split: sum(rows[one] for one in fnmatch.filter(rows, pattern))
         for split, pattern in (("training_rows", TRAINING_SHARDS), ("test_rows", HELD_OUT_SHARDS))

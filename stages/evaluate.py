@@ -39,7 +39,7 @@ class EvaluateOptions(StageOptions):
     )
     data: Path = option(names=("data",), metavar="DATA", help=f"a directory with {HELD_OUT_SHARDS} shards")
     held_out: Path | None = option(
-        None, metavar="DIR", help=f"take the {HELD_OUT_SHARDS} shards of DIR in place of DATA's"
+        None, metavar="DIR", help=f"use the {HELD_OUT_SHARDS} shards of DIR instead of DATA's"
     )
     max_pred_len: int = option(80, unit="positions", least=1, help="maximum masked positions in a row")
     blimp: Path | None = option(
@@ -168,7 +168,7 @@ def held_out_line(counts: Mapping[str, Any]) -> str:
     if not counts["samples"]:
         return "held out: the data set has no *_test_* shards, so nothing was measured"
     gain = counts["unigram_loss"] - counts["masked_lm_loss"]
-    than = f"{abs(gain):.2f} nats {'under' if gain > 0 else 'over'} always guessing by frequency"
+    than = f"{abs(gain):.2f} nats {'below' if gain > 0 else 'above'} always guessing by frequency"
     pairs = ""
     if "next_sentence_accuracy" in counts:
         pairs = f"; next-sentence accuracy {counts['next_sentence_accuracy']:.1%}"

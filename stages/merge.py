@@ -49,7 +49,7 @@ class MergeOptions(SourceOptions):
     out_help: ClassVar = f"stage directory to fill; the result is OUT/{MODEL}"
 
     tokenizer: Path | None = option(
-        None, metavar="DIR", help="directory of stages.tokenize, or with a tokenizer's files, to copy beside the model"
+        None, metavar="DIR", help="stages.tokenize directory, or one with a tokenizer's files, to copy beside the model"
     )
     vocab_file: Path | None = option(
         None, metavar="FILE", help="vocab.txt to build the tokenizer's files from, instead of --tokenizer"

@@ -105,8 +105,8 @@ def _fetch_file(work: StageDirectory, url: Secret, final: Path, sha256: str | No
             raise changed(source)
         if sha256 is not None and file.sha256 != sha256:
             raise UserError(
-                f"{source} has the sha256 {file.sha256}, MNIST's has {sha256}; fetch it again, or take files that are "
-                f"not the original ones with checksums = none"
+                f"{source} has the sha256 {file.sha256}, MNIST's has {sha256}; fetch it again, or allow files other "
+                f"than the originals with checksums = none"
             )
 
 

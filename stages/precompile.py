@@ -87,7 +87,7 @@ class PrecompileOptions(StageOptions):
     self_test: bool = option(
         True,
         decides=False,
-        help="on Trainium, first check that the device computes correctly: once for a kind of machine",
+        help="on Trainium, first check that the device computes correctly: once per kind of machine",
     )
     nodes: int = option(1, unit="machines", least=1, decides=False, help="machines that run this command together")
     phase: int | None = option(
@@ -224,7 +224,7 @@ def _parallel_compiler() -> str:
     """Path of neuron_parallel_compile. Raises `UserError` if it is not installed."""
     program = shutil.which(_PARALLEL_COMPILE)
     if program is None:
-        raise UserError(f"{_PARALLEL_COMPILE} is not here; it comes with torch-neuronx (docs/trainium.md)")
+        raise UserError(f"{_PARALLEL_COMPILE} is not installed; it comes with torch-neuronx (docs/trainium.md)")
     return program
 
 
@@ -243,7 +243,7 @@ def _run(words: list[str], environment: dict[str, str]) -> None:
     if status == EXIT_INTERRUPTED:
         sys.exit(EXIT_INTERRUPTED)
     if status:
-        raise UserError(f"the trial ended with exit status {status}; what it said is above")
+        raise UserError(f"the trial ended with exit status {status}; its output is above")
 
 
 def _await_nodes(directory: Path, nodes: int) -> None:
@@ -254,7 +254,7 @@ def _await_nodes(directory: Path, nodes: int) -> None:
         now = time.monotonic()
         if now - began > _OTHERS_TIMEOUT_S:
             raise UserError(
-                f"{who} did not finish compiling within {_OTHERS_TIMEOUT_S:g} s of this machine; see what it said "
+                f"{who} did not finish compiling within {_OTHERS_TIMEOUT_S:g} s of this machine; see the output "
                 f"there, then run the same again on all of them"
             )
         if now - reported >= _REPORT_EVERY_S:
@@ -266,7 +266,7 @@ def _await_nodes(directory: Path, nodes: int) -> None:
 def parser() -> argparse.ArgumentParser:
     p = stage_parser(PrecompileOptions, __doc__)
     p.add_argument(
-        "command", nargs="*", metavar="-- -m trainer …", help="the training command, where anything compiles"
+        "command", nargs="*", metavar="-- -m trainer …", help="the training command, needed if anything compiles"
     )
     return p
 
@@ -280,7 +280,7 @@ def main() -> None:
 
         device = resolve(device)
     if (device in _STEPS or options.compile) and not options.command:
-        raise UserError(f"device {device} needs the training command to try: … -- -m trainer --data_dir …")
+        raise UserError(f"device {device} needs a training command for the trial: … -- -m trainer --data_dir …")
     compiles, command = options.compile, list(options.command)
     if node_rank() > 0:
         try_out(args.out, device=device, compiles=compiles, command=command)

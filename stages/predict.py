@@ -43,7 +43,7 @@ def predict(model: Any, tokenizer: Any, texts: list[str], *, top: int = TOP) -> 
     has_head = hasattr(model.cls, "seq_relationship")
     if len(texts) == 2 and not has_head:
         raise UserError(
-            f"two texts were given, and the model was trained without next-sentence prediction; give one with "
+            f"two texts were given, but the model was trained without next-sentence prediction; give one with "
             f"{tokenizer.mask_token}"
         )
 
@@ -54,7 +54,7 @@ def predict(model: Any, tokenizer: Any, texts: list[str], *, top: int = TOP) -> 
         raise UserError("a text is empty; give one or two texts with words in them")
     if len(ids) > most:
         raise UserError(
-            f"the text is too long: {len(ids)} tokens, {special} special ones among them, and the model takes {most}; "
+            f"the text is too long: {len(ids)} tokens, {special} of them special, and the model takes {most}; "
             f"shorten it"
         )
     places = (ids == tokenizer.mask_token_id).nonzero()[:, 0]
@@ -82,7 +82,7 @@ def load(directory: Path, tokenizer: Path) -> tuple[Any, Any]:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     if not (directory / "config.json").exists():
-        raise UserError(f"{directory} is no Hugging Face model: it has no config.json; give a directory that has one")
+        raise UserError(f"{directory} is not a Hugging Face model: it has no config.json; give a directory with one")
     if not ((tokenizer / "tokenizer.json").exists() or (tokenizer / "vocab.txt").exists()):
         raise UserError(
             f"{tokenizer} has no tokenizer (the data came without one); give the directory of one with --tokenizer"
@@ -105,7 +105,7 @@ def load(directory: Path, tokenizer: Path) -> tuple[Any, Any]:
         raise UserError(f"{directory} is not a whole BertForPreTraining: {min(info['missing_keys'])} is missing")
     if len(pieces) > model.config.vocab_size:
         raise UserError(
-            f"{tokenizer} has {len(pieces)} pieces and the model {model.config.vocab_size}; give the model's own one"
+            f"{tokenizer} has {len(pieces)} pieces and the model {model.config.vocab_size}; give the model's own"
         )
     return model.eval(), pieces
 

@@ -39,7 +39,7 @@ class ReportOptions(StageOptions):
     stage: ClassVar = "report"
 
     directories: tuple[Path, ...] = option(
-        names=("directories",), metavar="DIR", help="stage directories, in running order"
+        names=("directories",), metavar="DIR", help="stage directories, in execution order"
     )
     settings: Path | None = option(None, help="settings to show, a JSON file: {section: {key: text}}")
 

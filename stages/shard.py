@@ -53,8 +53,8 @@ class ShardOptions(BuildOptions):
     masking: str = option(
         STATIC,
         choices=(STATIC, DYNAMIC),
-        help="static: masks are part of the shards, so --dupe-factor copies differ; dynamic: training masks whenever "
-        "it reads, each epoch differently; held-out shards are masked in both, 15 % of their tokens",
+        help="static: masks are part of the shards, so --dupe-factor copies differ; dynamic: the trainer masks rows as "
+        "it reads them, differently each epoch; held-out shards are masked either way, 15 % of their tokens",
         omit_default=True,
     )
     dupe_factor: int = option(

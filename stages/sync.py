@@ -80,7 +80,7 @@ def _identity_of(directory: Path) -> Identity:
     record = read_identity(directory)
     if record is None:
         raise UserError(
-            f"{directory} is no stage directory: it has no stage.json; give one of `python -m pipeline status`"
+            f"{directory} is not a stage directory: it has no stage.json; `python -m pipeline status` lists them"
         )
     return Identity.of_record(record)
 
@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     sender.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="directory of a complete stage")
     fetcher = verbs.add_parser("pull", help="fetch stages")
     fetcher.add_argument("names", nargs="+", metavar="STAGE", help="<stage>-<first characters of its fingerprint>")
-    fetcher.add_argument("--work-dir", type=Path, default=Path("work"), metavar="DIR", help="where to (work)")
+    fetcher.add_argument("--work-dir", type=Path, default=Path("work"), metavar="DIR", help="destination (work)")
     beside = verbs.add_parser("accompany")  # luigi's own; not in --help
     beside.add_argument("directory", type=Path)
     beside.add_argument("--holder", required=True)

@@ -368,7 +368,7 @@ def large_directory(path: Path) -> None:
 CHECKPOINTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "deflated": (deflated, "packs its record 'ckpt_7/data"),
     "pickle": (large_pickle, "has a pickle of 41,943,045 bytes, more than 16,777,216"),
-    "made by its size": (sized, "makes a __builtin__.bytearray by its size"),
+    "made by its size": (sized, "creates a __builtin__.bytearray of a given size"),
     "list of records": (large_directory, "lists its records in 2,147,483,644 bytes"),
 }
 
@@ -398,7 +398,7 @@ def test_predict_says_in_one_line_what_is_wrong_with_a_bin(tmp_path: Path) -> No
     for content, words in (
         (
             _saved(_Runs()),
-            "holds print, which is neither a tensor nor a plain container; nothing of it was executed",
+            "holds print, which is neither a tensor nor a plain container; none of it was executed",
         ),
         (b"\x80\x02garbage", "pytorch_model.bin"),
         (b"", "pytorch_model.bin"),

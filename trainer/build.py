@@ -131,8 +131,8 @@ def build_parameters(
     if run.config.shard_optimizer:
         if device.compiles_steps:
             raise UserError(
-                f"--shard_optimizer: {device.describe()} compiles the update, which would be another graph on every "
-                f"worker; leave it out, or share the model itself with --tensor_parallel_size"
+                f"--shard_optimizer: {device.describe()} compiles the update, which would be a different graph on "
+                f"every worker; leave it out, or share the model itself with --tensor_parallel_size"
             )
         layout = ShardedParameters
     forward = model if device.compiler is None else device.compiler.compile(model)

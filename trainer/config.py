@@ -50,7 +50,7 @@ class TrainConfig:
     #: From `--phase2`; phase 2 counts its global steps from `phase1_end_step`.
     phase: int = option(1, names=None, help="the phase")
     phase1_end_step: int = option(
-        28125, **_TRAIN, least=0, unit="step", help="of phase 2: global step at which phase 1 ended"
+        28125, **_TRAIN, least=0, unit="step", help="for phase 2: global step at which phase 1 ended"
     )
     #: Dropout is drawn for each micro-batch.
     micro_batch_size: int = option(
@@ -64,10 +64,10 @@ class TrainConfig:
         0, **_TRAIN, least=0, unit="steps", omit_default=True, help="steps in which the global batch grows; 0: none"
     )
     batch_ramp_parts: int = option(
-        2, **_TRAIN, least=2, omit_default=True, help="equal parts of the global batch, of whole micro-batches"
+        2, **_TRAIN, least=2, omit_default=True, help="equal parts of the global batch, each of whole micro-batches"
     )
     max_steps: int = option(
-        28125, **_TRAIN, least=1, unit="steps", help="optimizer steps in the phase, at which the learning rate is 0"
+        28125, **_TRAIN, least=1, unit="steps", help="optimizer steps in the phase; the learning rate is 0 at the last"
     )
     budget: Duration | None = option(
         None, **_TRAIN_HOW, metavar="TIME",
@@ -89,7 +89,7 @@ class TrainConfig:
         0.2, **_TRAIN, least=0.001, most=1, omit_default=True, help="share of all steps in which wsd decays"
     )
     lr: float = option(
-        4e-4, **_TRAIN, least=0, help="peak learning rate; of mnist: per worker, multiplied by their number"
+        4e-4, **_TRAIN, least=0, help="peak learning rate; for mnist: per worker, times the number of workers"
     )
     optimizer: str = option(
         "AdamW", **_TRAIN, choices=OPTIMIZERS,
@@ -98,7 +98,7 @@ class TrainConfig:
     )  # fmt: skip
     adamw_lr_ratio: float = option(
         0.3, **_TRAIN, least=0, omit_default=True,
-        help="with Muon: the learning rate of embeddings, biases, norms and heads, which have AdamW, divided by --lr",
+        help="with Muon: the learning rate of embeddings, biases, norms and heads, which use AdamW, divided by --lr",
     )  # fmt: skip
     weight_decay: float = option(0.01, **_TRAIN, least=0, help="weight decay of all parameters but biases and norms")
     max_grad_norm: float = option(1.0, **_TRAIN, least=0, help="L2 norm that gradients are clipped to; 0: never")
@@ -163,7 +163,7 @@ class TrainConfig:
         "allreduce", **_MACHINE, choices=DATA_PARALLEL,
         help="allreduce (recommended) sums the gradients in a fixed order after the last micro-step. ddp, torch's "
         "DistributedDataParallel, sums during the backward pass, for models whose all-reduce takes long; with more "
-        "than 2 workers a resumed run then ends with other bytes, as its buckets are reordered after the first step",
+        "than 2 workers a resumed run then ends with different bytes, as buckets are reordered after the first step",
     )  # fmt: skip
     shard_optimizer: bool = option(
         False, **_MACHINE, help="workers share moments and master weights (ZeRO stage 1): less memory; not on xla"
@@ -180,10 +180,10 @@ class TrainConfig:
         False, **_MACHINE, help="only compile the graphs: no checkpoint, log or metric is written, losses mean nothing"
     )
     graphs: Path | None = option(
-        None, **_MACHINE, metavar="FILE", help="list of graphs, JSON: --trial writes it; others cause a warning"
+        None, **_MACHINE, metavar="FILE", help="JSON list of graphs: --trial writes it; unlisted ones cause a warning"
     )
     collective_timeout_s: float = option(
-        600.0, **_MACHINE, names=("--collective_timeout",), least=1, unit="seconds", help="limit of a collective, in s"
+        600.0, **_MACHINE, names=("--collective_timeout",), least=1, unit="seconds", help="timeout of collectives, in s"
     )
     spot_watch: bool = option(
         False, **_MACHINE,

@@ -56,7 +56,7 @@ class RunOptions:
     enable_pt_autocast: bool = option(False, group="training", help="the same as --precision autocast")
     shards_per_ckpt: int = option(
         1, group="checkpoints", decides=False, least=0, unit="shards",
-        help="checkpoint after every worker has seen as many samples as this many shards hold; 0: no",
+        help="checkpoint after every worker has seen as many samples as this many shards hold; 0: never",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -178,7 +178,7 @@ def markdown() -> str:
         "",
         "Made by `python -m trainer.options > docs/options.md` from the fields that define the options. Options keep "
         "their names in the tutorials' scripts. A switch is on with its name and off with `--no-NAME`. An option "
-        "marked *decides* decides the result: a resumed run that changes it is refused with its name.",
+        "marked *decides* decides the result: a resumed run that changes it is refused, and the error names it.",
         "",
         f"`--allow_changes` permits a resumed run to change {', '.join(f'`{name}`' for name in CHANGEABLE)}.",
     ]

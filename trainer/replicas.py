@@ -43,12 +43,13 @@ class ReplicaCheck:
             who = f"of worker{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} differ"
             others = "" if mesh.data_parallel_size == len(odd) else " from those of the others"
             raise ReplicasDiffer(
-                f"{step}: the weights or moments {who}{others}; nothing is saved of this step: run the same again "
-                f"to go on from the last checkpoint, and if a worker is named again, replace its device or memory"
+                f"{step}: the weights or moments {who}{others}; nothing of this step is saved: run the same "
+                f"command again to resume from the last checkpoint, and if a worker is named again, replace its "
+                f"device or memory"
             )
         for rank, (_, name) in enumerate(found):
             if name:
-                raise NonFiniteStep(f"{step}: {name} of worker {rank} is not finite any more", step=state.step - 1)
+                raise NonFiniteStep(f"{step}: {name} of worker {rank} is no longer finite", step=state.step - 1)
 
 
 def _odd_ones(ranks: list[int], found: list[tuple[str, str]]) -> list[int]:

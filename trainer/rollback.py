@@ -55,7 +55,7 @@ def _train(run: Run, interruptions: Interruptions, companions: Companions) -> bo
         left_out = sorted({*before, *skipped})
         if config.non_finite == "stop" or len(left_out) >= config.non_finite_limit or batch in left_out:
             raise NonFiniteStep(f"{reason}; {_advice(config, left_out)}")
-        run.log(f"{reason}; going back to the last checkpoint, and on without batch {batch}")
+        run.log(f"{reason}; going back to the last checkpoint and continuing without batch {batch}")
         skipped.append(batch)
         run = dataclasses.replace(run, config=_from_newest(config))
         gc.collect()
@@ -99,9 +99,9 @@ def _advice(config: TrainConfig, skipped: list[int]) -> str:
     """Advice for a run that has diverged."""
     where = f"checkpoints of earlier steps are in {checkpoint_directory(config)}"
     if config.non_finite == "stop":
-        return f"{where}: go on without this batch with --non_finite skip, or lower lr with --allow_changes lr"
+        return f"{where}: continue without this batch with --non_finite skip, or lower lr with --allow_changes lr"
     return (
-        f"{len(skipped)} batches have been left out already, and non_finite_limit is {config.non_finite_limit}, so it "
-        f"is the run that diverges; {where}: go back to one with --resume_ckpt --resume_step, and on with a lower lr "
+        f"{len(skipped)} batches have been left out already, and non_finite_limit is {config.non_finite_limit}, so the "
+        f"run itself diverges; {where}: go back to one with --resume_ckpt --resume_step, and continue with a lower lr "
         f"or a longer warm-up (--allow_changes lr warmup_steps) or with --precision fp32 (--allow_changes precision)"
     )

@@ -117,7 +117,7 @@ class TrainState:
             if mine != theirs:
                 raise CheckpointError(
                     f"{checkpoint} was trained with {name} = {theirs}, this run has {mine}, for which the optimizer's "
-                    f"state means something else; go on with {theirs}, or start anew"
+                    f"state means something else; continue with {theirs}, or start anew"
                 )
         return dataclasses.replace(self, steps_before=other.optimizer_steps)
 
@@ -162,9 +162,9 @@ def _advice(names: list[str], before: int, shared: int) -> str:
             "that version of the program drew its samples and random numbers in another order; finish the run with it, "
             "or start anew in another output directory"
         )
-    advice = "the result would not be the same; go on with that, or start anew in another output directory"
+    advice = "the result would not be the same; continue with that, or start anew in another output directory"
     if shared and set(names) <= set(DECAY_OPTIONS):
-        advice = f"{advice}, or go on from a checkpoint up to step {before + shared}, which both share (--resume_step)"
+        advice = f"{advice}, or resume from a checkpoint up to step {before + shared}, which both share (--resume_step)"
     if set(names) <= set(CHANGEABLE):
         return f"{advice}, or allow the change from here on with --allow_changes {' '.join(names)}"
     return advice

@@ -129,7 +129,7 @@ def main() -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.faults.goodput", description=__doc__)
     p.add_argument("--minutes", type=float, default=20, help="of each side")
     p.add_argument("--period", type=float, default=60, help="seconds between two faults")
-    p.add_argument("--faults", nargs="+", choices=FAULTS, default=["kill"], help="each in its turn")
+    p.add_argument("--faults", nargs="+", choices=FAULTS, default=["kill"], help="one after the other")
     p.add_argument("--workers", type=int, default=2)
     p.add_argument("--interval", type=int, default=4, help="steps between checkpoints, on all sides")
     p.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES], help="which of them to run")

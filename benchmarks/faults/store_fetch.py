@@ -186,7 +186,7 @@ def compare(kind: str, directory: Path, pairs: int, megabytes: int) -> None:
 def main() -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.faults.store_fetch", description=__doc__)
     p.add_argument("--stores", nargs="+", default=list(KINDS), choices=KINDS)
-    p.add_argument("--pairs", type=int, default=7, help="times both sides are run, in turn")
+    p.add_argument("--pairs", type=int, default=7, help="runs of each side, alternating")
     p.add_argument("--megabytes", type=int, default=1340, help="of the model: BERT-Large's")
     p.add_argument("--download", nargs=4, help=argparse.SUPPRESS)
     args = p.parse_args()

@@ -121,7 +121,7 @@ def prepared(directory: Path, seconds: float, mb_per_s: float) -> tuple[Work, st
 def compare(kind: str, directory: Path, args: argparse.Namespace) -> None:
     others = sorted(os.sched_getaffinity(0))[: -args.cores]
     if kind == "s3" and not others:
-        sys.exit("error: an S3 server needs a core beside those of --cores")
+        sys.exit("error: an S3 server needs a core in addition to those of --cores")
     each, shares, pushed = [], [], []
     with place(kind, directory, cores=others) as store, on_cores(args.cores):
         work, said = prepared(directory, args.seconds, args.megabytes_per_second)
@@ -152,7 +152,7 @@ def compare(kind: str, directory: Path, args: argparse.Namespace) -> None:
 def main() -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.faults.store_training", description=__doc__)
     p.add_argument("--stores", nargs="+", default=list(KINDS), choices=KINDS)
-    p.add_argument("--pairs", type=int, default=10, help="times both sides are run, in turn")
+    p.add_argument("--pairs", type=int, default=10, help="runs of each side, alternating")
     p.add_argument("--seconds", type=float, default=60.0, help="of each training")
     p.add_argument("--megabytes-per-second", type=float, default=LARGE_MB_PER_S, help="of checkpoints")
     p.add_argument("--cores", type=int, default=1, help="for all but an S3 server")

@@ -15,7 +15,7 @@ from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.stage import Stage
 from stages.directory.lock import hold
 
-SUMMARY = "end the job of a stage on Slurm or Kubernetes; what it has saved stays"
+SUMMARY = "cancel a stage's job on Slurm or Kubernetes; what it has saved is kept"
 #: Seconds to wait for the end of a job: Slurm kills its processes after KillWait, 30 s by default.
 _END_S = 120
 
@@ -36,18 +36,18 @@ def run(args: argparse.Namespace) -> int:
             for stage_dir in StageDirs(task.settings.work_dir).others(task.label, task.identity.fingerprint)
             if find_job(stage_dir.path)
         ]
-        elsewhere = f"; {others[0]}, of other settings, has one: give those settings" if others else ""
+        elsewhere = f"; {others[0]}, made with other settings, has one: give those settings" if others else ""
         raise UserError(f"no job is running in {task.directory}{elsewhere}")
     try:
         job.cancel()
         deadline = time.monotonic() + _END_S
         while job.is_alive():
             if time.monotonic() > deadline:
-                raise UserError(f"{job} was cancelled, but is still there after {_END_S} s; look at its scheduler")
+                raise UserError(f"{job} was cancelled, but is still there after {_END_S} s; check its scheduler")
             time.sleep(0.5)
     except Unreachable as error:
         raise UserError(f"{job} could not be cancelled: {error}") from None
     with contextlib.suppress(LockHeld), hold(task.directory, knows_jobs=True):  # else the waiting luigi does it
         job.forget()
-    log(f"{task.label}: {job} is cancelled; the same run goes on from what it has saved")
+    log(f"{task.label}: {job} was cancelled; the same run resumes from what it has saved")
     return 0

@@ -41,7 +41,7 @@ _REMOVAL = f"removal{TEMPORARY_SUFFIX}"
 _TRAININGS = ("pretrain", "train_mlp")
 #: Files of stage directories that are not results.
 _RECORDS = (LOCK, HOLDER, IDENTITY, MANIFEST, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json")
-SUMMARY = "what is superseded, its size and why; removes it only with --remove"
+SUMMARY = "list what is superseded, with size and reason; removes it only with --remove"
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
 def _extended(tasks: Iterable[StageTask], stage_dirs: StageDirs) -> dict[str, str]:
     """Directories that trainings of the present settings would continue from, by fingerprint, and why they are kept."""
     return {
-        stable.stage_dir.fingerprint: f"{task.label} would go on from its step {stable.step:,}"
+        stable.stage_dir.fingerprint: f"{task.label} would continue from its step {stable.step:,}"
         for task in tasks
         if not is_complete(task)
         for stable in stable_checkpoints(task, stage_dirs)
@@ -119,13 +119,13 @@ def _unfinished_work(stage_dir: StageDir) -> str | None:
         return f"interrupted at step {step}"
     checkpoints = stage_dir.path / CHECKPOINTS
     if checkpoints.is_dir():
-        return "interrupted, with checkpoints none of which is whole" if any(checkpoints.iterdir()) else None
+        return "interrupted, with checkpoints, none of them intact" if any(checkpoints.iterdir()) else None
     if stage_dir.label.startswith(_TRAININGS):
         return None
     made = [
         path for path in stage_dir.path.iterdir() if path.name not in _RECORDS and path.suffix not in (".log", ".tmp")
     ]
-    return "interrupted, with a part of its results" if made else None
+    return "interrupted, with some of its results" if made else None
 
 
 def _upstream(stage_dir: StageDir) -> list[str]:
@@ -134,7 +134,7 @@ def _upstream(stage_dir: StageDir) -> list[str]:
 
 def _why(stage_dir: StageDir, task: StageTask | None) -> str:
     if task is None:
-        return "no stage of the present settings"
+        return "not a stage of the present settings"
     state = "" if stage_dir.is_complete else "unfinished, "
     return f"{state}made with other settings ({first_difference(stage_dir.record, task.identity.record())})"
 
@@ -187,7 +187,7 @@ def _locked(stage_dir: StageDir) -> Iterator[None]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remove", nargs="*", metavar="NAME",
-        help="remove what is superseded; with names of stage directories these alone, interrupted ones too",
+        help="remove what is superseded; if stage directories are named, only those, even interrupted ones",
     )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def run(args: argparse.Namespace) -> int:
         (
             "set aside ",
             path,
-            "checkpoints that training went on without",
+            "checkpoints that training continued without",
             functools.partial(remove_abandoned, stage_dir, path),
         )
         for stage_dir, path in found.abandoned

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         comparison, path = of_work_directory(StageDirs(work_dir)), work_dir / "compare.html"
         if not comparison.trials:
-            raise UserError(f"{work_dir} holds no training; start one with `luigi --module pipeline BertPhase1`")
+            raise UserError(f"there is no training in {work_dir}; start one with `luigi --module pipeline BertPhase1`")
     from stages.view.comparison_page import write
 
     print(text(comparison))

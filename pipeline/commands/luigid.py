@@ -10,7 +10,7 @@ from luigi.configuration import get_config
 from common.errors import UserError
 from pipeline.settings.load import load
 
-SUMMARY = "Luigi's central scheduler: what runs, how far it is, and Prometheus metrics at /metrics"
+SUMMARY = "Luigi's central scheduler: what is running, how far along, and Prometheus metrics at /metrics"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         if error.filename is not None:
             raise
         raise UserError(
-            f"cannot listen on {args.host}, port {args.port}: {error.strerror}; end what listens there (another luigid "
-            f"can be used as it is), or give another --host or --port"
+            f"cannot listen on {args.host}, port {args.port}: {error.strerror}; stop what listens there (another "
+            f"luigid can be used as it is), or give another --host or --port"
         ) from None
     return 0

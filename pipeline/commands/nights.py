@@ -13,7 +13,7 @@ from pipeline.tasks import night_records, night_states, nights, notify
 from pipeline.tasks.night_states import NightState
 
 SUMMARY = (
-    "how each night went; --check tells by mail and webhook if the last one failed or is missing; --trend: their losses"
+    "how each night went; --check reports by mail and webhook if the last failed or is missing; --trend: their losses"
 )
 #: Number of nights listed.
 _SHOWN = 30
@@ -23,13 +23,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="look at one night only: exit status 0 if it is complete (accepted or rejected) or running, else 1, told "
-        "by mail and webhook",
+        help="look at one night only: exit status 0 if it is complete (accepted or rejected) or running, else 1, "
+        "reported by mail and webhook",
     )
     parser.add_argument(
         "--trend", action="store_true", help="loss, accuracy, time and text of all complete nights, also as a page"
     )
-    parser.add_argument("--date", default=None, help="with --check, the night, as 2026-11-21 (today)")
+    parser.add_argument("--date", default=None, help="with --check: the night, such as 2026-11-21 (today)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if state.status == "missing":
             other, who = night_states.running(directory)
             if other is not None and night_states.state_of(directory, other).status == "running":
-                line += f"; night {other} still runs ({who})"
+                line += f"; night {other} is still running ({who})"
         log(f"error: {line}")
         notify.by_all(
             settings, f"Luigi: Nightly {date} is {state.status}", line, event="check", status=state.status, date=date
@@ -67,7 +67,7 @@ def _date(text: str | None) -> datetime.date:
     try:
         return datetime.date.today() if text is None else datetime.date.fromisoformat(text)
     except ValueError:
-        raise UserError(f"--date {text} is not allowed; allowed: a date, as 2026-11-21") from None
+        raise UserError(f"--date {text} is not allowed; allowed: a date, such as 2026-11-21") from None
 
 
 def _line(date: datetime.date, state: NightState) -> str:

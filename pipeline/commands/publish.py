@@ -39,7 +39,7 @@ PATTERNS = ("config.json", "generation_config.json", *_WEIGHTS, *TOKENIZER_FILES
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="hf://org/name, s3://bucket/prefix, or a folder")
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="another model than that of the present settings: a merge's directory"
+        "--model", type=Path, metavar="DIR", help="a model other than that of the present settings: a merge's directory"
     )
     parser.add_argument("--private", action="store_true", help="create the Hub repository as private")
     parser.add_argument("--dry-run", action="store_true", help="list what would be published, and publish nothing")
@@ -101,7 +101,7 @@ def _model_of_settings(settings: Settings) -> tuple[Path, Run]:
     reason = why_incomplete(merge.directory, merge.identity.fingerprint, verify=True)
     if reason is not None:
         raise UserError(
-            f"the model of these settings is not whole: {reason}; run `luigi --module pipeline BertPhase2`, or name "
+            f"the model of these settings is not usable: {reason}; run `luigi --module pipeline BertPhase2`, or name "
             f"another with --model DIR"
         )
     return merge.model_directory, view(goal)
@@ -111,13 +111,13 @@ def _model_in(directory: Path, settings: Settings) -> tuple[Path, Run | None]:
     """The model in a directory, and the run that made it, if its stage is there. Raises `UserError`."""
     model = directory / MODEL if (directory / MODEL / "config.json").is_file() else directory
     if not (model / "config.json").is_file():
-        raise UserError(f"{directory} has no config.json; give a Hugging Face directory, as work/latest/merge_shards")
+        raise UserError(f"{directory} has no config.json; give a Hugging Face directory, e.g. work/latest/merge_shards")
     stage = model.resolve().parent
     manifest = read_manifest(stage)
     if manifest is None:
         return model, None
     if (reason := why_incomplete(stage, manifest["fingerprint"], verify=True)) is not None:
-        raise UserError(f"{model} is not whole: {reason}; merge it again, or give another")
+        raise UserError(f"{model} is not usable: {reason}; merge it again, or give another")
     stage_dirs = StageDirs(stage.parent)
     merged = stage_dirs.of_fingerprint(manifest["fingerprint"])
     chain = [] if merged is None else [*stage_dirs.made_with(merged), *evaluation_of(merged, stage_dirs)]
@@ -141,9 +141,9 @@ def _card(model: Path, made: Run | None, target: Target) -> str:
             f"{model} has no {CARD}, and nothing there tells how the model was made; write a model card there"
         )
     if not made.counts("evaluate"):
-        log("note: the model is not evaluated, so its card has no results")
+        log("note: the model has not been evaluated, so its card has no results")
     if made.settings.get("card", {}).get("license") in ("", "unknown"):
-        log("note: the card names no licence; set [card] license, as --Card-license apache-2.0")
+        log("note: the card names no licence; set [card] license, e.g. --Card-license apache-2.0")
     return card(made, target.path.rpartition("/")[2] if target.path != "PATH" else NAME, target.path)
 
 

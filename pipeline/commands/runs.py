@@ -20,11 +20,11 @@ SUMMARY = "a line for each training, here and in the store: when, how far, held-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--json", action="store_true", help="for programs: a list with one object for each, all settings"
+        "--json", action="store_true", help="for programs: a list with one object for each, with all settings"
     )
     parser.add_argument(
         "--where", action="append", default=[], metavar="SETTING=VALUE",
-        help="only those with this setting, as Phase1-lr=5e-4; repeatable: with all of them",
+        help="only those with this setting, such as Phase1-lr=5e-4; repeatable: all must match",
     )  # fmt: skip
 
 
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     elif found:
         print(table(found, has_store=shared is not None))
     elif conditions:
-        print(f"no training with {' '.join(args.where)} is in {places}")
+        print(f"there is no training with {' '.join(args.where)} in {places}")
     else:
-        print(f"no training is in {places}; start one with `luigi --module pipeline BertPhase2`")
+        print(f"there is no training in {places}; start one with `luigi --module pipeline BertPhase2`")
     return 0
 
 
@@ -62,7 +62,7 @@ def _held(stage_dirs: StageDirs, shared: SharedStore | None) -> list[HeldRun]:
 def _condition(text: str) -> tuple[str, str]:
     name, mark, value = text.partition("=")
     if not (name and mark):
-        raise UserError(f"--where {text} is not allowed; allowed: SETTING=VALUE, as Phase1-lr=5e-4")
+        raise UserError(f"--where {text} is not allowed; allowed: SETTING=VALUE, such as Phase1-lr=5e-4")
     return name.removeprefix("--"), value.strip()
 
 

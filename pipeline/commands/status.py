@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--json", action="store_true", help="for programs: a list with one object for each stage")
     how.add_argument(
         "--watch", type=_seconds, nargs="?", const=2.0, metavar="SECONDS",
-        help="with curves and progress, again every so many seconds (2), until Ctrl-C",
+        help="with curves and progress, redrawn every SECONDS (2) until Ctrl-C",
     )  # fmt: skip
 
 

@@ -30,14 +30,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="list|plan|push|verify|prune")
     verbs.add_parser("list", help="complete stages and checkpoints (the default)")
     verbs.add_parser("plan", help="what a run with these settings would fetch, make and push")
-    verbs.add_parser("push", help="push what is complete here and not there, also what was pushed once and removed")
+    verbs.add_parser("push", help="push what is complete here but not there, even if it was pushed before and removed")
     verify = verbs.add_parser("verify", help="compare what is there with its records; exit status 1 if it differs")
     verify.add_argument("--read", action="store_true", help="read every file and compare its sha256, too")
     verify.add_argument("--remove", action="store_true", help="remove what is damaged")
     prune = verbs.add_parser("prune", help="what is old or too much; removes it only with --remove")
     prune.add_argument(
         "--older-than", type=_parsed(Duration.parse), metavar="TIME",
-        help="stages pushed, and checkpoints of trainings left, longer ago, as 30d or 12h",
+        help="what is older than TIME, such as 30d or 12h: stages, and checkpoints of idle trainings",
     )  # fmt: skip
     prune.add_argument(
         "--max-size",
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Raises `UserError`."""
     shared = SharedStore.of(load().store)
     if shared is None:
-        raise UserError("[store] url is empty: there is no store; give one, as --Store-url s3://bucket/prefix")
+        raise UserError("[store] url is empty: there is no store; give one, e.g. --Store-url s3://bucket/prefix")
     verbs = {None: _list, "list": _list, "plan": _plan, "push": _push, "verify": _verify, "prune": _prune}
     return verbs[args.verb](shared, args)
 
@@ -71,7 +71,7 @@ def _list(shared: SharedStore, args: argparse.Namespace) -> int:
         if lease.checkpoints or lease.holder is not None:
             newest = lease.checkpoints[-1] if lease.checkpoints else None
             moved = size(sum(file.bytes for file in newest.files)) if newest else ""
-            who = str(lease.holder) if lease.holder else "nobody makes it now"
+            who = str(lease.holder) if lease.holder else "nobody is making it now"
             rows.append((training.name, newest.name if newest else "", moved, "not complete", who))
     print("\n".join(columns(rows)))
     listed = sum(stage.record.total_bytes for stage in contents.stages)
@@ -130,12 +130,12 @@ def _verify(shared: SharedStore, args: argparse.Namespace) -> int:
         print(f"{key}: {why}")
     files = f"{len(contents.files):,} files, {size(contents.total_bytes)}"
     if not wrong:
-        print(f"{shared.backend.url} is whole: {files}{'' if args.read else ' (sizes only; --read compares bytes)'}")
+        print(f"{shared.backend.url} is intact: {files}{'' if args.read else ' (sizes only; --read compares bytes)'}")
         return 0
     if args.remove:
         names = maintenance.remove_damaged(shared.backend, contents, wrong)
         print(f"removed, with the records of {', '.join(names) or 'no complete stage'}")
-        print("whoever has them brings them back with: python -m pipeline store push")
+        print("whoever has them can restore them with: python -m pipeline store push")
     return 1
 
 
@@ -148,13 +148,13 @@ def _prune(shared: SharedStore, args: argparse.Namespace) -> int:
         contents, older_than_s=args.older_than, most_bytes=args.max_size, newest=args.keep, now=now
     )
     for one in gone:
-        what = "checkpoints, left" if isinstance(one, maintenance.StoredTraining) else "pushed"
+        what = "checkpoints, last worked on" if isinstance(one, maintenance.StoredTraining) else "pushed"
         total = sum(file.bytes for file in one.files().values())
         print(f"{one.name}: {size(total)}, {what} {_ago(now - one.written)} ago")
     freed = sum(entry.bytes for entry in maintenance.unreferenced(maintenance.without(contents, gone), gone, now))
     if args.remove:
         freed = maintenance.remove(shared.backend, contents, gone, now)
-        log(f"removed {len(gone)}: {size(freed)} are free")
+        log(f"removed {len(gone)}: {size(freed)} freed")
     else:
         log(f"{len(gone)} could be removed: {size(freed)}; --remove does it")
     _note_damaged(contents)

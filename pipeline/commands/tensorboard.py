@@ -43,9 +43,9 @@ def link_runs(work_dir: Path) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; anybody who reaches it sees the curves (%(default)s)"
+        "--host", default="127.0.0.1", help="address to listen on; anyone who reaches it sees the curves (%(default)s)"
     )
-    parser.add_argument("--port", type=int, default=6006, help="0: any that is free (%(default)s)")
+    parser.add_argument("--port", type=int, default=6006, help="0: any free port (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
                 link_runs(work_dir)
             (directory / ADDRESS).unlink(missing_ok=True)
     except LockHeld as error:
-        where = (read_json(directory / ADDRESS) or {}).get("url", "an address that it has not told yet")
-        raise UserError(f"TensorBoard for {work_dir} runs already, at {where} ({error})") from None
+        where = (read_json(directory / ADDRESS) or {}).get("url", "an address not known yet")
+        raise UserError(f"TensorBoard for {work_dir} is already running, at {where} ({error})") from None
     return 0
 
 

@@ -14,7 +14,7 @@ SUMMARY = "upload metrics that MLflow or W&B ([trackers] names) has not received
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mnist", action="store_true", help="of the MLP instead")
+    parser.add_argument("--mnist", action="store_true", help="those of the MLP instead")
 
 
 def run(args: argparse.Namespace) -> int:

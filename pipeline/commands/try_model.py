@@ -13,7 +13,7 @@ from common.errors import UserError
 from pipeline.settings.load import load
 from pipeline.status.stage_dirs import StageDir, StageDirs
 
-SUMMARY = "the five most likely words for [MASK], by the newest merged model; of two texts, whether the second follows"
+SUMMARY = "the five most likely words for [MASK], by the newest merged model; for two texts, whether the second follows"
 
 
 def newest_model(stage_dirs: StageDirs) -> StageDir:
@@ -43,7 +43,7 @@ def suggestions(stage_dirs: StageDirs, model: StageDir) -> list[str]:
             break
     else:
         raise UserError(
-            "the model is not evaluated yet, so no prompt is known; finish the run, or give a text with [MASK]"
+            "the model has not been evaluated yet, so no prompt is known; finish the run, or give a text with [MASK]"
         )
     prompts = stage_dir.record["counts"].get("prompts")
     if prompts is None:
@@ -52,7 +52,7 @@ def suggestions(stage_dirs: StageDirs, model: StageDir) -> list[str]:
             f"tokenizer); give a text with [MASK]"
         )
     if not prompts:
-        return ["none of the held-out prompts is answered right: little more than word frequencies is learned"]
+        return ["none of the held-out prompts is answered correctly: little more than word frequencies was learned"]
     lines = ["held-out text, and the model's answers, which are right and not the most frequent words:"]
     for one in prompts:
         lines += [

@@ -31,8 +31,8 @@ def explain(task: StageTask, stage_dirs: StageDirs, *, verify: bool) -> str | No
         return f"{task.label} is running: {who}, since {who.started or '?'}"
     if verify and why_incomplete(directory, fingerprint) is None:
         return (
-            f"{task.label} is damaged: {reason}; a run looks at sizes only, "
-            f"so remove that file and run the same again: it is made anew"
+            f"{task.label} is damaged: {reason}; a run checks sizes only, "
+            f"so remove that file and run the same again to remake it"
         )
     if (directory / MANIFEST).exists():
         return f"{task.label} would run: {reason}"
@@ -42,14 +42,14 @@ def explain(task: StageTask, stage_dirs: StageDirs, *, verify: bool) -> str | No
     if (directory / IDENTITY).exists():
         step = last_checkpoint_step(directory)
         of = "" if task.max_steps is None else f" of {task.max_steps}"
-        at = f", and goes on from step {step}{of}" if step is not None else ""
+        at = f", and resumes from step {step}{of}" if step is not None else ""
         return f"{task.label} would run: it was interrupted{at}"
     if task.stored is not None:
         return f"{task.label} would be fetched: it is in the store"
     changed = cause(task, stage_dirs)
     if changed is not None:
         stable = next(stable_checkpoints(task, stage_dirs), None)
-        return f"{task.label} would run: {changed}" + (f"; it would go on from {stable}" if stable else "")
+        return f"{task.label} would run: {changed}" + (f"; it would continue from {stable}" if stable else "")
     missing = [upstream.label for upstream in task.requires().values() if not is_complete(upstream)]
     after = f"; {', '.join(missing)} would run first" if missing else ""
     return f"{task.label} would run: it was never started{after}"
@@ -83,7 +83,7 @@ def add_task(parser: argparse.ArgumentParser, *, default: str | None = None) -> 
     """What `find` needs; with a `default` the task may be left out."""
     task = "a task (Pretrain, BertPhase2), or a stage of `status`"
     optional: dict[str, Any] = {} if default is None else {"nargs": "?", "default": default}
-    parser.add_argument("task", metavar="TASK", help=f"{task}; {default}" if default else task, **optional)
+    parser.add_argument("task", metavar="TASK", help=f"{task} (default: {default})" if default else task, **optional)
     parser.add_argument("--phase", type=int, help="1 or 2, for tasks that have a phase")
 
 

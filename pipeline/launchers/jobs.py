@@ -240,10 +240,10 @@ class Job:
         if state is not None and state.is_stuck:
             text = f"{self} can never start as it is: {state.detail}; check nnodes and the section "
             return ProcessResult(EXIT_USER_ERROR, None, False, f"{text}[{self._scheduler.name}] of luigi.cfg")
-        said = f"is gone as {state}" if state is not None else "is not known any more"
+        said = f"is gone in state {state}" if state is not None else "is no longer known"
         logs = sorted(self.directory.glob("job-*.log"), key=lambda path: path.stat().st_mtime)
         hint = f"; see {logs[-1]}" if logs else ""
-        return ProcessResult(EXIT_SOFTWARE, None, False, f"{self} {said}, without a word of how it ended{hint}")
+        return ProcessResult(EXIT_SOFTWARE, None, False, f"{self} {said}, with no record of how it ended{hint}")
 
 
 class JobLauncher:

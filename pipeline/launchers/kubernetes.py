@@ -120,7 +120,7 @@ class KubernetesScheduler:
         for kind in self._gang.beside:
             done = _delete(job_id, kind)
             if done.returncode:
-                print(f"note: {kind} {job_id} is left: {last_line(done)}", flush=True)
+                print(f"note: {kind} {job_id} was not deleted: {last_line(done)}", flush=True)
 
 
 def _job_spec(found: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _require_queue(namespace: str, queue: str) -> None:
         ) from None
     if found is None:
         raise UserError(
-            f"{at} is no LocalQueue of namespace {namespace}; see `kubectl get {LOCAL_QUEUE} -n {namespace}`"
+            f"{at} is not a LocalQueue in namespace {namespace}; see `kubectl get {LOCAL_QUEUE} -n {namespace}`"
         )
 
 

@@ -74,13 +74,13 @@ def await_node_0(
         now = time.monotonic()
         if attempts.failures(directory) > failures_before:
             failure = attempts.last_failure(directory)
-            raise UserError(f"{label} failed on node 0: {failure.line if failure else 'it was started again since'}")
+            raise UserError(f"{label} failed on node 0: {failure.line if failure else 'it has been restarted since'}")
         sign = attempts.last_sign_of_life(directory)
         if is_held(directory) or sign != last_sign:
             alive_at, last_sign = now, sign
         if now - alive_at > timeout_s:
             raise NodeMissing(
-                f"{label}: node 0 has not been at work on {directory} for {timeout_s:g} s ({reason}); start the same "
+                f"{label}: node 0 has not worked on {directory} for {timeout_s:g} s ({reason}); start the same command "
                 f"there with node_rank = 0, and share the work directory"
             )
         if now - logged_at >= _LOG_EVERY_S:

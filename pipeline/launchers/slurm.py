@@ -91,7 +91,7 @@ def batch_script(work: StageCommand, job: Job, settings: cluster.Slurm) -> str:
     directory = str(work.directory.absolute())
     if "\\" in directory:
         raise UserError(
-            f"{directory} has a backslash, after which Slurm reads no %j in a log's name; rename [run] work_dir"
+            f"{directory} has a backslash, after which Slurm does not expand %j in a log's name; rename [run] work_dir"
         )
     options = {
         "job-name": job.record["name"],
@@ -148,17 +148,17 @@ class InJob:
         if done.returncode:
             return last_line(done)
         time.sleep(TIMEOUT_S)  # until that ends this process
-        return "nothing came of it"
+        return "it had no effect"
 
 
 def _address_of_first_node() -> str:
     """The first node's address in Slurm's configuration, by default its name."""
     names = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).stdout.split()
     if not names:
-        raise UserError(f"scontrol show hostnames says nothing of {os.environ['SLURM_JOB_NODELIST']}")
+        raise UserError(f"scontrol show hostnames returned nothing for {os.environ['SLURM_JOB_NODELIST']}")
     found = re.search(r"\bNodeAddr=(\S+)", _slurm("scontrol", "show", "node", "--oneliner", names[0]).stdout)
     return found[1] if found else names[0]
 
 
 def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
-    return run_tool(*words, absent="[cluster] launcher = slurm is for a machine from which jobs are sent")
+    return run_tool(*words, absent="[cluster] launcher = slurm is for a machine that submits jobs")

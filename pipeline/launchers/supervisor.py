@@ -68,7 +68,7 @@ class Supervisor:
     def run(self) -> int:
         """Run the command to its end; returns the job's exit status."""
         if not self._is_ours:
-            print(f"{self._directory / JOB} is of another job by now, or its end was seen: there is nothing to do")
+            print(f"{self._directory / JOB} now belongs to another job, or its end was seen: there is nothing to do")
             return 0
         for signum in filter(None, (self._surroundings.limit_signal, signal.SIGTERM)):
             signal.signal(signum, self._note_early)
@@ -77,7 +77,7 @@ class Supervisor:
         was_stopped = (self._state.get("result") or {}).get("stopped_by") is not None
         if (self._surroundings.is_restarted or self._state.get("starts")) and not was_stopped:
             restarts = restarts.at(self._step())
-        error = self._state.get("error", "it was started again by its scheduler")
+        error = self._state.get("error", "it was restarted by its scheduler")
         while not restarts.are_too_many:
             self._note(restarts=restarts.record(), starts=self._state.get("starts", 0) + 1, result=None)
             result = self._run_command()

@@ -17,7 +17,7 @@ def run_tool(*words: str, absent: str, given: str | None = None) -> subprocess.C
     Raises `UserError` with `absent` if it is not installed.
     """
     if shutil.which(words[0]) is None:
-        raise UserError(f"{words[0]} is not here; {absent}")
+        raise UserError(f"{words[0]} was not found; {absent}")
     try:
         return subprocess.run(words, input=given, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -71,7 +71,7 @@ def refuse_options(message: str, *parsers: argparse.ArgumentParser) -> NoReturn:
     if not options:
         _refuse(f"{message}; see --help", EXIT_UNKNOWN_OPTION)
     near = difflib.get_close_matches(options[0], known, n=1)
-    _refuse(f"{options[0]} is no option; {f'did you mean {near[0]}?' if near else 'see --help'}", EXIT_UNKNOWN_OPTION)
+    _refuse(f"unknown option {options[0]}; {f'did you mean {near[0]}?' if near else 'see --help'}", EXIT_UNKNOWN_OPTION)
 
 
 def _refuse(text: str, status: int) -> NoReturn:

@@ -28,7 +28,7 @@ def release(task: luigi.Task, directory: Path) -> None:
     if worker is None:
         return
     if is_held(directory):
-        log(f"{directory} is being made by luigi worker {worker}, as luigid knows; wait for it, or stop it first")
+        log(f"{directory} is being made by luigi worker {worker}, according to luigid; wait for it, or stop it first")
         return
     with contextlib.suppress(RPCError):  # luigi reports it itself
         _scheduler().add_task(worker=worker, task_id=task.task_id, status="FAILED", expl="its worker is gone")

@@ -78,8 +78,8 @@ class Cluster(luigi.Config):
             raise UserError(
                 f"[cluster] tensor_parallel_size = {self.tensor_parallel_size} does not divide nproc_per_node: "
                 f"data-parallel size = {self.nnodes} × {self.nproc_per_node} / {self.tensor_parallel_size} = "
-                f"{self.workers / self.tensor_parallel_size:g}, in whole copies of the model on each node; change one "
-                f"of them"
+                f"{self.workers / self.tensor_parallel_size:g}, but each node needs whole copies of the model; change "
+                f"one of them"
             )
         if self.node_rank >= self.nnodes:
             raise UserError(
@@ -141,7 +141,7 @@ def limit_s(text: str) -> int:
     match = _TIME.fullmatch(text)
     if match is None:
         raise UserError(
-            f"[slurm] time_limit = {text} is no time; write minutes, hours:minutes:seconds or "
+            f"[slurm] time_limit = {text} is not a time; write minutes, hours:minutes:seconds or "
             f"days-hours:minutes:seconds"
         )
     parts = [int(part) for part in match["parts"].split(":")]

@@ -77,7 +77,9 @@ class Webhook(Hidden):
         except ValueError:
             usable = False
         if x and (not usable or re.search(r"\s", x)):
-            raise UserError(f"{self._attribute_name} is no address; allowed: empty, or http:// or https:// with a host")
+            raise UserError(
+                f"{self._attribute_name} is not an address; allowed: empty, or http:// or https:// with a host"
+            )
         return Secret(x)
 
 

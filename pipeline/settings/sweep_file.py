@@ -88,7 +88,7 @@ def _trials(content: dict[str, Any], errors: list[str]) -> dict[str, Overlay]:
     grid, named = content.get("grid", {}), content.get("trials", {})
     for name, overlay in itertools.chain(_grid(grid, errors), _named(named, errors)):
         if name in found:
-            errors.append(f"trial {name} is there twice; rename one")
+            errors.append(f"trial {name} appears twice; rename one")
         found[name] = overlay
     if not found and not errors:
         errors.append("there is no trial; give [grid.SECTION] with lists of values, or [trials.NAME.SECTION]")
@@ -141,7 +141,7 @@ def _text(value: Any, where: str, errors: list[str]) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, str | int | float):
-        errors.append(f"{where}: {value} is not allowed; allowed: a text, a number, true, false")
+        errors.append(f"{where}: {value} is not allowed; allowed: a string, a number, true, false")
     return str(value)
 
 

@@ -29,7 +29,7 @@ def _cause(task: StageTask, old: dict[str, Any], stage_dirs: StageDirs) -> str:
         stage_dir = stage_dirs.of_fingerprint(before)
         verb = "changed" if is_complete(up) else "would change"
         if stage_dir is None:
-            return f"its upstream {up.label} {verb} (the one before, {before[:10]}, is not there any more)"
+            return f"its upstream {up.label} {verb} (the previous one, {before[:10]}, is gone)"
         deeper = _cause(up, stage_dir.record, stage_dirs)
         return deeper if deeper.startswith("its upstream ") else f"its upstream {up.label} {verb}: {deeper}"
     return changed

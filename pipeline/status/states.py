@@ -56,7 +56,7 @@ def _status(task: StageTask, stage_dirs: StageDirs, *, needed: bool) -> StageSta
     if task.stored is not None:
         details = [*(details if stale else []), "in the store"]
     if needed and (stable := next(stable_checkpoints(task, stage_dirs), None)) is not None:
-        details.append(f"would go on from {stable}")
+        details.append(f"would continue from {stable}")
     if not needed:
         details = [*(details if stale else []), "not needed: all that is made from it is complete"]
     return dataclasses.replace(
@@ -118,12 +118,12 @@ def _interrupted(task: StageTask, status: StageStatus) -> StageStatus | None:
     status = _with_progress(task, status)
     details, saved = _how_far(status), last_checkpoint_step(task.directory)
     if task.resumes:
-        details.append("no checkpoint yet" if saved is None else f"goes on from step {saved}")
+        details.append("no checkpoint yet" if saved is None else f"resumes from step {saved}")
     when = last_sign_of_life(task.directory) or (task.directory / IDENTITY).stat().st_mtime
     return dataclasses.replace(
         status,
         state="interrupted",
-        detail=", ".join(details) or "goes on with what is not there yet",
+        detail=", ".join(details) or "resumes with what is still missing",
         when=utc(when),
     )
 
@@ -134,7 +134,7 @@ def _with_history(task: StageTask, status: StageStatus) -> StageStatus:
     if task.resumes and status.state != "complete":  # the report has that of a complete one
         details.append(str(goodput(status.attempts, MetricsFile(task.directory / METRICS).read())))
     if (origin := extended_from(task.directory)) is not None:
-        details.append(f"went on from {origin}")
+        details.append(f"continued from {origin}")
     if places:
         names = [path.name for place in places for path in sorted(place.glob("ckpt_*"))]
         freed = size(sum(map(size_bytes, places)))

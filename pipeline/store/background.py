@@ -55,8 +55,8 @@ class CompanionProcess:
                 log(f"{self._label}: {self.lost}; stopping")
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-            log(f"{self._label}: note: what pushes to the store ended ({_last_line(self._directory)}); "
-                f"started again in {_AGAIN_S:g} s")  # fmt: skip
+            log(f"{self._label}: note: the process that pushes to the store ended ({_last_line(self._directory)}); "
+                f"restarting it in {_AGAIN_S:g} s")  # fmt: skip
             if not self._over.wait(_AGAIN_S):
                 self._process = self._start()
 

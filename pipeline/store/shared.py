@@ -198,7 +198,7 @@ class SharedStore:
             forget_newer(self.backend, lease, name, stage.directory)
         if found is not None:
             attempts.record_wait(stage.directory, "downloading", began)
-            log(f"{stage.label}: goes on from {found.name}, fetched from {self.backend.url}")
+            log(f"{stage.label}: resumes from {found.name}, fetched from {self.backend.url}")
 
     def _hand_over(self, stage: SharedStage, lease: Lease, *, releases: bool = True) -> None:
         """Push the newest checkpoint; then, if `releases`, release the lease, so that another machine can take it. A

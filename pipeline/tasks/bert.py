@@ -144,7 +144,7 @@ class Pretrain(ModelStage, Training):
     def result_line(self) -> str:
         """The phase's line in the final summary."""
         if not self.complete():
-            return f"phase {self.phase}: {self.directory} is not here; the model made from it is"
+            return f"phase {self.phase}: {self.directory} is not here, but the model made from it is"
         return summary.phase_line(self.counts(), self.phase)
 
     def trial_command(self, directory: Path) -> list[str]:
@@ -189,7 +189,7 @@ class ConvertCheckpoint(ModelStage):
         if not self.given:
             return self.sibling(Pretrain, phase=1).result_line()
         counts = self.counts()
-        return f"phase 1: left out; step {counts['global_step']:,} of {self.given} ({counts['format']}) in its place"
+        return f"phase 1: replaced by step {counts['global_step']:,} of {self.given} ({counts['format']})"
 
     def options(self) -> ConvertOptions:
         if not self.given:

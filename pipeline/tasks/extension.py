@@ -44,11 +44,11 @@ def extend(task: StageTask) -> None:
                     reason = why_invalid(stable.path)
                     if reason is None:
                         _link(stable, task)
-                        log(f"{task.label}: goes on from {stable}, up to which the two are the same")
+                        log(f"{task.label}: continues from {stable}, up to which the two are the same")
                         return
-                    log(f"{task.label}: cannot go on from {stable}: {reason}")
+                    log(f"{task.label}: cannot continue from {stable}: {reason}")
         except LockHeld as error:
-            log(f"{task.label}: does not go on from a checkpoint of {stage_dir.path.name}: {error}")
+            log(f"{task.label}: does not continue from a checkpoint of {stage_dir.path.name}: {error}")
         refused = True
     if refused:
         log(f"{task.label}: trains from step 0 instead")

@@ -175,7 +175,7 @@ def take_over(night: Path, accepted: Sequence[Path]) -> Parent | None:
             log(f"note: night {found.directory.name} cannot be continued: {found.checkpoint}: {reason}")
         else:
             write_json(temporary / RECORD, {"night": None})
-            log(f"night {night.name}: no earlier night to continue: trains anew")
+            log(f"night {night.name}: no earlier night to continue: trains from scratch")
     rename_durably(temporary, final)
     return decided(night)
 
@@ -235,7 +235,7 @@ def _require_agreement(settings: Settings, texts: Texts, record: dict[str, Any],
         if mine_ != theirs_:
             raise UserError(
                 f"{name} = {mine_} is not the {theirs_} of night {record['night']}, which this one continues; set it "
-                f"back, or train anew with [nights] start_from empty; nothing was started"
+                f"back, or train from scratch with [nights] start_from empty; nothing was started"
             )
 
 

@@ -31,7 +31,7 @@ def results(night: Path) -> dict[str, Any]:
     shards by sha256, and the night that it continued. Raises `DiskError`."""
     chain = {one.label: one for one in StageDirs(night).evaluated_chain()}
     if "evaluate" not in chain or "merge_shards" not in chain:
-        raise DiskError(f"{night}: the chain ended well, but its evaluation is not there; run the same again")
+        raise DiskError(f"{night}: the chain finished, but its evaluation is missing; run the same again")
     record = {label: one.record for label, one in chain.items()}
     tokens, dataset = record.get("tokenize_corpus"), record.get("shard_dataset-phase2")
     started_from = record.get("pretrain-phase1", {}).get("inputs", {}).get("start_from")

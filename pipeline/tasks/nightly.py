@@ -161,7 +161,9 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
     def _tell_held(self) -> None:
         """Report that another night blocks this one, once per holder; a second start of this night is not reported."""
         other, who = night_states.running(self.nights.path)
-        line = f"night {self.date} was not started: {f'night {other}' if other else 'another one'} still runs, {who}"
+        line = (
+            f"night {self.date} was not started: {f'night {other}' if other else 'another one'} is still running, {who}"
+        )
         before = night_states.recorded(self.nights.path, self.date)
         if other != self.date and (before is None or before.line != line):
             self._note_ended("held", line)

@@ -58,7 +58,7 @@ class NightDirs:
         elif given.gate_tolerance is not None:
             raise UserError(
                 f"[nights] gate_tolerance = {given.gate_tolerance} compares losses on the same held-out text, which "
-                f"nights have with start_from = {PREVIOUS} alone; set that, or leave gate_tolerance empty"
+                f"nights share only with start_from = {PREVIOUS}; set that, or leave gate_tolerance empty"
             )
 
     def _accepted_before(self, date: datetime.date) -> list[Path]:
@@ -80,7 +80,7 @@ class NightDirs:
             config, hidden = _config(self._settings, date, directory, night_parents.overrides(parent))
             with (directory / CONFIG).open("w", encoding="utf-8") as file:
                 file.write(
-                    "# Without logins and signatures of addresses: a night gets them from the one that starts it.\n"
+                    "# Without logins and signatures of addresses: a night gets them from the process that starts it.\n"
                 )
                 config.write(file)
         return {"LUIGI_CONFIG_PATH": str(directory / CONFIG), SECRETS_VARIABLE: json.dumps(hidden)}

@@ -69,4 +69,4 @@ def by_webhook(url: str, **facts: Any) -> str | None:
             problem = type(error).__name__
         if wait_s is not None:
             time.sleep(wait_s)
-    return f"the webhook at {where} was not told of it: {problem}"
+    return f"the webhook at {where} was not notified: {problem}"

@@ -77,7 +77,7 @@ class Parent:
         for name, sha256 in self.record["sha256"].items():
             if hashes.sha256(self.directory / name) != sha256:
                 raise UserError(
-                    f"{self.directory / name} was altered since it was taken over from night {self.night}; remove "
+                    f"{self.directory / name} has been altered since it was taken over from night {self.night}; remove "
                     f"{self.directory.parent} and run the night again"
                 )
 

@@ -35,12 +35,12 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
     if details := _details(evaluated):
         log(f"  {details}")
     if "blimp_accuracy" in evaluated:
-        log(f"  BLiMP: {evaluated['blimp_accuracy']:.1%} of {evaluated['blimp_pairs']:,} pairs (by chance 50%)")
+        log(f"  BLiMP: {evaluated['blimp_accuracy']:.1%} of {evaluated['blimp_pairs']:,} pairs (chance: 50%)")
     log(f"  model: {model}")
     log("  curves: python -m pipeline tensorboard")
     log(f"  report: {report}")
     if evaluated.get("prompts") == []:
-        log("  prompts: no held-out one is answered right: little more than word frequencies is learned")
+        log("  prompts: no held-out one is answered correctly: little more than word frequencies was learned")
     for one in evaluated.get("answers", ()):
         verdict = "right" if one["answer"] == one["truth"] else f"the text has: {one['truth']}"
         log(f'  "{one["prompt"]}"\n      {one["answer"]} ({one["probability"]:.0%}; {verdict})')
@@ -53,7 +53,7 @@ def _details(evaluated: dict[str, Any]) -> str:
     shares = {of: evaluated.get(f"masked_lm_accuracy_{name}") for name, of in classes.items()}
     accuracies = ", ".join(f"{share:.1%} on {of}" for of, share in shares.items() if share is not None)
     bits = evaluated.get("bits_per_character")
-    found = [f"accuracy {accuracies}" if accuracies else "", "" if bits is None else f"{bits:.2f} bits a character"]
+    found = [f"accuracy {accuracies}" if accuracies else "", "" if bits is None else f"{bits:.2f} bits per character"]
     return "; ".join(filter(None, found))
 
 

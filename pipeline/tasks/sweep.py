@@ -100,7 +100,7 @@ class Trial(ChainTask):
                 return stage.make()
             except LockHeld as error:
                 if not waits:
-                    log(f"trial {self.trial} waits: {error}")
+                    log(f"trial {self.trial} is waiting: {error}")
                 waits = True
                 time.sleep(_WAIT_S)
 
@@ -137,11 +137,11 @@ class Decision:
 
     def lines(self) -> Iterator[str]:
         for name, loss in self.losses.items():
-            how = "stops" if name not in self.going else "goes on" if name in self.best else "is brought back"
+            how = "stops" if name not in self.going else "continues" if name in self.best else "is brought back"
             yield f"trial {name} {how}: {number(loss)} {self.by}"
         for name in self.going:
             if name not in self.losses:
-                yield f"trial {name} goes on, not ranked: it was not evaluated at this step"
+                yield f"trial {name} continues, not ranked: it was not evaluated at this step"
 
 
 class Sweep(PipelineTask):
@@ -212,7 +212,7 @@ class Sweep(PipelineTask):
             if failed:
                 raise UserError(
                     f"{len(failed)} of {len(self.file.trials)} trials failed: {', '.join(failed)}; the others are "
-                    f"complete or stopped; the same command tries the failed ones again"
+                    f"complete or stopped; the same command retries the failed ones"
                 )
 
     def comparison(self) -> comparison.Comparison:

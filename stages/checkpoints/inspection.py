@@ -23,7 +23,7 @@ def inspect(path: Path) -> str:
         size = sum(contents.files.values())
         lines = {
             "format": f"{contents.format}: {contents.form}",
-            "step": "not said" if contents.step is None else f"{contents.step:,}",
+            "step": "unknown" if contents.step is None else f"{contents.step:,}",
             "model": _model(contents),
             "parameters": _tensors(contents.model),
             "optimizer": _tensors(contents.optimizer) if contents.optimizer else "none",
@@ -39,11 +39,11 @@ def _model(contents: Contents) -> str:
     try:
         model = contents.config or infer_model(contents)
     except CheckpointError as error:
-        return f"not said ({str(error).split('; ')[-1]})"
+        return f"unknown ({str(error).split('; ')[-1]})"
     return (
         f"{model.num_hidden_layers} layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, "
         f"intermediate size {model.intermediate_size}, vocabulary {model.vocab_size:,}"
-        f"{'' if contents.config else ' (by its shapes)'}"
+        f"{'' if contents.config else ' (from its shapes)'}"
     )
 
 

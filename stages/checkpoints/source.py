@@ -40,10 +40,10 @@ class SourceOptions(StageOptions):
     source: Secret = option(
         names=("source",),
         metavar="IN",
-        help="a checkpoint of any format that stages.convert reads, or the directory of a stage that has made one",
+        help="a checkpoint in any format that stages.convert reads, or the directory of a stage that has made one",
     )
-    config: Path | None = option(None, help="config.json of the model, for files that do not say what model it is")
-    step: int | None = option(None, omit_default=True, help="global step, for files that do not say it")
+    config: Path | None = option(None, help="config.json of the model, for files that do not describe the model")
+    step: int | None = option(None, omit_default=True, help="global step, for files that do not state it")
 
     def parameters(self) -> dict[str, Any]:
         config = model_config(self.config)
@@ -116,7 +116,7 @@ def checkpoint_in(path: Path) -> Path:
     for name in made:
         if (path / name).exists():
             return path / name
-    raise CheckpointError(f"the stage in {path} has made no checkpoint; give the directory of a training, or a file")
+    raise CheckpointError(f"the stage in {path} has made no checkpoint; give a training stage's directory, or a file")
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def model_config(path: Path | None) -> ModelConfig | None:
         return None
     config = read_json(path)
     if config is None:
-        raise UserError(f"--config {path} is no JSON object in a file; give a config.json as Hugging Face writes it")
+        raise UserError(f"--config {path} is not a file with a JSON object; give a Hugging Face config.json")
     return ModelConfig.of_hugging_face(config)
 
 

@@ -59,7 +59,7 @@ class Builders:
                 yield work
             return
         wanted = os.environ.get(HELD_FINGERPRINT_VARIABLE) or identity().fingerprint
-        self.wait_for(lambda: _is_begun(out, wanted), f"machine 0 to begin with {out}")
+        self.wait_for(lambda: _is_begun(out, wanted), f"machine 0 to start {out}")
         if why_incomplete(out, wanted) is None:
             raise AlreadyComplete
         record = read_identity(out)
@@ -80,7 +80,7 @@ class Builders:
         """Wait, saying so only once: whoever started this process counts lines as signs of life; waiting is not one."""
         if is_there():
             return
-        print(f"machine {self.rank} of {self.count} waits for {what}", file=sys.stderr)
+        print(f"machine {self.rank} of {self.count} is waiting for {what}", file=sys.stderr)
         while not is_there():
             time.sleep(_LOOK_EVERY_S)
 

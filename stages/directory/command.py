@@ -24,5 +24,5 @@ def run(main: Callable[[], None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
-        print("interrupted; run the same command again to go on", file=sys.stderr)
+        print("interrupted; run the same command again to resume", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)

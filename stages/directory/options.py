@@ -33,7 +33,7 @@ class StageOptions:
     out_is_positional: ClassVar[bool] = False
     #: argparse's nargs and help for the stage directory.
     out_nargs: ClassVar[str | None] = None
-    out_help: ClassVar[str] = "stage directory to make or go on with"
+    out_help: ClassVar[str] = "stage directory to create or resume"
 
     def __post_init__(self) -> None:
         check(self)

@@ -78,7 +78,7 @@ def _pair(where: str, line: bytes) -> tuple[str, str]:
         record = json.loads(line)
         json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate is valid JSON but not text
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON of UTF-8 text ({one_line(error)}); give a copy of BLiMP") from error
+        raise UserError(f"{where} is not JSON in UTF-8 ({one_line(error)}); give a copy of BLiMP") from error
     good, bad = (record.get(key) for key in _KEYS) if isinstance(record, dict) else ("", "")
     if not (isinstance(good, str) and good.strip() and isinstance(bad, str) and bad.strip()):
         raise UserError(f"{where} lacks {' or '.join(_KEYS)}; a line is an object with both, as in BLiMP")

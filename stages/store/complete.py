@@ -117,9 +117,9 @@ def _push(
             failpoint("store-record")
             if not _write_record(backend, record) or backend.present(relied_on).keys() >= relied_on:
                 break
-            log(f"note: somebody prunes {backend.url}; what is gone of {label} is pushed again")
+            log(f"note: {backend.url} is being pruned; missing files of {label} are pushed again")
         else:
-            raise UserError(f"{backend.url} loses files of {label} while it is pushed; run the same again")
+            raise UserError(f"{backend.url} keeps losing files of {label} while it is pushed; run the same again")
     _mark(directory, backend)
     return record
 
@@ -228,5 +228,5 @@ def _read_manifest(manifest: Path, record: StageRecord) -> tuple[dict[str, int],
     except (ValueError, KeyError, TypeError):
         is_its, times, present = False, {}, set()
     if not is_its:
-        raise Damaged("its manifest is of something else")
+        raise Damaged("its manifest is for something else")
     return times, present

@@ -44,7 +44,7 @@ def upload(backend: Backend, files: Mapping[str, StoredFile], paths: Mapping[str
         try:
             backend.upload(key, paths[key], file.bytes, file.sha256, report)
         except Altered:
-            raise UserError(f"{paths[key]} is not what its manifest says any more; it is not pushed") from None
+            raise UserError(f"{paths[key]} no longer matches its manifest; it is not pushed") from None
         failpoint("store-uploaded")
 
     _each(backend.connections, send, sorted(files.keys() - there, key=lambda key: -files[key].bytes))
@@ -166,5 +166,5 @@ def checkpoint_files(manifest: Path) -> list[StoredFile]:
 def reason(error: Exception) -> str:
     """Why something in the store cannot be used."""
     if isinstance(error, Missing):
-        return f"{error} is not there"
-    return f"{', '.join(error.args)}: other bytes than the sha256 says" if isinstance(error, Altered) else str(error)
+        return f"{error} is missing"
+    return f"{', '.join(error.args)}: bytes do not match the sha256" if isinstance(error, Altered) else str(error)

@@ -116,7 +116,7 @@ def read_records(backend: Backend) -> Contents:
         stage = stage_of_key(entry.key)
         try:
             if stage is None:
-                raise Damaged("it is no record")
+                raise Damaged("it is not a record")
             found.stages.append(StoredStage(StageRecord.decode(backend.read(entry.key)[0], *stage), entry.written))
         except Damaged as error:
             found.damaged[entry.key] = str(error)
@@ -127,7 +127,7 @@ def read_records(backend: Backend) -> Contents:
         made = lease_of_key(entry.key)
         try:
             if made is None:
-                raise DamagedLease("it is no record")
+                raise DamagedLease("it is not a record")
             record = LeaseRecord.read(backend, entry.key)
             if record.version is not None:  # else removed meanwhile
                 found.trainings.append(StoredTraining(*made, record, entry.written))
@@ -213,8 +213,8 @@ def remove(backend: Backend, contents: Contents, gone: Sequence[StoredStage | St
     the bytes freed. Raises `UserError` while any records are damaged, as their files are unknown."""
     if contents.damaged:
         raise UserError(
-            f"{backend.url} has {len(contents.damaged)} damaged records, whose files would be removed like those to "
-            f"which nothing refers; first: python -m pipeline store verify --remove"
+            f"{backend.url} has {len(contents.damaged)} damaged records, whose files would be removed as "
+            f"unreferenced; first: python -m pipeline store verify --remove"
         )
     backend.delete([one.record.key for one in gone if isinstance(one, StoredStage)])
     for one in gone:

@@ -31,7 +31,7 @@ class StoreOptions:
     kms_key: str = option("", decides=False, metavar="KEY", help="key of aws:kms; left out: the account's own")
     lease_s: float = option(
         60.0, decides=False, unit="s", least=2, most=3600,
-        help="a machine that gives no sign of life for so long loses its turn to make a stage",
+        help="a machine that is silent for this long loses its turn to make a stage",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -53,11 +53,11 @@ class StoreOptions:
         try:
             parts = urlsplit(url)
         except ValueError as error:
-            raise UserError(f"url = {self.url} is no address ({error}); check it") from None
+            raise UserError(f"url = {self.url} is not an address ({error}); check it") from None
         if self.is_s3:
             bucket = url.removeprefix("s3://").partition("/")[0]
             if not bucket or "@" in bucket:
-                raise UserError(f"url = {self.url} is no place in S3; write s3://bucket/prefix")
+                raise UserError(f"url = {self.url} is not a place in S3; write s3://bucket/prefix")
             return str(self.url).rstrip("/")
         if parts.scheme not in ("", "file"):
             raise UserError(f"url = {self.url}: {parts.scheme}:// is unknown; allowed: s3://, file:// and plain paths")

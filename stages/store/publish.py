@@ -70,7 +70,7 @@ def scheme_of(address: str) -> str:
     try:
         scheme = urlsplit(address).scheme
     except ValueError as error:
-        raise UserError(f"{address} is no address ({error}); check it") from None
+        raise UserError(f"{address} is not an address ({error}); check it") from None
     if scheme not in SCHEMES:
         raise UserError(f"{address}: {scheme}:// is unknown; allowed: hf://org/name, s3://bucket/prefix, or a folder")
     return scheme
@@ -102,8 +102,8 @@ class Folder:
             others = [path for path in there if path.is_dir() or not publication.is_of_a_model(path.name)]
             if others:
                 raise UserError(
-                    f"{replaced} holds {others[0].name}, which is no file of a published model and would be removed; "
-                    f"give a new folder, or one that publish has made"
+                    f"{replaced} holds {others[0].name}, which is not part of a published model and would be removed; "
+                    f"give a new folder, or one made by publish"
                 )
         if any(path.resolve().is_relative_to(self.folder) for path in publication.files.values()):
             raise UserError(f"{self.folder} holds the model that is to be published; give another folder")

@@ -31,7 +31,7 @@ class HubRepository:
             is_allowed = False
         if not is_allowed:
             raise UserError(
-                f"{address} is no name on the Hub; write hf://org/name, of letters, digits, '-', '_' and '.', 96 at "
+                f"{address} is not a name on the Hub; write hf://org/name, of letters, digits, '-', '_' and '.', 96 at "
                 f"most, without '--' and '..', not beginning or ending with '-' or '.', nor ending with .git"
             )
 

@@ -95,7 +95,7 @@ class StageRecord:
         """Raises `Damaged`, including for the record of another stage."""
         content = unseal(data)
         if (content.get("label"), content.get("fingerprint")) != (label, fingerprint):
-            raise Damaged(f"it is of {content.get('label')} {str(content.get('fingerprint'))[:10]}")
+            raise Damaged(f"it belongs to {content.get('label')} {str(content.get('fingerprint'))[:10]}")
         files = tuple(StoredFile.of_record(file) for file in content.get("files", ()))
         return cls(label, fingerprint, files, str(content.get("pushed")), str(content.get("host")))
 

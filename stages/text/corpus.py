@@ -140,7 +140,7 @@ def raw_documents(
             dropped["files: no text in them"] += 1
             empty.append(source.name)
     if not found:
-        others = f" (nor {len(empty) - 1} more)" if len(empty) > 1 else ""
+        others = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
         raise UserError(
             f"{empty[0]}{others} holds no text: {_what_was_dropped(dropped)}; give UTF-8 text with a blank line "
             f"between documents, JSON Lines (.jsonl), Parquet, Arrow, or a MediaWiki dump (.xml)"

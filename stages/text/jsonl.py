@@ -72,7 +72,7 @@ class JsonLinesSource(SplittableSource):
         if reason:
             raise UserError(
                 f"{self.name}, line {self._line_number(offset)}: {reason}; each line must be an object such as "
-                f'{{"text": "A document."}}, and line ends inside of the text must be written \\n'
+                f'{{"text": "A document."}}, and line ends inside the text must be written \\n'
             )
         text: str = record["text"]
         return text
@@ -94,6 +94,6 @@ class JsonLinesSource(SplittableSource):
             if sum(map(len, pieces)) > _LINE_BYTES_MAX:
                 raise UserError(
                     f"{self.name} has a line of more than {_LINE_BYTES_MAX >> 20} MiB at byte {offset}; "
-                    f"write one document a line, and split those that are as long as that"
+                    f"write one document per line, and split those this long"
                 )
         yield offset, b"".join(pieces)

@@ -124,7 +124,7 @@ class ParquetSource(_TableSource):
             begun, done = done, done + len(batch)
             yield batch.column(0), self.size * begun // total, self.size * done // total
         if done != total:
-            raise ValueError(f"it has {done:,} rows, and says that it has {total:,}")
+            raise ValueError(f"it has {done:,} rows, but says that it has {total:,}")
 
 
 class ArrowSource(_TableSource):
@@ -151,7 +151,7 @@ class ArrowSource(_TableSource):
                 start, end = end, max(end, self.position) if self.is_packed else last
                 yield batch.column(0), start, end
         if stream.tell() == last:
-            raise ValueError("the mark of its end is missing")
+            raise ValueError("its end marker is missing")
         _require_end(stream, is_file=is_file)
 
     def _stream(self, raw: BinaryIO) -> tuple[Any, bool]:
@@ -176,9 +176,9 @@ def _require_end(stream: Any, *, is_file: bool) -> None:
         tail = (tail + block)[-_LENGTH_BYTES - len(_END) :]
     length = int.from_bytes(tail[:_LENGTH_BYTES], "little")
     if is_file and (not tail.endswith(_END) or count != length + len(tail)):
-        raise ValueError("its index is missing or damaged, or there is more behind it")
+        raise ValueError("its index is missing or damaged, or more data follows it")
     if count and not is_file:
-        raise ValueError("there is more behind its end")
+        raise ValueError("more data follows its end")
 
 
 class _Blocks:

@@ -68,7 +68,7 @@ class WikipediaSource(FileSource):
         except UserError as error:
             if not pages.last:
                 raise
-            raise UserError(f"{error} (until there {_so_far(pages, dropped - before)})") from error
+            raise UserError(f"{error} (before that, {_so_far(pages, dropped - before)})") from error
         except expat.ExpatError as error:
             yield from self._articles(pages, dropped)  # those complete before the error
             self._refuse(pages, error, dropped - before)

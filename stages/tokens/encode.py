@@ -165,7 +165,7 @@ def _check_unknown(counts: Counter[str], most: float, *, of_corpus: float = 1.0)
     examples = " ".join(word for word, _ in words.most_common(_EXAMPLES))
     raise UserError(
         f"{share:.1%} of {counts['tokens']:,} tokens are {UNK}, as the vocabulary cannot spell words such as "
-        f"{examples}; allowed are {most:.1%}: give a vocabulary for this text, or raise --max-unknown-share ([corpus] "
+        f"{examples}; allowed: {most:.1%}; give a vocabulary for this text, or raise --max-unknown-share ([corpus] "
         f"max_unknown_share)"
     )
 

@@ -120,7 +120,7 @@ def members(archive: Path) -> Generator[Member, None, None]:
         for number, info in enumerate(_headers(archive, tar, stream), 1):
             if number > MEMBERS_MAX:
                 raise UserError(
-                    f"{archive} has more than {MEMBERS_MAX} members; that is no data set; unpack it by hand"
+                    f"{archive} has more than {MEMBERS_MAX} members; that is not a data set; unpack it by hand"
                 )
             _refuse_unsafe(archive, info)
             if info.size < 0:
@@ -129,7 +129,7 @@ def members(archive: Path) -> Generator[Member, None, None]:
             if left < 0:
                 raise UserError(
                     f"{archive} unpacks to more than {UNPACKED_RATIO_MAX} times its size at member {info.name}; "
-                    f"if it is a data set nevertheless, unpack it by hand and give the folder"
+                    f"if it is a data set after all, unpack it by hand and give the folder"
                 )
             if info.isfile():
                 file = tar.extractfile(info)

@@ -43,7 +43,7 @@ def fetch(
         before = State.read(work.path)
         if before is not None and (not before.refused or before.version.is_same_as(look(remote, least_rate))):
             return before.version
-        _say(f"note: {remote.url} is not what {final.name} was fetched from any more; starting over")
+        _say(f"note: {remote.url} is no longer what {final.name} was fetched from; starting over")
         final.unlink()
     for _ in range(_VERSIONS_MAX):
         state = _resumed(remote, work.path, least_rate, begin)
@@ -62,7 +62,7 @@ def fetch(
                 raise
         rename_durably(work.path / PART, final)
         return state.version
-    raise UserError(f"{remote.url} was changed {_VERSIONS_MAX} times while it was fetched; try when it is left alone")
+    raise UserError(f"{remote.url} was changed {_VERSIONS_MAX} times while it was fetched; try again once it is stable")
 
 
 def look(remote: Remote, least_rate: LeastRate) -> Version:
@@ -118,7 +118,7 @@ def _resumed(
         _say(f"note: {remote.url}: {why}; starting over")
     if not version.resumable:
         what = "sends no parts" if not version.ranges else "names no version (ETag, Last-Modified)"
-        _say(f"note: {remote.url}: the server {what}, so one connection fetches it, and a cut one starts over")
+        _say(f"note: {remote.url}: the server {what}, so one connection fetches it, and starts over if cut off")
     state = State(remote.url, version, have)
     if not have:
         part.unlink(missing_ok=True)
@@ -130,7 +130,7 @@ def _resumed(
 def require_sha256(path: Path, name: str, work: StageDirectory, sha256: str) -> None:
     """Verify a file's sha256, with a progress bar in `work`; raises `UserError` on a mismatch."""
     if path.is_dir():
-        raise UserError(f"{name} is a folder, which has no sha256; leave it out, or give an archive")
+        raise UserError(f"{name} is a folder, which has no sha256; omit the sha256, or give an archive")
     digest = hashlib.sha256()
     with path.open("rb") as file, work.progress("check sha256", path.stat().st_size, "B") as bar:
         while data := file.read(_HASHED_BYTES):
@@ -138,7 +138,7 @@ def require_sha256(path: Path, name: str, work: StageDirectory, sha256: str) -> 
             bar.update(len(data))
     if digest.hexdigest() != sha256:
         raise UserError(
-            f"{name} has the sha256 {digest.hexdigest()}, expected was {sha256}; check the address and the sha256"
+            f"{name} has the sha256 {digest.hexdigest()}, not the expected {sha256}; check the address and the sha256"
         )
 
 

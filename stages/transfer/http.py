@@ -81,7 +81,7 @@ class HttpRemote:
         refuse_status(status, answer.headers, answer.reason or "")
         what = {
             401: "it wants a login; check the address, or put the login into ~/.netrc",
-            403: "access is denied; check the address, and whether it has run out or needs a login (~/.netrc)",
+            403: "access is denied; check the address, and whether it has expired or needs a login (~/.netrc)",
             404: "there is nothing there; check the address",
             410: "it is gone for good; find its new address",
         }

@@ -246,8 +246,8 @@ class Tries:
         self._failed = 1 if worth else self._failed + 1
         if self._failed >= TRIES:
             raise UserError(
-                f"{self._url}: {error}, and so {TRIES} times in a row; check network and server, then run the same "
-                f"again: it goes on from the bytes that are there"
+                f"{self._url}: {error}, {TRIES} times in a row; check network and server, then run the same "
+                f"again: it resumes from the bytes that are there"
             )
         wait_s = BACKOFF_S * 2 ** (self._failed - 1) * random.uniform(0.75, 1.25)  # jitter against retries in step
         if error.retry_after_s is not None:

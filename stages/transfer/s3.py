@@ -101,8 +101,8 @@ class S3Store:
             raise UserError(f"{url}: bucket {self.bucket} has no such object{where}; check the key")
         if status in (401, 403):
             raise UserError(
-                f"{url}: access is denied, {who} (HTTP {status} {code}); S3 says so of some keys that do not exist, "
-                f"too: check bucket and key, and s3_profile"
+                f"{url}: access is denied, {who} (HTTP {status} {code}); S3 also says so of some keys that do not "
+                f"exist: check bucket and key, and s3_profile"
             )
         message = " ".join(str(response["Error"].get("Message", "")).split())
         raise UserError(f"{url}: HTTP {status} {code} {message}; check the address, s3_profile and s3_endpoint")

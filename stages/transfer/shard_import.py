@@ -76,7 +76,7 @@ def take_in(
             name = PurePosixPath(shard.origin).name
             if name in origins:
                 both = f"{origins[name]} and {shard.origin}"
-                raise UserError(f"{source} has {both}: two files of one name; rename one")
+                raise UserError(f"{source} has {both}: two files share a name; rename one")
             origins[name] = shard.origin
             final = directory / name
             is_placed = final.exists()

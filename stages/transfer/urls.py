@@ -13,7 +13,7 @@ from common.options import option
 from common.secrets import Secret, address_identity
 from stages.transfer.remote import LeastRate, Remote
 
-_GROUP = "addresses in the network"
+_GROUP = "network addresses"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Transport:
     )
     low_speed_limit_bytes_per_s: float = option(
         LeastRate.bytes_per_s, decides=False, group=_GROUP, metavar="RATE", least=0,
-        help="a connection that brings less is dropped and tried again; 0: never",
+        help="a slower connection is dropped and retried; 0: never",
     )  # fmt: skip
     low_speed_time_s: float = option(
         LeastRate.time_s, decides=False, group=_GROUP, unit="s", least=1, help="seconds over which that is measured"
@@ -75,7 +75,7 @@ def _fetcher(url: Secret) -> Fetcher:
     scheme = _scheme(url)
     if scheme not in FETCHERS:
         allowed = ", ".join(f"{name}://" for name in FETCHERS if name)
-        raise UserError(f"cannot fetch {url}: {scheme}:// is unknown; allowed are {allowed} and plain paths")
+        raise UserError(f"cannot fetch {url}: {scheme}:// is unknown; allowed: {allowed} and plain paths")
     return FETCHERS[scheme]
 
 
@@ -83,7 +83,7 @@ def _scheme(url: str) -> str:
     try:
         return urlsplit(url).scheme
     except ValueError as error:  # for example an incomplete IPv6 address
-        raise UserError(f"{url} is no address ({error}); check it") from None
+        raise UserError(f"{url} is not an address ({error}); check it") from None
 
 
 def _local_path(url: Secret) -> Path:
@@ -147,7 +147,7 @@ def _bucket_and_key(url: Secret) -> tuple[str, str]:
     if "@" in bucket:
         raise UserError(f"{url} was given with a login; leave it out, and name a profile of your AWS configuration")
     if not bucket or not key:
-        raise UserError(f"{url} is no object in S3; write s3://bucket/key")
+        raise UserError(f"{url} is not an object in S3; write s3://bucket/key")
     if key.endswith("/"):
         raise UserError(f"{url} is a folder in S3; give one archive: s3://bucket/key.tar")
     return bucket, key

@@ -92,12 +92,12 @@ def _introduction(run: Run) -> str:
     )
     trained = f", trained for {phases}" if phases else ""
     architecture = facts.architecture(run)
-    does = "it fills masked words"
+    does = "it fills in masked words"
     if architecture == "BertForPreTraining":
         does += " and tells whether a sentence follows another"
     return (
         f"A `{architecture}`{size}{trained}: {does}. "
-        f"It was made by the BERT pretraining pipeline and has been fine-tuned for nothing."
+        f"It was made by the BERT pretraining pipeline and has not been fine-tuned."
     )
 
 

@@ -172,7 +172,7 @@ def _curve(span: Span, y: Callable[[float], float], bottom: float) -> list[str]:
     for step in span.series.restarts:
         x = span.x(step)
         parts.append(
-            f'<path class="restart" d="M{x:.1f} {bottom}l-4 -7h8Z"><title>went on at step {step}</title></path>'
+            f'<path class="restart" d="M{x:.1f} {bottom}l-4 -7h8Z"><title>resumed at step {step}</title></path>'
         )
     return parts
 

@@ -54,7 +54,7 @@ def _chart(title: str, axis: str, first: float, curves: Sequence[tuple[Trial, Se
     ]
     if not any(one.points for one in series):
         return None
-    unit = "nats a masked token"
+    unit = "nats per masked token"
     draw = functools.partial(line_chart, series, title=title, unit=unit, overlaid=True, axis=axis)
     rows = [
         [one.name, f"{number(point.first)} – {number(point.last)}", *map(number, (point.mean, point.low, point.high))]

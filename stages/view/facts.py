@@ -29,10 +29,10 @@ _EVALUATION: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("by frequency alone", "unigram_accuracy", percent),
     ("masked-LM loss", "masked_lm_loss", _nats),
     ("by frequency alone", "unigram_loss", _nats),
-    ("bits a character", "bits_per_character", number),
+    ("bits per character", "bits_per_character", number),
     ("next-sentence accuracy", "next_sentence_accuracy", percent),
     ("next-sentence loss", "next_sentence_loss", _nats),
-    ("BLiMP (by chance 50%)", "blimp_accuracy", percent),
+    ("BLiMP (chance: 50%)", "blimp_accuracy", percent),
     ("sequences", "samples", number),
     ("masked tokens", "masked_tokens", number),
 )
@@ -112,14 +112,14 @@ def training_table(run: Run) -> list[list[str]]:
     warned = ["; ".join(f"{cause} (step {step:,})" for step, cause in one.diagnoses) for one in curves.values()]
     row("warnings while training", warned)
     rates = [one.values["throughput"] for one in curves.values()]
-    row("sequences a second, mean", [number(round(sum(values) / len(values), 2)) for values in rates])
+    row("sequences per second, mean", [number(round(sum(values) / len(values), 2)) for values in rates])
     row("time at work", [duration(run.trainings[phase].seconds_at_work) for phase in curves])
     spent = [goodput(run.trainings[phase].attempts, one) for phase, one in curves.items()]
     row(
         "goodput: share of it in steps that counted",
         [None if one.share is None else percent(one.share) for one in spent],
     )
-    row("lost, most first", [", ".join(f"{part} {duration(s)}" for part, s in one.losses[:3]) for one in spent])
+    row("lost, largest first", [", ".join(f"{part} {duration(s)}" for part, s in one.losses[:3]) for one in spent])
     row("interruptions", [str(run.trainings[phase].stops) for phase in curves])
     row("workers", [number(one["num_workers"]) if "num_workers" in one else None for one in counts.values()])
     row("precision", [one.get("precision") for one in counts.values()])

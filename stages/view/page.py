@@ -27,10 +27,10 @@ WIDE, NARROW = 1168, 358
 MOST_POINTS = 200
 #: Metric, title, unit, whether the vertical axis begins at 0.
 _CHARTS = (
-    ("masked_lm_loss", "Masked-LM loss", "nats a masked token", False),
-    ("next_sentence_loss", "Next-sentence loss", "nats a pair", False),
+    ("masked_lm_loss", "Masked-LM loss", "nats per masked token", False),
+    ("next_sentence_loss", "Next-sentence loss", "nats per pair", False),
     ("learning_rate", "Learning rate", "", True),
-    ("throughput", "Throughput", "sequences a second", True),
+    ("throughput", "Throughput", "sequences per second", True),
     ("grad_norm", "Gradient norm", "L2, before clipping", True),
 )
 
@@ -72,7 +72,7 @@ def page(run: Run) -> str:
 
 def _loss_unit(run: Run) -> str:
     has_pairs = any(curves.recent("next_sentence_loss") is not None for curves in run.curves.values())
-    return "nats: masked-LM and next-sentence together" if has_pairs else "nats a masked token"
+    return "nats: masked-LM and next-sentence together" if has_pairs else "nats per masked token"
 
 
 @functools.cache
@@ -96,14 +96,14 @@ def _curve_marks(run: Run) -> Iterator[tuple[Markup, str]]:
     """The legend of the curves: (drawing, text)."""
     for phase in run.curves:
         length = run.setting(phase, "seq_len")
-        tokens = f": {length} tokens a sequence" if length else ""
+        tokens = f": {length} tokens per sequence" if length else ""
         yield Markup('<path class="line p{}" d="M0 6H22"/>').format(phase), f"phase {phase}{tokens}"
     if any(len(curves.steps) > MOST_POINTS for curves in run.curves.values()):
-        yield Markup('<path class="band p1" d="M0 1H22V11H0Z"/>'), "smallest to largest of the steps of a point"
+        yield Markup('<path class="band p1" d="M0 1H22V11H0Z"/>'), "smallest to largest of a point's steps"
     if any(run.restarts(phase) for phase in run.curves):
-        yield Markup('<path class="restart" d="M11 11l-4 -7h8Z"/>'), "went on after an interruption"
+        yield Markup('<path class="restart" d="M11 11l-4 -7h8Z"/>'), "resumed after an interruption"
     if len(run.curves) == 2:
-        yield Markup('<path class="join" d="M11 0V12"/>'), "the join; each phase has its own scale of steps"
+        yield Markup('<path class="join" d="M11 0V12"/>'), "phase boundary; each phase has its own step axis"
 
 
 def _chart(run: Run, name: str, title: str, unit: str, *, from_zero: bool, hero: bool) -> Chart | None:
@@ -153,4 +153,4 @@ def _attempt_marks(endings: Collection[str], *, cuts: bool) -> Iterator[tuple[Ma
             drawn = '<rect class="{how}" y="1" width="20" height="10" rx="1.5"/>' + mark
             yield Markup(drawn).format(how=how), text
     if cuts:
-        yield Markup('<g class="cut"><rect width="22" height="12"/></g>'), "a long rest, cut out"
+        yield Markup('<g class="cut"><rect width="22" height="12"/></g>'), "a long pause, cut out"

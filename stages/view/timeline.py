@@ -138,7 +138,7 @@ def _axis(stretches: Sequence[Stretch], layout: Layout, height: float) -> list[s
     parts, taken = [], 0.0
     for before, after in zip(stretches, stretches[1:], strict=False):
         middle = (before.right + after.left) / 2
-        rest = f"{duration(after.began - before.ended)} of rest are cut out"
+        rest = f"a pause of {duration(after.began - before.ended)} is cut out"
         parts.append(
             f'<g class="cut"><title>{rest}</title><rect x="{before.right + 4:.1f}" y="{_TOP}" '
             f'width="{max(1.0, after.left - before.right - 8):.1f}" height="{height - _TOP - _BOTTOM}"/>'

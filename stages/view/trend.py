@@ -18,7 +18,7 @@ from stages.view.text import columns, duration, moment, number, percent
 
 #: Title, unit, name of the value in `Night`, whether the vertical axis begins at 0.
 _CHARTS = (
-    ("Held-out loss", "nats a masked token", "loss", False),
+    ("Held-out loss", "nats per masked token", "loss", False),
     ("Held-out accuracy", "share of masked tokens", "accuracy", False),
     ("Time at work", "minutes", "minutes", True),
     ("Text read", "million tokens", "million_tokens", True),

@@ -63,4 +63,4 @@ def test_a_budget_is_measured_once_and_its_steps_are_trained(
     assert row(*BUDGETED, "--Phase1-max-steps", "7", "--Phase1-warmup-steps", "2")["state"] == "complete"
     longer = row("--Phase1-budget", "20m", "--Phase1-schedule", "wsd")
     assert (longer["state"], longer["total"]) == ("stale", None)
-    assert "would go on from" not in longer["detail"]
+    assert "would continue from" not in longer["detail"]

@@ -52,19 +52,19 @@ def test_more_steps_go_on_from_the_last_stable_checkpoint(prepared: Chain, scrat
     assert checkpoints(before) == ["ckpt_4", "ckpt_8"]
     said = f"step 4 of {before.name}"
     reason = chain.ask("why", "Pretrain", "--phase", "1", status=1, **longer(chain)).stdout
-    assert f"it would go on from {said}" in reason
-    assert f"would go on from {said}" in chain.status(**longer(chain))["pretrain-phase1"]["detail"]
+    assert f"it would continue from {said}" in reason
+    assert f"would continue from {said}" in chain.status(**longer(chain))["pretrain-phase1"]["detail"]
     assert (
-        f"kept        {before}: pretrain-phase1 would go on from its step 4"
+        f"kept        {before}: pretrain-phase1 would continue from its step 4"
         in chain.ask("clean", **longer(chain)).stdout
     )
     out = chain.run(*LONG)
-    assert f"goes on from {said}, up to which the two are the same" in out.stdout + out.stderr
+    assert f"continues from {said}, up to which the two are the same" in out.stdout + out.stderr
     after = assert_like_scratch(chain, scratch)
     assert after != before
     extended = chain.manifest("pretrain-phase1")["counts"]["extended_from"]  # type: ignore[index]
     assert (extended["directory"], extended["step"]) == (before.name, 4)
-    assert f"went on from {said}" in chain.status(**longer(chain))["pretrain-phase1"]["detail"]
+    assert f"continued from {said}" in chain.status(**longer(chain))["pretrain-phase1"]["detail"]
     # The earlier one is as it was.
     assert checkpoints(before) == ["ckpt_4", "ckpt_8"]
     assert "complete" in chain.ask("why", "Pretrain", "--phase", "1", **shorter(chain)).stdout
@@ -90,7 +90,7 @@ def test_killed_on_the_way_it_goes_on_and_ends_the_same(
     killed = chain.start(*LONG, FAILPOINT=point, FAILPOINT_ACTION="kill")
     assert killed.wait(timeout=300) != 0
     out = chain.run(*LONG)
-    assert ("goes on from step 4" in out.stdout + out.stderr) is (point == "rename-before:ckpt_4")
+    assert ("continues from step 4" in out.stdout + out.stderr) is (point == "rename-before:ckpt_4")
     after = assert_like_scratch(chain, scratch)
     assert json.loads((after / "manifest.json").read_text())["counts"]["extended_from"]["step"] == 4
 
@@ -101,11 +101,11 @@ def test_a_constant_training_is_finished_with_a_short_decay(prepared: Chain, tmp
               "--Phase1-decay-share", "0.2")  # fmt: skip
     chain.run("Pretrain", "--phase", "1", "--Phase1-schedule", "constant")
     out = chain.run(*finish)
-    assert "goes on from step 8 of" in out.stdout + out.stderr
+    assert "continues from step 8 of" in out.stdout + out.stderr
     for path in other.work.glob("pretrain-phase1-*"):
         path.rename(other.directory / path.name)  # nothing to go on from
     out = other.run(*finish)
-    assert "goes on from" not in out.stdout + out.stderr
+    assert "continues from" not in out.stdout + out.stderr
     ckpt = "checkpoints/ckpt_10"
     assert_same_bytes(chain.latest("pretrain-phase1") / ckpt, other.latest("pretrain-phase1") / ckpt)
 
@@ -116,10 +116,10 @@ def test_a_trial_of_a_sweep_goes_on_from_no_step_after_its_rung(prepared: Chain,
     grid = tmp_path / "grid.toml"
     grid.write_text('goal = "BertPhase1"\n[grid.phase1]\nmax_steps = [12, 16]\n[halving]\nrungs = [2]\nkeep = 1\n')
     done = chain.run("Sweep", "--grid", str(grid), *STABLE)
-    assert "goes on from step 4" not in done.stdout + done.stderr
+    assert "continues from step 4" not in done.stdout + done.stderr
     assert "failed" not in done.stdout + done.stderr
     for steps in (12, 16):
-        assert f"step 2: trial max_steps={steps} goes on: " in done.stdout + done.stderr
+        assert f"step 2: trial max_steps={steps} continues: " in done.stdout + done.stderr
 
 
 def test_a_training_that_runs_is_not_read(prepared: Chain, scratch: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_training_that_runs_is_not_read(prepared: Chain, scratch: Path, tmp_pa
     with hold(before):
         out = chain.run(*LONG)
     said = out.stdout + out.stderr
-    assert f"does not go on from a checkpoint of {before.name}" in said
+    assert f"does not continue from a checkpoint of {before.name}" in said
     assert "trains from step 0 instead" in said
     assert "extended_from" not in chain.manifest("pretrain-phase1")["counts"]  # type: ignore[operator]
     assert_like_scratch(chain, scratch)
@@ -142,7 +142,7 @@ def test_a_damaged_checkpoint_is_left_out(prepared: Chain, scratch: Path, tmp_pa
     weights.write_bytes(content)
     out = chain.run(*LONG)
     said = out.stdout + out.stderr
-    assert "cannot go on from step 4" in said
+    assert "cannot continue from step 4" in said
     assert "its sha256 is not the manifest's" in said
     assert "trains from step 0 instead" in said
     assert_like_scratch(chain, scratch)
@@ -152,8 +152,8 @@ def test_a_damaged_checkpoint_is_left_out(prepared: Chain, scratch: Path, tmp_pa
 def test_what_differs_earlier_is_trained_anew(prepared: Chain, tmp_path: Path, change: tuple[str, str]) -> None:
     chain = prepared.copy(tmp_path / "chain")
     out = chain.run(*LONG, *change)
-    assert "go on from" not in out.stdout + out.stderr
-    assert "goes on from" not in out.stdout + out.stderr
+    assert "continue from" not in out.stdout + out.stderr
+    assert "continues from" not in out.stdout + out.stderr
 
 
 def test_phase_2_is_extended_alone_and_after_phase_1(tmp_path: Path) -> None:
@@ -164,9 +164,9 @@ def test_phase_2_is_extended_alone_and_after_phase_1(tmp_path: Path) -> None:
     chain.run("Pretrain", "--phase", "2", *stable)
     out = chain.run("Pretrain", "--phase", "2", *stable, "--Phase2-max-steps", "8")
     said = out.stdout + out.stderr
-    assert "pretrain-phase2: goes on from step 3 of pretrain-phase2-" in said
-    assert "pretrain-phase1: goes on" not in said
+    assert "pretrain-phase2: continues from step 3 of pretrain-phase2-" in said
+    assert "pretrain-phase1: continues" not in said
     out = chain.run("Pretrain", "--phase", "2", *stable, "--Phase1-max-steps", "10", "--Phase2-max-steps", "8")
     said = out.stdout + out.stderr
-    assert "pretrain-phase1: goes on from step 6 of pretrain-phase1-" in said
-    assert "pretrain-phase2: goes on" not in said
+    assert "pretrain-phase1: continues from step 6 of pretrain-phase1-" in said
+    assert "pretrain-phase2: continues" not in said

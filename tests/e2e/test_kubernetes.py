@@ -272,7 +272,11 @@ def test_volcano_tells_why_the_group_waits(prepared: Chain, cluster: Cluster) ->
     ("prepare", "words", "line"),
     [
         (("refused", "PodGroup"), gang("volcano"), 'kubectl apply refused .*: error: no matches for kind "PodGroup"'),
-        (None, gang("kueue", "other"), r"\[kubernetes\] queue = other is no LocalQueue of namespace nlp; see `kubectl"),
+        (
+            None,
+            gang("kueue", "other"),
+            r"\[kubernetes\] queue = other is not a LocalQueue in namespace nlp; see `kubectl",
+        ),
         (
             ("absent", "localqueue"),
             gang("jobset", "team"),
@@ -356,7 +360,7 @@ def test_without_kubectl_there_is_one_line(prepared: Chain, tmp_path: Path) -> N
         env={"LUIGI_CONFIG_PATH": str(prepared.config), "PATH": str(tmp_path)},
     )
     assert done.returncode == 30
-    assert "kubectl is not here" in done.stderr.splitlines()[-1]
+    assert "kubectl was not found" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 

@@ -104,7 +104,7 @@ def nights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nights]:
 
 
 def test_each_night_continues_the_last_accepted_one(nights: Nights) -> None:
-    assert f"night {FIRST}: no earlier night to continue: trains anew" in nights.said[FIRST]
+    assert f"night {FIRST}: no earlier night to continue: trains from scratch" in nights.said[FIRST]
     before = nights.stage(FIRST, "pretrain-phase1") / "checkpoints" / "ckpt_4"
     after = nights.stage(SECOND, "pretrain-phase1")
     manifest = nights.manifest(SECOND, "pretrain-phase1")
@@ -267,7 +267,7 @@ def test_what_was_altered_is_refused(nights: Nights, tmp_path: Path) -> None:
     content = shard.read_bytes()
     flip_a_byte(shard)
     done = nights.chain.run(*nights.words(BEGUN), status=30)
-    assert f"{shard} was altered since it was taken over from night {SECOND}" in done.stdout + done.stderr
+    assert f"{shard} has been altered since it was taken over from night {SECOND}" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     shard.write_bytes(content)
 

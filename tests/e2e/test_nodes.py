@@ -82,8 +82,8 @@ def test_a_node_that_never_comes_is_one_line(nodes: Nodes, rank: int) -> None:
     process = nodes.start(rank, "--Phase1-lr", f"0.00{rank + 2}", "--Cluster-join-timeout-s", "2")
     assert process.wait(timeout=60) == 30
     said = nodes.said(rank)
-    assert f"node {1 - rank} did not come to 127.0.0.1:" in said.splitlines()[-1], said
-    assert "within 2 s; start the same there with its node_rank" in said.splitlines()[-1]
+    assert f"node {1 - rank} did not reach 127.0.0.1:" in said.splitlines()[-1], said
+    assert "within 2 s; start the same command there with its node_rank" in said.splitlines()[-1]
     assert "Traceback" not in said
     assert "starting again" not in said
 

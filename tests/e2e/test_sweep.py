@@ -174,11 +174,11 @@ def test_a_trial_that_was_past_the_rung_goes_on_and_the_others_are_ranked_by_hel
     text = f"[trials.done.phase1]\nlr = {kept}\n{others}[halving]\nrungs = [4]\nkeep = 0.5\n"
     done = copy.run("Sweep", "--grid", str(write(copy, text, "past")))
     lines = re.findall(r"step 4: trial (\w+) (.*)", done.stdout + done.stderr)
-    assert ("done", "goes on, not ranked: it was not evaluated at this step") in lines
+    assert ("done", "continues, not ranked: it was not evaluated at this step") in lines
     ranked = {name: said for name, said in lines if name != "done"}
     assert ranked.keys() == {"slow", "slower"}
     assert all(said.endswith(" held-out masked-LM loss") for said in ranked.values())
-    assert sorted(said.split(":")[0] for said in ranked.values()) == ["goes on", "stops"]
+    assert sorted(said.split(":")[0] for said in ranked.values()) == ["continues", "stops"]
 
 
 def test_losses_on_different_examples_are_said_not_to_compare(swept: Chain, tmp_path: Path) -> None:

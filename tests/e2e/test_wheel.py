@@ -42,4 +42,4 @@ def test_the_wheel_runs_in_an_empty_folder(tmp_path: Path) -> None:
     assert "for trn1, as asked" in run("-m", "pipeline", "init", "--for", "trn1", str(made))
     assert "phase1_url = s3://" in (made / "luigi.cfg").read_text()
     doctor = run("-m", "pipeline", "doctor", "ShardDataset", "--phase", "1")
-    assert "packages as pyproject.toml needs them" in doctor, doctor
+    assert "packages as pyproject.toml requires" in doctor, doctor

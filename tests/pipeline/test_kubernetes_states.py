@@ -162,7 +162,7 @@ def test_a_job_is_not_submitted_to_a_queue_that_kueue_does_not_have(cluster: Clu
     scheduler = KubernetesScheduler(Kubernetes(**{**values, "gang": "kueue", "start_timeout_s": 1.0}), 2020)
     work = StageCommand("pretrain-phase1", tmp_path, -1, "0" * 64, [], 1, True, None)
     try:
-        with pytest.raises(UserError, match="queue = team is no LocalQueue of namespace nlp"):
+        with pytest.raises(UserError, match="queue = team is not a LocalQueue in namespace nlp"):
             Job.submit(work, scheduler)
         assert not (tmp_path / JOB).exists()
     finally:

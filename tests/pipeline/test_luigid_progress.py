@@ -56,7 +56,7 @@ def test_a_running_training_is_in_plain_sight(chain: Chain) -> None:
         assert listens_on(central) == listens_on(board) == {"127.0.0.1"}
         wait_until(lambda: directory.name in requests.get(f"{told['tracking_url']}data/runs", timeout=10).json())
         again = chain.ask("tensorboard", status=35)
-        assert_one_line_error(again, f"runs already, at {told['tracking_url']}", status=35)
+        assert_one_line_error(again, f"is already running, at {told['tracking_url']}", status=35)
         luigi.send_signal(signal.SIGTERM)
         assert luigi.wait(timeout=60) == 75
     assert not (chain.work / "tensorboard" / "address.json").exists()

@@ -108,7 +108,7 @@ def test_a_night_that_another_holds_up_is_told_once(chain: Chain, post: Post) ->
         process.wait()
     held, checked = post.hooks
     assert (held["event"], held["date"], held["status"]) == ("failure", "2026-11-21", "held")
-    assert f"night 2026-11-20 still runs, process {process.pid} on " in held["line"]
+    assert f"night 2026-11-20 is still running, process {process.pid} on " in held["line"]
     assert " since 20" in held["line"]
     assert (checked["event"], checked["status"]) == ("check", "held")
     assert f"process {process.pid}" in check.stderr
@@ -137,7 +137,7 @@ def test_trouble_with_telling_fails_no_complete_night(chain: Chain, finished: Ch
     done = chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), *webhook)
     assert "night 2026-11-21 is complete" in done.stderr
     assert done.stderr.count("note: the mail was not sent: ") == 1
-    assert done.stderr.count("was not told of it") == 1
+    assert done.stderr.count("was not notified") == 1
     assert "Traceback" not in done.stdout + done.stderr
 
 
@@ -155,7 +155,7 @@ def test_mail_that_cannot_be_sent_leaves_a_failed_night_its_status(chain: Chain)
 )
 def test_a_webhook_that_is_no_address_is_refused_at_once_and_not_shown(chain: Chain, address: str) -> None:
     done = chain.run("Nightly", "--date", "2026-11-21", "--Nights-webhook", address, status=35)
-    assert_one_line_error(done, "[nights] webhook is no address", status=35)
+    assert_one_line_error(done, "[nights] webhook is not an address", status=35)
     assert address.split("/")[-1] in ("", "[bad") or address not in done.stderr
 
 

@@ -105,7 +105,7 @@ def test_a_range_goes_on_where_a_night_has_no_text(chain: Chain, post: Post, fin
     errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("ERROR: ")]
     assert errors == [f"ERROR: night 2026-11-19: [corpus] source: {missing} matches no file; nothing was started"]
     assert "Traceback" not in done.stdout + done.stderr
-    assert "note: the webhook at 127.0.0.1 was not told of it: it answered with status 404" in done.stderr
+    assert "note: the webhook at 127.0.0.1 was not notified: it answered with status 404" in done.stderr
     assert not night_of(chain, "2026-11-19").exists()
     assert (chain.work / "nights" / "2026-11-20.json").exists()
     assert [(facts["event"], facts["date"]) for facts in post.hooks] == [("completion", "2026-11-20")]

@@ -91,7 +91,7 @@ def test_a_crash_and_the_restart_are_in_the_time_line(prepared: Chain, tmp_path:
     page = (prepared.work / "report.html").read_text()
     resumed = re.findall(r"ckpt_(\d+) at step \1", (directory / "stage.log").read_text())
     assert resumed in (["3"], ["6"])  # what was durable by then
-    assert f"<title>went on at step {int(resumed[0]) + 1}</title>" in page
+    assert f"<title>resumed at step {int(resumed[0]) + 1}</title>" in page
     assert "<title>failed after " in page
     assert [record["step"] for record in metrics(directory)] == list(range(1, 9))
 

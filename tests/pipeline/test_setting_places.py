@@ -51,7 +51,7 @@ def at(text: str, fragment: str) -> int:
         ("[phase1]\nLR = 1e-3\n", "LR", "[phase1] LR is not a setting; did you mean lr?"),
         ("[store]\nconnections = 4\nurl = gs://x/y\n", "url", "[store] url = gs://x/y: gs:// is unknown; allowed: s3"),
         ("[store]\nurl = s3://x/y\nkms_key = abc\n", "kms_key", "[store] kms_key = abc needs encryption = aws:kms"),
-        ("[trackers]\nproject = x\nnames = wnadb\n", "names", "wnadb is no tracker (commas separate several); did you"),
+        ("[trackers]\nproject = x\nnames = wnadb\n", "names", "wnadb is not a tracker (commas separate several); did"),
         ("[trackers]\n\nnames = mlflow\n", "names", "[trackers] names = mlflow: mlflow needs an address"),
     ],
 )

@@ -86,7 +86,7 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         ("[dataset]\nconnections = 65", ["connections = 65", "from 1 to 64"]),
         (
             "[dataset]\nphase1_url = s3://bucket\nphase2_url = s3://bucket/2.tar",
-            ["s3://bucket is no object in S3; write s3://bucket/key"],
+            ["s3://bucket is not an object in S3; write s3://bucket/key"],
         ),
         ("[dataset]\nphase1_url = s3://b/1.tar", ["phase1_url is set and phase2_url is empty", "two vocabularies"]),
         ("[dataset]\nphase2_url = s3://b/2.tar", ["phase2_url is set and phase1_url is empty", "both addresses"]),
@@ -100,7 +100,7 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
             "[cluster]\nlauncher = slurm\nnnodes = 3\nnproc_per_node = 2",
             ["[phase1]", "32 = 16 × ? × 6 (3 nodes × 2 / 1)", "change one of the three"],
         ),
-        ("[cluster]\nlauncher = slurm\n[slurm]\ntime_limit = soon", ["time_limit = soon", "is no time"]),
+        ("[cluster]\nlauncher = slurm\n[slurm]\ntime_limit = soon", ["time_limit = soon", "is not a time"]),
         (
             "[cluster]\nlauncher = slurm\n[slurm]\ntime_limit = 3",
             ["time_limit = 3 (180 s)", "signal_s = 120", "raise the one"],
@@ -111,7 +111,10 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         ),
         ("[cluster]\nlauncher = kubernetes", ["[kubernetes] image is empty"]),
         ("[corpus]\nvocab_file = /no/vocab.txt", ["/no/vocab.txt"]),
-        ("[trackers]\nnames = board", ["[trackers] names = board: board is no tracker", "did you mean tensorboard?"]),
+        (
+            "[trackers]\nnames = board",
+            ["[trackers] names = board: board is not a tracker", "did you mean tensorboard?"],
+        ),
         ("[trackers]\nwandb_mode = away", ["[trackers] wandb_mode = away", "online, offline"]),
         (
             "[trackers]\nnames = wandb\nwait_s = 600",

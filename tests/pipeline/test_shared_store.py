@@ -115,7 +115,7 @@ def test_a_finished_chain_is_fetched_and_nothing_is_made(first: Chain, tmp_path:
     assert "fetched: " in other.ask("store", "plan").stdout
     program = "import luigi; luigi.run(['BertPhase2', '--module', 'pipeline'])\n"
     done = other.without_torch(program)
-    assert "is not here; the model made from it is" in done.stderr
+    assert "is not here, but the model made from it is" in done.stderr
     assert {path.name.split("-")[0] for path in other.work.glob("*-*")} == {"merge_shards", "evaluate", "report"}
     for stage in ("merge_shards", "evaluate", "report"):
         assert other.manifest(stage) == first.manifest(stage)
@@ -182,7 +182,7 @@ def test_what_is_poisoned_is_made_here_with_the_same_bytes(first: Chain, tmp_pat
     other = machine(tmp_path / "other", tmp_path / "store")
     assert "its sha256 is not its name's" in other.ask("store", "verify", "--read", status=1).stdout
     done = other.run("ShardDataset", "--phase", "1")
-    assert "other bytes than the sha256 says; it is made here instead" in done.stderr
+    assert "bytes do not match the sha256; it is made here instead" in done.stderr
     assert other.manifest("shard_dataset-phase1")["outputs"] == outputs
     # What was made here has taken the place of what was poisoned, for all others.
     assert "is whole" in other.ask("store", "verify", "--read").stdout
@@ -230,7 +230,7 @@ def test_a_machine_that_is_lost_with_its_disk_is_continued_by_another(
     other = machine(tmp_path / "other", tmp_path / "store")
     done = other.run("Pretrain", "--phase", "1", *LONG, *layout)
     assert "pretrain-phase1: process " in done.stderr  # waited for the lost one's lease
-    assert "pretrain-phase1: goes on from ckpt_" in done.stderr
+    assert "pretrain-phase1: resumes from ckpt_" in done.stderr
     assert "tokenize_corpus: fetched" in done.stderr or "shard_dataset-phase1: fetched" in done.stderr
     last = "checkpoints/ckpt_60"
     assert_same_bytes(other.latest("pretrain-phase1") / last, undisturbed.latest("pretrain-phase1") / last)
@@ -260,7 +260,7 @@ def test_an_interrupted_run_leaves_its_newest_checkpoint_in_the_store(start: Sta
     assert record["holder"] is None, "another machine goes on at once"
     listing = chain.ask("store").stdout
     assert f"ckpt_{newest}" in listing
-    assert "nobody makes it now" in listing
+    assert "nobody is making it now" in listing
 
 
 def test_of_two_machines_that_train_the_same_one_waits_and_fetches(start: Start, tmp_path: Path) -> None:
@@ -401,7 +401,7 @@ def test_a_fetched_training_is_gone_on_with_like_one_that_was_made_here(tmp_path
     made.run("ConvertCheckpoint", *WSD, "--Store-push", "none", "--Store-pull", "none")
     checkpoints = (chain.latest("convert_checkpoint") / "checkpoint" for chain in (other, made))
     assert_same_bytes(*checkpoints)
-    assert "goes on from step 4 of" in other.run("Pretrain", "--phase", "1", *WSD, "--Phase1-max-steps", "12").stderr
+    assert "continues from step 4 of" in other.run("Pretrain", "--phase", "1", *WSD, "--Phase1-max-steps", "12").stderr
 
 
 def _log(chain: Chain) -> str:

@@ -34,7 +34,7 @@ def test_phase_2_from_a_given_checkpoint_is_that_from_phase_1(
     shutil.copy(straight.directory / "corpus.txt", tmp_path)
     chain = Chain(tmp_path)
     done = chain.run("BertPhase2", "--Phase2-start-from", str(given))
-    assert f"phase 1: left out; step 8 of {given}" in done.stderr
+    assert f"phase 1: replaced by step 8 of {given}" in done.stderr
     stages = {path.name for path in (chain.work / "latest").iterdir()}
     assert not {"pretrain-phase1", "precompile-phase1", "shard_dataset-phase1"} & stages
     counts = chain.manifest("convert_checkpoint")["counts"]

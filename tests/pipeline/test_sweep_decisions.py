@@ -30,10 +30,10 @@ def test_a_trial_without_an_evaluation_passes_and_does_not_change_how_the_others
     assert list(beside.best) == ["high", "low"]
     assert list(beside.going) == ["low", "high", "past"]
     assert list(beside.lines()) == [
-        "trial low goes on: 4.1 held-out masked-LM loss",
-        "trial high goes on: 3.9 held-out masked-LM loss",
+        "trial low continues: 4.1 held-out masked-LM loss",
+        "trial high continues: 3.9 held-out masked-LM loss",
         "trial worse stops: 4.5 held-out masked-LM loss",
-        "trial past goes on, not ranked: it was not evaluated at this step",
+        "trial past continues, not ranked: it was not evaluated at this step",
     ]
 
 

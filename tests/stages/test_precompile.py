@@ -192,7 +192,7 @@ def test_a_bad_word_of_the_training_command_is_refused_before_the_trial(
 
 
 def test_what_is_missing_is_one_line(work: dict[str, object], tmp_path: Path) -> None:
-    assert_one_line_error(precompile(tmp_path / "a", "xla"), "device xla needs the training command")
+    assert_one_line_error(precompile(tmp_path / "a", "xla"), "device xla needs a training command")
     done = precompile(tmp_path / "b", "neuron", "-m", "trainer", *options(**work))
     assert_one_line_error(done, "device neuron needs torch-neuronx", "docs/trainium.md")
 

@@ -208,7 +208,7 @@ def test_the_summary_has_the_accuracy_by_frequency_and_the_bits_that_were_measur
         "samples": 9, "masked_lm_accuracy": 0.2, "masked_lm_loss": 5.0, "unigram_loss": 6.0, "unigram_accuracy": 0.1,
         "masked_lm_accuracy_frequent": 0.412, "masked_lm_accuracy_common": None, "masked_lm_accuracy_rare": 0.05,
     }  # fmt: skip
-    for bits, end in ((None, ""), (1.931, "; 1.93 bits a character")):
+    for bits, end in ((None, ""), (1.931, "; 1.93 bits per character")):
         print_phase2([], {**evaluated, "bits_per_character": bits}, Path("model"), Path("page"))
         lines = "".join(capsys.readouterr()).splitlines()
         said = f"accuracy 41.2% on the 100 most frequent pieces, 5.0% on the rest{end}"
@@ -224,7 +224,7 @@ def test_summary_and_card_show_them(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     for prompts, expected in (
         ([PROMPT], """try 'it'"'"'s a [MASK] day.' (sunny: 41%)"""),
-        ([], "little more than word frequencies is learned"),
+        ([], "little more than word frequencies was learned"),
         (None, 'try "The answer is [MASK]."'),
     ):
         found = {} if prompts is None else {"prompts": prompts}

@@ -314,7 +314,7 @@ def test_a_card_that_was_edited_stays_and_one_that_is_gone_comes_back(small: lis
     fingerprint = json.loads((out / "manifest.json").read_text())["fingerprint"]
     made = card.read_text()
     assert made == (out / "model-card.md").read_text()
-    card.write_text(made.replace("fine-tuned for nothing", "fine-tuned for cooking"))
+    card.write_text(made.replace("not been fine-tuned", "been fine-tuned for cooking"))
     assert why_incomplete(out, fingerprint, verify=True) is None
     assert (
         why_incomplete(small[3], json.loads((small[3] / "manifest.json").read_text())["fingerprint"], verify=True)

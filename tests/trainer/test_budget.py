@@ -178,7 +178,7 @@ def test_a_budget_that_cannot_be_kept_is_one_line(data: Path, model: Path, measu
     refused(tmp_path / "warm", *too_short, budget=LONG, warmup_steps=99_999_999)
     assert not list(tmp_path.glob(f"*/{BUDGET}"))
     run(data, model, tmp_path / "steps", max_steps=2, warmup_steps=0)
-    refused(tmp_path / "steps", "has begun with --max_steps; go on with that", budget="20m", resume_ckpt=True)
+    refused(tmp_path / "steps", "has begun with --max_steps; continue with that", budget="20m", resume_ckpt=True)
     out = tmp_path / "other"
     shutil.copytree(measured, out)
     run(data, model, out, budget=LONG, steps_this_run=2)

@@ -42,7 +42,7 @@ def test_a_bad_batch_is_left_out_and_said(data: Path, model: Path, tmp_path: Pat
     out = tmp_path / "out"
     said = run(data, model, out, workers, env=BAD)
     assert "step 5: masked_lm_loss nan" in said
-    assert "going back to the last checkpoint, and on without batch 4" in said
+    assert "going back to the last checkpoint and continuing without batch 4" in said
     assert said.count("resuming from checkpoint") == 1
     assert "ckpt_3 at step 3" in said
     state = json.loads((out / "checkpoints" / "ckpt_10" / "state.json").read_text())

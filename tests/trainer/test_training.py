@@ -141,7 +141,7 @@ def test_a_minimal_checkpoint_ends_a_phase_that_can_be_interrupted(data: Path, m
     words = {"output_dir": out, "minimal_ckpt": True, **given}
     stopped = train(env={"FAILPOINT": "step:4.0", "FAILPOINT_ACTION": "terminate"}, **words)
     assert stopped.returncode == 75, stopped.stdout
-    assert "the same command with --resume_ckpt goes on" in stopped.stdout
+    assert "the same command with --resume_ckpt continues" in stopped.stdout
     done = train(**words)
     assert done.returncode == 0, done.stdout
     assert "resuming from" in done.stdout

@@ -53,13 +53,13 @@ def load_into(
     ):
         name = stored.removeprefix(prefix)
         if name not in targets:
-            raise CheckpointError(f"{file} holds {name}, which this run has no place for; is it of another model?")
+            raise CheckpointError(f"{file} holds {name}, which this run has no place for; is it from another model?")
         target = targets[name]
         whole = whole_shape(name, tuple(target.shape), vocab_size, ranks.size)
         needed = whole if size == 1 else tuple(without_padding(name, target, vocab_size, ranks).shape)
         if tuple(tensor.shape) != needed:
             raise CheckpointError(
-                f"{file}: {name} has shape {tuple(tensor.shape)}, this run needs {needed}; is it of another model?"
+                f"{file}: {name} has shape {tuple(tensor.shape)}, this run needs {needed}; is it from another model?"
             )
         if size == 1:
             put_share(target, name, tensor, ranks)
@@ -67,4 +67,4 @@ def load_into(
             put_piece(target, name, tensor)
         missing.discard(name)
     if missing:
-        raise CheckpointError(f"{file} lacks {sorted(missing)[0]}; is it of another model?")
+        raise CheckpointError(f"{file} lacks {sorted(missing)[0]}; is it from another model?")

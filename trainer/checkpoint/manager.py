@@ -100,7 +100,7 @@ class CheckpointManager:
         place = set_aside(self.directory, paths, records)
         if place is not None:
             names = ", ".join(path.name for path in paths)
-            self._log(f"set aside {names}, which training goes on without: now in {place}")
+            self._log(f"set aside {names}, which training continues without: now in {place}")
 
     def save(self, snapshot: Snapshot) -> None:
         """Start writing `snapshot` after the previous write; raises the previous write's error."""
@@ -183,7 +183,7 @@ class CheckpointManager:
                 if note is None and time.monotonic() > deadline:
                     raise DiskError(
                         f"{directory}: rank {rank} has not begun its share within {self._timeout_s:g} s; is the "
-                        f"directory the same for all workers? run the same again to go on from the last checkpoint"
+                        f"directory the same for all workers? run the command again to resume from the last checkpoint"
                     )
                 time.sleep(_POLL_S)
             if "error" in note:

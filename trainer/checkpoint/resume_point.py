@@ -70,9 +70,9 @@ def how_to_go_on(config: TrainConfig) -> str:
     """How to resume after an interruption, for the log."""
     _, step = _named(config, checkpoint_directory(config))
     if step == -1:
-        return "the same command with --resume_ckpt goes on"
+        return "the same command with --resume_ckpt continues"
     option = "--resume_ckpt_path" if config.resume_step == -1 else "--resume_step"
-    return f"the same command with --resume_ckpt and without {option} goes on; with it, it rolls back to {step} again"
+    return f"the same command with --resume_ckpt and without {option} continues; with it, it rolls back to {step} again"
 
 
 def checkpoint_directory(config: TrainConfig) -> Path:
@@ -100,19 +100,19 @@ def _named(config: TrainConfig, directory: Path) -> tuple[Path | None, int]:
 def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[ResumePoint | None]:
     """Yield candidates to start from, best first; a final None means initial weights. Raises `UserError`."""
     if config.new_data and config.resume_ckpt_path is None:
-        raise UserError("--new_data needs a checkpoint to take weights and optimizer of; add --resume_ckpt_path")
+        raise UserError("--new_data needs a checkpoint to take weights and optimizer from; add --resume_ckpt_path")
     if not config.resume:
         if manager.paths():
             raise UserError(
-                f"{manager.directory} holds checkpoints up to step {manager.paths()[0][0]}; add --resume_ckpt to go on "
-                f"from there, or give another --output_dir"
+                f"{manager.directory} holds checkpoints up to step {manager.paths()[0][0]}; add --resume_ckpt to "
+                f"resume from there, or give another --output_dir"
             )
         yield None
     given, step = _named(config, manager.directory)
     if step != -1:
         yield _rolled_back(config, manager, step, given)
         raise CheckpointError(
-            f"the checkpoint of step {step} cannot be used by every worker; put that right, or name another"
+            f"not every worker can use the checkpoint of step {step}; put that right, or name another"
         )
     later, rejected = None, None
     for path in manager.valid():
@@ -122,7 +122,7 @@ def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[ResumeP
         elif state.phase == config.phase:
             if later is not None and state.step < config.stop_step:
                 raise UserError(
-                    f"{later} is of phase {config.phase + 1}, which has begun already; to roll back to {path} give "
+                    f"{later} is of phase {config.phase + 1}, which has already begun; to roll back to {path} give "
                     f"--resume_step {state.global_step}"
                 )
             _require_origin(path, state, given)
@@ -134,7 +134,7 @@ def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[ResumeP
             f"{later} is of phase {config.phase + 1}" if later else f"{rejected or unreadable[0]} cannot be read now"
         )
         raise CheckpointError(
-            f"{manager.directory} has no checkpoint that phase {config.phase} can go on from, but {reason}; put that "
+            f"{manager.directory} has no checkpoint that phase {config.phase} can resume from, but {reason}; put that "
             f"right, or give another --output_dir"
         )
     yield from _beginnings(config, manager, given)
@@ -148,14 +148,14 @@ def _beginnings(config: TrainConfig, manager: CheckpointManager, given: Path | N
         for path in manager.valid():
             raise _of_another_training(path, given)
         yield _beginning(config, given)
-        raise CheckpointError(f"checkpoint {given} cannot be used by every worker; put that right, or give another one")
+        raise CheckpointError(f"not every worker can use checkpoint {given}; put that right, or give another one")
     if config.phase == 2:
         path = manager.directory / f"ckpt_{config.phase1_end_step}"
         if manager.why_invalid(path) is None:
             yield _beginning(config, path)
         raise CheckpointError(
             f"phase 2 starts from phase 1's checkpoint of step {config.phase1_end_step}, and {manager.directory} has "
-            f"none that is whole; give it with --resume_ckpt_path, or its step with --phase1_end_step"
+            f"no intact one; give it with --resume_ckpt_path, or its step with --phase1_end_step"
         )
     yield None
 
@@ -174,7 +174,7 @@ def _refuse_scripts(config: TrainConfig, given: Path | None) -> None:
     what, converted = f"{found[-1]} is a checkpoint of the tutorial's script", config.output_dir / "converted"
     if config.phase == 1:
         raise CheckpointError(
-            f"{what}, and only the script can go on with its phase 1; here phase 2 can start from it; to train phase 1 "
+            f"{what}, and only the script can continue its phase 1; here phase 2 can start from it; to train phase 1 "
             f"anew, give another --output_dir"
         )
     raise CheckpointError(
@@ -211,7 +211,7 @@ def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, giv
                     _require_origin(own, TrainState.read(own), given)
                 return _beginning(config, given)
         steps = ", ".join(str(at) for at, _ in manager.paths()) or "none"
-        raise CheckpointError(f"{manager.directory} has no checkpoint of step {step}; there: {steps}")
+        raise CheckpointError(f"{manager.directory} has no checkpoint of step {step}; available: {steps}")
     reason = manager.why_invalid(path)
     if reason is not None:
         raise CheckpointError(f"checkpoint {path} cannot be used: {reason}; name another one")
@@ -220,7 +220,7 @@ def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, giv
         _require_origin(path, state, given)
         return ResumePoint(path, state, weights_only=False, origin=state.origin)
     if state.phase > config.phase:
-        raise CheckpointError(f"{path} is of phase {state.phase}; add --phase2 to go on from it, or name another one")
+        raise CheckpointError(f"{path} is of phase {state.phase}; add --phase2 to resume from it, or name another one")
     return _beginning(config, path)
 
 
@@ -232,7 +232,7 @@ def _require_origin(path: Path, state: TrainState, given: Path | None) -> None:
 
 def _of_another_training(path: Path, given: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} is of a training that did not begin with {given}; leave --resume_ckpt_path out to go on from "
+        f"{path} is from a training that did not begin with {given}; leave --resume_ckpt_path out to resume from "
         f"{path.name}, or give another --output_dir"
     )
 

@@ -145,7 +145,9 @@ class TensorFile:
         ordered = sorted(places.items(), key=lambda item: item[1][1])
         for name, (spec, begin, end) in ordered:
             if end - begin != spec.bytes or begin < 0:
-                raise CheckpointError(f"{path}: the header gives {name} {end - begin} bytes, its shape {spec.bytes}")
+                raise CheckpointError(
+                    f"{path}: the header gives {name} {end - begin} bytes, its shape needs {spec.bytes}"
+                )
             if self._base + end > size:
                 raise CheckpointError(
                     f"{path} is cut short: {name} ends at byte {self._base + end}, the file at {size}; copy it again"

@@ -106,7 +106,7 @@ def _allocate(path: Path, layout: Layout, attributes: Mapping[str, str]) -> dict
 def open_hdf5(path: Path) -> Iterator[Any]:
     """Open an HDF5 file for reading (`h5py.File`). Raises `UserError` for any error of HDF5 in the block."""
     if not path.is_file():
-        raise UserError(f"{path} is not there; make or fetch it again")
+        raise UserError(f"{path} is missing; make or fetch it again")
     try:
         with h5py.File(path, "r", locking=False) as file:
             yield file
@@ -134,7 +134,7 @@ class MappedDatasets:
         if size < self._end:
             raise UserError(
                 f"{self.path} has been cut short to {size} bytes, its datasets end at {self._end}; make or fetch it "
-                f"again, then run the same again"
+                f"again, then run the same command again"
             )
         return self.arrays
 

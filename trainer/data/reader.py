@@ -107,7 +107,7 @@ class BatchReader:
                     f"use the model the data was made for, or the data made for the model"
                 )
             raise UserError(
-                f"{name}: {key} of row {at} holds {wrong}; allowed is 0 to {limit - 1} in rows of {seq_len} tokens; "
+                f"{name}: {key} of row {at} holds {wrong}; allowed: 0 to {limit - 1} in rows of {seq_len} tokens; "
                 f"fetch or make this file again"
             )
         mask = arrays["input_mask"]
@@ -116,7 +116,7 @@ class BatchReader:
             row = int(has_gap.argmax())
             raise UserError(
                 f"{self._shards.names[samples.shard[row]]}: input_mask of row {samples.row[row]} has tokens after "
-                f"padding; allowed is 1 for all tokens and 0 after them; make this file again"
+                f"padding; allowed: 1 for all tokens and 0 after them; make this file again"
             )
 
     def _masked(

@@ -163,10 +163,10 @@ class ShardSet:
         known = _recorded_rows(directory)
         missing = sorted(fnmatch.filter(known.keys() - there, pattern))
         if missing:
-            raise UserError(f"{directory / missing[0]} is in the manifest but not there; make the data set again")
+            raise UserError(f"{directory / missing[0]} is in the manifest but missing; make the data set again")
         names = sorted(fnmatch.filter(there, pattern))
         if not names:
-            raise UserError(f"no file in {directory} matches {pattern}; it is not a data set, or of another form")
+            raise UserError(f"no file in {directory} matches {pattern}; it is not a data set, or has another form")
         first = file_shape(directory / names[0], seq_len=seq_len, max_pred_len=max_pred_len)
         limits = {"seq_len": first.seq_len, "max_pred_len": max_pred_len}
         rows = [known[name] if name in known else file_shape(directory / name, **limits).rows for name in names]
@@ -190,7 +190,7 @@ class ShardSet:
             shape = shape_of(path, file, seq_len=self.seq_len, max_pred_len=None)
             if shape.sequences_per_row != self.sequences_per_row:
                 raise UserError(
-                    f"{path} holds {shape.sequences_per_row or 1} sequences a row, at most, {self.names[0]} "
+                    f"{path} holds at most {shape.sequences_per_row or 1} sequences a row, {self.names[0]} at most "
                     f"{self.sequences_per_row or 1}; make the data set again"
                 )
             if shape.next_sentence != self.next_sentence:
@@ -295,6 +295,6 @@ def _require_bounded(path: Path, claimed: int, rows: int, seq_len: int, longest:
 def bad_value(path: Path, key: str, values: Array, wrong: Array, start: int, allowed: str) -> UserError:
     first = tuple(int(i) for i in np.argwhere(wrong)[0])
     return UserError(
-        f"{path}: {key} is {values[first]} in row {start + first[0]}; allowed is {allowed}; "
+        f"{path}: {key} is {values[first]} in row {start + first[0]}; allowed: {allowed}; "
         f"fetch or make this file again, or check the vocabulary size"
     )

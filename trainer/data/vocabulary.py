@@ -52,7 +52,7 @@ def read_vocabulary(path: Path) -> list[str]:
         if path.stat().st_size > _VOCABULARY_BYTES_MAX:
             raise UserError(
                 f"the vocabulary {path} has {path.stat().st_size:,} bytes, more than {_VOCABULARY_BYTES_MAX:,}; name a "
-                f"vocab.txt, a piece a line"
+                f"vocab.txt, one piece per line"
             )
         pieces = path.read_bytes().decode("utf-8").replace("\r\n", "\n").rstrip("\n").split("\n")
     except OSError as error:
@@ -63,12 +63,10 @@ def read_vocabulary(path: Path) -> list[str]:
     missing = [token for token in SPECIAL_TOKENS if token not in known]
     if missing:
         raise UserError(
-            f"the vocabulary {path} lacks {', '.join(missing)}; it must hold {' '.join(SPECIAL_TOKENS)}, one a line"
+            f"the vocabulary {path} lacks {', '.join(missing)}; it must hold {' '.join(SPECIAL_TOKENS)}, one per line"
         )
     (piece, count), *_ = Counter(pieces).most_common(1)
     if count > 1:
         second = pieces.index(piece, pieces.index(piece) + 1)
-        raise UserError(
-            f"the vocabulary {path} holds {piece!r} again in line {second + 1}; each piece must be there once"
-        )
+        raise UserError(f"the vocabulary {path} holds {piece!r} again on line {second + 1}; each piece must occur once")
     return pieces

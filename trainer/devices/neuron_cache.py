@@ -84,7 +84,7 @@ def compiled_modules(cache: Path) -> list[dict[str, Any]]:
     for module in modules:
         compiled = module / "model.neff"
         if not compiled.exists() or not compiled.stat().st_size:
-            raise UserError(f"{module} was not compiled; see its model.log, then run the same again")
+            raise UserError(f"{module} was not compiled; see its model.log, then run the same command again")
         began = min(path.stat().st_mtime for path in module.iterdir())
         seconds = round(compiled.stat().st_mtime - began, 1)
         found.append({"hash": module.name.removeprefix("MODULE_"), "seconds": seconds})

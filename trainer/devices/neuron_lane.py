@@ -99,7 +99,7 @@ def lane_of(found: Installation) -> tuple[str, str]:
         raise UserError(f"device neuron needs torch-neuronx, which is not installed; {_install(XLA)}")
     name, release = f"torch-neuronx {found.versions['torch-neuronx']}", found.release("torch-neuronx")
     if release >= _NATIVE:
-        return NATIVE, f"{name} is native, as all from 2.13 on"
+        return NATIVE, f"{name} is native, as all are from 2.13 on"
     if release >= _NATIVE_BETA and found.has_native_device:
         return NATIVE, f"{name} is a private beta with torch.neuron"
     return XLA, f"{name} is below 2.13, where native ones begin"
@@ -131,7 +131,7 @@ def _wrong_machine(found: Installation, lane: str) -> Iterator[str]:
     family = found.instance.partition(".")[0]
     if family.startswith(("trn", "inf")) and not family.startswith(_INSTANCES[lane]):
         fitting = " and ".join(_INSTANCES[lane])
-        yield f"{lane} does not train on {found.instance}, but on {fitting}; take one of those, or the other lane"
+        yield f"{lane} does not train on {found.instance}, but on {fitting}; use one of those, or the other lane"
 
 
 def _wrong_python(found: Installation, lane: str) -> Iterator[str]:
@@ -173,7 +173,7 @@ def cores() -> int:
     """Number of logical NeuronCores of this machine, from `neuron-ls`. Raises `UserError`."""
     program = neuron_ls()
     if program is None:
-        raise UserError("neuron-ls is not here: is this a Trainium instance with aws-neuronx-tools (docs/trainium.md)?")
+        raise UserError("neuron-ls not found: is this a Trainium instance with aws-neuronx-tools (docs/trainium.md)?")
     said = ""
     # SDK 2.34 replaces -j by the other option, with fields around the list of devices.
     for options in (["-j"], ["--output-format", "json"]):

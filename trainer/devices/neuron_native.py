@@ -108,7 +108,7 @@ class NeuronNativeDevice(Device):
         if refused := sorted(set(self.fallbacks() or ()) - self._allowed):
             raise UserError(
                 f"{', '.join(refused)} ran on the CPU instead of the NeuronCore, which is slow; if that is acceptable, "
-                f"--allow_fallbacks {','.join(refused)}"
+                f"give --allow_fallbacks {','.join(refused)}"
             )
 
     def seed(self, seed: int) -> None:

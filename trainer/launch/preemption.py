@@ -118,13 +118,13 @@ class _SpotWatch(threading.Thread):
                     notice = self._read(session, path)
                     if notice is not None and seen.get(path) != notice:
                         seen[path] = notice
-                        what = "saving and stopping" if stop else "saving, and going on"
+                        what = "saving and stopping" if stop else "saving and continuing"
                         print(f"notice of {path}: {' '.join(notice.split())}; {what}", flush=True)
                         self._interruptions.ask(stop=stop)
                 silent = False
             except RequestException as error:
                 if not silent:
-                    print(f"no answer from the instance metadata at {self._url}: {error}; trying on", flush=True)
+                    print(f"no answer from the instance metadata at {self._url}: {error}; still trying", flush=True)
                 silent = True
             self.over.wait(_POLL_S)
 

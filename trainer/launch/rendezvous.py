@@ -61,8 +61,8 @@ class _Wait:
         now = time.monotonic()
         if now - self._began > self._timeout_s:
             raise NodeMissing(
-                f"{who} did not come to {self._place} within {self._timeout_s:g} s; start the same there with its "
-                f"node_rank, or check master_addr, master_port and the firewall"
+                f"{who} did not reach {self._place} within {self._timeout_s:g} s; start the same command there with "
+                f"its node_rank, or check master_addr, master_port and the firewall"
             )
         if now - self._told >= _LOG_INTERVAL_S:
             self._told = now

@@ -37,11 +37,11 @@ def check_integers(subject: Subject) -> Iterator[Finding]:
     device = subject.device
     ids = torch.tensor(_EDGES)
     (back,) = fetch(device, _put(device, ids))
-    yield Finding("ids that come back as others", differing(back, ids))
+    yield Finding("ids that come back changed", differing(back, ids))
     rows = torch.arange(70_000)
     chosen = torch.tensor([0, 255, 256, 32_767, 32_768, 65_536, 69_999])
     (found,) = fetch(device, _put(device, rows).index_select(0, _put(device, chosen)))
-    yield Finding("rows selected in place of others", differing(found, chosen))
+    yield Finding("rows selected in place of the right ones", differing(found, chosen))
     values = torch.randn(999, generator=torch.Generator().manual_seed(1))
     flipped = values.clone()
     flipped.view(torch.int32)[17] ^= 1
@@ -55,7 +55,7 @@ def check_copies(subject: Subject) -> Iterator[Finding]:
     """Tensors arrive on the device, and in a checkpoint, unchanged and each in its own place."""
     tensors = [torch.full((257,), float(index)) + torch.arange(257) / 512 for index in range(9)]
     copies = fetch(subject.device, *(_put(subject.device, tensor) for tensor in tensors))
-    yield Finding("numbers that come back as others", sum(map(differing, copies, tensors)))
+    yield Finding("numbers that come back changed", sum(map(differing, copies, tensors)))
 
 
 class Case(NamedTuple):

@@ -41,7 +41,7 @@ def examine(log: Callable[[str], None]) -> int:
     missing = _examine_neuron(log, commands)
     for problem in missing:
         log(f"missing {problem}")
-    log(f"next    {commands[0]}" if not missing else "next    put right what is missing, then ask again")
+    log(f"next    {commands[0]}" if not missing else "next    fix what is missing, then run this again")
     return 1 if missing else 0
 
 

@@ -37,9 +37,7 @@ def test_once(records: Path, device: str, command: Sequence[str], *, nodes: int)
     if any(word in ("mnist", "--workload=mnist") for word in command):
         return
     if nodes > 1:
-        say(
-            f"self-test: not run by several machines together; on each: python -m trainer --self-test --device {device}"
-        )
+        say(f"self-test: not run across several machines; run on each: python -m trainer --self-test --device {device}")
         return
     from trainer.devices.neuron_lane import Installation
 

@@ -78,7 +78,7 @@ def recorded_steps(config: TrainConfig, training: dict[str, Any]) -> int | None:
         begun = "--max_steps" if record is None else f"--budget {Duration(record['budget_s'])}"
         if record is None or record["budget_s"] != config.budget:
             raise UserError(
-                f"--budget {config.budget}: the training in {config.output_dir} has begun with {begun}; go on with "
+                f"--budget {config.budget}: the training in {config.output_dir} has begun with {begun}; continue with "
                 f"that, or give another --output_dir"
             )
     elif record is None or (record["budget_s"], record["training"]) != (config.budget, _plain(training)):

@@ -141,7 +141,7 @@ class Doctor:
         return [
             Diagnosis(
                 "plateau",
-                f"{at}{per_step or unseen}: nothing but frequencies is learned yet, and the examples look sound; try "
-                f"another learning rate (now {lr:.1g}), or look at some examples",
+                f"{at}{per_step or unseen}: nothing but frequencies has been learned yet, and the examples look sound; "
+                f"try another learning rate (now {lr:.1g}), or look at some examples",
             )
         ]

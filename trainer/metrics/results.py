@@ -77,7 +77,7 @@ def append_missing(path: Path, lines: dict[int, str]) -> None:
             last, kept = record["step"], kept + size
         missing = [step for step in sorted(lines) if step > last]
         if missing and last and missing[0] != last + 1:
-            raise DiskError(f"{path} ends with step {last}, and this worker knows steps from {missing[0]} on only")
+            raise DiskError(f"{path} ends with step {last}, and this worker only knows steps from {missing[0]} on")
         file.truncate(kept)
         file.seek(kept)
         file.write("".join(lines[step] for step in missing).encode())

@@ -91,7 +91,7 @@ def follow(sender: Sender, name: str, results: Mapping[str, float], say: Callabl
         except Exception as error:  # libraries have no common base
             sender.begin_again()
             if pause_s == _LOOK_S:
-                say(f"note: {name}: {type(error).__name__}: {one_line(error)}; it is tried again")
+                say(f"note: {name}: {type(error).__name__}: {one_line(error)}; it will be retried")
             if is_over:
                 return 1
             pause_s = min(2 * pause_s, _LONGEST_S)
@@ -111,7 +111,7 @@ def numbers_of(path: Path) -> dict[str, float]:
     """The numbers among the counts of a complete stage's manifest. Raises `UserError`."""
     counts = (read_json(path) or {}).get("counts")
     if not isinstance(counts, dict):
-        raise UserError(f"{path} is no manifest of a complete stage; give the manifest.json of an evaluation")
+        raise UserError(f"{path} is not the manifest of a complete stage; give the manifest.json of an evaluation")
     return {
         f"evaluation/{name}": value
         for name, value in counts.items()

@@ -50,10 +50,10 @@ class BertOptions:
     seq_len: int | None = option(
         None, group="data", least=1, unit="tokens", help="tokens in a row (default: the shards')"
     )
-    max_pred_len: int = option(20, group="data", least=1, help="most masked positions in a row")
+    max_pred_len: int = option(20, group="data", least=1, help="maximum masked positions in a row")
     masked_lm_prob: float | None = option(
         None, group="training", least=0.001, most=1,
-        help="share of a sequence's tokens to predict, of shards that are masked when they are read (default: 0.15)",
+        help="share of a sequence's tokens to predict, for shards that are masked when they are read (default: 0.15)",
     )  # fmt: skip
     final_masked_lm_prob: float | None = option(
         None, group="training", least=0.001, most=1,
@@ -72,7 +72,7 @@ class BertOptions:
     )  # fmt: skip
     word_embeddings: Path | None = option(
         None, group="model", metavar="FILE", decides=False,
-        help="start from word embeddings and an output bias made of the data by stages.embed, instead of random and "
+        help="start from word embeddings and an output bias made from the data by stages.embed, instead of random and "
         "zero ones",
     )  # fmt: skip
     initial_attention: str = option(
@@ -240,7 +240,9 @@ def model_of(options: BertOptions) -> ModelConfig:
                 f"--model_config {options.model_config}: {error}; give a Hugging Face config.json"
             ) from error
         if not isinstance(config, dict):
-            raise UserError(f"--model_config {options.model_config} is no JSON object; give a Hugging Face config.json")
+            raise UserError(
+                f"--model_config {options.model_config} is not a JSON object; give a Hugging Face config.json"
+            )
         model = ModelConfig.of_hugging_face({**config, **changes})
     else:
         model = ModelConfig.preset("debug" if options.debug else options.model, **changes)

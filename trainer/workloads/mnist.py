@@ -52,7 +52,7 @@ class Images:
             )
         if not len(labels) or labels.max() >= CLASSES:
             seen = f"the label {labels.max()}" if len(labels) else "no label"
-            raise UserError(f"{paths[1]} holds {seen}; allowed are labels 0 to {CLASSES - 1}; give MNIST's files")
+            raise UserError(f"{paths[1]} holds {seen}; allowed: labels 0 to {CLASSES - 1}; give MNIST's files")
         self.pixels: NDArray[np.uint8] = images.reshape(-1, PIXELS)
         self.labels = labels.astype(np.int64)
         self._paths = paths

@@ -29,10 +29,10 @@ SUMMARY = "check that a run can finish unattended (machine, disk, network, store
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_task(parser, default="BertPhase2")
-    parser.add_argument("--date", help="check the nightly run of this date, as 2026-11-21")
+    parser.add_argument("--date", help="check the nightly run of this date, such as 2026-11-21")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     parser.add_argument(
-        "--measure", action="store_true", help="run all of it with a few steps and little text first, to know its rates"
+        "--measure", action="store_true", help="first run it all with few steps and little text, to measure its rates"
     )
 
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**said, "problems": wrong}, indent=2))
     else:
         print(*_table(estimates), sep="\n")
-        print(f"{wrong} problem{'s' if wrong > 1 else ''} to put right first" if wrong else "no problem was found")
+        print(f"{wrong} problem{'s' if wrong > 1 else ''} to fix first" if wrong else "no problem was found")
     return 1 if wrong else 0
 
 
@@ -65,12 +65,12 @@ def _plan(args: argparse.Namespace) -> Plan:
     task, settings = find(args.task, args.phase), load()
     if args.date is None:
         if names_date(settings):
-            raise UserError("these settings have a placeholder for the date; give that of a night: --date 2026-11-21")
+            raise UserError("these settings have a placeholder for the date; give a night's date: --date 2026-11-21")
         return Plan(task, [settings.work_dir])
     try:
         date = datetime.date.fromisoformat(args.date)
     except ValueError:
-        raise UserError(f"--date is {args.date}; allowed: a date as 2026-11-21") from None
+        raise UserError(f"--date is {args.date}; allowed: a date such as 2026-11-21") from None
     nights = NightDirs(settings)
     nights.require_startable(date)
     overlay = overlay_of(settings, date)
@@ -105,7 +105,7 @@ def _estimates(plan: Plan, *, measures: bool, is_sound: bool, say: Callable[[Fin
 
     work_dirs = [StageDirs(path) for path in plan.work_dirs]
     if measures and not is_sound:
-        say(Finding("short run", "warning", "not made, as it would meet the problems above"))
+        say(Finding("short run", "warning", "skipped, as it would meet the problems above"))
     with contextlib.ExitStack() as stack:
         if measures and is_sound:
             try:
@@ -128,7 +128,7 @@ def _line(finding: Finding) -> str:
 def _table(estimates: Sequence[Estimate]) -> Iterator[str]:
     """The stages to make, with their time, disk space and the source of both."""
     if not estimates:
-        yield "nothing is to be made: everything is complete"
+        yield "nothing to make: everything is complete"
         return
     yield f"\n{'still to be made':24} {'time':>12} {'disk':>9}"
     for one in estimates:
@@ -136,9 +136,9 @@ def _table(estimates: Sequence[Estimate]) -> Iterator[str]:
     seconds = [one.seconds for one in estimates if one.seconds is not None]
     needed = [one.bytes for one in estimates if one.bytes is not None]
     time = f"{_at_least(seconds, estimates)}{duration(sum(seconds))}" if seconds else "unknown time"
-    yield f"together: {time}, {_at_least(needed, estimates)}{size(sum(needed))} of disk"
+    yield f"total: {time}, {_at_least(needed, estimates)}{size(sum(needed))} of disk"
     if len(seconds) < len(estimates):
-        yield "unknown: python -m pipeline doctor --measure finds it out by a short run"
+        yield "unknown: python -m pipeline doctor --measure finds out with a short run"
 
 
 def _at_least(known: Sequence[float], every: Sequence[Estimate]) -> str:

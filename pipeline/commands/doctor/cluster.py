@@ -30,7 +30,7 @@ def scheduler(plan: Plan) -> Iterator[Finding]:
 
 
 def _slurm(settings: Settings) -> Iterator[Finding]:
-    absent = "[cluster] launcher = slurm needs Slurm's commands on the machine from which jobs are sent"
+    absent = "[cluster] launcher = slurm needs Slurm's commands on the machine that submits jobs"
     seen = run_tool("sinfo", "--noheader", "--format=%P %D %T", absent=absent)
     if seen.returncode:
         yield Finding("scheduler", "problem", f"sinfo: {last_line(seen)}; is slurmctld running, and this machine in "
@@ -107,8 +107,8 @@ def _free(wanted: list[int]) -> Finding:
                 server.bind(("0.0.0.0", port))
         except OSError as error:
             why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened: {_said(error)}"
-            return Finding("ports", "problem", f"port {port} {why}, at which the machines are to meet; end what has it "
-                           f"(ss -ltnp), or choose another [cluster] master_port on all of them")  # fmt: skip
+            return Finding("ports", "problem", f"port {port} {why}, but the machines are to meet there; stop what "
+                           f"holds it (ss -ltnp), or choose another [cluster] master_port on all of them")  # fmt: skip
     return Finding("ports", "ok", f"{', '.join(map(str, wanted))} are free for the machines to meet")
 
 
@@ -118,7 +118,7 @@ def _way_to_first(address: str) -> Finding:
     except OSError as error:
         return Finding("ports", "problem", f"[cluster] master_addr = {address}: {_said(error)}; give the address of "
                        f"the machine with node_rank = 0")  # fmt: skip
-    return Finding("ports", "ok", f"[cluster] master_addr = {address} is known here")
+    return Finding("ports", "ok", f"[cluster] master_addr = {address} resolves here")
 
 
 def _said(error: OSError) -> str:

@@ -63,7 +63,7 @@ class _Before:
         share = units / self.units
         rate = f": {self.units / self.seconds:,.4g} {unit}/s" if unit and self.seconds else ""
         return Estimate(
-            stage, self.seconds * share, round(self.bytes * share), f"as {_named(self.stage_dir)} took{rate}"
+            stage, self.seconds * share, round(self.bytes * share), f"based on {_named(self.stage_dir)}{rate}"
         )
 
 
@@ -96,7 +96,7 @@ class Estimates:
         known = _Before.of(before).scaled(stage.label, 1) if before is not None else Estimate(stage.label)
         if known.bytes is None and isinstance(stage, ConvertCheckpoint | MergeShards):
             each = _STATE_BYTES if isinstance(stage, ConvertCheckpoint) else _WEIGHT_BYTES
-            return Estimate(stage.label, None, each * self._parameters, f"{known.source}; disk by the model's size")
+            return Estimate(stage.label, None, each * self._parameters, f"{known.source}; disk from the model's size")
         return known
 
     def _with_place(self, stage: Stage, found: Estimate) -> Estimate:
@@ -131,7 +131,7 @@ class Estimates:
                 found = before.scaled(stage.label, _text_bytes(sources), "bytes of text")
                 if is_dump == ("pages" in counts["read"]):  # extracting text from markup is most of the work
                     return found
-                disk_only = replace(found, seconds=None, source=f"disk {found.source}, of text of another kind")
+                disk_only = replace(found, seconds=None, source=f"disk {found.source}, with another kind of text")
         return disk_only
 
     def _number_of_tokens(self, stage: TokenizeCorpus) -> float | None:
@@ -147,7 +147,7 @@ class Estimates:
         (source,) = (one for one in stage.requires().values() if isinstance(one, TokenizeCorpus))
         tokens, options = self._number_of_tokens(source), stage.options()
         if tokens is None:
-            return Estimate(stage.label, source="the number of tokens is not known before they are made")
+            return Estimate(stage.label, source="the number of tokens is not known until they are made")
         wanted = options.parameters()
         for one in self._before(stage.label):
             made = one.record["parameters"]
@@ -160,7 +160,7 @@ class Estimates:
         rows = tokens * options.dupe_factor / options.seq_len
         return Estimate(
             stage.label, None, round(rows * row_bytes(options.form, self._vocab_size)),
-            "no such examples were made here before; disk by the size of a row, at least",
+            "no such examples were made here before; disk from the size of a row, at least",
         )  # fmt: skip
 
     def _download(self, stage: DownloadDataset) -> Estimate:
@@ -173,7 +173,7 @@ class Estimates:
             if before.bytes:
                 scaled = _Before.of(one, before.bytes).scaled(stage.label, length, "bytes")
                 return Estimate(stage.label, scaled.seconds, needs, scaled.source)
-        return Estimate(stage.label, None, needs, "nothing was downloaded here before; disk by the archive's size")
+        return Estimate(stage.label, None, needs, "nothing was downloaded here before; disk from the archive's size")
 
     def _training(self, stage: Pretrain) -> Estimate:
         phase, size = stage.settings.phase(stage.phase), self._checkpoint_bytes(stage)
@@ -186,15 +186,15 @@ class Estimates:
             return Estimate(stage.label, float(phase.budget), kept * size, "its budget")
         own = MetricsFile(stage.directory / METRICS).read().recent("step_time_s") if done else None
         if own is not None:
-            source = f"as its own last steps took: {1 / own:.4g} steps/s, {steps:,} steps to go"
+            source = f"based on its own last steps: {1 / own:.4g} steps/s, {steps:,} steps to go"
             return Estimate(stage.label, steps * own, kept * size, source)
         for one in self._trained_before(stage):
             counts, batch = one.record["counts"], one.record["parameters"]["global_batch_size"]
             step_s = 60 * counts["train_time_minutes"] / counts["steps"] * phase.global_batch_size / batch
             rate = phase.global_batch_size / step_s
-            source = f"as {_named(one)} took: {rate:,.4g} sequences/s, {steps:,} steps"
+            source = f"based on {_named(one)}: {rate:,.4g} sequences/s, {steps:,} steps"
             return Estimate(stage.label, steps * step_s, kept * size, source)
-        source = "no such training was made here before; disk by the model's size"
+        source = "no such training was made here before; disk from the model's size"
         return Estimate(stage.label, None, kept * size, source)
 
     def _mlp(self, stage: TrainMlp) -> Estimate:

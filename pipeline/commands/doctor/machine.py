@@ -44,9 +44,9 @@ def packages(plan: Plan) -> Iterator[Finding]:
         if not asked.specifier.contains(version, prereleases=True):
             wrong.append(f"{asked.name} {version} is installed (needed: {asked.specifier})")
     if wrong:
-        yield Finding("packages", "problem", f"{'; '.join(wrong)}; install the project again, as docs/first-steps.md")
+        yield Finding("packages", "problem", f"{'; '.join(wrong)}; reinstall the project (docs/first-steps.md)")
     else:
-        yield Finding("packages", "ok", f"{seen} packages as pyproject.toml needs them")
+        yield Finding("packages", "ok", f"{seen} packages as pyproject.toml requires")
 
 
 def _requirements() -> list[str]:
@@ -62,7 +62,7 @@ def device(plan: Plan) -> Iterator[Finding]:
     cluster, name = plan.settings.cluster, "device"
     wanted, workers = cluster.device, cluster.nproc_per_node
     if cluster.launcher != "local":
-        yield Finding(name, "ok", f"{wanted}, on the nodes of {cluster.launcher}; there: python -m trainer --doctor")
+        yield Finding(name, "ok", f"{wanted}, on {cluster.launcher} nodes; run there: python -m trainer --doctor")
         return
     if wanted == "cpu":
         cores = available_cores()
@@ -95,7 +95,7 @@ def _of_facts(wanted: str, workers: int, said: dict[str, Any]) -> Iterator[Findi
     elif wanted.startswith("neuron"):
         yield from _of_neuron(wanted, workers, said)
     elif wanted == "xla" and "torch-xla" not in said["versions"]:
-        yield Finding(name, "problem", "xla: torch-xla is not installed; install the release of torch's, or choose "
+        yield Finding(name, "problem", "xla: torch-xla is not installed; install the release for this torch, or choose "
                       "another [cluster] device")  # fmt: skip
     else:
         yield Finding(name, "ok", f"{wanted}: {available_cores()} cores, no GPU, no NeuronCore")
@@ -143,7 +143,7 @@ def shared_memory(plan: Plan) -> Iterator[Finding]:
     needs = _FOR_NCCL if (plan.device or cluster.device) == "cuda" and cluster.nproc_per_node > 1 else _FOR_POOLS
     remedy = "in a container: --shm-size=1g, or an emptyDir with medium: Memory"
     if not _SHARED_MEMORY.is_dir() or not os.access(_SHARED_MEMORY, os.W_OK):
-        yield Finding("shared memory", "problem", f"{_SHARED_MEMORY} is not there or not writable; {remedy}")
+        yield Finding("shared memory", "problem", f"{_SHARED_MEMORY} is missing or not writable; {remedy}")
         return
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if free < needs:

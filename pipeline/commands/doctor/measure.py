@@ -39,7 +39,7 @@ def measured(plan: Plan) -> Iterator[StageDirs]:
     with tempfile.TemporaryDirectory(prefix="doctor-", dir=place, ignore_cleanup_errors=True) as name:
         folder, goal = Path(name), _goal(plan)
         _write(folder / "short.cfg", _given(), _changed(plan, folder), _text(plan, folder))
-        log(f"a short run of {goal}, to know this machine's rates; Ctrl-C ends it")
+        log(f"a short run of {goal}, to measure this machine's rates; Ctrl-C stops it")
         done = subprocess.run(
             [sys.executable, "-m", "luigi", "--module", "pipeline", goal], capture_output=True, text=True, check=False,
             env={**os.environ, "LUIGI_CONFIG_PATH": str(folder / "short.cfg")},

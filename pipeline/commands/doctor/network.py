@@ -47,7 +47,7 @@ def store(plan: Plan) -> Iterator[Finding]:
     failed = _why_store_fails(plan, options, writes=settings.push != "none")
     plan.store_answers = failed is None
     if failed is None:
-        how = "read and written, with conditions" if settings.push != "none" else "read"
+        how = "read and written, with conditional writes" if settings.push != "none" else "read"
         yield Finding("store", "ok", f"{options.place} can be {how}")
     else:
         yield Finding("store", "problem", f"[store] url: {failed}")
@@ -101,7 +101,7 @@ def credentials(plan: Plan) -> Iterator[Finding]:
         if found is None:
             yield Finding("credentials", "problem", f"boto3 finds no AWS credentials for [{section}]; {remedy}")
         else:
-            yield Finding("credentials", "ok", f"[{section}]: boto3 finds them by {found.method}")
+            yield Finding("credentials", "ok", f"[{section}]: boto3 finds them via {found.method}")
 
 
 def trackers(plan: Plan) -> Iterator[Finding]:

@@ -89,4 +89,4 @@ def vocabulary(plan: Plan) -> Iterator[Finding]:
                       f"give the vocabulary that the data was made with, or change vocab_size")  # fmt: skip
     else:
         yield Finding("vocabulary", "warning", f"{at} has {pieces:,} entries, and [model] vocab_size is {entries:,}: "
-                      f"the rest of the model's stay untrained")  # fmt: skip
+                      f"the model's remaining entries stay untrained")  # fmt: skip

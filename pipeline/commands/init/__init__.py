@@ -26,10 +26,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="where to write it (default: the current folder)",
     )
     parser.add_argument(
-        "--for", dest="target", metavar="NAME", help=f"one of {', '.join(TARGETS)}; left out: what is seen here"
+        "--for", dest="target", metavar="NAME", help=f"one of {', '.join(TARGETS)}; default: what is found here"
     )
     parser.add_argument("--text", metavar="PATH", help="text to train on: a file or a quoted glob")
-    parser.add_argument("--force", action="store_true", help="replace a luigi.cfg that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing luigi.cfg")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             f"{path} is the project's own, with every default; give a folder: python -m pipeline init FOLDER"
         )
     if path.exists() and not args.force:
-        raise UserError(f"{path} is there already; give another folder, or --force to replace it")
+        raise UserError(f"{path} already exists; give another folder, or --force to replace it")
     text = Text.of(args.text) if args.text is not None else None
     seen = Surroundings.look()
     target, why = seen.suggests if args.target is None else (args.target, "as asked")

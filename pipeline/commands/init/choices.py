@@ -76,7 +76,7 @@ def _laptop(draft: Draft, seen: Surroundings, folder: Path) -> list[str]:
 def _gpu(draft: Draft, seen: Surroundings, folder: Path) -> list[str]:
     draft.take(_GPU_CONFIG)
     _set_gpus(draft, seen.gpus.count if seen.gpus else None, seen.gpus.mib if seen.gpus else None)
-    return [] if seen.gpus else ["[cluster] nproc_per_node: nvidia-smi is not here, so 8 GPUs are assumed"]
+    return [] if seen.gpus else ["[cluster] nproc_per_node: nvidia-smi was not found, so 8 GPUs are assumed"]
 
 
 def _set_gpus(draft: Draft, count: int | None, mib: int | None) -> None:
@@ -97,7 +97,7 @@ def _trainium(family: str) -> Callable[[Draft, Surroundings, Path], list[str]]:
         if seen.neuron_cores:
             draft.set("cluster", "nproc_per_node", seen.neuron_cores, "Workers on a machine: one for each NeuronCore")
             return []
-        return [f"[cluster] nproc_per_node: neuron-ls is not here, so {_WORKERS[family]} NeuronCores are assumed"]
+        return [f"[cluster] nproc_per_node: neuron-ls was not found, so {_WORKERS[family]} NeuronCores are assumed"]
 
     return fill
 

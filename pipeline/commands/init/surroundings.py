@@ -84,7 +84,7 @@ class Surroundings:
             return "slurm", "sinfo answers, and this machine has no device of its own"
         if self.kubernetes:
             return "kubernetes", "kubectl answers, and this machine has no device of its own"
-        return "laptop", "neither a GPU, a NeuronCore, Slurm nor Kubernetes is here"
+        return "laptop", "no GPU, NeuronCore, Slurm or Kubernetes was found here"
 
 
 def _output(*words: str) -> str | None:

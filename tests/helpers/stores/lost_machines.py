@@ -65,7 +65,7 @@ def require_continued(chain: Chain, expected: dict[str, int]) -> None:
     for label, step in expected.items():
         began = text.partition(f"{label}: started")[2]
         if "starting phase" in began or "resuming from checkpoint" in began:
-            assert f"{label}: goes on from ckpt_{step}, fetched" in text or f"{label}: fetched from" in text, text
+            assert f"{label}: resumes from ckpt_{step}, fetched" in text or f"{label}: fetched from" in text, text
 
 
 def check_end(chain: Chain, words: Sequence[str]) -> None:

@@ -157,7 +157,7 @@ KUBERNETES = ("--Kubernetes-image", "i", "--Kubernetes-volume-claim", "v", "--Ku
 def test_4_no_scheduler(chain: Chain, tmp_path: Path, launcher: str, tool: str) -> None:
     """Neither its commands, nor, where they are installed, a scheduler that answers them."""
     words = ("--Cluster-launcher", launcher, *KUBERNETES)
-    assert f"{tool} is not here" in problem(chain, "scheduler", *words, PATH=str(tmp_path))
+    assert f"{tool} was not found" in problem(chain, "scheduler", *words, PATH=str(tmp_path))
     if shutil.which(tool) is not None:
         (tmp_path / "slurm.conf").write_text(f"ClusterName=none\nSlurmctldHost=localhost(127.0.0.1)\n"
                                              f"SlurmctldPort={free_port()}\nMessageTimeout=2\n"
@@ -224,7 +224,7 @@ def test_5_bad_credentials(chain: Chain, weed: str) -> None:
     make_bucket(weed, "doctor")
     checks = examined(chain, *store(weed, "doctor"), **keys())
     assert (checks["store"]["level"], checks["credentials"]["level"], checks["clock"]["level"]) == ("ok", "ok", "ok")
-    assert "by env" in checks["credentials"]["text"]
+    assert "via env" in checks["credentials"]["text"]
     for wrong in (keys(access="other"), keys(secret="other")):
         text = problem(chain, "store", *store(weed, "doctor"), **wrong)
         assert "access is denied" in text
@@ -365,7 +365,7 @@ def test_a_night_is_examined_with_its_date(chain: Chain, tmp_path: Path) -> None
     text = (chain.directory / "corpus.txt").read_text()
     (tmp_path / "2026-11-21.txt").write_text(text)
     words = ("--Corpus-source", f"{tmp_path}/{{date}}.txt", "--Run-work-dir", str(tmp_path / "work"))
-    assert_one_line_error(chain.ask("doctor", *words, status=35), "give that of a night: --date", status=35)
+    assert_one_line_error(chain.ask("doctor", *words, status=35), "give a night's date: --date", status=35)
     assert "2026-11-21.txt" in examined(chain, *words, "--date", "2026-11-21")["text"]["text"]
     refused = chain.ask("doctor", *words, "--date", "2026-11-20", status=35)
     assert_one_line_error(refused, "2026-11-20.txt matches no file", status=35)

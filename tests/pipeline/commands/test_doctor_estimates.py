@@ -33,7 +33,7 @@ def bytes_in(directory: Path) -> int:
 
 def test_of_a_complete_chain_nothing_is_to_be_made(chain: Chain) -> None:
     assert estimated(chain) == {}
-    assert "nothing is to be made" in chain.ask("doctor").stdout
+    assert "nothing to make" in chain.ask("doctor").stdout
 
 
 def test_nothing_is_known_where_nothing_ran(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_an_interrupted_training_is_known_by_its_own_steps(chain: Chain, tmp_pat
     records = [json.loads(line) for line in (training / "metrics.jsonl").read_text().splitlines()]
     found = estimated(copy, "--phase", "1", "Pretrain")["pretrain-phase1"]
     assert found["seconds"] == 0
-    assert found["source"].startswith("as its own last steps took: ")
+    assert found["source"].startswith("based on its own last steps: ")
     rate = len(records) / sum(record["step_time_s"] for record in records)
     assert f"{rate:.4g} steps/s, 0 steps to go" in found["source"]
 
@@ -110,7 +110,7 @@ def test_the_mlp_is_known_by_its_epochs(tmp_path: Path) -> None:
     found = estimated(chain, "MnistMlp", *words, "--Mnist-epochs", "4")
     assert set(found) == {"train_mlp", "evaluate_mlp"}
     assert found["train_mlp"]["seconds"] is not None
-    assert f"{chain.latest('train_mlp').name} took" in found["train_mlp"]["source"]
+    assert f"based on {chain.latest('train_mlp').name}" in found["train_mlp"]["source"]
     longer = estimated(chain, "MnistMlp", *words, "--Mnist-epochs", "8")
     assert longer["train_mlp"]["seconds"] == pytest.approx(2 * found["train_mlp"]["seconds"])
 

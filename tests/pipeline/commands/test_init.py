@@ -244,7 +244,7 @@ def test_a_laptop_trains_with_it(tmp_path: Path, bare: dict[str, str], corpus: P
 def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path: Path, bare: dict[str, str]) -> None:
     (tmp_path / "luigi.cfg").write_text("[phase1]\nlr = mine\n")  # nor does it have to be right
     done = run("-m", "pipeline", "init", cwd=tmp_path, status=35, **bare)
-    assert_one_line_error(done, "luigi.cfg is there already", "--force", status=35)
+    assert_one_line_error(done, "luigi.cfg already exists", "--force", status=35)
     assert "mine" in (tmp_path / "luigi.cfg").read_text()
     run("-m", "pipeline", "init", "--force", cwd=tmp_path, **bare)
     assert "mine" not in (tmp_path / "luigi.cfg").read_text()

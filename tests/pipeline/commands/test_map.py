@@ -40,9 +40,9 @@ def _sources(folder: str) -> str:
     [
         (("statu",), "there is no command statu; did you mean status?"),
         (("qqq",), "there is no command qqq; allowed: init, doctor, status"),
-        (("status", "--wach"), "--wach is no option; did you mean --watch?"),
-        (("why", "BertPhase2", "--phas", "1"), "--phas is no option; did you mean --phase?"),
-        (("status", "--Phase1-lrr", "1"), "--Phase1-lrr is no option; did you mean --Phase1-lr?"),
+        (("status", "--wach"), "unknown option --wach; did you mean --watch?"),
+        (("why", "BertPhase2", "--phas", "1"), "unknown option --phas; did you mean --phase?"),
+        (("status", "--Phase1-lrr", "1"), "unknown option --Phase1-lrr; did you mean --Phase1-lr?"),
         (("status", "--Phase1-lr"), "argument --Phase1-lr: expected one argument"),
         (("why", "Pretrain", "--phase", "x"), "argument --phase: invalid int value: 'x'; see --help"),
         (("--Phase1-lr", "5e-4"), "the following arguments are required: COMMAND; see --help"),
@@ -58,11 +58,11 @@ def test_an_unknown_word_of_ours_is_one_line(words: tuple[str, ...], line: str) 
         (("BertPhas2",), "there is no task BertPhas2; did you mean BertPhase2?", 35),
         (("Phase1",), "there is no task Phase1; did you mean BertPhase1?", 35),
         (("BertPhase2", "--Phase2-warmup-step", "1"), "did you mean --Phase2-warmup-steps?", 2),
-        (("Pretrain", "--phse", "1"), "--phse is no option; did you mean --phase?", 2),
+        (("Pretrain", "--phse", "1"), "unknown option --phse; did you mean --phase?", 2),
         (("Pretrain",), "Pretrain needs --phase; give it", 35),
         (("Pretrain", "--phase", "one"), "Pretrain: invalid literal", 35),
         (("Nightly", "--date", "tonight"), "Nightly: ", 35),
-        (("BertPhase2", "--Zzz", "1"), "--Zzz is no option; see --help", 2),
+        (("BertPhase2", "--Zzz", "1"), "unknown option --Zzz; see --help", 2),
     ],
 )
 def test_an_unknown_word_of_luigis_is_one_line(words: tuple[str, ...], line: str, status: int) -> None:

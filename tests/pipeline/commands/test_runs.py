@@ -74,9 +74,9 @@ def disk_bytes(*directories: Path) -> int:
 
 def test_an_empty_work_directory_is_one_line(tmp_path: Path) -> None:
     for work in (tmp_path, tmp_path / "none"):
-        line = f"no training is in {work}; start one with `luigi --module pipeline BertPhase2`\n"
+        line = f"there is no training in {work}; start one with `luigi --module pipeline BertPhase2`\n"
         assert said(work) == line
-        assert said(work, "--where", "Phase1-lr=1") == f"no training with Phase1-lr=1 is in {work}\n"
+        assert said(work, "--where", "Phase1-lr=1") == f"there is no training with Phase1-lr=1 in {work}\n"
         assert runs(work) == []
 
 
@@ -144,7 +144,7 @@ def test_numbers_are_compared_as_numbers_and_unknown_settings_are_refused(tmp_pa
     assert len(runs(tmp_path, "--where", "Run-seed=7")) == 2
     for words, line in (
         ("Phase1-lrr=1", "no run records a setting Phase1-lrr; did you mean Phase1-lr?"),
-        ("Phase1-lr", "--where Phase1-lr is not allowed; allowed: SETTING=VALUE, as Phase1-lr=5e-4"),
+        ("Phase1-lr", "--where Phase1-lr is not allowed; allowed: SETTING=VALUE, such as Phase1-lr=5e-4"),
     ):
         done = command("-m", "pipeline", "runs", "--where", words, "--Run-work-dir", str(tmp_path))
         assert_one_line_error(done, line, status=35)

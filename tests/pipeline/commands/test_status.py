@@ -159,7 +159,7 @@ def test_training_is_running_and_once_killed_interrupted(chain: Chain, tmp_path:
     assert last - 5 <= killed["done"] <= last
     saved = max(int(path.name.removeprefix("ckpt_")) for path in (directory / "checkpoints").glob("ckpt_*[0-9]"))
     where, spent = killed["detail"].split("; ", 1)
-    assert where == f"at {killed['done']:,} of 200,000 steps, goes on from step {saved}"
+    assert where == f"at {killed['done']:,} of 200,000 steps, resumes from step {saved}"
     assert re.match(r"goodput \d+\.\d%; lost: (starting|steps done again|waiting for \w+) ", spent)
     # Without progress.json the newest finished checkpoint is all that is known.
     (directory / "progress.json").unlink(missing_ok=True)

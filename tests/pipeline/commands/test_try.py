@@ -74,8 +74,8 @@ def test_the_next_sentence_score_is_that_of_hugging_faces_own_head(loaded) -> No
     [
         (["no mask here"], r"no \[MASK\] in the text"),
         ([" "], "a text is empty"),
-        (["word " * 63 + "[MASK]"], "too long: .* tokens, 2 special ones among them, and the model takes 64"),
-        (["word " * 40, "word " * 40], "3 special ones"),
+        (["word " * 63 + "[MASK]"], "too long: .* tokens, 2 of them special, and the model takes 64"),
+        (["word " * 40, "word " * 40], "3 of them special"),
     ],
     ids=("no mask", "empty", "long", "long pair"),
 )

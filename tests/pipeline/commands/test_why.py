@@ -67,7 +67,7 @@ def test_an_upstream_stage_that_is_gone_is_named(chain: Chain, tmp_path: Path) -
     shutil.rmtree(old)
     said = copy.ask("why", "pretrain-phase2", "--Dataset-dupe-factor", "4", status=1).stdout
     short = old.name[-10:]
-    assert f"its upstream shard_dataset-phase2 would change (the one before, {short}, is not there" in said
+    assert f"its upstream shard_dataset-phase2 would change (the previous one, {short}, is gone" in said
 
 
 def test_the_stages_it_names_are_those_that_luigi_runs(chain: Chain, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_removed_checkpoint_is_named_and_training_goes_on_from_the_one_before(
     assert "is missing" in copy.ask("why", "pretrain-phase1", status=1).stdout
     (directory / "manifest.json").unlink()
     said = copy.ask("why", "pretrain-phase1", status=1).stdout
-    assert said == "pretrain-phase1 would run: it was interrupted, and goes on from step 6 of 8\n"
+    assert said == "pretrain-phase1 would run: it was interrupted, and resumes from step 6 of 8\n"
 
 
 def test_a_running_stage_is_said_to_run(chain: Chain, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_files_that_are_cut_short_or_something_else_are_one_line(shared: Path, t
     assert_one_line_error(forked("stages.convert", source, tmp_path / "out"), "holds no model: its keys are weights")
     (tmp_path / "empty").mkdir()
     assert_one_line_error(
-        forked("stages.convert", tmp_path / "empty", tmp_path / "out"), "no checkpoint of a known format"
+        forked("stages.convert", tmp_path / "empty", tmp_path / "out"), "not a checkpoint of a known format"
     )
     assert_one_line_error(forked("stages.convert", tmp_path / "no", tmp_path / "out"), "there is no checkpoint")
 

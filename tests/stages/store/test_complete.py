@@ -120,7 +120,7 @@ def test_a_poisoned_object_is_refused(backend: Backend, made: Path, tmp_path: Pa
     path.unlink()
     if damage != "gone":
         path.write_bytes(data[::-1] if damage == "other bytes" else data[:-1])
-    with pytest.raises(NotUsable, match="is not there" if damage == "gone" else "other bytes than the sha256 says"):
+    with pytest.raises(NotUsable, match="is missing" if damage == "gone" else "bytes do not match the sha256"):
         fetch(backend, tmp_path / "there")
     assert not (tmp_path / "there" / MANIFEST).exists()
     assert not (tmp_path / "there" / name).exists()
@@ -146,11 +146,11 @@ def test_a_manifest_of_another_stage_is_refused(backend: Backend, made: Path, tm
     theirs = push_stage(backend, make(tmp_path / "other", other), LABEL)
     swapped = StageRecord(LABEL, FINGERPRINT, theirs.files, "", "")
     (tmp_path / "store" / ours.key).write_bytes(swapped.encode())
-    with pytest.raises(NotUsable, match="its manifest is of something else"):
+    with pytest.raises(NotUsable, match="its manifest is for something else"):
         fetch(backend, tmp_path / "there")
     fewer = StageRecord(LABEL, FINGERPRINT, ours.files[1:], "", "")  # an output is not among its files
     (tmp_path / "store" / ours.key).write_bytes(fewer.encode())
-    with pytest.raises(NotUsable, match="its manifest is of something else"):
+    with pytest.raises(NotUsable, match="its manifest is for something else"):
         fetch(backend, tmp_path / "there")
 
 
@@ -180,7 +180,7 @@ def test_a_damaged_record_counts_as_none_and_the_next_push_mends_it(
 
 def test_only_whole_stages_are_pushed(backend: Backend, made: Path) -> None:
     (made / "deep/b.hdf5").write_bytes(FILES["deep/b.hdf5"][::-1])  # of the same size: complete by its manifest
-    with pytest.raises(UserError, match=r"b\.hdf5 is not what its manifest says any more; it is not pushed"):
+    with pytest.raises(UserError, match=r"b\.hdf5 no longer matches its manifest; it is not pushed"):
         push_stage(backend, made, LABEL)
     (made / "a.hdf5").unlink()
     with pytest.raises(UserError, match=r"is not complete \(.*a\.hdf5 is missing\); only complete stages are pushed"):
@@ -346,7 +346,7 @@ def test_the_command_goes_on_after_a_kill(made: Path, tmp_path: Path, verb: str,
 def test_the_command_refuses_in_one_line(made: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for words, expected in (
-        (("push", str(tmp_path / "nothing"), "--store=store"), "is no stage directory: it has no stage.json"),
+        (("push", str(tmp_path / "nothing"), "--store=store"), "is not a stage directory: it has no stage.json"),
         (("push", str(made), f"--store={tmp_path / 'file'}"), "is a file; give a folder, or s3://bucket/prefix"),
         (("push", str(made), "--store=ftp://host/x"), "ftp:// is unknown; allowed: s3://, file:// and plain paths"),
         (("push", str(made), "--store=x", "--kms-key=k"), "needs encryption = aws:kms"),

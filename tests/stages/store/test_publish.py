@@ -144,7 +144,7 @@ def test_killed_anywhere_a_folder_is_the_old_or_the_new_one(chain: Chain, tmp_pa
 def test_a_folder_with_other_things_is_left_alone(chain: Chain, model: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")
-    assert "home holds thesis.txt, which is no file of a published model" in refused(chain, tmp_path / "home")
+    assert "home holds thesis.txt, which is not part of a published model" in refused(chain, tmp_path / "home")
     assert (tmp_path / "home" / "thesis.txt").exists()
     assert "thesis.txt is a file; give a folder" in refused(chain, tmp_path / "home" / "thesis.txt")
     assert "holds the model that is to be published" in refused(chain, model)
@@ -171,9 +171,9 @@ def test_bad_input_is_one_line(chain: Chain, tmp_path: Path) -> None:
     assert "is the root of the file system; give a folder in it" in refused(chain, "/")
     assert "--private is for the Hub" in refused(chain, tmp_path / "x", "--private")
     assert "has no config.json; give a Hugging Face directory" in refused(chain, tmp_path / "x", "--model", tmp_path)
-    assert "is no place in S3; write s3://bucket/prefix" in refused(chain, "s3://")
+    assert "is not a place in S3; write s3://bucket/prefix" in refused(chain, "s3://")
     line = refused(chain, tmp_path / "x", "--Phase1-lr", "0.5")
-    assert "the model of these settings is not whole: never started; run `luigi --module pipeline BertPhase2`" in line
+    assert "the model of these settings is not usable: never started; run `luigi --module pipeline BertPhase2`" in line
     assert "license = A! is not allowed" in refused(chain, tmp_path / "x", "--Card-license", "A!")
 
 
@@ -191,7 +191,7 @@ def test_a_model_that_nobody_could_use_is_refused(chain: Chain, model: Path, tmp
     copy = chain.copy(tmp_path / "copy")
     flip_a_byte(copy.latest("merge_shards") / "model" / "model.safetensors")
     line = refused(copy, tmp_path / "x")
-    assert "is not whole" in line
+    assert "is not usable" in line
     assert "model.safetensors was altered: its sha256 is not the manifest's" in line
     assert not (tmp_path / "x").exists()
 

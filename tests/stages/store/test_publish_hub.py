@@ -197,12 +197,12 @@ def test_the_token_of_a_login_is_used(publish: Publisher, hub: Hub, tmp_path: Pa
 )
 def test_a_name_that_the_hub_does_not_allow_is_one_line(publish: Publisher, name: str) -> None:
     done = publish(f"hf://{name}", "--dry-run", status=35)
-    assert_one_line_error(done, f"hf://{name} is no name on the Hub; write hf://org/name", status=35)
+    assert_one_line_error(done, f"hf://{name} is not a name on the Hub; write hf://org/name", status=35)
 
 
 def test_a_password_in_the_address_is_not_shown(publish: Publisher) -> None:
     done = publish("hf://jane:hunter2@org/name", status=35)
-    assert_one_line_error(done, "is no name on the Hub", status=35)
+    assert_one_line_error(done, "is not a name on the Hub", status=35)
     assert "hunter2" not in done.stdout + done.stderr
 
 

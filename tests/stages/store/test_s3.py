@@ -237,7 +237,7 @@ def test_what_is_wrong_is_said_in_one_line(s3: S3, bucket: Bucket, tmp_path: Pat
         s3.fail(error(403, code), "get_object")
         assert f"access is denied, with the credentials of profile default (HTTP 403 {code})" in said()
     s3.fail(error(500, "InternalError"), times=100)
-    assert f"HTTP 500 (InternalError), and so {stages.transfer.ranges.TRIES} times in a row" in said()
+    assert f"HTTP 500 (InternalError), {stages.transfer.ranges.TRIES} times in a row" in said()
 
 
 def test_a_server_that_says_nothing_is_asked_again(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def test_a_stream_that_ends_between_batches_is_cut(tmp_path: Path) -> None:
     path = write_table(tmp_path / "stream.arrow", table_of(ODD), batch=100)
     path.write_bytes(path.read_bytes()[:-8])
     assert pa.ipc.open_stream(path.read_bytes()).read_all().num_rows == len(ODD)
-    assert f"beyond row {len(ODD)}: the mark of its end is missing" in refused(path)
+    assert f"beyond row {len(ODD)}: its end marker is missing" in refused(path)
 
 
 def test_an_edited_page_is_noticed_by_its_checksum(tmp_path: Path) -> None:

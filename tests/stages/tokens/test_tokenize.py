@@ -270,9 +270,7 @@ def test_a_vocabulary_that_cannot_spell_the_text_is_refused_unless_allowed(tmp_p
     assert counts(tmp_path / "o")["unknown_share"] == 0.05
     text.write_text("\n\n".join(["known " * 18 + "Жизнь strange"] * 40))
     ran = stage("tokenize", *arguments, tmp_path / "p")
-    assert_one_line_error(
-        ran, "10.0% of", "tokens are [UNK]", "жизнь strange", "allowed are 5.0%", "--max-unknown-share"
-    )
+    assert_one_line_error(ran, "10.0% of", "tokens are [UNK]", "жизнь strange", "allowed: 5.0%", "--max-unknown-share")
     assert not (tmp_path / "p/manifest.json").exists()
     # raising it goes on with what is there
     again = stage("tokenize", *arguments, tmp_path / "p", "--max-unknown-share", 0.1)

@@ -70,7 +70,7 @@ def test_invalid_shards_are_refused_by_file_key_row_and_value(folder: Path) -> N
     out = folder.parent / "out"
     message = refused(pack(folder, ""), out, vocab_size=50)
     assert "shards.tar: shards/deep/wiki_t" in message
-    assert "input_ids is 99 in row 0; allowed is 0 to 49" in message
+    assert "input_ids is 99 in row 0; allowed: 0 to 49" in message
     assert not list(out.glob("*.hdf5*"))
     assert "has sequences of 16 tokens; 128 were asked for" in refused(folder, folder.parent / "o2", seq_len=128)
     other = write(folder / "other_training_9.hdf5", S=32)
@@ -99,7 +99,7 @@ def test_the_sha256_of_an_archive_is_checked_and_decides(folder: Path) -> None:
     path = pack(folder, "")
     right = hashlib.sha256(path.read_bytes()).hexdigest()
     assert download(path, folder.parent / "out", sha256=right)["training_rows"] == 13
-    assert f"has the sha256 {right}, expected was {'0' * 64}" in refused(path, folder.parent / "o2", sha256="0" * 64)
+    assert f"the sha256 {right}, not the expected {'0' * 64}" in refused(path, folder.parent / "o2", sha256="0" * 64)
     assert "is a folder, which has no sha256" in refused(folder, folder.parent / "o3", sha256=right)
     identities = [
         DownloadOptions(url=Secret.address(str(path)), sha256=sha256).identity().fingerprint
@@ -114,7 +114,7 @@ def test_an_archive_is_refused_before_it_fills_the_disk(folder: Path, monkeypatc
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3999))
     message = refused(huge, folder.parent / "out")
     assert "needs 4,000 bytes" in message
-    assert "taken as 4 bytes for each of its own" in message
+    assert "estimated at 4 times the archive's size" in message
     assert "3,999 are free there; make space" in message
 
 
@@ -124,15 +124,15 @@ def test_what_cannot_be_fetched_is_refused_in_one_line(tmp_path: Path, stage: St
     write(tmp_path / "twice/a/x_training_0.hdf5")
     write(tmp_path / "twice/b/x_training_0.hdf5")
     for url, message in (
-        ("gopher://host/x", "gopher:// is unknown; allowed are s3://, https://, http://, file:// and plain paths"),
-        ("s3://bucket", "is no object in S3; write s3://bucket/key"),
+        ("gopher://host/x", "gopher:// is unknown; allowed: s3://, https://, http://, file:// and plain paths"),
+        ("s3://bucket", "is not an object in S3; write s3://bucket/key"),
         ("s3://bucket/folder/", "is a folder in S3; give one archive"),
         ("https:///shards.tar", "names no host"),
         ("file://host/x", "names the host host"),
         (tmp_path / "none.tar", "there is no archive or folder"),
         (tmp_path / "text.txt", "is not a tar archive"),
         (tmp_path / "empty", "has no training shard"),
-        (tmp_path / "twice", "two files of one name"),
+        (tmp_path / "twice", "two files share a name"),
     ):
         assert message in refused(url, tmp_path / "out" / Path(str(url)).name)
     for words, message in (

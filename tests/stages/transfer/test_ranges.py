@@ -133,8 +133,8 @@ def test_tries_are_bounded_and_what_came_stays(web: Web, shards: Path, tmp_path:
     tries = stages.transfer.ranges.TRIES
     web.faults.extend([*[then(lambda: None)] * 2, *[status(503)] * tries])
     message = refused(web.url, tmp_path / "out", connections=1)
-    assert f"HTTP 503 (Service Unavailable), and so {tries} times in a row" in message
-    assert "run the same again: it goes on from the bytes that are there" in message
+    assert f"HTTP 503 (Service Unavailable), {tries} times in a row" in message
+    assert "run the same again: it resumes from the bytes that are there" in message
     assert len(web.parts) == 2 + tries
     download(web.url, tmp_path / "out")
     assert web.sent == len(web.data) + 2
@@ -178,7 +178,7 @@ def test_retry_after_is_read_as_seconds_or_a_date() -> None:
     ("code", "words"),
     [
         (401, "it wants a login; check the address, or put the login into ~/.netrc"),
-        (403, "access is denied; check the address, and whether it has run out or needs a login"),
+        (403, "access is denied; check the address, and whether it has expired or needs a login"),
         (404, "there is nothing there; check the address"),
         (410, "it is gone for good"),
         (451, "check the address"),
@@ -277,7 +277,7 @@ def test_a_server_that_cannot_resume_is_read_in_one_go(
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
     assert len(web.parts) == 3
     said = capsys.readouterr().err
-    assert "so one connection fetches it, and a cut one starts over" in said
+    assert "so one connection fetches it, and starts over if cut off" in said
     assert ("sends no parts" in said) == (kind == "no ranges")
 
 
@@ -286,7 +286,7 @@ def test_a_wrong_sha256_is_refused_and_fetched_anew(web: Web, shards: Path, tmp_
     web.data = bytes([wrong[0] ^ 1]) + wrong[1:]
     seen = hashlib.sha256(web.data).hexdigest()
     message = refused(web.url, tmp_path / "out", sha256=right)
-    assert message.startswith(f"{web.url} has the sha256 {seen}, expected was {right}")
+    assert message.startswith(f"{web.url} has the sha256 {seen}, not the expected {right}")
     web.data = wrong
     download(web.url, tmp_path / "out", sha256=right)
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
@@ -477,7 +477,7 @@ def test_a_server_that_stays_too_slow_is_given_up_in_one_line(web: Web, shards: 
         message = refused(web.url, tmp_path / "out", connections=1, **SLOW)
     finally:
         over.set()
-    assert "less than 1000 bytes/s, and so 7 times in a row; check network and server, then run the same" in message
+    assert "less than 1000 bytes/s, 7 times in a row; check network and server, then run the same" in message
     assert len(web.parts) == tries
     had = recorded(tmp_path / "out")
     assert 0 < had < tries * 3000

@@ -204,5 +204,5 @@ def test_a_webhook_that_redirects_was_not_told(sites: dict[str, Site]) -> None:
         thread.start()
         problem = notify.by_webhook(f"http://127.0.0.1:{server.server_port}/hook", event="completion")
         server.shutdown()
-    assert problem == "the webhook at 127.0.0.1 was not told of it: it answered with status 302"
+    assert problem == "the webhook at 127.0.0.1 was not notified: it answered with status 302"
     assert sites["plain"].web.paths == []

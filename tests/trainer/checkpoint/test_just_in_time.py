@@ -129,7 +129,7 @@ def test_missing_records_are_appended_once(tmp_path: Path) -> None:
     assert path.read_text() == "".join(line(step) for step in range(1, 6))
     append_missing(path, {step: line(step) for step in range(4, 6)})
     assert steps(path) == [1, 2, 3, 4, 5]
-    with pytest.raises(DiskError, match="ends with step 5, and this worker knows steps from 7 on only"):
+    with pytest.raises(DiskError, match="ends with step 5, and this worker only knows steps from 7 on"):
         append_missing(path, {7: line(7)})
     assert steps(path) == [1, 2, 3, 4, 5]
 

@@ -115,7 +115,7 @@ def test_a_step_or_path_that_is_named_is_rolled_back_to_each_time(
     stopping = {"FAILPOINT": "step:5.0", "FAILPOINT_ACTION": "terminate"}
     done = training.try_it(out, env=stopping, **by)
     assert done.returncode == 75, done.stdout
-    assert f"without --{next(iter(by))} goes on" in done.stdout
+    assert f"without --{next(iter(by))} continues" in done.stdout
     assert names(out) == {"": ["ckpt_2", "ckpt_4", "ckpt_5"], "abandoned-1": ["ckpt_6"]}
     assert "ckpt_4 at step 4" in training.run(out, steps_this_run=4, **by)
     assert names(out) == {"": ["ckpt_2", "ckpt_4"], "abandoned-1": ["ckpt_6"], "abandoned-2": ["ckpt_5"]}

@@ -194,7 +194,7 @@ def test_tokens_after_padding_are_refused(tmp_path: Path) -> None:
     with h5py.File(path, "r+") as file:
         file["input_mask"][3, 1] = 0
     reader = BatchReader(shards, vocab_size=MODEL["vocab_size"])
-    with pytest.raises(UserError, match=r"input_mask of row 3 has tokens after padding; allowed is 1 for all tokens"):
+    with pytest.raises(UserError, match=r"input_mask of row 3 has tokens after padding; allowed: 1 for all tokens"):
         reader.read(Samples(np.zeros(8, int), np.arange(8)))
 
 

@@ -130,7 +130,7 @@ def test_of_ten_thousand_shards_only_the_first_is_opened(tmp_path: Path) -> None
     (tmp_path / "manifest.json").write_text(json.dumps({"counts": {"rows": dict.fromkeys(names, 5)}}))
     assert ShardSet.open(tmp_path).rows == 50_000
     (tmp_path / names[7]).unlink()
-    with pytest.raises(UserError, match="x_training_00007.hdf5 is in the manifest but not there"):
+    with pytest.raises(UserError, match="x_training_00007.hdf5 is in the manifest but missing"):
         ShardSet.open(tmp_path)
 
 
@@ -161,11 +161,11 @@ def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("input_ids", 100, "input_ids is 100 in row 30; allowed is 0 to 99"),
-        ("masked_lm_ids", 100, "masked_lm_ids is 100 in row 30; allowed is 0 to 99"),
-        ("masked_lm_positions", 16, "masked_lm_positions is 16 in row 30; allowed is 0 to 15"),
-        ("next_sentence_labels", 2, "next_sentence_labels is 2 in row 30; allowed is 0 to 1"),
-        ("input_mask", 2, "input_mask is 2 in row 30; allowed is 0 to 1"),
+        ("input_ids", 100, "input_ids is 100 in row 30; allowed: 0 to 99"),
+        ("masked_lm_ids", 100, "masked_lm_ids is 100 in row 30; allowed: 0 to 99"),
+        ("masked_lm_positions", 16, "masked_lm_positions is 16 in row 30; allowed: 0 to 15"),
+        ("next_sentence_labels", 2, "next_sentence_labels is 2 in row 30; allowed: 0 to 1"),
+        ("input_mask", 2, "input_mask is 2 in row 30; allowed: 0 to 1"),
         ("segment_ids", -1, "segment_ids is -1 in row 30"),
     ],
 )

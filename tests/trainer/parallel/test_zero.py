@@ -170,7 +170,7 @@ def test_a_flipped_bit_is_found(data: Path, model: Path, tmp_path: Path) -> None
     given = {**GIVEN, "data_dir": data, "model_config": model, "grad_accum_usteps": 2, "shard_optimizer": True}
     done = train(2, env=env, output_dir=tmp_path / "out", **given)
     assert_one_line_error(
-        done, "the weights or moments of workers 0, 1 differ", "nothing is saved of this step", status=71
+        done, "the weights or moments of workers 0, 1 differ", "nothing of this step is saved", status=71
     )
 
 
@@ -178,7 +178,7 @@ def test_a_flipped_bit_is_found(data: Path, model: Path, tmp_path: Path) -> None
     ("option", "said"),
     [
         ({"data_parallel": "ddp"}, "ddp supports neither"),
-        ({"device": "xla", "precision": "fp32"}, "compiles the update, which would be another graph on every worker"),
+        ({"device": "xla", "precision": "fp32"}, "the update, which would be a different graph on every worker"),
     ],
 )
 def test_what_cannot_share_says_so(data: Path, model: Path, tmp_path: Path, option: dict[str, str], said: str) -> None:

@@ -230,17 +230,20 @@ def test_no_key_or_password_of_a_tracker_is_written_or_said(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"trackers": "mlfow"}, "names = mlfow: mlfow is no tracker (commas separate several); did you mean mlflow?"),
+        (
+            {"trackers": "mlfow"},
+            "names = mlfow: mlfow is not a tracker (commas separate several); did you mean mlflow?",
+        ),
         (
             {"trackers": "wandb, x"},
-            "names = wandb, x: x is no tracker (commas separate several); allowed: tensorboard,",
+            "names = wandb, x: x is not a tracker (commas separate several); allowed: tensorboard,",
         ),
         ({"trackers": "mlflow"}, "names = mlflow: mlflow needs an address; give mlflow_uri"),
         (
             {"trackers": "mlflow", "mlflow_uri": "localhost:5000"},
             "mlflow_uri = localhost:5000 is a host without a scheme",
         ),
-        ({"trackers": "wandb", "tracker_project": "a/b"}, "project = a/b is no name that W&B takes"),
+        ({"trackers": "wandb", "tracker_project": "a/b"}, "project = a/b is not a name W&B accepts"),
         ({"trackers": "wandb", "tracker_project": ""}, "project = : wandb needs the name of a project; give one"),
         ({"trackers": "wandb", "wandb_mode": "off"}, "--wandb_mode is off; allowed: online, offline"),
         ({"trackers": "wandb", "tracker_wait": -1}, "--tracker_wait is -1.0; allowed: a number 0 or more"),

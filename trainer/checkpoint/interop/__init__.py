@@ -45,6 +45,6 @@ def open_checkpoint(path: Path, *, optimizer: bool = True) -> Contents:
         if form.recognise(path):
             return form.read(path, optimizer=optimizer)
     raise CheckpointError(
-        f"{path} is no checkpoint of a known format; allowed: a ckpt_<step> directory of this project (finished, with "
-        f"its manifest.json), a Hugging Face directory, a ckpt_<step>.pt, a directory of neuronx-distributed"
+        f"{path} is not a checkpoint of a known format; allowed: a ckpt_<step> directory of this project (finished, "
+        f"with its manifest.json), a Hugging Face directory, a ckpt_<step>.pt, a directory of neuronx-distributed"
     )

@@ -38,7 +38,7 @@ def moments_of(path: Path, optimizer: Any, model: Source) -> tuple[Source, int |
     `model`: the rank's parameters under our names, in model order. Raises `CheckpointError`.
     """
     if not isinstance(optimizer, Mapping) or not {"state", "param_groups"} <= set(optimizer):
-        raise CheckpointError(f"{path}: its optimizer is not a state_dict of torch; leave it out with --no-optimizer")
+        raise CheckpointError(f"{path}: its optimizer is not a torch state_dict; leave it out with --no-optimizer")
     shapes = {name: spec.shape for name, spec in model.specs.items()}
     named = numbered_parameters(optimizer, shapes, str(path))
     tensors, steps = {}, set()
@@ -51,7 +51,7 @@ def moments_of(path: Path, optimizer: Any, model: Source) -> tuple[Source, int |
             tensors[f"{moment}.{name}"] = tensor
             steps.add(int(state["step"]) if "step" in state else None)
     if len(steps) != 1:
-        raise CheckpointError(f"{path}: the optimizer's parameters are of different steps ({sorted(map(str, steps))})")
+        raise CheckpointError(f"{path}: the optimizer's parameters are at different steps ({sorted(map(str, steps))})")
     return source_of(path, tensors), steps.pop()
 
 

@@ -23,7 +23,7 @@ def infer_model(contents: Contents) -> ModelConfig:
               "bert.encoder.layer.0.intermediate.dense.weight", "cls.predictions.bias")  # fmt: skip
     for name in needed:
         if name not in shapes:
-            raise CheckpointError(f"{contents.path} lacks {name}; it is no whole BERT for pretraining")
+            raise CheckpointError(f"{contents.path} lacks {name}; it is not a complete BERT for pretraining")
     layers = 1 + max(int(m[1]) for name in shapes if (m := _LAYER.match(name)))
     (hidden,) = shapes["bert.embeddings.LayerNorm.weight"]
     rows = shapes["bert.encoder.layer.0.intermediate.dense.weight"][0]
@@ -42,7 +42,7 @@ def infer_model(contents: Contents) -> ModelConfig:
             )
     raise CheckpointError(
         f"{contents.path}: {layers} layers of hidden size {hidden} with bert.encoder.layer.0.intermediate.dense.weight "
-        f"of {rows} rows{_on_ranks(contents)} are no published model, and no file says its num_attention_heads; give "
+        f"of {rows} rows{_on_ranks(contents)} match no published model, and no file says its num_attention_heads; give "
         f"--config config.json"
     )
 

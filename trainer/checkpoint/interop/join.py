@@ -84,7 +84,7 @@ class Checkpoint:
                 if not spec.dtype.is_floating_point or spec.dtype != first.dtype or spec.dtype not in DTYPES:
                     other = f", on rank 0 it is {first.dtype}" if spec.dtype != first.dtype else ""
                     raise CheckpointError(
-                        f"{source.where(name)}: {name} is {spec.dtype}{other}; allowed is one floating-point type"
+                        f"{source.where(name)}: {name} is {spec.dtype}{other}; allowed: one floating-point type"
                     )
 
     def _axis(self, ranks: Sequence[Source], name: str, parameter: str) -> int | None:
@@ -116,8 +116,8 @@ class Checkpoint:
             count = -(-full[split.axis] // pieces[0][split.axis])
             hint = f" (a share of {count} ranks: are shards missing?)" if count > size else ""
         raise CheckpointError(
-            f"{ranks[rank].where(name)}: {name} has shape {pieces[rank]}{hint}, its model {' or '.join(allowed)}; "
-            f"give the config.json or the checkpoint that belong together"
+            f"{ranks[rank].where(name)}: {name} has shape {pieces[rank]}{hint}, its model needs "
+            f"{' or '.join(allowed)}; give a matching config.json or checkpoint"
         )
 
     def _require_whole_groups(self) -> None:
@@ -131,7 +131,7 @@ class Checkpoint:
                 whole, pieces = (name, other) if axis is None else (other, name)
                 raise CheckpointError(
                     f"{self.contents.path}: {whole} is whole on every rank and {pieces} is split, which no model does; "
-                    f"give the config.json or the checkpoint that belong together"
+                    f"give a matching config.json or checkpoint"
                 )
 
     def _model_specs(self) -> dict[str, Spec]:

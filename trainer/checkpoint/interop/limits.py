@@ -55,11 +55,11 @@ def _require_plain(path: Path, archive: zipfile.ZipFile) -> None:
 def _require_no_sizes(path: Path, pickled: bytes) -> None:
     for opcode, argument, _ in pickletools.genops(io.BytesIO(pickled)):
         if opcode.name == "GLOBAL" and _SIZED.fullmatch(str(argument)):
-            raise _unlike(path, f"makes a {str(argument).replace(' ', '.')} by its size")
+            raise _unlike(path, f"creates a {str(argument).replace(' ', '.')} of a given size")
 
 
 def _unlike(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path} {what}; torch.save writes no such file, so nothing of it was read; copy it again")
+    return CheckpointError(f"{path} {what}; torch.save writes no such file, so none of it was read; copy it again")
 
 
 def _directory_size(file: IO[bytes]) -> int | None:

@@ -123,10 +123,10 @@ def numbered_parameters(
         ]
         if not unlike:
             return named
-        wrong = f"moments of another shape than {unlike[0]}"
+        wrong = f"moments shaped differently from {unlike[0]}"
     raise CheckpointError(
-        f"{where}: which parameter each of the optimizer's numbers means is not known: it has {wrong}, the model "
-        f"{len(parameters)} parameters; leave the optimizer out with --no-optimizer"
+        f"{where}: cannot tell which parameter each of the optimizer's numbers means: it has {wrong}, the model "
+        f"has {len(parameters)} parameters; leave the optimizer out with --no-optimizer"
     )
 
 

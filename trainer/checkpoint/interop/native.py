@@ -51,11 +51,11 @@ def read(path: Path, *, optimizer: bool) -> Contents:
             if file.metadata.get("step") != str(manifest["step"]):
                 raise CheckpointError(
                     f"{file.path} is of step {file.metadata.get('step')}, the other files of {path} are of step "
-                    f"{manifest['step']}; put the right one in its place"
+                    f"{manifest['step']}; replace it with the right one"
                 )
             shards[kind].append(file)
     if not shards[MODEL] or len(shards[OPTIMIZER] or shards[MODEL]) != len(shards[MODEL]):
-        raise CheckpointError(f"{path}: its {MANIFEST} does not list as many files of the optimizer as of the model")
+        raise CheckpointError(f"{path}: its {MANIFEST} does not list as many optimizer files as model files")
     model, moments = _with_master(shards) if looks_for_master else (shards[MODEL], shards[OPTIMIZER])
     return Contents(
         path=path,

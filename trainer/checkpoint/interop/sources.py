@@ -80,7 +80,7 @@ class Referenced:
             raise CheckpointError(f"{path} is missing: it holds {name}; copy the whole directory again")
         tensor = load_pickle(path)
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path} should be the tensor {name} and is a {type(tensor).__name__}; copy it again")
+            raise CheckpointError(f"{path} should be the tensor {name} but is a {type(tensor).__name__}; copy it again")
         return tensor.detach()
 
     def where(self, name: str) -> str:
@@ -143,7 +143,7 @@ def load_pickle(path: Path) -> Any:
         found = re.search(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, UnpicklingError) else None
         if found:
             raise CheckpointError(
-                f"{path} holds {found[1]}, which is neither a tensor nor a plain container; nothing of it was "
+                f"{path} holds {found[1]}, which is neither a tensor nor a plain container; none of it was "
                 f"executed, and it cannot be read"
             ) from error
         reason = next(iter(str(error).splitlines()), type(error).__name__)
@@ -157,7 +157,7 @@ def load_pickle(path: Path) -> Any:
 def tensors_of(path: Path, value: Any, *, what: str) -> dict[str, Any]:
     """Return `value` if it is a dictionary of tensors or tensor references, else raise `CheckpointError`."""
     if not isinstance(value, dict) or not value:
-        raise CheckpointError(f"{path}: {what} should hold tensors by name, it is a {type(value).__name__}")
+        raise CheckpointError(f"{path}: {what} should hold tensors by name, but is a {type(value).__name__}")
     for name, tensor in value.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor | TensorReference):
             raise CheckpointError(f"{path}: {name} in {what} is a {type(tensor).__name__}, not a tensor")

@@ -191,7 +191,7 @@ def write_script(directory: Path, source: Checkpoint, options: WriteOptions) -> 
     step = options.step if options.step is not None else source.contents.step
     if step is None:
         raise CheckpointError(
-            f"{source.contents.path} does not say its step, which names a ckpt_<step>.pt; give --step"
+            f"{source.contents.path} does not say its step, needed to name a ckpt_<step>.pt; give --step"
         )
     path = directory / f"ckpt_{step}.pt"
     return [pt_file.write(path, source, options.kinds(source), options.stream, step, options.training)]

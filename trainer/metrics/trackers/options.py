@@ -42,7 +42,7 @@ class TrackerOptions:
     )
     wait_s: float = option(
         30.0, **_HOW, names=("--tracker_wait",), least=0, unit="seconds",
-        help="what the end of a training waits for trackers, at most, in s",
+        help="how long the end of a training waits for trackers, at most, in s",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -50,11 +50,11 @@ class TrackerOptions:
         for name in self.chosen:
             if name not in TRACKERS:
                 near = suggestion(name, TRACKERS)
-                raise UserError(f"names = {self.names}: {name} is no tracker (commas separate several); {near}")
+                raise UserError(f"names = {self.names}: {name} is not a tracker (commas separate several); {near}")
         if self.remote and not self.project.strip():
             raise UserError(f"project = {self.project}: {self.remote[0]} needs the name of a project; give one")
         if WANDB in self.chosen and re.search(r"[/\\#?%:]", self.project):
-            raise UserError(f"project = {self.project} is no name that W&B takes; allowed: one without / \\ # ? % :")
+            raise UserError(f"project = {self.project} is not a name W&B accepts; allowed: one without / \\ # ? % :")
         if MLFLOW in self.chosen and not mlflow_address(self):
             raise UserError(
                 f"names = {self.names}: mlflow needs an address; give mlflow_uri, such as http://localhost:5000 or "
