@@ -82,7 +82,7 @@ _DAMAGES: list[Callable[[Path, random.Random], None]] = [
 
 
 def damage(work: Path, draw: random.Random) -> str:
-    """Do one thing to a work directory; says which."""
+    """Damage a work directory in one way; returns what was done."""
     files = sorted(path for pattern in _RECORDS for path in work.glob(pattern) if path.is_file())
     path = draw.choice(files)
     if draw.random() < 0.1:
@@ -110,7 +110,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[[Chain, str], int]:
         load.cache_clear()
         luigi.Task.clear_instance_cache()
         try:
-            if words == WATCH:  # it is drawn until Ctrl-C: once, here
+            if words == WATCH:  # it is redrawn until Ctrl-C; here it is drawn once
                 print(screen(view(BertPhase2()), lambda width: table(statuses(Everything()), width), 100))
                 return 0
             return main(words.split())
@@ -139,7 +139,7 @@ def test_no_damage_makes_a_traceback(
     seed: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ask: Callable[[Chain, str], int],
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Seeded, and bounded in time: a loaded machine tries less."""
+    """Seeded, and bounded in time: a loaded machine makes fewer tries."""
     finished = finished_chain(tmp_path_factory)
     deadline, tries = time.monotonic() + 40, 0
     while time.monotonic() < deadline and tries < 150:
@@ -161,7 +161,7 @@ def test_no_damage_makes_a_traceback(
 def test_a_run_over_a_damaged_directory_ends_as_luigi_ends(
     seed: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Through real processes: what was damaged is made again, or refused in a line; so is a model that is asked."""
+    """With real processes: what was damaged is made again, or refused in one line; `try` answers or refuses so, too."""
     chain = finished_chain(tmp_path_factory).copy(tmp_path / "chain")
     draw = random.Random(seed)
     done = [damage(chain.work, draw) for _ in range(3)]

@@ -1,6 +1,6 @@
-"""Every setting changes the fingerprints of exactly the stages whose results depend on it, and of no other.
+"""Every setting changes the fingerprints of exactly the stages whose results depend on it, and of no others.
 
-What depends on what is written down here by hand, beside the code that is asked.
+What depends on what is written down here by hand, independently of the code under test.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.helpers.support import ROOT
 
 Fingerprints = Callable[..., dict[str, str]]
 
-#: What each stage is made from. Graphs hold nothing of the data but the size of its vocabulary. Training is not made
-#: from what Precompile leaves: that only saves time.
+#: What each stage is made from. Of the data, graphs hold only the size of its vocabulary. Training is not made from
+#: what Precompile makes: that only saves time.
 MADE_FROM = {
     "tokenize_corpus": (),
     "download_dataset-phase1": (),
@@ -55,8 +55,8 @@ TRAINED = ("pretrain-phase1", "pretrain-phase2")
 MLP = ("train_mlp",)
 MODEL = (*COMPILED, *TRAINED)
 
-#: Section, key, another value than the default, and the stages that the setting itself decides about;
-#: what is made from those changes too. `{tmp}` is a directory with two texts, a vocabulary and a folder of shards.
+#: Section, key, a value other than the default, and the stages that the setting affects directly;
+#: what is made from those changes too. `{tmp}` is the directory that `fingerprints` fills.
 CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("run", "work_dir", "{tmp}/elsewhere", NOTHING),
     ("run", "seed", "7", (*TOKENS, *SHARDS, *TRAINED, *MLP, "embed_words")),
@@ -77,7 +77,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     # The built-in text has its own documents.
     ("corpus", "document", "file", NOTHING),
     ("corpus", "max_unknown_share", "0.5", NOTHING),
-    # Of an archive, and by default there is none (see below).
+    # These are about an archive, and by default there is none (see below).
     ("dataset", "phase1_sha256", "0" * 64, NOTHING),
     ("dataset", "phase2_sha256", "0" * 64, NOTHING),
     ("dataset", "s3_profile", "reader", NOTHING),
@@ -101,14 +101,14 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("model", "hidden_dropout_prob", "0.2", MODEL),
     ("model", "attention_probs_dropout_prob", "0.2", MODEL),
     ("phase1", "seq_len", "64", ("shard_dataset-phase1", "precompile-phase1", "pretrain-phase1")),
-    # Of held-out examples, and of static masks.
+    # For held-out examples, and for static masks.
     ("phase1", "max_pred_len", "10", ("shard_dataset-phase1",)),
     ("phase1", "masked_lm_prob", "0.4", ("precompile-phase1", "pretrain-phase1")),
     ("phase1", "final_masked_lm_prob", "0.4", ("precompile-phase1", "pretrain-phase1")),
     ("phase1", "final_masked_lm_prob", "0.1", ("pretrain-phase1",)),
     ("phase1", "pack", "true", ("shard_dataset-phase1", "precompile-phase1")),
     ("phase1", "global_batch_size", "128", ("pretrain-phase1",)),
-    # Without micro-steps to add up there is another graph.
+    # Without micro-steps to accumulate, the graph is a different one.
     ("phase1", "global_batch_size", "16", ("precompile-phase1", "pretrain-phase1")),
     ("phase1", "micro_batch_size", "8", ("precompile-phase1",)),
     ("phase1", "optimizer", "AdamW_FP32OptimParams", ("precompile-phase1", "pretrain-phase1")),
@@ -130,7 +130,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase1", "minimal_ckpt", "true", NOTHING),
     ("phase1", "word_embeddings", "random", ("pretrain-phase1",)),
     ("phase1", "initial_attention", "random", ("pretrain-phase1",)),
-    # Phase 1 is then left out, and the model is the settings'.
+    # Phase 1 is then left out, and the settings define the model.
     ("phase2", "start_from", "{tmp}/ckpt_5.pt", ("convert_checkpoint",)),
     ("phase2", "seq_len", "256", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2")),
     ("phase2", "max_pred_len", "40", ("shard_dataset-phase2", "evaluate")),
@@ -158,7 +158,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "minimal_ckpt", "true", NOTHING),
     ("precision", "mode", "fp32", MODEL),
     ("precision", "grad_reduce_in_bf16", "true", MODEL),
-    # Graphs are of a device and of a layout; what is trained is not.
+    # Graphs are specific to a device and a layout; what is trained is not.
     ("cluster", "spot_watch", "true", NOTHING),
     ("cluster", "self_test", "false", NOTHING),
     ("cluster", "allow_fallbacks", "aten::gelu", NOTHING),
@@ -169,9 +169,9 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("nights", "keep", "3", NOTHING),
     ("nights", "webhook", "http://localhost:9000", NOTHING),
     ("cluster", "device", "cuda", COMPILED),
-    # Of the MLP every worker has a batch of its own, and the learning rate grows with them.
+    # For the MLP, every worker has a batch of its own, and the learning rate grows with the number of workers.
     ("cluster", "nproc_per_node", "2", (*COMPILED, *MLP)),
-    # Where it runs is not what is made.
+    # Where it runs does not change what is made.
     ("cluster", "launcher", "slurm", NOTHING),
     ("cluster", "master_addr", "10.0.0.1", NOTHING),
     ("cluster", "master_port", "2040", NOTHING),
@@ -199,7 +199,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("cluster", "hang_timeout_s", "60", NOTHING),
     ("evaluation", "max_samples", "100", ("evaluate",)),
     ("evaluation", "blimp", "{tmp}/a.txt", ("evaluate",)),
-    # Of BLiMP, which by default is not scored.
+    # For BLiMP, which is not scored by default.
     ("evaluation", "blimp_samples", "100", NOTHING),
     ("card", "license", "mit", NOTHING),
     ("card", "language", "de", NOTHING),
@@ -210,7 +210,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("store", "s3_profile", "writer", NOTHING),
     ("store", "s3_endpoint", "http://localhost:9000", NOTHING),
     ("store", "connections", "3", NOTHING),
-    # Of a store in S3, and by default there is none.
+    # For a store in S3, and by default there is none.
     ("store", "encryption", "AES256", NOTHING),
     ("store", "kms_key", "", NOTHING),
     ("store", "lease_s", "5", NOTHING),
@@ -229,13 +229,13 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("mnist", "log_interval", "7", NOTHING),
 ]
 
-#: Settings with one allowed value, and another that is refused: once it is allowed, the setting needs a case above.
+#: Settings with one allowed value, and a value that is refused: once it is allowed, the setting needs a case above.
 ONE_VALUE = [
     ("cluster", "tensor_parallel_size", "2"),
     ("cluster", "nnodes", "2"),
     ("cluster", "build_nodes", "2"),
     ("cluster", "node_rank", "1"),
-    ("dataset", "masking", "static"),  # without other shares to mask
+    ("dataset", "masking", "static"),  # with the default shares to mask
 ]
 
 
@@ -291,7 +291,7 @@ def fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fi
 
 
 def write_parent(directory: Path) -> None:
-    """What a night takes over from another, as far as it decides anything."""
+    """What a night takes over from another, as far as it affects anything."""
     files = (
         "vocab.txt",
         "checkpoint/ckpt_5/manifest.json",
@@ -307,18 +307,18 @@ def write_parent(directory: Path) -> None:
 
 
 def forget() -> None:
-    """Settings and tasks are made once in a process; here they are made again."""
+    """Settings and tasks are made once per process; after this they are made again."""
     load.cache_clear()
     luigi.Task.clear_instance_cache()
 
 
 def difference(before: dict[str, str], after: dict[str, str]) -> set[str]:
-    """Stages of the chain `after` that `before` has not made."""
+    """Stages of the chain `after` that `before` would not have made."""
     return {stage for stage, fingerprint in after.items() if before.get(stage) != fingerprint}
 
 
 def test_every_setting_has_its_line() -> None:
-    """A new setting has to say here what depends on it."""
+    """For each new setting, what depends on it has to be listed here."""
     known = {(section, key) for section, key, *_ in [*CASES, *ONE_VALUE, *DOWNLOADED]}
     assert known == {(sections.section_name(s), name) for s in sections.SECTIONS for name, _ in s.get_params()}
 
@@ -329,7 +329,7 @@ def test_exactly_what_depends_on_a_setting_changes(
 ) -> None:
     before = fingerprints()
     after = fingerprints((section, key, value))
-    # Where a phase is downloaded, the chain no longer has what is changed for the other way to its shards.
+    # A setting may remove a stage from the chain.
     assert difference(before, after) == changed_by(direct) & set(after)
     assert set(direct) <= set(after)
     assert fingerprints() == before
@@ -349,7 +349,7 @@ def test_static_masks_are_made_with_the_shards(
     shares = (("phase1", "masked_lm_prob", "0.15"), ("phase1", "final_masked_lm_prob", ""))
     static = (*shares, ("dataset", "masking", "static"))
     assert difference(fingerprints(*static), fingerprints(*static, (section, key, value))) == changed_by(direct)
-    # Rows have fewer masked positions, at most, than those that are masked when they are read.
+    # The maximum of masked positions in a row is lower than where rows are masked when they are read.
     assert difference(fingerprints(*shares), fingerprints(*static)) == changed_by((*SHARDS, "precompile-phase2"))
 
 
@@ -371,7 +371,7 @@ def test_how_the_model_is_shared_changes_graphs_alone(fingerprints: Fingerprints
 
 
 def test_the_number_of_nodes_changes_graphs_alone(fingerprints: Fingerprints) -> None:
-    """As that of workers: of the MLP each has a batch of its own."""
+    """Like the number of workers: for the MLP, each worker has a batch of its own."""
     slurm = ("cluster", "launcher", "slurm")
     changed = difference(fingerprints(slurm), fingerprints(slurm, ("cluster", "nnodes", "2")))
     assert changed == changed_by((*COMPILED, *MLP))
@@ -415,7 +415,7 @@ def test_what_ends_a_document_counts_for_plain_text_alone(fingerprints: Fingerpr
 
 
 def test_how_a_file_is_read_counts(fingerprints: Fingerprints, tmp_path: Path) -> None:
-    """The same bytes are other documents when the name says that they are JSON Lines."""
+    """The same bytes are different documents when the file name says that they are JSON Lines."""
     (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.txt").read_bytes())
     before = fingerprints(("corpus", "source", "{tmp}/a.txt"))
     assert difference(before, fingerprints(("corpus", "source", "{tmp}/a.jsonl"))) == changed_by(TOKENS)
@@ -455,7 +455,7 @@ def test_settings_of_text_change_nothing_for_downloaded_shards(
 
 
 def test_the_vocabulary_of_downloaded_shards_goes_to_the_merged_model_alone(fingerprints: Fingerprints) -> None:
-    """And then it matters whether it is an uncased one."""
+    """And then it matters whether the vocabulary is uncased."""
     given = (*DOWNLOADED, ("corpus", "vocab_file", "{tmp}/vocab.txt"))
     assert difference(fingerprints(*DOWNLOADED), fingerprints(*given)) == changed_by(("merge_shards",))
     cased = fingerprints(*given, ("corpus", "lower_case", "false"))
@@ -463,7 +463,7 @@ def test_the_vocabulary_of_downloaded_shards_goes_to_the_merged_model_alone(fing
 
 
 def test_the_seed_decides_training_on_downloaded_shards_too(fingerprints: Fingerprints) -> None:
-    """Where there is no corpus whose change would show."""
+    """There, no corpus exists that would change with the seed."""
     changed = difference(fingerprints(*DOWNLOADED), fingerprints(*DOWNLOADED, ("run", "seed", "7")))
     assert changed == changed_by(("embed_words", *TRAINED, *MLP))
 
@@ -490,7 +490,7 @@ FROM_THE_NETWORK = (
 def test_what_comes_from_the_network_is_known_by_its_address(
     fingerprints: Fingerprints, key: str, value: str, direct: tuple[str, ...]
 ) -> None:
-    """None of these hosts is there: the network is not asked."""
+    """None of these hosts exists: the network is not used."""
     before = fingerprints(*FROM_THE_NETWORK)
     assert difference(before, fingerprints(*FROM_THE_NETWORK, ("dataset", key, value))) == changed_by(direct)
 
@@ -542,9 +542,6 @@ def test_a_checkpoint_to_start_from_that_is_not_there_is_one_line(fingerprints: 
         fingerprints(("phase2", "start_from", "{tmp}/ckpt_6.pt"))
 
 
-#: Defaults of that time that are others now.
-
-
 @pytest.mark.parametrize(
     ("schedule", "last", "says_how"),
     [("wsd", "0.15", True), ("constant", "0.15", True), ("wsd", "", False), ("linear", "0.15", False)],
@@ -552,7 +549,7 @@ def test_a_checkpoint_to_start_from_that_is_not_there_is_one_line(fingerprints: 
 def test_a_training_whose_masks_fall_in_the_decay_alone_says_so(
     fingerprints: Fingerprints, schedule: str, last: str, says_how: bool
 ) -> None:
-    """They fell from the first step on once, under the same settings."""
+    """Under the same settings, they once fell from the first step on."""
     fingerprints(("phase1", "schedule", schedule), ("phase1", "final_masked_lm_prob", last))
     assert Pretrain(phase=1).parameters().get("mask_schedule") == (2 if says_how else None)
 
@@ -564,6 +561,7 @@ def test_a_budget_replaces_the_number_of_steps(fingerprints: Fingerprints) -> No
     assert Pretrain(phase=1).max_steps is None
 
 
+#: The defaults at the time of `RECORDED` that are different now.
 THEN = (
     *(("dataset", "masking", "static"), ("dataset", "dupe_factor", "5")),
     *(("model", "hidden_dropout_prob", "0.1"), ("model", "attention_probs_dropout_prob", "0.1")),
@@ -574,8 +572,8 @@ THEN = (
     *(("phase2", "optimizer", "AdamW"), ("phase2", "lr", "5e-4")),
     *(("phase2", "global_batch_size", "32"), ("phase2", "max_steps", "100")),
 )
-#: Settings → the first digits of fingerprints that an earlier version has given to stages. They must not change: a work
-#: directory that was complete stays complete. (Those of Precompile name the versions of this machine.)
+#: Settings → the first digits of fingerprints that an earlier version gave to stages. They must not change: a work
+#: directory that was complete stays complete. (Those of Precompile depend on the versions on this machine.)
 RECORDED = [
     (
         (

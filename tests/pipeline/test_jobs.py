@@ -1,4 +1,4 @@
-"""How the end of a scheduler's job is judged, and what a store may do to one that runs."""
+"""How the end of a scheduler's job is judged, and what a store may do to a running one."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_training_that_ended_early_is_not_complete_whatever_its_exit_status(ch
 
 
 def test_nothing_is_fetched_into_the_directory_of_a_job_that_runs(tmp_path: Path) -> None:
-    """Luigi comes back to a job, and meanwhile another machine has made the same."""
+    """Luigi comes back to a job, and another machine has made the same stage in the meantime."""
     identity, options = Identity("pretrain", 1, 1), StoreOptions(url=Secret.address(str(tmp_path / "store")))
     other, here = tmp_path / "other/pretrain-phase1", tmp_path / "here/pretrain-phase1"
     with StageDirectory.begin(other, lambda: identity) as work:

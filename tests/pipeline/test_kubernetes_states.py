@@ -1,4 +1,4 @@
-"""What is told of a job on Kubernetes, by what kubectl says of it and of what is around it."""
+"""What is reported about a job on Kubernetes, given what kubectl says about it and about the objects around it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.kubernetes.cluster import Cluster, workload
 
 NAME = "pretrain-phase1-0-t"
 QUEUED = {"kueue.x-k8s.io/queue-name": "team"}
-#: A condition that Volcano leaves on a group that has started since.
+#: A condition that Volcano leaves on a group even after it has started.
 UNSCHEDULABLE = {"type": "Unschedulable", "status": "True", "reason": "NotEnoughResources", "message": "no room"}
 
 
@@ -94,7 +94,7 @@ def test_pods_that_cannot_start_are_stuck_whatever_submitted_them(cluster: Clust
 def test_time_in_the_queue_does_not_count_for_a_pod_that_cannot_start(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """180 s count from the first look at such a pod: a preempted job's next pod has all of them again."""
+    """The 180 s count from the first look at such a pod: a preempted job's next pod gets all of them again."""
     now, scheduler = [0.0], KubernetesScheduler(gang="kueue")
     monkeypatch.setattr("pipeline.launchers.kubernetes.time", SimpleNamespace(monotonic=lambda: now[0]))
     cluster.write("pods", waiting("ImagePullBackOff"))
@@ -137,7 +137,7 @@ def test_volcanos_group_tells_why_pods_are_not_ready(cluster: Cluster, group: di
 def test_what_was_submitted_is_found_and_deleted_with_what_is_around_it(
     cluster: Cluster, tmp_path: Path, gang: str, kind: str, beside: list[str]
 ) -> None:
-    """From job.json alone, which before there were gangs did not name one."""
+    """From job.json alone, which did not name a gang before there were gangs."""
     submitted(cluster, "JobSet" if kind == "jobset" else "Job", pods=2)
     for other in beside:
         cluster.write(other, {"status": {"phase": "Running"}})
@@ -170,7 +170,7 @@ def test_a_job_is_not_submitted_to_a_queue_that_kueue_does_not_have(cluster: Clu
 
 
 class Queued:
-    """A scheduler whose job was preempted: it waits, and the result of its last pod is there."""
+    """A scheduler whose job was preempted: the job waits, and the result of its last pod is still there."""
 
     name, place = "kubernetes", dict[str, str]()
 

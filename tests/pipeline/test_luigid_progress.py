@@ -1,4 +1,4 @@
-"""What luigid, TensorBoard and Prometheus get to see of a run: real servers on loopback, asked over HTTP."""
+"""What luigid, TensorBoard and Prometheus get to see of a run: real servers on loopback, queried over HTTP."""
 
 from __future__ import annotations
 

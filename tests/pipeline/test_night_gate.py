@@ -43,7 +43,7 @@ def test_a_loss_up_to_the_tolerance_passes(tmp_path: Path, loss: float, passes: 
 @pytest.mark.parametrize("tolerance", [None, 0.1])
 @pytest.mark.parametrize("nothing", [{}, None])
 def test_nights_without_held_out_text_are_not_judged(tmp_path: Path, nothing: Any, tolerance: float | None) -> None:
-    """Their text was not divided, or ready shards have no test shards."""
+    """Their text was not split, or their ready-made shards include no test shards."""
     record = {"evaluation": {"samples": 0}, "held_out": nothing, "gate": None}
     write(tmp_path, d18=record, d19=record)
     assert night_records.judged(tmp_path, NIGHT, record, tolerance) is None
@@ -90,7 +90,7 @@ def nights(tmp_path: Path) -> NightDirs:
 
 
 def test_latest_and_pruning_pass_over_rejected_nights(nights: NightDirs) -> None:
-    """With keep = 1: the newest complete night, and the accepted one that `latest` leads to."""
+    """With keep = 1, these stay: the newest complete night, and the accepted one that `latest` points to."""
     write(nights.path, d15=facts(5.0), d16=facts(4.0, accepted=True), d17=facts(9.0, accepted=False))
     write(nights.path, d18={})
     (nights.path / "2026-11-18.json").unlink()

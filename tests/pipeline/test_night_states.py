@@ -1,4 +1,4 @@
-"""Nights that were killed, held up, refused or never started: who hears of it; and trouble with telling."""
+"""Nights that were killed, held up, refused or never started: who hears of it; and failures to notify."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 
 def one_stage_left(chain: Chain, date: str, finished: Chain) -> Path:
-    """A night that has only its evaluation to do."""
+    """A night that has only its evaluation left to do."""
     night = provide(chain, date, finished)
     shutil.rmtree((night / "latest" / "evaluate").resolve())
     return night
@@ -52,7 +52,7 @@ def test_a_night_in_the_future_is_refused_and_old_ones_of_it_count_for_nothing(c
     assert f"night {late} is in the future; allowed: up to {TODAY + datetime.timedelta(days=1)}" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert not night_of(chain, str(late)).exists()
-    # One that was made before this was refused.
+    # A night that was made before such dates were refused.
     old_night(chain, "2099-01-01", complete=True)
     old_night(chain, "2026-11-01", complete=True)
     night = one_stage_left(chain, "2026-11-21", finished)
@@ -73,7 +73,7 @@ def test_the_next_night_tells_of_one_that_was_killed_once(chain: Chain, post: Po
         process.kill()
         process.wait()
     assert (post.mails, post.hooks) == ([], [])
-    # What it has started is killed with it, a moment later.
+    # What it started is killed with it, a moment later.
     wait_until(lambda: "running" not in chain.ask("nights").stdout)
     done = chain.ask("nights", "--check", "--date", "2026-11-20", status=1)
     assert_one_line_error(done, "night 2026-11-20: killed before it could say why")
@@ -130,7 +130,7 @@ def test_the_check_tells_of_a_night_that_is_missing(chain: Chain, post: Post) ->
 
 
 def test_trouble_with_telling_fails_no_complete_night(chain: Chain, finished: Chain) -> None:
-    """A way to mail that is not installed, and a host that cannot be a name."""
+    """A mail method that is not installed, and a host name that cannot exist."""
     one_stage_left(chain, "2026-11-21", finished)
     chain.config.write_text(chain.config.read_text().replace("[email]", "[email]\nmethod = sendgrid"))
     webhook = ("--Nights-webhook", f"http://{'a' * 70}.example.org/hook")

@@ -31,7 +31,7 @@ def chain(tmp_path: Path, post: Post) -> Chain:
 
 @pytest.fixture
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """Its text, once copied for a night, and its work directory make that night a short one."""
+    """Its text and its work directory, when copied for a night, make that night a short one."""
     return finished_chain(tmp_path_factory)
 
 
@@ -40,7 +40,7 @@ def night_of(chain: Chain, date: str) -> Path:
 
 
 def provide(chain: Chain, date: str, finished: Chain | None = None) -> Path:
-    """The text of a night; with `finished`, its chain has run already, too. Returns the night's directory."""
+    """Provide the text of a night and, with `finished`, a chain that has already run. Returns the night's directory."""
     (chain.directory / "text" / date).mkdir(parents=True)
     night = night_of(chain, date)
     if finished is not None:
@@ -50,7 +50,7 @@ def provide(chain: Chain, date: str, finished: Chain | None = None) -> Path:
 
 
 def words(chain: Chain, *given: str) -> tuple[str, ...]:
-    """With the night's text named on the command line: what is given there reaches the chain, too."""
+    """The words given, and the night's text: what the command line sets reaches the chain, too."""
     return (*given, "--Corpus-source", str(chain.directory / "text" / "{date}" / "*.txt"))
 
 
@@ -115,7 +115,7 @@ def test_a_range_goes_on_where_a_night_has_no_text(chain: Chain, post: Post, fin
 
 
 def test_a_failed_night_has_tried_twice_and_tells_once(chain: Chain, post: Post) -> None:
-    """The stage that fails is tried again; the night is not; the webhook is told though it fails at first."""
+    """The stage that fails is retried, the night is not; the webhook is told although it fails at first."""
     night = provide(chain, "2026-11-21")
     (chain.directory / "text" / "2026-11-21" / "corpus.txt").write_bytes(b"A sentence.\n\xff\xfe broken\n")
     post.refusals = [500]
@@ -136,7 +136,7 @@ def test_a_failed_night_has_tried_twice_and_tells_once(chain: Chain, post: Post)
 def test_with_luigid_the_night_and_its_stages_are_in_sight_and_tried_again(
     chain: Chain, post: Post, finished: Chain
 ) -> None:
-    """Retries are luigid's to decide, by the same settings. A night right after another leaves nothing out, although
+    """Here luigid decides about retries, by the same settings. A night right after another leaves nothing out, although
     luigid knows the stages of both by the same names."""
     night, next_night = (provide(chain, date, finished) for date in ("2026-11-19", "2026-11-20"))
     for directory in (night, next_night):
@@ -178,7 +178,7 @@ def test_a_second_start_is_turned_away(chain: Chain) -> None:
 def test_an_interrupted_night_leaves_nothing_running(
     chain: Chain, post: Post, finished: Chain, signum: signal.Signals
 ) -> None:
-    """Asked to stop, or killed, its training saves first."""
+    """Whether the night is asked to stop or killed, its training saves first."""
     night = provide(chain, "2026-11-21", finished)
     longer = ("--Phase1-lr", "0.002", "--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "0")
     process = chain.start(*words(chain, "Nightly", "--date", "2026-11-21"), *longer)
@@ -192,7 +192,7 @@ def test_an_interrupted_night_leaves_nothing_running(
         process.wait()
     output = (chain.directory / "luigi.log").read_text()
     assert status == (75 if signum == signal.SIGTERM else -signal.SIGKILL), output
-    with hold(chain.work / "nights"), hold(directory):  # nobody is at it any more
+    with hold(chain.work / "nights"), hold(directory):  # no process holds them any more
         saved = list(directory.glob("checkpoints/ckpt_*"))
     assert len(saved) == 1
     resumes = "night 2026-11-21: interrupted; the same command resumes from here"

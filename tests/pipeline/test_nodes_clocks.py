@@ -1,4 +1,4 @@
-"""What one node makes of another's files, whatever their clocks say."""
+"""What one node concludes from another's files, whatever their clocks say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage has one identity: what luigi expects of a directory is what the stage's command writes by hand."""
+"""A stage has one identity: what luigi expects in a directory is what the stage's command writes when run by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.images import write_images
 from tests.helpers.ready import write
 from tests.helpers.support import command
 
-#: Prints what luigi expects of each stage of a goal that has a command in `stages`, and the words that start it.
+#: Prints, for each stage of a goal that has a command in `stages`, what luigi expects and the words that start it.
 _EXPECTED = """
 import json, sys, pipeline
 from pipeline.status.chain import chain
@@ -41,7 +41,7 @@ def expected(chain: Chain, *goals: str) -> dict[str, dict[str, Any]]:
 
 
 def by_hand(stage: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The manifest that luigi's words leave in another directory, where nobody has written an identity before."""
+    """The manifest that luigi's words leave in another directory, where no identity was written before."""
     directory = stage["directory"]
     words = [{directory: str(out), f"--out={directory}": f"--out={out}"}.get(word, word) for word in stage["words"]]
     assert words != stage["words"]
@@ -73,7 +73,7 @@ def test_a_stage_started_by_hand_has_luigis_fingerprint(
 def test_graphs_precompiled_by_hand_have_luigis_parameters(
     bert: tuple[Chain, dict[str, dict[str, Any]]], phase: int, tmp_path: Path
 ) -> None:
-    """But for the model: luigi names the preset before there is a vocabulary, the command reads its config.json."""
+    """Except for the model: luigi names the preset before there is a vocabulary; the command reads its config.json."""
     stage = bert[1][f"precompile-phase{phase}"]
     made, wanted = by_hand(stage, tmp_path / "out"), stage["record"]
     assert made["parameters"].keys() == wanted["parameters"].keys()

@@ -1,4 +1,4 @@
-"""A work directory recorded before is still complete: nothing is made anew. Recorded with Evaluate's format 2."""
+"""A work directory recorded earlier is still complete: nothing is made again. Recorded with Evaluate's format 2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORDED = ROOT / "tests" / "fixtures" / "work_directory"
 
 
 def lay_out(directory: Path) -> dict[str, Any]:
-    """The recorded work directory, with files of the recorded sizes in place of the outputs; its records by stage."""
+    """Lay out the recorded work directory, its outputs as files of the recorded sizes; returns its records by stage."""
     (directory / "corpus.txt").write_bytes((RECORDED / "corpus.txt").read_bytes())
     stages: dict[str, Any] = json.loads((RECORDED / "stages.json").read_text())
     for name, records in stages.items():

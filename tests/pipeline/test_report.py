@@ -1,4 +1,4 @@
-"""`python -m pipeline report` and the page that a run keeps: what is so at that moment."""
+"""`python -m pipeline report` and the page that a run keeps up to date: the state at that moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 @pytest.fixture
 def prepared(chain: Chain, tmp_path: Path) -> Chain:
-    """A copy of which the data is made, and no more."""
+    """A copy in which the data is made and nothing is trained."""
     copy = chain.copy(tmp_path / "copy")
     for label in ("pretrain-phase1", "convert_checkpoint", "pretrain-phase2", "merge_shards", "evaluate", "report"):
         shutil.rmtree(copy.latest(label))
@@ -33,7 +33,7 @@ def prepared(chain: Chain, tmp_path: Path) -> Chain:
 
 
 def headline(chain: Chain) -> str:
-    """The title of the page that is there, '' without one."""
+    """The title of the page, or '' if there is none."""
     page = chain.work / "report.html"
     return page.read_text().split("<title>")[1].split("</title>")[0] if page.exists() else ""
 
@@ -75,7 +75,7 @@ def test_it_is_written_while_training_and_after_an_interruption(prepared: Chain)
         assert process.wait(timeout=60) == 75
     finally:
         process.kill()
-    # Of the settings with which it ran; the page was last written after its lock was free.
+    # With the settings of that run; the page was last written after its lock was released.
     assert headline(prepared).startswith("BERT pretraining: pretrain-phase1 was interrupted: at ")
     assert not list(prepared.work.glob("*.tmp"))
 

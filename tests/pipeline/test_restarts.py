@@ -1,4 +1,4 @@
-"""How far a training has got is told by the whole checkpoints of its branch."""
+"""The complete checkpoints of its branch tell how far a training has got."""
 
 from __future__ import annotations
 

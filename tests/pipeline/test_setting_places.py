@@ -18,7 +18,7 @@ LUIGI = ("-m", "luigi", "--module", "pipeline", "BertPhase2")
 
 
 def run(directory: Path, *words: str, overlay: str | None = None) -> subprocess.CompletedProcess[str]:
-    """In a directory that may have a luigi.cfg of its own."""
+    """Run in a directory that may have a luigi.cfg of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if overlay is not None:
         environment["LUIGI_CONFIG_PATH"] = overlay
@@ -30,7 +30,7 @@ def run(directory: Path, *words: str, overlay: str | None = None) -> subprocess.
 
 
 def at(text: str, fragment: str) -> int:
-    """The line, from 1, that begins so: as an editor counts."""
+    """The number, from 1, of the line that begins with `fragment`, as an editor counts."""
     return next(number for number, line in enumerate(text.split("\n"), 1) if line.startswith(fragment))
 
 
@@ -71,7 +71,7 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 
 
 def test_the_one_that_counts_is_named(tmp_path: Path) -> None:
-    """LUIGI_CONFIG_PATH before luigi.cfg, and the command line before both."""
+    """LUIGI_CONFIG_PATH wins over luigi.cfg, and the command line over both."""
     (tmp_path / "luigi.cfg").write_text("[phase1]\nlr = slow\n")
     (tmp_path / "mine.cfg").write_text("\n\n[phase1]\nlr = fast\n")
     assert_one_line_error(run(tmp_path, overlay="mine.cfg"), "lr = 'fast'", "(mine.cfg:4)", status=35)
@@ -95,7 +95,7 @@ def test_settings_of_two_sections_are_each_named_with_their_place(tmp_path: Path
 
 
 def test_a_file_is_read_as_configparser_reads_it() -> None:
-    """Random lines, indented at random; empty lines within a value are all that may differ."""
+    """Random lines, indented at random; only empty lines within a value may differ."""
     draw, read = random.Random(0), 0
     for _ in range(2000):
         lines = ["[a]"]

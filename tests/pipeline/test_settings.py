@@ -1,4 +1,4 @@
-"""luigi.cfg: every key typed, in range and known; anything else is one line before anything starts."""
+"""luigi.cfg: every key is known, typed and in range; anything else is a one-line error before anything starts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
         ("[cluster]\nnnodes = 2", ["nnodes = 2 with launcher = local needs master_addr"]),
         ("[cluster]\nnnodes = 2\nnode_rank = 2\nmaster_addr = a", ["node_rank = 2", "allowed: 0 to 1"]),
         ("[cluster]\nlauncher = slurm\nmaster_addr = a", ["launcher = slurm finds them itself"]),
-        # 64 sequences are no whole number of micro-batches of 32 on 3 nodes with 2 workers each.
+        # 32 sequences are not a whole number of micro-batches of 16 for the 6 workers of 3 nodes.
         (
             "[cluster]\nlauncher = slurm\nnnodes = 3\nnproc_per_node = 2",
             ["[phase1]", "32 = 16 × ? × 6 (3 nodes × 2 / 1)", "change one of the three"],
@@ -132,7 +132,7 @@ def test_what_cannot_work_is_one_line(tmp_path: Path, text: str, fragments: list
 
 
 def pods(device: str, resources: str, *, nodes: int = 1) -> str:
-    """32 workers on each of these trn1.32xlarge of Kubernetes."""
+    """Settings for trn1.32xlarge nodes of Kubernetes with these resources, 32 workers on each."""
     return (
         f"[cluster]\nlauncher = kubernetes\ndevice = {device}\nnnodes = {nodes}\nnproc_per_node = 32\n[kubernetes]\n"
         f"image = i\nvolume_claim = v\nmount_path = /\npod_resources = {resources}\n"
@@ -219,7 +219,7 @@ def test_every_config_has_only_known_settings(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if "trn" in path.stem], ids=lambda path: path.stem)
 def test_the_aws_configs_say_what_training_begins_with(path: Path) -> None:
-    """Else luigi.cfg's, which is for small models, would count."""
+    """Otherwise the values in luigi.cfg, which are for small models, would apply."""
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(path)
     assert [parser["phase1"][key] for key in ("word_embeddings", "initial_attention")] == ["random", "random"]
@@ -343,7 +343,7 @@ def test_the_wikipedia_config_makes_the_tutorials_data_from_a_dump() -> None:
     ],
 )
 def test_a_setting_never_allows_what_its_option_refuses(section: type[luigi.Config], options: type) -> None:
-    """A value that only the stage refuses ends the run hours later."""
+    """A value that only the stage refuses would end the run hours later."""
     settings = dict(section.get_params())
     shared = {name: about for name, (_, about) in fields_of(options).items() if name in settings}
     assert shared

@@ -1,4 +1,4 @@
-"""The chain on machines that share a store: work directories of their own, nothing else."""
+"""The chain on machines that share a store and nothing else: each has a work directory of its own."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def test_a_finished_chain_is_fetched_and_nothing_is_made(first: Chain, tmp_path:
         other.ask("why", stage, "--verify")
     again = other.run("BertPhase2")
     assert "fetched" not in again.stderr
-    # Its training, fetched in its turn, shows when it was trained, and where.
+    # Its training, fetched when it is asked for, shows when and where it was trained.
     other.run("Pretrain", "--phase", "1")
     assert other.manifest("pretrain-phase1") == first.manifest("pretrain-phase1")
 
 
 def test_what_follows_a_fetched_stage_is_made_from_it(first: Chain, tmp_path: Path) -> None:
-    """Of each stage in turn: the store has it and what it is made from, and nothing that is made from it."""
+    """For each stage in turn: the store has it and what it is made from, and nothing that is made from it."""
     store = tmp_path / "store"
     shutil.copytree(first.directory.parent / "store", store)
     for index, stage in enumerate(made := ["evaluate", "merge_shards", "pretrain-phase2", "convert_checkpoint"]):
@@ -184,7 +184,7 @@ def test_what_is_poisoned_is_made_here_with_the_same_bytes(first: Chain, tmp_pat
     done = other.run("ShardDataset", "--phase", "1")
     assert "bytes do not match the sha256; it is made here instead" in done.stderr
     assert other.manifest("shard_dataset-phase1")["outputs"] == outputs
-    # What was made here has taken the place of what was poisoned, for all others.
+    # What was made here has replaced what was poisoned, for all other machines too.
     assert "is whole" in other.ask("store", "verify", "--read").stdout
 
 
@@ -215,8 +215,8 @@ def test_what_was_removed_is_pushed_again_when_asked(first: Chain, tmp_path: Pat
 def test_a_machine_that_is_lost_with_its_disk_is_continued_by_another(
     start: Start, tmp_path: Path, workers: int
 ) -> None:
-    """Killed anywhere in phase 1, its work directory gone: another one ends with the bytes of an undisturbed training,
-    from a checkpoint of the store."""
+    """Killed anywhere in phase 1, its work directory gone: another machine resumes from a checkpoint in the store and
+    ends with the bytes of an undisturbed training."""
     layout = ("--Cluster-nproc-per-node", str(workers), "--Cluster-tensor-parallel-size", str(workers))
     undisturbed = machine(tmp_path / "undisturbed", Path("unused"), "push = none\npull = none\n")
     undisturbed.run("Pretrain", "--phase", "1", *LONG, *layout)
@@ -277,8 +277,8 @@ def test_of_two_machines_that_train_the_same_one_waits_and_fetches(start: Start,
 def test_the_lease_lasts_until_the_last_checkpoint_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: type[BaseException]
 ) -> None:
-    """Each of its files takes longer than the lease, for which another machine is waiting. A job that trains on is this
-    machine's."""
+    """Each of its files takes longer than the lease lasts, and another machine waits for that lease. A job that goes on
+    training stays this machine's."""
     store, stage = store_and_stage(tmp_path)
     upload, key = store.backend.upload, lease_key(stage.label, stage.fingerprint)
     taken: list[Lease] = []
@@ -315,7 +315,7 @@ def test_a_companion_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
         beside: list[psutil.Process] = []
 
         def has_begun() -> bool:
-            """Until then it has the words of this process."""
+            """Until then it has the command line of this process."""
             beside[:] = [child for child in psutil.Process().children() if "accompany" in child.cmdline()]
             return len(beside) == 1
 
@@ -334,7 +334,7 @@ def store_and_stage(directory: Path) -> tuple[SharedStore, SharedStage]:
 
 
 def test_a_turn_that_is_lost_before_training_ends_the_run_alike(tmp_path: Path) -> None:
-    """While it fetches, or writes down what was made, no training's handler of signals is there."""
+    """While it fetches, or records what was made, no training's signal handler is installed."""
     store, stage = store_and_stage(tmp_path)
     with StageDirectory.begin(stage.directory, lambda: Identity("pretrain", 1, 1, {})):
         before = signal.getsignal(signal.SIGTERM)
@@ -344,7 +344,7 @@ def test_a_turn_that_is_lost_before_training_ends_the_run_alike(tmp_path: Path) 
 
 
 def lose_turn(store: SharedStore, stage: SharedStage) -> None:
-    """Make a stage, which another machine takes over meanwhile."""
+    """Make a stage that another machine takes over in the meantime."""
     key = lease_key(stage.label, stage.fingerprint)
     with store.making(stage, attached=False):
         for _ in range(600):
@@ -357,7 +357,7 @@ def lose_turn(store: SharedStore, stage: SharedStage) -> None:
 
 @pytest.mark.slow
 def test_whoever_has_lost_its_turn_stops_and_changes_nothing(start: Start, tmp_path: Path) -> None:
-    """A machine that stood still for longer than its lease: another one trains on, and it ends with one line."""
+    """A machine stood still for longer than its lease: another one trains on, and the first ends with one line."""
     slow = machine(tmp_path / "slow", tmp_path / "store")
     slow.run("Precompile", "--phase", "1")
     process = start(slow, "Pretrain", "--phase", "1", "--Phase1-max-steps", "100000", FAILPOINT="companion",
@@ -394,7 +394,7 @@ WSD = ("--Phase1-schedule", "wsd", "--Phase1-decay-share", "0.5", "--Phase1-num-
 
 
 def test_a_fetched_training_is_gone_on_with_like_one_that_was_made_here(tmp_path: Path) -> None:
-    """By phase 2, and by a longer training, from the checkpoint before the decay."""
+    """By phase 2, and by a longer training that starts from the checkpoint before the decay."""
     made, other = (machine(tmp_path / name, tmp_path / "store") for name in ("made", "other"))
     made.run("Pretrain", "--phase", "1", *WSD)
     assert "pretrain-phase1: fetched from" in other.run("ConvertCheckpoint", *WSD).stderr

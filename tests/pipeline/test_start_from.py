@@ -1,4 +1,4 @@
-"""[phase2] start_from: phase 2 from a checkpoint that somebody gives, in place of phase 1."""
+"""[phase2] start_from: phase 2 starts from a given checkpoint, in place of phase 1."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def trained(chain: Chain) -> Path:
 def test_phase_2_from_a_given_checkpoint_is_that_from_phase_1(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, form: str
 ) -> None:
-    """Phase 1's result in another format, given to a chain that has trained nothing: the same bytes."""
+    """Phase 1's result in another format, given to a chain that has trained nothing, leads to the same bytes."""
     straight = finished_chain(tmp_path_factory)
     phase1 = straight.latest("convert_checkpoint") / "checkpoint"
     # The other formats have no place for Muon's moments, which phase 2 does not need.
@@ -43,7 +43,7 @@ def test_phase_2_from_a_given_checkpoint_is_that_from_phase_1(
     ours, theirs = (tensors(trained(c)) for c in (chain, straight))
     assert ours.keys() == theirs.keys()
     assert all(ours[name].tobytes() == tensor.tobytes() for name, tensor in theirs.items())
-    # Again: nothing to do, and it is said what there is.
+    # Run again: there is nothing to do, and the output says what is there.
     assert "phase 1: left out" in chain.run("BertPhase2", "--Phase2-start-from", str(given)).stderr
     assert "is complete" in chain.ask("why", "BertPhase2", "--Phase2-start-from", str(given)).stdout
 

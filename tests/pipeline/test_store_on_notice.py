@@ -1,4 +1,4 @@
-"""A spot notice while the store is slow: the newest checkpoint is up in time, or the last line says how far it is."""
+"""A spot notice with a slow store: the newest checkpoint is stored in time, or the last line says how far it got."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Machine:
         return (self.chain.directory / "luigi.log").read_text(errors="replace")
 
     def stored(self) -> list[str]:
-        """The checkpoints that another machine would go on from, the newest last."""
+        """The checkpoints that another machine would resume from, the newest last."""
         for entry in self.s3.client.list_objects_v2(Bucket=self.bucket).get("Contents", ()):
             if "leases/pretrain" in entry["Key"]:
                 body = self.s3.client.get_object(Bucket=self.bucket, Key=entry["Key"])["Body"].read()
@@ -57,7 +57,7 @@ class Machine:
         return []
 
     def newest(self) -> str:
-        """Here."""
+        """The newest checkpoint on this machine."""
         (directory,) = self.chain.work.glob("pretrain-phase1-*/checkpoints")
         return max((path.name for path in directory.iterdir()), key=lambda name: int(name.removeprefix("ckpt_")))
 
@@ -82,7 +82,7 @@ def brings_a_checkpoint(request: Request) -> bool:
 
 @pytest.mark.slow
 def test_what_is_newest_is_in_a_slow_store_within_the_notice(machine: Machine) -> None:
-    """Each file of a checkpoint takes three seconds, so that those before it are still on their way."""
+    """Each file of a checkpoint takes three seconds, so that earlier checkpoints are still being uploaded."""
     machine.s3.fail(before(lambda: time.sleep(3)), brings_a_checkpoint, times=10_000)
     wait_until(lambda: len(machine.stored()) > 0)
     machine.notice()
@@ -95,7 +95,7 @@ def test_what_is_newest_is_in_a_slow_store_within_the_notice(machine: Machine) -
 
 @pytest.mark.slow
 def test_a_store_that_is_too_slow_is_said_with_how_far_it_got(machine: Machine) -> None:
-    """It takes small files only. Lines go on although nothing moves, until the instance goes."""
+    """It takes small files only. Lines keep coming although nothing moves, until the instance is gone."""
     wait_until(lambda: len(machine.stored()) > 0)
     machine.s3.fail(stall, lambda request: brings_a_checkpoint(request) and len(request.body) > 20_000, times=10_000)
     machine.notice()

@@ -1,5 +1,5 @@
-"""What runs in a scheduler's job: how often it has itself started again, and what it leaves. The scheduler is a
-stand-in that only notes what it is asked."""
+"""What runs in a scheduler's job: how often it gets itself restarted, and what it leaves behind. The scheduler is
+a stand-in that only records what it is asked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.launchers.process import LaunchSpec
 from pipeline.launchers.supervisor import Supervisor
 from stages.directory import attempts
 
-#: Ends as its argument says, after one more checkpoint if there is a second one.
+#: Exits with the status that its first argument gives, after one more checkpoint if there is a second argument.
 PROGRAM = """
 import os, sys
 from pathlib import Path
@@ -31,7 +31,7 @@ if len(words) > 1:
 print("error: it broke", flush=True)
 sys.exit(int(words[0]))
 """
-#: Is told to stop by the scheduler, as the whole job is.
+#: The scheduler tells it to stop, along with the whole job.
 PREEMPTED = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
@@ -79,7 +79,7 @@ def job(directory: Path, *words: object, resumes: bool = True) -> None:
 
 
 def run(directory: Path, scheduler: StandIn) -> int | None:
-    """The job's exit status; None: it is started again."""
+    """The job's exit status, or None if it is started again."""
     try:
         return Supervisor(directory, "t", scheduler).run()
     except Requeued:
@@ -107,7 +107,7 @@ def test_a_job_that_gets_further_is_always_started_again(tmp_path: Path) -> None
 
 
 def test_restarts_of_the_scheduler_count_too(tmp_path: Path) -> None:
-    """A node fails: nobody in the job could say so."""
+    """When a node fails, nothing in the job can report it."""
     job(tmp_path, 70)
     assert run(tmp_path, StandIn()) is None
     for _ in range(2):
@@ -121,7 +121,7 @@ def test_restarts_of_the_scheduler_count_too(tmp_path: Path) -> None:
 
 
 def test_a_job_may_be_preempted_any_number_of_times(tmp_path: Path) -> None:
-    """Before its first checkpoint, too, as while a long compilation runs; afterwards it may still fail three times."""
+    """Also before its first checkpoint, as during a long compilation; afterwards it may still fail three times."""
     job(tmp_path)
     record = json.loads((tmp_path / "job.json").read_text())
     (tmp_path / "job.json").write_text(json.dumps({**record, "words": ["-c", PREEMPTED]}))
@@ -149,7 +149,7 @@ def test_a_signal_while_a_command_is_started_stops_it(tmp_path: Path) -> None:
 
 
 def test_a_spot_notice_to_a_worker_puts_the_job_back(tmp_path: Path) -> None:
-    """It ends with 75 although nobody has asked the job to stop."""
+    """The worker ends with 75 although nobody asked the job to stop."""
     job(tmp_path, 75)
     assert run(tmp_path, StandIn()) is None
 
@@ -162,7 +162,7 @@ def test_what_a_person_has_to_put_right_is_not_tried_again(tmp_path: Path, statu
 
 
 def test_the_time_in_the_queue_is_recorded(tmp_path: Path) -> None:
-    """From the submission, and from the requeue, to the start of the command; not where it is started again at once."""
+    """From the submission or the requeue to the start of the command; nothing where it is restarted at once."""
     job(tmp_path, 70)
     record = json.loads((tmp_path / "job.json").read_text())
     submitted = utc(time.time() - 100)
@@ -175,7 +175,7 @@ def test_the_time_in_the_queue_is_recorded(tmp_path: Path) -> None:
     assert until <= first.started
     assert len(second.waits) == 1
     ((what, began, until),) = second.waits
-    assert first.ended - 1 <= began <= until <= second.started  # seconds are whole
+    assert first.ended - 1 <= began <= until <= second.started  # times are in whole seconds
     job(tmp_path / "here", 70)
     assert [run(tmp_path / "here", Sound()) for _ in range(2)] == [None, None]
     assert [len(one.waits) for one in attempts.read(tmp_path / "here", running=False, complete=False)] == [0, 0, 1]
@@ -227,7 +227,7 @@ def test_a_refused_requeue_is_said_and_can_be_handed_in_again(tmp_path: Path) ->
 
 
 def test_a_job_of_an_earlier_submission_does_nothing(tmp_path: Path) -> None:
-    """Luigi died between handing a job in and noting its id, and another one has handed in another."""
+    """Luigi died between submitting a job and noting its id, and another luigi has submitted another job."""
     job(tmp_path, 70)
     assert Supervisor(tmp_path, "another token", StandIn()).run() == 0
     assert not (tmp_path / "job-state.json").exists()

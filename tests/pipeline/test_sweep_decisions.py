@@ -1,4 +1,4 @@
-"""Who goes on at a rung of a sweep: trials are ranked among those whose losses can be compared."""
+"""Which trials continue at a rung of a sweep: trials are ranked among those whose losses can be compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stages.view import comparison
 from stages.view.comparison import scores
 
 HALF = Halving((200,), 0.5)
-#: In training the rate of masking is in the loss: 30 % is harder than 15 %.
+#: The training loss depends on the masking rate: 30 % is harder than 15 %.
 TRAINING = {"low": 3.0, "high": 3.4, "worse": 3.6, "past": 2.8}
 
 
@@ -38,7 +38,7 @@ def test_a_trial_without_an_evaluation_passes_and_does_not_change_how_the_others
 
 
 class Stub:
-    """A trial up to a rung, or with None to its end; what has become of all of them is in `Stub.reached_by`."""
+    """A trial up to a rung, or to its end with None; `Stub.reached_by` records how far each of them has got."""
 
     reached_by: set[tuple[str, int | None]] = set()
     fails = ("a", None)
@@ -67,7 +67,7 @@ class Stub:
 
 
 def test_a_trial_that_fails_later_changes_no_decision_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Luigi calls `run` again from its beginning whenever trials that it yields are done."""
+    """Luigi calls `run` again from its beginning whenever the trials that it yielded are done."""
     monkeypatch.setattr(sweep, "of_goals", lambda *_: SimpleNamespace(remark=""))
     monkeypatch.setattr(Stub, "reached_by", set())
     monkeypatch.setattr(Stub, "failed", set())
@@ -84,7 +84,7 @@ def test_a_trial_that_fails_later_changes_no_decision_before(monkeypatch: pytest
 
 
 def work(fake: Any) -> None:
-    """As luigi's worker."""
+    """Do what luigi's worker does."""
     left = True
     while left:
         left = False

@@ -23,14 +23,14 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 
 def made(chain: Chain, *words: str) -> str:
-    """The name of the directory that a run makes or links to anew."""
+    """The name of the directory that a run makes, or finds and links to again."""
     chain.run(*words)
     stage = {"ShardDataset": "shard_dataset-phase1", "TokenizeCorpus": "tokenize_corpus"}[words[0]]
     return chain.latest(stage).name
 
 
 def needed(chain: Chain) -> set[str]:
-    """All that the links in `latest/` need: their targets and, as the manifests tell, what those are made from."""
+    """All that the links in `latest/` need: their targets and, by the manifests, what those are made from."""
     names = {link.resolve().name for link in (chain.work / "latest").iterdir()}
     by_fingerprint = {}
     for path in chain.work.glob("*/stage.json"):
@@ -92,7 +92,7 @@ def test_the_settings_that_are_given_decide_what_is_current(chain: Chain, tmp_pa
 
 @pytest.mark.slow
 def test_after_several_changes_of_settings_all_that_latest_needs_is_whole(chain: Chain, tmp_path: Path) -> None:
-    """And the present settings, and those of every link, still find what they made."""
+    """Also, the current settings and those of every link still find what they made."""
     copy = chain.copy(tmp_path / "copy")
     changes = [
         ("--Dataset-dupe-factor", "2"),
@@ -122,7 +122,7 @@ LABELS = ("tokenize_corpus", "shard_dataset-phase1", "pretrain-phase1", "convert
 
 
 def made_up(work: Path, draw: random.Random) -> list[Path]:
-    """A work directory of stages with real identities and records and made-up contents, some of them unfinished."""
+    """A work directory of stages with real identities and records but made-up contents; some of them are unfinished."""
     places: list[tuple[Path, str]] = []
     for level, label in enumerate(LABELS):
         stage, _, phase = label.partition("-phase")
@@ -149,13 +149,13 @@ def made_up(work: Path, draw: random.Random) -> list[Path]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_of_any_work_directory_exactly_what_is_not_needed_goes(tmp_path: Path, seed: int) -> None:
-    """Needed: what a link points to, what somebody is at work on, and all that those are made from."""
+    """Needed: what a link points to, what is being worked on, and everything that those were made from."""
     draw = random.Random(seed)
     chain = Chain(tmp_path)
     places = made_up(chain.work, draw)
     held = draw.sample(places, 1)
     unfinished = [path for path in places if not (path / "manifest.json").exists()]
-    for path in {*held, *unfinished}:  # counted like a link while it is held or can be gone on with
+    for path in {*held, *unfinished}:  # counts as linked while it is held or can be resumed
         (chain.work / "latest" / path.name).symlink_to(Path("..") / path.name)
     kept = needed(chain)
     for path in {*held, *unfinished}:
@@ -182,8 +182,8 @@ def test_what_is_no_stage_directory_is_never_touched(tmp_path: Path) -> None:
     linked.symlink_to(elsewhere)
     decoys = {
         "no_record-0123456789": "",
-        "tokenize_corpus-0123456789": record,  # the record is of another fingerprint
-        f"merge_shards{superseded.name[-11:]}": record,  # and this of another stage
+        "tokenize_corpus-0123456789": record,  # the record is for another fingerprint
+        f"merge_shards{superseded.name[-11:]}": record,  # and this one for another stage
         f"{superseded.name}-backup": record,
         superseded.name.upper(): record,
         "notes": record,
@@ -201,7 +201,7 @@ def test_what_is_no_stage_directory_is_never_touched(tmp_path: Path) -> None:
 
 
 def test_a_removal_that_was_cut_short_is_finished_by_the_next(tmp_path: Path) -> None:
-    """manifest.json goes first and stage.json last, so that what is left is an unfinished stage with its name."""
+    """manifest.json is removed first and stage.json last, so that what is left is an unfinished stage with its name."""
     chain = Chain(tmp_path)
     place = made_up(chain.work, random.Random(1))[0]
     for link in (chain.work / "latest").iterdir():
@@ -228,7 +228,7 @@ def test_an_empty_work_directory_has_nothing_to_remove(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_were_set_aside_are_shown_listed_and_removed(chain: Chain, tmp_path: Path) -> None:
-    """The newest is damaged: training goes on from the one before, and leaves it aside."""
+    """The newest is damaged: training resumes from the one before it, and sets the damaged one aside."""
     copy = chain.copy(tmp_path / "copy")
     directory = copy.latest("pretrain-phase1")
     flip_a_byte(directory / "checkpoints" / "ckpt_8" / "model-00-of-01.safetensors")
@@ -254,7 +254,7 @@ def test_an_interrupted_training_is_removed_only_by_name(tmp_path: Path, chain: 
     (trained / "manifest.json").unlink()
     (copy.work / "latest" / "pretrain-phase1").unlink()
     shutil.rmtree(copy.work / "latest")
-    # With another rate neither the training nor what was made from it is needed; the shards are.
+    # With another learning rate, neither the training nor what was made from it is needed; the shards are.
     rate = ("--Phase1-lr", "5e-4")
     before = copy.directories()
     said = copy.ask("clean", "--remove", *rate).stdout

@@ -12,7 +12,7 @@ import pytest
 from pipeline.__main__ import COMMANDS
 from tests.helpers.support import assert_one_line_error, command
 
-# Prints what is offered for the last word. A name that runs Python would be an error: there is none in PATH.
+# Prints what is offered for the last word. If completing ran Python, that would be an error: PATH has none.
 _ASK = """
 source {script}
 COMP_WORDS=({words})
@@ -34,7 +34,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offered(script: Path, *words: str) -> list[str]:
-    """After the function that bash itself has for the first word."""
+    """As completed by the function that bash has registered for the first word."""
     bash = shutil.which("bash")
     assert bash is not None
     registered = subprocess.run(
@@ -71,7 +71,7 @@ def test_commands_and_their_options(script: Path) -> None:
 
 
 def test_what_is_offered_is_taken(script: Path) -> None:
-    """Luigi's own parser knows every setting that the script has."""
+    """Luigi's own parser knows every setting that the script offers."""
     names = offered(script, "luigi", "--module", "pipeline", "BertPhase2", "--")
     assert len(names) > 100
     program = (
@@ -80,11 +80,11 @@ def test_what_is_offered_is_taken(script: Path) -> None:
         f"print([name for name in {names} if name not in known])"
     )
     found = command("-c", program).stdout.strip()
-    assert found == "['--phase', '--date', '--grid']"  # of single tasks
+    assert found == "['--phase', '--date', '--grid']"  # options of single tasks
 
 
 def test_zsh_has_the_same_with_its_way_to_take_it() -> None:
-    """Not run by zsh where that is not installed."""
+    """Run by zsh only where zsh is installed."""
     text = command("-m", "pipeline", "completion", "zsh").stdout
     assert "bashcompinit" in text.partition("_bert_commands")[0]
     zsh = shutil.which("zsh")

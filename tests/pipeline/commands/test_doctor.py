@@ -1,4 +1,4 @@
-"""`python -m pipeline doctor`: each of the faults that end a night's run is found before it begins, and a sound
+"""`python -m pipeline doctor`: each fault that would end a night's run is found before the run begins, and a sound
 machine has none. The faults are real: a full tmpfs, a read-only mount, a server that answers 403. Stand-ins:
 Trainium's packages and `neuron-ls` (tests/helpers/neuron_machine.py)."""
 
@@ -42,12 +42,12 @@ Checks = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """A text and its settings; nothing is made of it."""
+    """A text and its settings; nothing has been made from it."""
     return Chain(tmp_path_factory.mktemp("doctor"))
 
 
 def examined(chain: Chain, *words: str, status: int = 0, **env: str) -> Checks:
-    """What the doctor found, by check. Where one has several findings, its last problem."""
+    """What the doctor found, by check; for a check with several findings, its first problem."""
     said = json.loads(chain.ask("doctor", "--json", *words, status=status, **env).stdout)
     checks: Checks = {}
     for finding in said["checks"]:
@@ -59,7 +59,7 @@ def examined(chain: Chain, *words: str, status: int = 0, **env: str) -> Checks:
 
 
 def problem(chain: Chain, check: str, *words: str, **env: str) -> str:
-    """The text of the only problem, which is of this check."""
+    """The text of the only problem, which must be that of this check."""
     checks = examined(chain, *words, status=1, **env)
     wrong = {name: finding["text"] for name, finding in checks.items() if finding["level"] == "problem"}
     assert list(wrong) == [check], wrong
@@ -89,7 +89,7 @@ def test_1_no_space(chain: Chain, disk: Disk) -> None:
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A directory mounted for reading only: what root cannot write either."""
+    """A directory mounted read-only, which not even root can write to."""
     place = tmp_path / "mounted"
     place.mkdir()
     for words in (["--bind", place, place], ["-o", "remount,bind,ro", place]):
@@ -155,7 +155,7 @@ KUBERNETES = ("--Kubernetes-image", "i", "--Kubernetes-volume-claim", "v", "--Ku
 
 @pytest.mark.parametrize(("launcher", "tool"), [("slurm", "sinfo"), ("kubernetes", "kubectl")])
 def test_4_no_scheduler(chain: Chain, tmp_path: Path, launcher: str, tool: str) -> None:
-    """Neither its commands, nor, where they are installed, a scheduler that answers them."""
+    """Its commands are missing or, where they are installed, no scheduler answers them."""
     words = ("--Cluster-launcher", launcher, *KUBERNETES)
     assert f"{tool} was not found" in problem(chain, "scheduler", *words, PATH=str(tmp_path))
     if shutil.which(tool) is not None:
@@ -168,7 +168,7 @@ def test_4_no_scheduler(chain: Chain, tmp_path: Path, launcher: str, tool: str) 
 
 
 def test_4_kubernetes_takes_the_job_where_the_pods_share_the_work_directory(chain: Chain, tmp_path: Path) -> None:
-    """Around a stand-in for kubectl that says yes to all; which it was asked is in its log."""
+    """With a stand-in for kubectl that says yes to everything and logs what it was asked."""
     program = tmp_path / "kubectl"
     program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho yes\n')
     program.chmod(0o755)
@@ -252,7 +252,7 @@ def test_6_an_unreachable_store(chain: Chain) -> None:
 
 
 def test_6_a_store_without_conditional_writes(chain: Chain) -> None:
-    """Moto's, behind a proxy that takes the conditions away, as servers do that do not know them."""
+    """Moto's, behind a proxy that drops the conditions, like a server that does not know them."""
     with serving() as s3:
         s3.client.create_bucket(Bucket="unconditional")
 
@@ -313,7 +313,7 @@ def test_7_no_luigid(chain: Chain, tmp_path: Path) -> None:
 
 
 def test_8_a_clock_that_is_off(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside that of the server with the data, which is an hour ahead, then two minutes behind."""
+    """Compared with the clock of the data server, which is an hour ahead, then two minutes behind."""
     with web.serving(b"data") as server:
         words = ("--Dataset-phase1-url", server.url, "--Dataset-phase2-url", server.url)
         checks = examined(chain, *words)
@@ -390,7 +390,7 @@ def test_10_too_small_a_shared_memory(chain: Chain) -> None:
 
 
 def test_a_package_that_is_too_old(chain: Chain, tmp_path: Path) -> None:
-    """Metadata of an old luigi, before that of the one that runs."""
+    """Metadata of an old tqdm, found before that of the installed one."""
     install_package(tmp_path, "tqdm", "4.1.0", "Stand-in.", module="from tqdm.std import *")
     (tmp_path / "tqdm.py").unlink()
     text = problem(chain, "packages", PYTHONPATH=str(tmp_path))
@@ -404,7 +404,7 @@ def test_a_wrong_setting_ends_it_before_any_check(chain: Chain) -> None:
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_10_gpus_need_more_shared_memory(device: str, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch says of a machine's devices stands in for two GPUs; 64 MB are what a container has by default."""
+    """Torch's report of the devices is a stand-in with two GPUs; 64 MB is what a container has by default."""
     facts = {"gpus": ["NVIDIA H100"] * 2, "neuron_cores": None, "versions": {}}
     monkeypatch.setattr(machine, "_trainers_doctor", lambda: facts)
     monkeypatch.setattr(machine, "_SHARED_MEMORY", disk.path)
@@ -416,7 +416,7 @@ def test_10_gpus_need_more_shared_memory(device: str, disk: Disk, monkeypatch: p
 
 
 def test_the_clock_test_has_a_server_with_a_clock() -> None:
-    """`http.server` sends Date with each answer, which the test above replaces."""
+    """`http.server` sends a Date with each answer, and the clock test above replaces it."""
     with web.serving(b"data") as server:
         host = server.url.split("/")[2]
         connection = http.client.HTTPConnection(host)

@@ -1,4 +1,4 @@
-"""What the doctor says of time and disk, against the files and manifests of a chain that has run."""
+"""What the doctor says about time and disk space, compared with the files and manifests of a chain that has run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_nothing_is_known_where_nothing_ran(tmp_path: Path) -> None:
 
 
 def test_a_longer_training_takes_as_many_times_as_long(chain: Chain) -> None:
-    """80 steps instead of 8, at the recorded rate; the disk is that of the checkpoints kept and the one written."""
+    """80 steps instead of 8, at the recorded rate; disk space for the checkpoints kept and the one being written."""
     found = estimated(chain, "--Phase1-max-steps", "80")
     counts = json.loads((chain.latest("pretrain-phase1") / "manifest.json").read_text())["counts"]
     training = found["pretrain-phase1"]
@@ -64,7 +64,7 @@ def test_a_bigger_batch_takes_longer_and_a_budget_as_long_as_it_says(chain: Chai
 
 
 def test_another_model_is_not_known_but_its_size_is(chain: Chain) -> None:
-    """12 bytes a parameter in each of three checkpoints: fp32 weights and two moments."""
+    """12 bytes per parameter in each of three checkpoints: fp32 weights and two moments."""
     training = estimated(chain, "--Model-hidden-size", "64")["pretrain-phase1"]
     vocabulary = json.loads((chain.latest("tokenize_corpus") / "manifest.json").read_text())["counts"]["vocab_size"]
     config = BertConfig(vocab_size=vocabulary, num_hidden_layers=1, hidden_size=64, num_attention_heads=2,
@@ -88,7 +88,7 @@ def test_more_text_takes_in_proportion(chain: Chain, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_training_is_known_by_its_own_steps(chain: Chain, tmp_path: Path) -> None:
-    """What is left of it: from its newest checkpoint, at the mean rate that its metrics record."""
+    """What remains after its newest checkpoint, at the mean rate that its metrics record."""
     copy = chain.copy(tmp_path / "copy")
     training = copy.latest("pretrain-phase1")
     (training / "manifest.json").unlink()
@@ -101,7 +101,7 @@ def test_an_interrupted_training_is_known_by_its_own_steps(chain: Chain, tmp_pat
 
 
 def test_the_mlp_is_known_by_its_epochs(tmp_path: Path) -> None:
-    """Four times as many take four times as long."""
+    """Twice as many take twice as long."""
     chain = Chain(tmp_path)
     images = write_images(tmp_path / "images", training=640)
     words = ("--Mnist-url", str(images), "--Mnist-checksums", "none", "--Mnist-log-interval", "10")
@@ -127,7 +127,7 @@ def test_the_number_of_parameters_is_hugging_faces(size: str, cls: Any) -> None:
 
 @pytest.mark.slow
 def test_a_short_run_makes_everything_known_and_leaves_nothing(tmp_path: Path) -> None:
-    """And no tracker hears of it."""
+    """No tracker hears of it either."""
     chain = Chain(tmp_path)
     with web.serving(b"page") as server:
         address = server.url.rpartition("/")[0]

@@ -1,5 +1,5 @@
-"""`python -m pipeline init`: a luigi.cfg for this machine or a scheduler's, which the real loader takes. Stand-ins for
-machines that are not here: `nvidia-smi`, `neuron-ls`, `sinfo`, `kubectl`, which print what the real ones do."""
+"""`python -m pipeline init`: a luigi.cfg for this machine or a scheduler's, which the real loader accepts. Machines
+that are not here have stand-ins: `nvidia-smi`, `neuron-ls`, `sinfo`, `kubectl`, which print what the real ones do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.chain import write_corpus
 from tests.helpers.neuron_machine import hardware
 from tests.helpers.support import ROOT, assert_one_line_error
 
-#: Its default partition, and another.
+#: What sinfo prints: the default partition, and another one.
 SINFO = "debug*|4|{gres}|{features}|{limit}\nother|1|(null)|(null)|infinite\n"
 
 
@@ -35,7 +35,7 @@ def run(*words: str, cwd: Path, status: int = 0, **env: str) -> subprocess.Compl
 
 
 def init(folder: Path, *words: str, **env: str) -> configparser.ConfigParser:
-    """Make a configuration; what luigi's parser reads in it."""
+    """Make a configuration; returns what luigi's parser reads in it."""
     folder.mkdir(exist_ok=True)
     run("-m", "pipeline", "init", *words, cwd=folder, **env)
     parser = configparser.ConfigParser(interpolation=None)
@@ -54,7 +54,7 @@ def loaded(folder: Path, *expressions: str) -> list[str]:
 
 
 def machine(folder: Path, **programs: str) -> dict[str, str]:
-    """A machine on which these programs print this; none of the others is there."""
+    """A machine on which these programs print these texts; the other ones are missing."""
     folder.mkdir()
     for name in ("sh", "cat", "env"):
         (folder / name).symlink_to(f"/bin/{name}" if Path(f"/bin/{name}").exists() else f"/usr/bin/{name}")
@@ -84,7 +84,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_loader_takes_it_and_a_run_would_start(
     target: str, text: bool, bare: dict[str, str], corpus: Path, tmp_path: Path
 ) -> None:
-    """On a machine that sees none of what it is for: the tutorials' instances are assumed, and it says so."""
+    """On a machine where nothing of the target is found: the tutorials' instances are assumed, and it says so."""
     words = ["--for", target, *(["--text", str(corpus)] if text else [])]
     made = init(tmp_path / "run", *words, **bare)
     cluster = {"slurm": "slurm", "kubernetes": "kubernetes"}.get(target, "local")
@@ -104,7 +104,7 @@ def test_the_loader_takes_it_and_a_run_would_start(
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_it_is_short_and_every_setting_has_its_comment(target: str, bare: dict[str, str], tmp_path: Path) -> None:
-    """Only what differs from luigi.cfg, but for what a person will most likely change."""
+    """It has only what differs from luigi.cfg, apart from what a person will most likely change."""
     made = init(tmp_path / "run", "--for", target, **bare)
     text = (tmp_path / "run" / "luigi.cfg").read_text()
     defaults = configparser.ConfigParser(interpolation=None)
@@ -129,7 +129,7 @@ def test_it_is_short_and_every_setting_has_its_comment(target: str, bare: dict[s
 def test_its_values_are_those_of_the_projects_configuration(
     target: str, config: str, bare: dict[str, str], tmp_path: Path
 ) -> None:
-    """Whose settings, laid over luigi.cfg, are the same."""
+    """Laid over luigi.cfg, both files give the same settings."""
     init(tmp_path / "run", "--for", target, **bare)
     program = (
         "import pipeline; from pipeline.settings.load import load; s = load()\n"
@@ -150,7 +150,7 @@ def test_what_is_seen_here_is_chosen(tmp_path: Path, bare: dict[str, str], corpu
         "gpu": machine(tmp_path / "a", nvidia_smi=gpus),
         "slurm": machine(tmp_path / "b", sinfo=SINFO.format(gres="(null)", features="(null)", limit="infinite")),
         "kubernetes": machine(tmp_path / "c", kubectl=json.dumps(nodes)),
-        # Which of them is told by the firmware, which is this machine's.
+        # The firmware tells which of the two it is; here the firmware is this machine's.
         "trn[12]": machine(tmp_path / "d", neuron_ls=json.dumps([{"neuron_device": 0, "nc_count": 2}] * 16)),
     }
     for target, env in machines.items():
@@ -160,7 +160,7 @@ def test_what_is_seen_here_is_chosen(tmp_path: Path, bare: dict[str, str], corpu
 
 
 def test_workers_and_batches_are_those_of_the_gpus_here(tmp_path: Path) -> None:
-    """Three of 23 GB: micro-batches of a quarter, and global batches that three can divide."""
+    """Three GPUs of 23 GB: micro-batches a quarter of the size, and global batches that can be divided by three."""
     made = init(tmp_path / "run", **machine(tmp_path / "bin", nvidia_smi="NVIDIA A10G, 23028\n" * 3))
     assert made["cluster"]["nproc_per_node"] == "3"
     for phase, wanted in (("phase1", 65536), ("phase2", 16384)):
@@ -174,7 +174,7 @@ def test_workers_and_batches_are_those_of_the_gpus_here(tmp_path: Path) -> None:
 
 
 def test_workers_are_the_neuron_cores_here(tmp_path: Path) -> None:
-    """A trn1.2xlarge: one chip; the global batch stays."""
+    """A trn1.2xlarge has one chip; the global batch stays the same."""
     env = hardware(tmp_path, cores=[2])
     made = init(tmp_path / "run", "--for", "trn1", PATH=env["PATH"])
     assert made["cluster"]["nproc_per_node"] == "2"
@@ -195,7 +195,7 @@ def test_workers_are_the_neuron_cores_here(tmp_path: Path) -> None:
 def test_jobs_of_slurm_are_for_the_nodes_that_it_has(
     tmp_path: Path, gres: str, features: str, limit: str, expected: tuple[str, str, str]
 ) -> None:
-    """Of the default partition. `sbatch_lines` ask for all GPUs of a node."""
+    """The nodes of the default partition. `sbatch_lines` ask for all GPUs of a node."""
     env = machine(tmp_path / "bin", sinfo=SINFO.format(gres=gres, features=features, limit=limit))
     made = init(tmp_path / "run", **env)
     wanted = ("cluster.device", "cluster.nproc_per_node", "slurm.time_limit", "slurm.partition", "cluster.nnodes")
@@ -204,7 +204,7 @@ def test_jobs_of_slurm_are_for_the_nodes_that_it_has(
 
 
 def test_pods_request_what_the_nodes_can_give(tmp_path: Path) -> None:
-    """`python -m pipeline manifest` makes the Job of it."""
+    """`python -m pipeline manifest` makes the Job from it."""
     node = {
         "metadata": {"labels": {"node.kubernetes.io/instance-type": "trn1.32xlarge"}},
         "status": {"allocatable": {"aws.amazon.com/neuron": "16", "vpc.amazonaws.com/efa": "8", "cpu": "128"}},
@@ -232,7 +232,7 @@ def test_pods_request_what_the_nodes_can_give(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_laptop_trains_with_it(tmp_path: Path, bare: dict[str, str], corpus: Path) -> None:
-    """The whole chain on the text given, with the file as it is but for the number of steps."""
+    """The whole chain on the text given, with the file as it is; options make model and training smaller."""
     init(tmp_path / "run", "--text", str(corpus), **bare)
     few = [word for phase in (1, 2) for word in (f"--Phase{phase}-max-steps", "2", f"--Phase{phase}-warmup-steps", "1")]
     smaller = ("--Phase2-global-batch-size", "8", "--Corpus-vocab-size", "300", "--Run-processes", "1")
@@ -242,7 +242,7 @@ def test_a_laptop_trains_with_it(tmp_path: Path, bare: dict[str, str], corpus: P
 
 
 def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path: Path, bare: dict[str, str]) -> None:
-    (tmp_path / "luigi.cfg").write_text("[phase1]\nlr = mine\n")  # nor does it have to be right
+    (tmp_path / "luigi.cfg").write_text("[phase1]\nlr = mine\n")  # it does not even have to be valid
     done = run("-m", "pipeline", "init", cwd=tmp_path, status=35, **bare)
     assert_one_line_error(done, "luigi.cfg already exists", "--force", status=35)
     assert "mine" in (tmp_path / "luigi.cfg").read_text()
@@ -251,7 +251,7 @@ def test_a_file_that_is_there_is_replaced_only_when_told(tmp_path: Path, bare: d
 
 
 def test_the_projects_own_file_is_never_replaced(tmp_path: Path, bare: dict[str, str]) -> None:
-    """It has the defaults. Here by a link, which would be replaced in its place."""
+    """It has the defaults. Here there is a link to it, which would be replaced instead."""
     (tmp_path / "luigi.cfg").symlink_to(ROOT / "luigi.cfg")
     for words in ((), ("--force",)):
         done = run("-m", "pipeline", "init", *words, cwd=tmp_path, status=35, **bare)

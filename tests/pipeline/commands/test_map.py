@@ -1,4 +1,4 @@
-"""`python -m pipeline` alone is one screen; what nobody knows is answered with what is nearest."""
+"""`python -m pipeline` alone prints one screen; an unknown word is answered with the nearest known one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline runs`: what manifests say, of the work directory and of the store."""
+"""`python -m pipeline runs`: what the manifests in the work directory and in the store say."""
 
 from __future__ import annotations
 

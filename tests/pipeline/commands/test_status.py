@@ -1,4 +1,4 @@
-"""`python -m pipeline status`: says of every stage what is really so."""
+"""`python -m pipeline status`: reports the true state of every stage."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_table_has_a_line_for_each_stage(chain: Chain) -> None:
 
 @pytest.mark.parametrize("columns", [30, 50, 80, 120])
 def test_a_narrow_terminal_gets_lines_that_fit_it(chain: Chain, columns: int) -> None:
-    """Only a path, which has to stay whole to be copied, may be longer; below 40 the first two columns are."""
+    """Only a path, which has to be whole to be copied, may be longer; below a width of 40 the first two columns are."""
     lines = chain.ask("status", "--Phase2-lr", "1e-4", COLUMNS=str(columns)).stdout.splitlines()
     for line in lines:
         assert len(line) <= columns or len(line.split()) == 1 or line.startswith("where: ") or columns < 40, line
@@ -82,7 +82,7 @@ def test_it_changes_nothing(chain: Chain, tmp_path: Path) -> None:
         return {str(path): path.read_bytes() for path in sorted(copy.work.rglob("*")) if path.is_file()}
 
     copy = chain.copy(tmp_path / "copy")
-    time.sleep(2.1)  # a file that has rested for two seconds is remembered by its hash
+    time.sleep(2.1)  # the hash of a file that has not changed for two seconds is cached
     copy.status()
     before = content()
     copy.ask("status")
@@ -127,12 +127,12 @@ def test_a_held_lock_is_running_and_is_left_alone(chain: Chain, tmp_path: Path) 
         assert (directory / "lock").read_bytes() == lock
     assert copy.status()["pretrain-phase2"]["state"] == "interrupted"
     with hold(directory):
-        pass  # nobody who only looked holds it
+        pass  # `status` only looked, and does not hold it
 
 
 @pytest.mark.slow
 def test_training_is_running_and_once_killed_interrupted(chain: Chain, tmp_path: Path) -> None:
-    """Through the real luigi; the steps are those that metrics.jsonl and the checkpoints have."""
+    """Through the real luigi; the steps are those in metrics.jsonl and in the checkpoints."""
     copy = chain.copy(tmp_path / "copy")
     changes = ("--Phase1-max-steps", "200000", "--Phase1-ckpt-interval-steps", "5", "--Run-log-interval", "100000")
 

@@ -1,4 +1,4 @@
-"""`python -m pipeline status --watch`: in a terminal, into a pipe, and its end."""
+"""`python -m pipeline status --watch`: in a terminal, into a pipe, and how it ends."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def read_until(fd: int, pattern: str, timeout_s: float = 30) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C ends it: 0, and nothing is said."""
+    """Ctrl-C ends it with exit status 0 and no message."""
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=20)
     assert (process.returncode, said) == (0, b"")
 
 
 def drawn_in_terminal(chain: Chain, pattern: str, **env: str) -> str:
-    """What it writes to a terminal until there is `pattern`; then it is ended."""
+    """What it writes to a terminal until `pattern` appears; then it is ended."""
     ours, theirs = pty.openpty()
     process = start(chain, theirs, **env)
     try:
@@ -65,7 +65,7 @@ def test_a_terminal_is_drawn_over_in_place(chain: Chain) -> None:
     text = drawn_in_terminal(chain, r"\x1b\[\d+F.*\x1b\[\d+F", COLUMNS="90", LINES="100")
     first, second, *_ = re.split(r"\x1b\[\d+F", text)
     (up,) = set(re.findall(r"\x1b\[(\d+)F", text))
-    # It goes up by as many lines as it has drawn, all of which fit.
+    # The cursor goes up by as many lines as were drawn, and all of them fit.
     lines = second.replace("\x1b[J", "").split("\r\n")[:-1]
     assert len(lines) == int(up)
     assert max(map(len, lines)) <= 90

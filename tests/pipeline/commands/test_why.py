@@ -1,4 +1,4 @@
-"""`python -m pipeline why`: names the setting, the input or the file for which a stage would run."""
+"""`python -m pipeline why`: names the setting, the input or the file because of which a stage would run."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ def test_the_file_that_is_missing_or_short_is_named(chain: Chain, tmp_path: Path
     assert f"{shard.name} is missing" in copy.ask("why", "ShardDataset", "--phase", "1", status=1).stdout
 
 
-# The report names the directory, and here that is another one by then.
+# The report names its directory, and a copy is in another one.
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "report"])
 def test_verify_finds_one_flipped_bit_and_what_it_advises_mends_it(chain: Chain, tmp_path: Path, stage: str) -> None:
-    """The file that is made anew has the bytes it had."""
+    """The file that is made again has the same bytes as before."""
     copy = chain.copy(tmp_path / "copy")
     outputs = copy.manifest(stage)["outputs"]
     assert isinstance(outputs, list)

@@ -1,4 +1,4 @@
-"""A terminal whose screen pyte keeps."""
+"""A terminal whose screen pyte emulates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def in_terminal(
     words: Sequence[str], env: dict[str, str], look: Callable[[pyte.Screen, bytes], None], *, columns: int, rows: int,
     cwd: Path,
 ) -> int:  # fmt: skip
-    """Run a command in a terminal, and `look` at the screen after each write and at what was written. Returns the exit
+    """Run a command in a terminal; after each write, `look` at the screen and at what was written. Returns the exit
     status."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -30,7 +30,7 @@ def in_terminal(
     while True:
         try:
             some = os.read(ours, 1 << 16)
-        except OSError:  # the last one that had it open has ended
+        except OSError:  # the last process that had it open has ended
             break
         stream.feed(some)
         look(screen, some)

@@ -1,4 +1,4 @@
-"""What a run shows: on a real terminal, whose screen pyte keeps; in a pipe; to a program."""
+"""What a run shows: on a real terminal, whose screen pyte emulates; in a pipe; to a program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chain(tmp_path: Path) -> Chain:
 
 
 def screens_of(words: list[str], env: dict[str, str], columns: int = 110) -> tuple[list[list[str]], bytes, int]:
-    """Run a command in a terminal: (its screens after each write, all bytes, exit status)."""
+    """Run a command in a terminal; returns (its screens after each write, all bytes, exit status)."""
     screens, written = list[list[str]](), list[bytes]()
 
     def look(screen: pyte.Screen, some: bytes) -> None:
@@ -65,7 +65,7 @@ def test_a_task_that_depends_on_nothing_has_a_header_too(chain: Chain) -> None:
 
 
 def test_the_header_names_the_device_that_auto_is(chain: Chain, tmp_path: Path) -> None:
-    """A machine without, and one whose nvidia-smi lists two GPUs, which is a stand-in."""
+    """A machine without a GPU, and one whose nvidia-smi, a stand-in, lists two."""
     said = [chain.run("TokenizeCorpus", "--Cluster-device", "auto", PATH=os.environ["PATH"]).stderr]
     script = tmp_path / "nvidia-smi"
     script.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559'\necho 'NVIDIA H100, 81559'\n")
@@ -85,7 +85,7 @@ def test_the_header_tells_how_long_it_takes_once_stages_were_made(chain: Chain) 
     assert first.endswith("cores, time not known yet")
     told = re.search(r" cores, about (\d+\.?\d*) s$", second)
     assert told, second
-    # The corpus is as large, a fifth fewer documents are left for the shards.
+    # The corpus is as large as before, but a fifth fewer documents are left for the shards.
     assert float(told[1]) == pytest.approx(sum(map(float, made)), rel=0.25, abs=1)  # type: ignore[arg-type]
 
 
@@ -104,13 +104,13 @@ def test_no_color_leaves_the_colours_out(chain: Chain) -> None:
     _, coloured, _ = luigi(chain, *SHARDS, "--Run-seed", "7")
     assert not COLOUR.search(plain)
     assert COLOUR.search(coloured)
-    # The mark alone is green.
+    # Only the mark is green.
     assert re.search("\x1b\\[32m✓ \x1b\\[0m".encode(), coloured)
     assert re.search(rb"\x1b\[0m[\d,]+ documents and", coloured)
 
 
 def test_a_live_line_keeps_its_parts_apart(tmp_path: Path) -> None:
-    """By a progress file as a training leaves it."""
+    """With a progress file such as a training writes."""
     progress = {"done": 420, "total": 2000, "per_s": 8.5, "unit": "steps", "label": "phase 1, loss 4.303"}
     (tmp_path / "progress.json").write_text(json.dumps(progress))
     program = (
@@ -144,7 +144,7 @@ def test_stages_of_two_workers_share_a_terminal_without_live_lines(chain: Chain)
 
 
 def test_a_narrow_terminal_wraps_nothing(chain: Chain) -> None:
-    """A live line that wrapped would leave its upper half behind at each redrawing."""
+    """A live line that wrapped would leave its upper half behind at each redraw."""
     write_corpus(chain.directory / "corpus.txt", 2000)
     screens, _, status = luigi(chain, *SHARDS, columns=60)
     assert status == 0
@@ -180,7 +180,7 @@ def test_json_lines_tell_a_program_what_happens(chain: Chain) -> None:
 
 
 def test_warnings_of_a_stage_are_shown_above_its_live_line(tmp_path: Path) -> None:
-    """By a program of our own, as no short stage warns."""
+    """With a program of our own, as no short stage gives warnings."""
     program = (
         "import pathlib, time\n"
         "from common.console import log\n"
@@ -212,7 +212,7 @@ def test_no_dump_of_settings_and_no_warning_of_a_library_is_shown(chain: Chain) 
 
 
 def test_a_closed_terminal_does_not_end_a_run(chain: Chain) -> None:
-    """The stage goes on as if there were none (SIGHUP, which ends a training, is tests/e2e/test_signals.py)."""
+    """The stage goes on as if there were none (tests/e2e/test_signals.py tests SIGHUP, which ends a training)."""
     ours, theirs = pty.openpty()
     process = start_luigi(chain.config, *SHARDS, stdout=theirs, stderr=theirs, stdin=theirs, TERM="xterm-256color")
     os.close(theirs)
