@@ -1,4 +1,4 @@
-"""A phase with a budget, through luigi: measured once, fixed, and shown as what is known of it."""
+"""A phase with a budget, through luigi: measured once and then fixed; the views show what is known of it so far."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PHASE1 = ("Pretrain", "--phase", "1")
 def test_a_budget_is_measured_once_and_its_steps_are_trained(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    """Luigi is killed when the number is recorded, which is then set to 6, as a slower machine would have measured."""
+    """Luigi is killed once the step count is recorded; the test sets it to 6, as if measured on a slower machine."""
     chain = prepared_chain(tmp_path_factory).copy(tmp_path / "chain")
 
     def row(*words: str) -> dict[str, Any]:
@@ -54,12 +54,12 @@ def test_a_budget_is_measured_once_and_its_steps_are_trained(
     assert len(losses(done)) == 6
     assert chain.manifest("pretrain-phase1")["counts"]["steps"] == 6  # type: ignore[index]
     assert "is complete" in why(0)
-    # As many steps, given by hand, are the same training under another fingerprint.
+    # The same number of steps, given by hand, is the same training under another fingerprint.
     chain.run(*PHASE1, "--Phase1-max-steps", "6")
     given = chain.latest("pretrain-phase1")
     assert given != done
     assert_same_bytes(done / "checkpoints" / "ckpt_6", given / "checkpoints" / "ckpt_6")
-    # What the budget replaces does not count, nor how it is written; a longer one is another training.
+    # Settings that the budget replaces do not count; a longer budget is another training.
     assert row(*BUDGETED, "--Phase1-max-steps", "7", "--Phase1-warmup-steps", "2")["state"] == "complete"
     longer = row("--Phase1-budget", "20m", "--Phase1-schedule", "wsd")
     assert (longer["state"], longer["total"]) == ("stale", None)

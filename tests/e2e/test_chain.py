@@ -89,7 +89,7 @@ def test_the_evaluation_is_hugging_faces_own(chain: Chain) -> None:
 
 
 def baseline_of(chain: Chain, labels: list[int]) -> tuple[float, float]:
-    """Loss and accuracy of guessing `labels` by their frequencies in phase 2's training text, each raised by one."""
+    """Loss and accuracy of guessing `labels` by their frequencies in phase 2's training text, each count plus one."""
     pieces = (chain.latest("merge_shards") / "model" / "vocab.txt").read_text().splitlines()
     words: Counter[int] = Counter()
     for path in chain.latest("shard_dataset-phase2").glob("*_training_*.hdf5"):
@@ -103,7 +103,7 @@ def baseline_of(chain: Chain, labels: list[int]) -> tuple[float, float]:
 
 
 def test_blimp_is_scored_where_the_settings_name_a_copy(chain: Chain, tmp_path: Path) -> None:
-    """Nothing but Evaluate and Report runs again."""
+    """Only Evaluate and Report run again."""
     folder = tmp_path / "blimp"
     folder.mkdir()
     pairs = [
@@ -148,7 +148,7 @@ def test_a_rerun_starts_at_the_first_stage_that_is_not_complete(chain: Chain) ->
     done = chain.run("BertPhase2")
     assert [line.split(":")[0] for line in done.stderr.splitlines() if ": started in " in line] == [
         "merge_shards",
-        "report",  # the model card went with the model
+        "report",  # the model card was deleted with the model
     ]
     assert (chain.latest("merge_shards") / "model" / "model.safetensors").read_bytes() == before
 
@@ -195,7 +195,7 @@ def test_a_stage_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
 
 
 def assert_one_line_errors_agree(output: str, *fragments: str, count: int = 2) -> None:
-    """The stage's own line, and luigi's with the place of the log; no traceback."""
+    """The stage's own line, and luigi's with the path of the log; no traceback."""
     assert "Traceback" not in output
     errors = [line for line in output.splitlines() if line.lower().startswith("error: ")]
     assert len(errors) == count, output
@@ -220,7 +220,7 @@ def test_a_work_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_model_shared_by_two_workers_is_the_same_model(chain: Chain, tmp_path: Path) -> None:
-    """Same settings, but the model is split: merged, it is that of one worker but for rounding."""
+    """Same settings, but the model is split: merged, it equals that of one worker, up to rounding."""
     shared = Chain(tmp_path)
     (tmp_path / "corpus.txt").write_bytes((chain.directory / "corpus.txt").read_bytes())
     no_dropout = ("--Model-hidden-dropout-prob", "0", "--Model-attention-probs-dropout-prob", "0")

@@ -1,4 +1,4 @@
-"""Phase 1 starts from word embeddings made of the text, through the real luigi."""
+"""Phase 1 starts from word embeddings made from the text, through the real luigi."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.support import metrics
 
 
 def test_phase_1_starts_from_the_text_and_random_embeddings_are_another_training(tmp_path: Path) -> None:
-    """The output bias alone brings the first loss from that of a uniform guess to that of the words' frequencies."""
+    """The output bias alone lowers the first loss from that of a uniform guess to that of the word frequencies."""
     chain = Chain(tmp_path)
     settings = chain.config.read_text().replace("word_embeddings = random", "word_embeddings = cooccurrence")
     chain.config.write_text(settings.replace("initial_attention = random", "initial_attention = neighbours"))

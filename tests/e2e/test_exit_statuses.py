@@ -1,4 +1,4 @@
-"""A fault of one worker ends the run with one status, whichever worker has it, and whoever torchrun sees end first."""
+"""A fault in one worker ends the run with one status, whichever worker has it and whichever torchrun sees end first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIVEN = {
 
 
 def torchrun(directory: Path, data: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Two workers, to their end."""
+    """Run two workers to their end."""
     words = options(
         **GIVEN, data_dir=data, model_config=write_model_config(directory), output_dir=directory / "out"
     )  # fmt: skip
@@ -46,7 +46,7 @@ def test_an_exception_and_a_kill(tmp_path: Path, rank: int, action: str, status:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_bad_data_in_the_share_of_one_worker(tmp_path: Path, rank: int) -> None:
-    """Which of them meets it is asked of the order itself."""
+    """The order itself says which row that worker reads."""
     order = SampleOrder(np.array([80]), seed=12349, global_batch_size=16)
     row = int(order.step(3).row[4 * rank])  # the micro-batches go to the workers in turn
     arrays = synthetic_rows(80, seq_len=32, max_pred_len=5, seed=0)

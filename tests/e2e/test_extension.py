@@ -1,4 +1,4 @@
-"""A training that differs from an earlier one only in its end goes on from that one's last stable checkpoint."""
+"""A training that differs from an earlier one only in its end continues from that one's last stable checkpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.helpers.support import assert_same_bytes, metrics
 
 STABLE = ("--Phase1-schedule", "wsd", "--Phase1-decay-share", "0.5", "--Phase1-num-ckpts-to-keep", "1")
 SHORT = ("Pretrain", "--phase", "1", *STABLE)
-#: 12 steps: the decay begins with step 6, after that of 8 steps.
+#: 12 steps: the decay begins with step 6, later than that of 8 steps.
 LONG = (*SHORT, "--Phase1-max-steps", "12")
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """With a training of 8 steps."""
+    """A prepared chain with a training of 8 steps."""
     chain = prepared_chain(tmp_path_factory).copy(tmp_path_factory.mktemp("chain"))
     chain.run(*SHORT)
     return chain
@@ -27,7 +27,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a training of 12 steps, all its own."""
+    """The directory of a training of 12 steps that started from scratch."""
     chain = prepared_chain(tmp_path_factory).copy(tmp_path_factory.mktemp("scratch"))
     chain.run(*LONG)
     return chain.latest("pretrain-phase1")
@@ -46,7 +46,7 @@ def assert_like_scratch(chain: Chain, scratch: Path) -> Path:
 
 
 def test_more_steps_go_on_from_the_last_stable_checkpoint(prepared: Chain, scratch: Path, tmp_path: Path) -> None:
-    """Dynamic masks, whose rate falls, included."""
+    """This includes dynamic masks with a falling rate."""
     chain = prepared.copy(tmp_path / "chain")
     before = chain.latest("pretrain-phase1")
     assert checkpoints(before) == ["ckpt_4", "ckpt_8"]
@@ -65,7 +65,7 @@ def test_more_steps_go_on_from_the_last_stable_checkpoint(prepared: Chain, scrat
     extended = chain.manifest("pretrain-phase1")["counts"]["extended_from"]  # type: ignore[index]
     assert (extended["directory"], extended["step"]) == (before.name, 4)
     assert f"continued from {said}" in chain.status(**longer(chain))["pretrain-phase1"]["detail"]
-    # The earlier one is as it was.
+    # The earlier one is unchanged.
     assert checkpoints(before) == ["ckpt_4", "ckpt_8"]
     assert "complete" in chain.ask("why", "Pretrain", "--phase", "1", **shorter(chain)).stdout
 
@@ -103,7 +103,7 @@ def test_a_constant_training_is_finished_with_a_short_decay(prepared: Chain, tmp
     out = chain.run(*finish)
     assert "continues from step 8 of" in out.stdout + out.stderr
     for path in other.work.glob("pretrain-phase1-*"):
-        path.rename(other.directory / path.name)  # nothing to go on from
+        path.rename(other.directory / path.name)  # nothing to continue from
     out = other.run(*finish)
     assert "continues from" not in out.stdout + out.stderr
     ckpt = "checkpoints/ckpt_10"
@@ -111,7 +111,7 @@ def test_a_constant_training_is_finished_with_a_short_decay(prepared: Chain, tmp
 
 
 def test_a_trial_of_a_sweep_goes_on_from_no_step_after_its_rung(prepared: Chain, tmp_path: Path) -> None:
-    """The stable checkpoint of the training before is that of step 4."""
+    """The earlier training's stable checkpoint is that of step 4."""
     chain = prepared.copy(tmp_path / "chain")
     grid = tmp_path / "grid.toml"
     grid.write_text('goal = "BertPhase1"\n[grid.phase1]\nmax_steps = [12, 16]\n[halving]\nrungs = [2]\nkeep = 1\n')
@@ -157,7 +157,7 @@ def test_what_differs_earlier_is_trained_anew(prepared: Chain, tmp_path: Path, c
 
 
 def test_phase_2_is_extended_alone_and_after_phase_1(tmp_path: Path) -> None:
-    """A longer phase 2 goes on in its own; a longer phase 1 makes phase 2 another training."""
+    """A longer phase 2 continues the earlier phase 2; a longer phase 1 makes phase 2 another training."""
     write_corpus(tmp_path / "corpus.txt")
     chain = Chain(tmp_path)
     stable = ("--Phase1-schedule", "wsd", "--Phase2-schedule", "wsd")

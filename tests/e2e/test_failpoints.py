@@ -1,4 +1,4 @@
-"""Killed before and after every write, rename and link, each once: the same command then finishes, with the bytes of
+"""Killed before and after every write, rename and link, once each: the same command then finishes, with the bytes of
 an uninterrupted run.
 """
 
@@ -20,7 +20,7 @@ Run = Callable[..., object]
 
 
 def outputs(directory: Path) -> dict[str, str]:
-    """sha256 by path, as the manifest has them; each file is there."""
+    """sha256 by path, from the manifest."""
     manifest = json.loads((directory / "manifest.json").read_text())
     return {output["path"]: output["sha256"] for output in manifest["outputs"]}
 
@@ -31,7 +31,7 @@ def points(log: Path) -> list[str]:
 
 
 def kill_everywhere(module: str, words: list[object], tmp_path: Path, *, least: int) -> None:
-    """Kill `python -m module words… --out DIR` at each of its failpoints, at least `least`, and run it again."""
+    """Kill `python -m module words… --out DIR` at each of its failpoints (at least `least`), and run it again."""
     log = tmp_path / "points"
     straight = tmp_path / "straight"
     done = forked(module, *words, "--out", straight, FAILPOINT="none", FAILPOINT_LOG=str(log))
@@ -163,7 +163,7 @@ def test_training_at_every_point(tmp_path: Path) -> None:
 
 
 def assert_results(out: Path, straight: Path, name: str) -> None:
-    """results.json and metrics.jsonl say of a killed run what they say of an uninterrupted one; rates are its own."""
+    """results.json and metrics.jsonl of a killed run equal those of an uninterrupted one, except for the rates."""
     own = {"train_time_minutes", "throughput_average", "throughput_peak", "iterations_per_s"}
     found, wanted = (json.loads((directory / "results.json").read_text()) for directory in (out, straight))
     assert found.keys() == wanted.keys(), name
@@ -176,8 +176,8 @@ def assert_results(out: Path, straight: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_the_end_of_a_training_in_the_chain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Killed between any two writes from the last checkpoint to the link of the complete stage, luigi or the trainer:
-    the next run ends well, and says so; summary and report have the numbers of the whole phase."""
+    """Luigi or the trainer is killed between any two writes from the last checkpoint to the link of the complete stage:
+    the next run succeeds and says so; summary and report have the numbers of the whole phase."""
     chain = finished_chain(tmp_path_factory).copy(tmp_path / "chain")
     phase2 = chain.latest("pretrain-phase2")
     token = tmp_path / "token"
@@ -186,7 +186,7 @@ def test_the_end_of_a_training_in_the_chain(tmp_path: Path, tmp_path_factory: py
         for name in ("manifest.json", "results.json"):
             (phase2 / name).unlink()
 
-    # Every point of the trainer's is in `test_training_at_every_point`; here one between any two processes' writes.
+    # `test_training_at_every_point` covers every point of the trainer; here, one between any two processes' writes.
     names = (
         *("training-end:saved", "rename-after:results.json", "write-before:manifest.json"),
         *("rename-after:manifest.json", "link-before:pretrain-phase2"),
@@ -197,7 +197,7 @@ def test_the_end_of_a_training_in_the_chain(tmp_path: Path, tmp_path_factory: py
         env = {"LUIGI_CONFIG_PATH": str(chain.config), "FAILPOINT": name, "FAILPOINT_TOKEN": str(token)}
         killed = command(*LUIGI, "Pretrain", "--phase", "2", env=env)
         assert not token.exists(), (name, killed.stderr)
-        if killed.returncode:  # luigi itself was killed; a trainer it starts again
+        if killed.returncode:  # luigi itself was killed; it would have restarted a trainer
             assert killed.returncode == -signal.SIGKILL, (name, killed.stderr)
             chain.run("Pretrain", "--phase", "2")
         counts = json.loads((phase2 / "manifest.json").read_text())["counts"]
@@ -213,7 +213,7 @@ def test_the_end_of_a_training_in_the_chain(tmp_path: Path, tmp_path_factory: py
 def test_the_summary_of_a_phase_whose_rate_is_not_known(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """As an earlier version left it when it was killed before its results."""
+    """As an earlier version left it when it was killed before writing its results."""
     chain = finished_chain(tmp_path_factory).copy(tmp_path / "chain")
     path = chain.latest("pretrain-phase1") / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -256,7 +256,7 @@ def test_training_with_workers_in_both_phases(
 
 @pytest.mark.slow
 def test_luigis_own_writes(tmp_path: Path) -> None:
-    """stage.json, the link to the newest, the memory of input files."""
+    """stage.json, the link in latest/, and the record of input files."""
     chain = Chain(tmp_path)
     log = tmp_path / "points"
     chain.run("Precompile", "--phase", "1", FAILPOINT="none", FAILPOINT_LOG=str(log))

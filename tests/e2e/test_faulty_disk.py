@@ -1,4 +1,4 @@
-"""An I/O error at the n-th write or fsync, for every n: nothing durable is lost, and a rerun goes on."""
+"""An I/O error at the n-th write or fsync, for every n: nothing durable is lost, and a rerun resumes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ rename_durably(*map(Path, sys.argv[1:]))
 
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_directory_is_replaced_without_a_moment_in_which_there_is_none(tmp_path: Path, exchanges: bool) -> None:
-    """Killed at each point. Where names cannot be exchanged, sweeping puts back what was in its place."""
+    """Killed at each point. Where names cannot be exchanged, the sweep puts the old directory back."""
     env = {} if exchanges else {"FAULTY_EXCHANGE": "1"}
     log = tmp_path / "points"
     final, temporary = tmp_path / "at" / "final", tmp_path / "at" / "final.tmp"
@@ -103,7 +103,7 @@ def test_a_directory_is_replaced_without_a_moment_in_which_there_is_none(tmp_pat
 def test_a_checkpoint_that_cannot_be_read_is_passed_over_by_all(
     tmp_path: Path, error: int, workers: int, split: int, rank: int
 ) -> None:
-    """EIO and EACCES, wherever one worker meets them: all go on from the checkpoint before, to the same bytes."""
+    """EIO and EACCES, whichever worker meets them: all resume from the checkpoint before, to the same bytes."""
     data, model = write_dataset(tmp_path / "data", [21]), write_model_config(tmp_path)
     values = {**TRAINING, "data_dir": data, "model_config": model, "grad_accum_usteps": 1, "max_steps": 3,
               "ckpt_interval_steps": 1, "num_ckpts_to_keep": -1, "tensor_parallel_size": split}  # fmt: skip
@@ -139,7 +139,7 @@ def test_training_does_not_begin_anew_because_its_only_checkpoint_cannot_be_read
 
 def fail_everywhere(module: str, words: tuple[object, ...], tmp_path: Path, *, least: int) -> None:
     """Run `python -m module words… --out DIR` with an error at each of its writes, of which there are more than
-    `least`, and once more without."""
+    `least`, and each time once more without an error."""
     straight = tmp_path / "straight"
     assert forked(module, *words, "--out", straight).returncode == 0
     n = 0
@@ -175,12 +175,12 @@ def test_download_at_every_write(tmp_path: Path) -> None:
         fail_everywhere("stages.download", words, tmp_path, least=25)
 
 
-#: (ranks that share the model, the one whose disk fails, writes from one failure to the next, failures at least)
+#: (ranks that share the model, the one whose disk fails, writes from one failure to the next, least number of failures)
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "rank", "apart", "least"), [(1, 0, 1, 20), (2, 0, 17, 2), (2, 1, 8, 2)])
 def test_training_at_every_write(tmp_path: Path, size: int, rank: int, apart: int, least: int) -> None:
-    """A few of its writes are TensorBoard's and progress.json's: those end the run in the same way. With two ranks
-    only some of the writes fail, for time's sake."""
+    """A few of the writes are TensorBoard's and progress.json's: errors in those end the run in the same way. With two
+    ranks only some of the writes fail, to save time."""
     data, model = write_dataset(tmp_path / "data", [21]), write_model_config(tmp_path, num_hidden_layers=1)
     values = {**TRAINING, "data_dir": data, "model_config": model, "grad_accum_usteps": 1, "max_steps": 2,
               "ckpt_interval_steps": 1, "tensor_parallel_size": size}  # fmt: skip

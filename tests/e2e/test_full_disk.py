@@ -1,4 +1,4 @@
-"""A full disk, for real: a small tmpfs. What was there stays, the line names path and space, a rerun goes on."""
+"""A really full disk: a small tmpfs. What was there stays, the error names path and free space, a rerun resumes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def used_kib(path: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "apart_kib"), [(1, 8), (2, 40)])
 def test_training_wherever_the_disk_fills_up(disk: Disk, tmp_path: Path, size: int, apart_kib: int) -> None:
-    """The same run on disks from too small for the first file to just enough, `apart_kib` apart: it fails at one write
-    after the other, on whichever of the `size` ranks that share the model. Each time the checkpoints that were durable
-    still are, and with space the run ends as one without."""
+    """The same run on disks whose sizes are `apart_kib` apart, from too small for the first file to just large enough:
+    it fails at one write after the other, on any of the `size` ranks that share the model. Each time the checkpoints
+    that were durable still are, and with enough space the run ends like one that never failed."""
     data, model = write_dataset(tmp_path / "data", [40]), write_model_config(tmp_path)
     values = {
         "data_dir": data, "model_config": model, "device": "cpu", "batch_size": 4, "grad_accum_usteps": 2,

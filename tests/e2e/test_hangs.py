@@ -1,4 +1,4 @@
-"""Stages that stop getting on: noticed, started again once, and given up in one line; honest work is left alone."""
+"""Stages that hang are noticed, restarted once, and then fail with one line; stages that work are left alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if name and (os.environ.get("EVERY_TIME") or not os.path.exists(token)):
 """
 LIMIT = ("--Run-stage-hang-timeout-s", "20")
 
-#: Computes for 25 s without a word, in `where`: this process, or a child that is then stopped if it is to hang.
+#: Says nothing for 25 s: computes in this process or in a child, or sleeps, which is a hang.
 SILENT = """
 import subprocess, sys, time
 from pathlib import Path

@@ -29,7 +29,7 @@ from tests.helpers.support import (
 
 pytestmark = pytest.mark.slow
 
-#: Enough steps that a signal sent when the first are done arrives in the middle.
+#: So many steps that a signal sent after the first few arrives in the middle.
 LONG = ("--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "500")
 #: (workers, how many of them share a model)
 LAYOUTS = ((1, 1), (2, 1), (2, 2))
@@ -74,7 +74,7 @@ def wait_for(what: Callable[[], object], timeout: float = 60) -> None:
 
 
 def training_directory(chain: Chain, lr: float) -> Path:
-    """The one directory in which training with this learning rate (each test has its own) is going on."""
+    """The one directory in which a training with this learning rate (each test has its own) is running."""
 
     def find() -> list[Path]:
         manifests = chain.work.glob("pretrain-phase1-*/stage.json")
@@ -136,14 +136,14 @@ def test_nothing_is_left_of_a_killed_torchrun(prepared, start) -> None:  # type:
     (launcher,) = [p for p in ours(str(directory)) if "trainer.launch.torchrun" in " ".join(p.cmdline())]
     workers = [process for process in ours(str(directory)) if process != launcher]
     assert len(workers) == 2
-    # luigi starts it again; stop that before it comes so far.
+    # luigi would restart it; stop luigi before it gets that far.
     process.send_signal(signal.SIGSTOP)
     launcher.kill()
     wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers), timeout=10)
 
 
 def killed_at(directory: Path, victim: psutil.Process) -> int:
-    """The steps that were recorded when a process was killed; records are written once a second."""
+    """Kill a process; returns the number of steps recorded by then. Records are written once a second."""
     wait_for(lambda: len(metrics_so_far(directory)) > 20)
     victim.kill()
     return len(metrics_so_far(directory))
@@ -151,7 +151,7 @@ def killed_at(directory: Path, victim: psutil.Process) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_luigi_loses_no_step(prepared, start, layout: tuple[int, int]) -> None:  # type: ignore[no-untyped-def]
-    """The next one waits until the workers have saved, and goes on from there: the next checkpoint is far away."""
+    """The next one waits until the workers have saved, and resumes from there: the next checkpoint is far off."""
     lr = float(f"0.03{sum(layout)}")
     words = (*LONG, "--Phase1-lr", str(lr), *cluster(*layout))
     process = start(*words)
@@ -222,7 +222,7 @@ def test_a_crash_loop_ends_with_the_workers_own_traceback(prepared, start) -> No
     process = start("--Phase1-lr", "0.005", FAILPOINT="step:5.0", FAILPOINT_ACTION="raise")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 30, output
-    # Three restarts from where it got to. The first crashes may lose the write of checkpoint 3, and none is from there.
+    # Three restarts from where it got to. If the first crashes lose checkpoint 3's write, none may start from it.
     from_checkpoint = output.count("resuming from checkpoint")
     from_the_start = output.count("starting again") + 1 - from_checkpoint
     assert (from_the_start in (1, 2, 3, 4) and from_checkpoint == 3) or (from_the_start, from_checkpoint) == (4, 0)
@@ -256,7 +256,7 @@ def test_of_100_simultaneous_starts_one_runs(prepared: Chain, tmp_path: Path) ->
 
 @pytest.mark.parametrize("is_forked", [True, False])
 def test_workers_do_not_outlive_a_launcher_killed_while_they_start(tmp_path: Path, is_forked: bool) -> None:
-    """Before they have asked to die with their parent, it is dead already: they notice."""
+    """Their parent dies before they have asked to die with it: they notice."""
     out = tmp_path / "out"
     values = {"data_dir": write_dataset(tmp_path / "data", [40]), "model_config": write_model_config(tmp_path),
               "output_dir": out, "max_pred_len": 5, "grad_accum_usteps": 1}  # fmt: skip

@@ -1,5 +1,5 @@
 """Jobs on Kubernetes: manifests against its schemas; what luigi and the pods do, with a stand-in for the cluster
-(tests/helpers/kubernetes/kubectl.py). None of it has seen a real one."""
+(tests/helpers/kubernetes/kubectl.py). None of this has run on a real one."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_pods_meet_again_after_a_killed_worker_and_a_killed_pod(
 def test_a_preempted_job_waits_in_its_queue_and_goes_on(
     prepared: Chain, cluster: Cluster, words: tuple[str, ...]
 ) -> None:
-    """Queued, admitted, preempted in the middle, admitted again; what waits for it changes meanwhile."""
+    """Queued, admitted, preempted in the middle, admitted again; meanwhile another luigi takes over the waiting."""
     words = ("--phase", "1", *words, "--Phase1-ckpt-interval-steps", "1", "--Phase1-max-steps", "60")
     words = (*words, "--Phase1-lr", "0.017" if "kueue" in words else "0.018", "--Kubernetes-start-timeout-s", "1")
     message = "insufficient unused quota for aws.amazon.com/neuron"
@@ -388,5 +388,5 @@ def test_two_pods_build_the_data_of_one_machine_although_one_is_lost(
 
 
 def pods_of(work: Path) -> list[psutil.Process]:
-    """What runs in the pods of the work directory."""
+    """What runs in the pods of this work directory."""
     return [process for process in ours(str(work)) if "pipeline.launchers.supervisor" in process.cmdline()]

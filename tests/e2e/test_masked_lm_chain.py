@@ -17,7 +17,7 @@ OFF = "\n[dataset]\nnext_sentence = false\n"
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chain, str]:
-    """A chain that has run to its end, and what it said. Phase 2 is packed."""
+    """A chain that has run to its end, and what it printed. Phase 2 is packed."""
     chain = Chain(tmp_path_factory.mktemp("chain"))
     chain.config.write_text(chain.config.read_text().replace("[dataset]\n", OFF))
     return chain, chain.run("BertPhase2").stderr
@@ -45,7 +45,7 @@ def test_the_merged_model_loads_as_bert_for_masked_lm_and_gives_the_recorded_sco
         right += int((logits[chosen].argmax(-1) == labels[chosen]).sum())
         masked += int(chosen.sum())
     counts = json.loads((chain.latest("evaluate") / "evaluation.json").read_text())
-    # fp32 on both sides, with other kernels.
+    # fp32 on both sides, with different kernels.
     assert counts["masked_lm_loss"] == pytest.approx(losses / masked, rel=1e-4)
     assert counts["masked_lm_accuracy"] == pytest.approx(right / masked)
     assert not [name for name in counts if "next_sentence" in name]

@@ -73,7 +73,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.usefixtures("torch_xla")
 @pytest.mark.parametrize("device", ["xla", "neuron"])
 def test_the_chain_trains_and_evaluates_on_an_xla_device(images: Path, tmp_path: Path, device: str) -> None:
-    """torch_xla is the real one, on the CPU; neuron is the real device file over a stand-in machine. The accuracy is
+    """torch_xla is the real one, on the CPU; neuron is the real device file on a stand-in machine. The accuracy is
     that of the same checkpoint, evaluated on the CPU."""
     env = neuron_machine.machine(tmp_path / "machine") if device == "neuron" else {}
     done = luigi(tmp_path / "work", "--Cluster-device", device, env=env, **{**SMALL, "url": images})
@@ -92,7 +92,7 @@ def test_the_chain_trains_and_evaluates_on_an_xla_device(images: Path, tmp_path:
 
 
 def test_a_killed_chain_ends_with_the_same_bytes(images: Path, tmp_path: Path) -> None:
-    """A worker is killed: the chain starts it again. Luigi is killed: the same command goes on."""
+    """A worker is killed: the chain restarts it. Luigi is killed: the same command resumes."""
     values = {**SMALL, "url": images}
     luigi(tmp_path / "straight", **values)
     token = tmp_path / "token"

@@ -1,8 +1,8 @@
 """`[nights] start_from = previous` through the real luigi: three nights, each with its own text, and a fourth begun.
 
-2026-11-18 trains anew. The 19th has the 18th's text too, held-out documents included, and is killed between its
-evaluation and the move of `latest`. The 20th ends badly, by its learning rate, and is rejected. The 21st is killed when
-it has taken over what it continues.
+2026-11-18 trains from scratch. The 19th has the 18th's text too, held-out documents included, and is killed between its
+evaluation and the move of `latest`. The 20th ends badly because of its learning rate, and is rejected. The 21st is
+killed once it has taken over what it continues from.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Nights:
 
     chain: Chain
     post: Post
-    #: What luigi said, by date; the second night's after it was killed.
+    #: What luigi said, by date; for the second night, after it was killed.
     said: dict[str, str] = dataclasses.field(default_factory=dict)
     #: After the second night was killed: the target of `latest`, and whether there was a record.
     when_killed: tuple[str, bool] = ("", True)
@@ -91,7 +91,7 @@ def nights(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nights]:
             (found.chain.directory / "text" / date).mkdir(parents=True)
             write_corpus(found.chain.directory / "text" / date / "corpus.txt", documents=40, seed=seed)
         text = found.chain.directory / "text"
-        # Other white space and case make no other document.
+        # Different white space and case do not make a different document.
         shouted = (text / FIRST / "corpus.txt").read_text().upper().replace(" ", "  ")
         (text / SECOND / "again.txt").write_text(shouted)
         found.run(FIRST)
@@ -113,7 +113,7 @@ def test_each_night_continues_the_last_accepted_one(nights: Nights) -> None:
     assert nights.manifest(FIRST, "pretrain-phase1")["inputs"] == {}
     end = TrainState.read(after / "checkpoints" / "ckpt_8")
     assert (end.steps_before, end.step, end.origin) == (4, 8, identity)
-    # It takes the checkpoint before the decay, so its learning rate is at the top from the first step on.
+    # It starts from the checkpoint before the decay, so its learning rate is at its peak from the first step on.
     assert [record["learning_rate"] for record in metrics(after)[:4]] == [0.005] * 4
     third = TrainState.read(nights.stage(REJECTED, "pretrain-phase1") / "checkpoints" / "ckpt_4")
     assert third.steps_before == 8, "the 4 stable ones of both nights before it"
@@ -237,7 +237,7 @@ def test_the_trend_is_in_the_terminal_and_on_a_page(nights: Nights) -> None:
 
 
 def test_what_a_night_has_begun_with_stays(nights: Nights) -> None:
-    """When another night is accepted meanwhile, and when the one that it continues is removed."""
+    """Even when another night is accepted meanwhile, and when the one that it continues is removed."""
     begun = nights.path / BEGUN
     parent = take_over(begun, [nights.path / REJECTED])
     assert parent is not None
@@ -250,7 +250,7 @@ def test_what_a_night_has_begun_with_stays(nights: Nights) -> None:
     try:
         assert decided(begun) == parent
         assert (parent.checkpoint / "optimizer-00-of-01.safetensors").exists()
-        # Another one would now continue the first, whose checkpoint is still there.
+        # Another night would now continue the first one, whose checkpoint is still there.
         (nights.path / "2026-11-22").mkdir()
         other = take_over(nights.path / "2026-11-22", [nights.path / SECOND, nights.path / FIRST])
         assert other is not None
@@ -262,7 +262,7 @@ def test_what_a_night_has_begun_with_stays(nights: Nights) -> None:
 
 
 def test_what_was_altered_is_refused(nights: Nights, tmp_path: Path) -> None:
-    """A held-out shard in the night's own folder; and a night to continue whose checkpoint is damaged is left out."""
+    """A held-out shard altered in the night's own folder is refused; a night whose checkpoint is damaged is skipped."""
     (shard,) = (nights.path / BEGUN / "parent" / "held_out").iterdir()
     content = shard.read_bytes()
     flip_a_byte(shard)

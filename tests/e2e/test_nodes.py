@@ -1,4 +1,4 @@
-"""Two machines started by hand: two luigis on loopback, each with a node of its own."""
+"""Two machines started by hand: two luigis on loopback, each as a node of its own."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def nodes(prepared: Chain) -> Iterator[Nodes]:
 
 @pytest.mark.slow
 def test_two_nodes_go_on_from_a_killed_worker_and_end_with_the_bytes_of_one(nodes: Nodes, tmp_path: Path) -> None:
-    """Node 1 comes first, and is waiting; a worker there is killed with -9: both nodes start again together."""
+    """Node 1 starts first and waits; a worker there is killed with -9: both nodes restart together."""
     token = tmp_path / "token"
     token.touch()
     late = nodes.start(1, FAILPOINT="micro-step:5.0.1", FAILPOINT_TOKEN=str(token))
@@ -113,7 +113,7 @@ def test_nodes_with_different_commands_are_refused(tmp_path: Path) -> None:
 
 
 def test_nodes_talk_over_the_interface_that_leads_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loopback interface is `lo` on Linux. What the user has set stays; what cannot be reached is one line."""
+    """The loopback interface is `lo` on Linux. What the user has set stays; an unreachable address gives one line."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     assert choose_interface("127.0.0.1", 2020) == "lo"

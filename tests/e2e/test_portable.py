@@ -1,5 +1,5 @@
-"""The chain without what only Linux has: the calls are taken away in every process, which is not a test on another
-system. And with what a newer Python does otherwise."""
+"""The chain without what only Linux has: the calls are removed in every process, which is no substitute for a test on
+another system. And with what a newer Python does differently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.chain import Chain
 from tests.helpers.support import command
 
-#: Read by each Python at its start. psutil, which has its own ways on other systems, still sees /proc.
+#: Run by each Python when it starts. psutil, which has its own ways on other systems, still sees /proc.
 WITHOUT_LINUX = """
 import builtins, ctypes, fcntl, io, os, pathlib
 
@@ -87,7 +87,7 @@ def test_luigis_workers_run_where_python_does_not_fork_by_itself(tmp_path: Path)
 
 
 def test_a_large_file_is_written_whole(tmp_path: Path, site: str) -> None:
-    """Large enough that the disk would be told to begin."""
+    """Large enough that write-back to the disk would be started early."""
     program = (
         "import sys; from pathlib import Path; from common.files import durable_file\n"
         "with durable_file(Path(sys.argv[1])) as file:\n"

@@ -1,4 +1,4 @@
-"""The chain on downloaded shards, with the vocabulary that they were made with, and small last checkpoints."""
+"""The chain on downloaded shards, with the vocabulary they were made with, and with minimal last checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ready_chain(tmp_path: Path) -> tuple[Chain, list[str]]:
 
 @pytest.mark.slow
 def test_the_vocabulary_goes_beside_the_model_and_a_minimal_checkpoint_is_enough(tmp_path: Path) -> None:
-    """Phase 1 is killed after a checkpoint, and goes on; its last one has weights only."""
+    """Phase 1 is killed after a checkpoint and resumes; its last checkpoint has weights only."""
     chain, options = ready_chain(tmp_path)
     (tmp_path / "token").touch()
     env = {"FAILPOINT": "rename-after:ckpt_3", "FAILPOINT_TOKEN": str(tmp_path / "token")}

@@ -53,7 +53,7 @@ with open(os.environ["ARGV_LOG"], "a") as file:
 
 
 class Canaries(dict[str, str]):
-    """A canary by any name."""
+    """Makes a canary for any name."""
 
     def __missing__(self, name: str) -> str:
         return self.setdefault(name, f"K4n{secrets.token_hex(10)}")
@@ -65,7 +65,7 @@ class Canaries(dict[str, str]):
 
 @pytest.fixture
 def canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Canaries:
-    """Those of the environment are planted."""
+    """Those of the environment are already planted."""
     made = Canaries()
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
@@ -89,7 +89,7 @@ def canaries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Canaries:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, canaries: Canaries) -> Iterator[Web]:
-    """`ckpt_7.pt` at an address with a login and Azure's signature."""
+    """`ckpt_7.pt` at an address with a login and an Azure signature."""
     native = write_native(tmp_path, snapshot(step=7))
     assert forked("stages.convert", native, tmp_path / "script", "--to", "pt").returncode == 0
     data = (tmp_path / "script" / "ckpt_7.pt").read_bytes()
@@ -100,7 +100,7 @@ def checkpoint(tmp_path: Path, canaries: Canaries) -> Iterator[Web]:
 
 @pytest.fixture
 def archives(tmp_path: Path, canaries: Canaries) -> Iterator[tuple[Web, Web]]:
-    """Phase 1's data at an address signed as boto3 does it by default, and phase 2's where S3 is spoken."""
+    """Phase 1's data at an address signed as boto3 does by default, and phase 2's at an S3 endpoint."""
     found = [
         pack(write_dataset(tmp_path / f"data{length}" / "in", [24, 24], seq_len=length, max_pred_len=most), "")
         for length, most in ((32, 5), (64, 10))
@@ -142,12 +142,12 @@ _MODEL = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 
 def everything(chain: Chain, inbox: Post) -> Iterator[tuple[str, bytes]]:
-    """All that was written and sent: (what, its content)."""
+    """Everything that was written and sent: (what, its content)."""
     for path in sorted((*chain.work.rglob("*"), *(chain.directory / "store").rglob("*"))):
         if path.is_file() and not path.is_symlink():
             yield str(path.relative_to(chain.directory)), path.read_bytes()
     yield "mails", b"".join(mail.as_bytes() for _, mail in inbox.mails)
-    # as_bytes may have them in base64
+    # as_bytes may encode them in base64
     yield (
         "mail texts",
         b"".join(
@@ -175,7 +175,7 @@ def test_a_night_leaves_no_secret_anywhere(
     archives: tuple[Web, Web],
     canaries: Canaries,
 ) -> None:
-    """One that ends well, with phase 2's data from S3 and a checkpoint from the web, and one that fails; with luigid,
+    """One night ends well, with phase 2's data from S3 and a checkpoint from the web, and one fails; with luigid,
     whose address has a login."""
     with luigid(chain) as (api, _):
         text, url = chain.config.read_text(), api.url.replace("//", f"//me:{canaries['scheduler']}@")
@@ -251,7 +251,7 @@ def test_luigis_mail_quotes_a_command_line_without_its_secrets(
     archives: tuple[Web, Web],
     canaries: Canaries,
 ) -> None:
-    """A person may give a secret on the command line, which others on the machine can see then; no mail has it."""
+    """A user may give a secret on the command line, where others on the machine can see it; no mail has it."""
     web, _ = archives
     web.probe_faults.append(status(404))
     given = ("--Dataset-phase1-url", f"{web.url}&token={canaries['option']}", "--smtp-password", canaries["password"])

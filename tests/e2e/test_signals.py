@@ -29,7 +29,7 @@ WORKERS = ("--workers", "2")
 
 @pytest.fixture
 def chain(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
-    """Phase 1 can train. Whatever still runs in its directory is killed afterwards."""
+    """A chain whose phase 1 can train. Whatever still runs in its directory is killed afterwards."""
     yield prepared_chain(tmp_path_factory).copy(tmp_path)
     for process in running(str(tmp_path)):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -54,14 +54,14 @@ def steps_done(directory: Path) -> int:
 
 
 def training(chain: Chain) -> Path:
-    """The directory of the phase 1 that trains now."""
+    """The directory of the phase 1 that is training now."""
     wait_until(lambda: any(steps_done(path) > 3 for path in chain.work.glob("pretrain-phase1-*")))
     (directory,) = chain.work.glob("pretrain-phase1-*")
     return directory
 
 
 def starts(chain: Chain) -> list[attempts.Attempt]:
-    """Of phase 1."""
+    """The attempts at phase 1."""
     return [
         one
         for path in chain.work.glob("pretrain-phase1-*")
@@ -70,7 +70,7 @@ def starts(chain: Chain) -> list[attempts.Attempt]:
 
 
 def assert_saved(directory: Path) -> int:
-    """Nobody is at work there, and its last step is in a checkpoint; returns that step."""
+    """No process is at work there, and its last step is in a checkpoint; returns that step."""
     with hold(directory):
         saved = {int(path.name.removeprefix("ckpt_")) for path in (directory / "checkpoints").glob("ckpt_*")}
     assert steps_done(directory) in saved
@@ -83,7 +83,7 @@ def cluster(workers: int) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def in_terminal(chain: Chain, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], None]]]:
-    """Luigi in the foreground of a terminal, and what closes the terminal."""
+    """Luigi in the foreground of a terminal, and a function that closes the terminal."""
     ours, theirs = pty.openpty()
     process = start_luigi(
         chain.config,
@@ -189,7 +189,7 @@ def test_a_signal_to_luigi_with_several_workers_saves_and_stops(chain: Chain, si
 
 
 def test_ctrl_c_reaches_all_of_several_luigi_workers_once(chain: Chain) -> None:
-    """A terminal sends it to luigi and to the processes of its tasks; those must not take it for a second one."""
+    """A terminal sends it to luigi and to the processes of its tasks, which must not take it for a second Ctrl-C."""
     with in_terminal(chain, "Pretrain", "--phase", "1", *LONG, *WORKERS) as (process, _):
         directory = training(chain)
         os.killpg(process.pid, signal.SIGINT)
@@ -233,11 +233,11 @@ def test_two_work_directories_on_one_luigid_do_not_wait_for_each_other(chain: Ch
 
 
 def test_with_luigid_a_run_resumes_at_once_however_the_last_one_ended(chain: Chain) -> None:
-    """Luigid itself would take the stage for running for 60 to 120 s more."""
+    """Luigid itself would consider the stage running for another 60 to 120 s."""
     with luigid(chain):
         for run, (signum, status) in enumerate(((signal.SIGINT, 75), (signal.SIGKILL, -9), (signal.SIGTERM, 75)), 1):
             process = chain.start("Pretrain", "--phase", "1", *LONG)
-            # The workers that a killed run leaves go on for a moment: their steps are none of this run's.
+            # Workers left by a killed run continue for a moment: their steps do not belong to this run.
             wait_until(lambda run=run: len(starts(chain)) == run)  # type: ignore[misc]
             before = steps_done(training(chain))
             wait_until(lambda before=before: steps_done(training(chain)) > before + 3)  # type: ignore[misc]

@@ -62,7 +62,7 @@ class Runs:
         return (self.chain.directory / "luigi.log").read_text()
 
     def wait_for(self, text: str) -> re.Match[str]:
-        """Until luigi has said that (a regular expression)."""
+        """Wait until luigi has printed `text` (a regular expression); returns the match."""
         wait_until(lambda: re.search(text, self.said()) is not None, timeout_s=60)
         match = re.search(text, self.said())
         assert match is not None
@@ -87,7 +87,7 @@ def test_a_job_outlives_luigi_and_a_killed_worker_and_ends_with_the_bytes_of_a_r
     runs: Runs, tmp_path: Path
 ) -> None:
     """Luigi is killed while the job runs; the next one waits for the same job. One worker of node 1 is killed with -9:
-    training goes on in the same allocation, without waiting in the queue, from the step that the other worker saved."""
+    training resumes in the same allocation, without waiting in the queue, from the step that the other worker saved."""
     token = tmp_path / "token"
     token.touch()
     first = runs.start("Pretrain", "--phase", "1", *TWO_NODES, FAILPOINT="micro-step:5.0.1", FAILPOINT_TOKEN=str(token))
@@ -125,7 +125,7 @@ def test_a_job_goes_on_after_its_time_a_killed_launcher_and_a_lost_node_until_it
     directory = training_directory(runs.chain, 0.011)
     job = runs.wait_for(r"slurm job (\d+): RUNNING")[1]
 
-    # What Slurm sends ahead of the time limit: the last step is saved, no step is lost.
+    # The signal that Slurm sends ahead of the time limit: the last step is saved, no step is lost.
     runs.slurm.ask("scancel", "--signal=USR1", "--batch", job)
     resumed = runs.wait_for(r"(?s)PENDING.*resuming from checkpoint \S*ckpt_(\d+)")
     assert int(resumed[1]) % 500, "it is no checkpoint of the interval"
@@ -133,7 +133,7 @@ def test_a_job_goes_on_after_its_time_a_killed_launcher_and_a_lost_node_until_it
     wait_until(lambda: len(metrics(directory)) > steps_done + 3, timeout_s=60)
     assert [record["step"] for record in metrics(directory)][: steps_done + 2] == list(range(1, steps_done + 3))
 
-    # torchrun of one node, and with it its worker; then a whole node.
+    # The torchrun of one node, and its worker with it; then a whole node.
     for fails in (lambda: torchruns(directory)[0].kill(), lambda: runs.slurm.kill_node("n2")):
         seen = runs.said().count("resuming from checkpoint")
         fails()
@@ -189,7 +189,7 @@ def test_what_slurm_refuses_is_one_line(runs: Runs, words: tuple[str, ...], line
 
 
 def test_a_work_directory_may_have_any_name(prepared: Chain, slurm: Slurm, tmp_path: Path) -> None:
-    """What sbatch itself, its script and its patterns of file names would read something into."""
+    """Characters that sbatch itself, its script and its file name patterns would interpret."""
     work = tmp_path / "it's 100%j #1 $HOME"
     one_node = ("--Cluster-launcher", "slurm", "--Cluster-nnodes", "1")
     prepared.run("Precompile", "--phase", "1", *one_node, "--Run-work-dir", str(work), **slurm.environment)
@@ -200,7 +200,7 @@ def test_a_work_directory_may_have_any_name(prepared: Chain, slurm: Slurm, tmp_p
 
 @pytest.mark.slow
 def test_two_nodes_build_the_data_of_one_although_one_is_killed(runs: Runs, tmp_path: Path) -> None:
-    """Node 1 is killed when it has made its shard: all are started again in the same job, and keep what they have."""
+    """Node 1 is killed when it has made its shard: all are restarted in the same job and keep what they have."""
     token = tmp_path / "token"
     token.touch()
     kill = {"FAILPOINT": "write-after:bert_training_00001.hdf5", "FAILPOINT_TOKEN": str(token)}

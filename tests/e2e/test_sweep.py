@@ -21,8 +21,8 @@ GRID = f"[grid.phase1]\nlr = [{', '.join(RATES)}]\n"
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """A sweep with a rung at step 3 that was killed in its first training and started again. It stopped one trial. What
-    is complete goes to a store."""
+    """A sweep with a rung at step 3 that was killed in its first training and restarted. It stopped one trial. Complete
+    stages go to a store."""
     chain = prepared_chain(tmp_path_factory).copy(tmp_path_factory.mktemp("sweep"))
     chain.config.write_text(f"{chain.config.read_text()}\n[store]\nurl = {chain.directory / 'store'}\nlease_s = 3\n")
     grid = write(chain, GRID + "[halving]\nrungs = [3]\nkeep = 0.5\n")
@@ -147,7 +147,7 @@ def test_clean_keeps_what_a_sweep_has_made(swept: Chain) -> None:
 
 
 def test_a_trial_that_is_brought_back_ends_as_if_it_had_never_stopped(swept: Chain, tmp_path: Path) -> None:
-    """And so does the one that went on: both are compared with direct runs."""
+    """So does the one that continued: both are compared with direct runs."""
     copy = swept.copy(tmp_path / "copy")
     (stopped,) = (lr for lr, path in trainings(copy).items() if not (path / "manifest.json").exists())
     grid = write(copy, GRID + f'[halving]\nrungs = [3]\nkeep = 0.5\nbring_back = ["lr={stopped}"]\n')

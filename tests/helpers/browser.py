@@ -1,4 +1,4 @@
-"""A real browser for tests: Chromium, spoken to over its debugging pipe.
+"""A real browser for tests: Chromium, controlled over its debugging pipe.
 
 `python -m tests.helpers.browser PAGE.html OUT` takes pictures of a page at two widths, light and dark.
 """
@@ -27,7 +27,7 @@ def find() -> str | None:
 
 
 class Browser:
-    """One tab. Messages are JSON with a zero byte behind: written to the browser's descriptor 3, read from its 4."""
+    """One tab. Messages are JSON and a zero byte, written to the browser's descriptor 3 and read from its 4."""
 
     def __init__(self, write: int, read: int) -> None:
         self._write, self._read, self._rest, self._id = write, read, b"", 0
@@ -77,7 +77,7 @@ class Browser:
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def picture(self) -> bytes:
-        """All of the page, as PNG."""
+        """The whole page as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"])
 
 
@@ -89,7 +89,7 @@ def browser() -> Iterator[Browser]:
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as profile:
         words = [program, "--headless", "--remote-debugging-pipe", f"--user-data-dir={profile}", "--no-first-run",
                  "--disable-gpu", *(["--no-sandbox"] if os.getuid() == 0 else [])]  # fmt: skip
-        # bash gives the pipes the numbers that the browser expects; a plain sh knows only those below 10.
+        # bash gives the pipes the numbers that the browser expects; a plain sh supports only descriptors below 10.
         shell = ["bash", "-c", f'exec "$@" 3<&{their_read} 4>&{their_write}', "bash", *words]
         process = subprocess.Popen(shell, pass_fds=(their_read, their_write), stderr=subprocess.DEVNULL)
         os.close(their_read)

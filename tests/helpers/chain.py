@@ -101,13 +101,13 @@ class Chain:
         return done
 
     def start(self, *words: str, log: str = "luigi.log", **env: str) -> subprocess.Popen[bytes]:
-        """Start luigi; what it says goes to a file of the chain's directory."""
+        """Start luigi; its output goes to a file in the chain's directory."""
         with (self.directory / log).open("wb") as file:
             return start_luigi(self.config, *words, stdout=file, stderr=file, **env)
 
     def lose(self, luigi: subprocess.Popen[bytes]) -> None:
-        """Kill luigi, and at once all that works for it, as when the machine is lost; if luigi alone is killed, a
-        training saves first. Workers may be forked elsewhere; each has the lock of its directory open."""
+        """Kill luigi and, at once, everything that works for it, as when the machine is lost: if luigi alone is killed,
+        a training saves first. Workers may be forked elsewhere, but each has the lock of its directory open."""
         luigi.kill()
         while workers := [one for one in psutil.process_iter() if self._is_used_by(one)]:
             for worker in workers:
@@ -130,7 +130,7 @@ class Chain:
         return done
 
     def without_torch(self, program: str) -> subprocess.CompletedProcess[str]:
-        """Run a program, which must end well without the imports that take a second or more."""
+        """Run a program, which must succeed without the imports that take a second or more."""
         heavy = "{'torch', 'transformers', 'h5py', 'numpy'}"
         check = f"import sys; heavy = {heavy} & set(sys.modules)\nassert not heavy, heavy\n"
         done = command("-c", program + check, env={"LUIGI_CONFIG_PATH": str(self.config)})
@@ -193,8 +193,8 @@ def _ran(base: Path, *words: str) -> Chain:
 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
-    """Processes started in the block have one core. Workers share a machine's cores, and the number of threads is in
-    the last bits of sums: so it is the same for workers of one machine and of several."""
+    """Processes started in the block have one core. Workers share a machine's cores, and the number of threads affects
+    the last bits of sums: this way it is the same for the workers of one machine and of several."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:

@@ -1,4 +1,4 @@
-"""Whether numbers that should be independent differ from that by more than chance allows."""
+"""Whether numbers that should be independent depart from independence by more than chance allows."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-#: With what probability a right program may fail a comparison of this module. The tests' seeds are fixed, so it either
-#: fails always or never.
+#: The probability that a correct program fails one of this module's comparisons. The tests' seeds are fixed, so it
+#: either always fails or never does.
 FALSE_ALARM = 1e-6
 
 Floats = NDArray[np.float64]
 
 
 def bound(variance: ArrayLike, unit: float, comparisons: int) -> Floats:
-    """What the absolute value of a sum of independent terms of mean 0 stays below in all of `comparisons`, but with
-    probability `FALSE_ALARM`, by Bernstein's inequality.
+    """The bound below which the absolute values of `comparisons` sums of independent terms of mean 0 all stay, except
+    with probability `FALSE_ALARM`, by Bernstein's inequality.
 
-    `variance` of the sum; `unit`: each term z has E|z|ᵏ ≤ k!/2 · unitᵏ⁻² · E z², as any term with |z| ≤ unit does, and,
+    `variance`: of the sum; `unit`: each term z has E|z|ᵏ ≤ k!/2 · unitᵏ⁻² · E z², as any term with |z| ≤ unit does and,
     with unit 1, the product of two standard normal numbers.
     """
     nats = math.log(2 * comparisons / FALSE_ALARM)
@@ -26,8 +26,8 @@ def bound(variance: ArrayLike, unit: float, comparisons: int) -> Floats:
 
 
 def assert_uncorrelated(rows: ArrayLike, variances: ArrayLike = 1.0, *, names: list[str], unit: float = 1.0) -> None:
-    """No two of `rows` (K, n) correlate, nor all of them a little: values of mean 0 with the known `variances`, whose
-    products have `unit` (see `bound`)."""
+    """No two of `rows` (K, n) are correlated, nor are all pairs slightly. The values have mean 0 and the known
+    `variances`; their products have `unit` (see `bound`)."""
     x = np.asarray(rows, np.float64)
     v = np.broadcast_to(np.asarray(variances, np.float64), x.shape)
     first, second = np.triu_indices(len(x), 1)
@@ -38,7 +38,7 @@ def assert_uncorrelated(rows: ArrayLike, variances: ArrayLike = 1.0, *, names: l
         f"{names[first[worst]]} and {names[second[worst]]}: correlation {sums[worst] / expected[worst]:.3f}, "
         f"{abs(sums[worst]) / math.sqrt(expected[worst]):.1f} standard errors in {len(sums)} pairs"
     )
-    # Each squared z has mean 1 and, nearly, variance 2. Six standard errors: once in 10⁹.
+    # Each squared z has mean 1 and a variance of nearly 2. Six standard errors: exceeded once in 10⁹.
     squares = float(np.mean(sums**2 / expected))
     assert abs(squares - 1) < 6 * math.sqrt(2.2 / len(sums)), f"mean squared z of {len(sums)} pairs: {squares:.3f}"
 
@@ -55,7 +55,7 @@ def assert_mean_zero(rows: ArrayLike, variances: ArrayLike = 1.0, *, names: list
 
 
 def assert_flat(counts: ArrayLike) -> None:
-    """Numbers of hits of equally likely places: each by Poisson's variance, all by chi-square."""
+    """The hit counts of equally likely places are even: each by Poisson's variance, all by chi-square."""
     seen = np.asarray(counts, np.float64)
     expected = seen.mean()
     assert expected >= 5, "too few hits for chi-square"

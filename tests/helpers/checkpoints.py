@@ -22,7 +22,7 @@ from trainer.models.bert import BertForPreTraining
 from trainer.models.config import ModelConfig
 from trainer.state import TrainState
 
-#: A vocabulary that does not divide.
+#: With a vocabulary that ranks cannot share evenly.
 CONFIG = ModelConfig(**{**MODEL, "vocab_size": 203})
 
 
@@ -50,7 +50,7 @@ def save(directory: Path, state: Snapshot) -> None:
 
 
 def write_native(directory: Path, state: Snapshot, size: int = 1) -> Path:
-    """A checkpoint of ours, split for `size` ranks by the command."""
+    """A checkpoint in our format, split for `size` ranks by stages.convert."""
     step, seed = state.state.global_step, state.state.seed
     whole = directory / f"whole-{seed}" / f"ckpt_{step}"
     if not whole.exists():
@@ -65,7 +65,7 @@ def write_native(directory: Path, state: Snapshot, size: int = 1) -> Path:
 
 
 def rewrite(checkpoint: Path, rank: int, change: Callable[[dict[str, Tensor]], None], *, step: str = "") -> None:
-    """Change the parameters in a rank's file, and have the manifest agree with what is there."""
+    """Change the parameters in a rank's file, and update the manifest to match."""
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     size = sum(entry["path"].startswith("model-") for entry in manifest["files"])
     path = checkpoint / tensor_file("model", rank, size)

@@ -1,4 +1,4 @@
-"""Corpora, small and made up: tokenized ones, and tables as pyarrow writes them."""
+"""Small made-up corpora: tokenized ones, and tables as pyarrow writes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAYS = (
 
 
 def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_out: float = 0.1) -> Path:
-    """A tokenized corpus of several parts, each document with words of its own kind."""
+    """A tokenized corpus of several parts, each document with its own words."""
     draw = random.Random(0)
     text = []
     for _ in range(documents):
@@ -40,7 +40,7 @@ def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_
 
 
 def table_of(texts: Sequence[str | None], kind: Any = None) -> pa.Table:
-    """The texts among what else a data set has."""
+    """The texts, among other columns that a data set has."""
     count = len(texts)
     columns = {
         "id": pa.array([f"<urn:{number}>" for number in range(count)]),
@@ -52,7 +52,7 @@ def table_of(texts: Sequence[str | None], kind: Any = None) -> pa.Table:
 
 
 def write_table(path: Path, rows: pa.Table, *, batch: int = 50) -> Path:
-    """As the name says, one of `WAYS`; `batch`: rows of a record batch or row group."""
+    """Write the table as its file name, one of `WAYS`, says; `batch`: rows per record batch or row group."""
     way = path.name
     if way.endswith(".parquet"):
         size = rows.num_rows if way.startswith("one") else batch

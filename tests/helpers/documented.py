@@ -1,4 +1,4 @@
-"""The commands in README.md, docs/*.md and the headers of configs/*.cfg, as they stand there."""
+"""The commands in README.md, docs/*.md and the headers of configs/*.cfg, as written there."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _BEGINS = re.compile(
 )
 #: A line of a block in Markdown, of a configuration's header, or of a systemd unit in a block.
 _BLOCK = re.compile(r"(?:#? {2,})(?:ExecStart=)?(\S.*)")
-#: Left out, or to be filled in: words that no parser takes.
+#: Left out or to be filled in: words that no parser accepts.
 _ELIDED = re.compile(r"…|\[(?!MASK)|<")
 
 
 @dataclass(frozen=True)
 class Documented:
-    """One command, and where it stands."""
+    """One command, and where it is written."""
 
     page: str
     line: int
-    #: Of a table: the tutorial's side of its row; else empty.
+    #: In a table: the tutorial's side of its row; otherwise empty.
     tutorial: str
-    #: LUIGI_CONFIG_PATH that holds there; empty: none.
+    #: The LUIGI_CONFIG_PATH in effect there; empty: none.
     config: str
     words: tuple[str, ...]
 
@@ -37,7 +37,7 @@ class Documented:
 
 
 def commands() -> list[Documented]:
-    """All of them, `…` left out of their words."""
+    """All of them, without words such as `…`."""
     return [found for page in PAGES for found in _of_page(page)]
 
 
@@ -64,7 +64,7 @@ def _of_page(page: Path) -> list[Documented]:
 
 
 def _joined(text: str, following: list[str]) -> str:
-    """A command with the lines that go on with it."""
+    """A command with its continuation lines."""
     for line in following:
         if not text.endswith("\\"):
             break
@@ -79,7 +79,7 @@ def _parsed(page: str, line: int, tutorial: str, config: str, text: str) -> Docu
         return None
     text = re.split(r" +#|\s(?:>>|\|&|2>&1)\s", text[begin.start() :])[0]
     text = re.sub(r'"\$\(date [^)]*\)"', "2026-11-21", text)
-    if text.count("'") % 2:  # the end of what a shell is told to run
+    if text.count("'") % 2:  # the closing quote of what a shell is told to run
         text = text.rstrip("'")
     words = shlex.split(text)
     while "=" in words[0] and not words[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""Small image sets in MNIST's files, for tests that must not depend on MNIST."""
+"""Small image sets in MNIST's file format, for tests that must not depend on MNIST."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
-    """`values` (uint8) as a gzip'd IDX file, by the format's own description."""
+    """`values` (uint8) as a gzip'd IDX file, following the format's own description."""
     header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
     path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes(), mtime=0))
 

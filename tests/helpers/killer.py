@@ -3,7 +3,7 @@
 Each round starts `luigi --module pipeline BertPhase2` on a small corpus and SIGKILLs luigi, a launcher, a stage's
 process or a worker after a random time, again and again, until the chain has finished in spite of it. The model must
 have the bytes of an uninterrupted run, the last run must end with status 0 and its summary, and `report` must work.
-Exit status 0 if all that always held.
+Exit status 0 if all of this always held.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def begin(chain: Chain, words: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def said(chain: Chain) -> Path:
-    """What the last run has said."""
+    """The log of the last run."""
     return chain.directory / "last-run.log"
 
 
@@ -68,8 +68,8 @@ def check_end(chain: Chain) -> None:
 
 
 def torment(chain: Chain, rng: random.Random, words: Sequence[str], longest_s: float, most: int) -> int:
-    """Start the chain with `words` and kill a random process of it, until it ends well or `most` kills are spent; then
-    leave it alone. Returns the kills."""
+    """Start the chain with `words` and kill random processes of it until it succeeds or `most` kills are spent; then
+    leave it alone. Returns the number of kills."""
     kills = 0
     process = begin(chain, words)
     while True:

@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.known_peak …`: the trainer on a CPU whose peak is said to be `PEAK_FLOPS_PER_S`."""
+"""`python -m tests.helpers.known_peak …`: the trainer on a CPU whose peak is set to `PEAK_FLOPS_PER_S`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real luigid on loopback, and what its pages ask it."""
+"""A real luigid on loopback, and the requests that its pages make."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ scheduler_port = {port}
 
 @contextlib.contextmanager
 def started(chain: Chain, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`python words…` with the chain's settings, in the background; it writes to the chain's directory."""
+    """`python words…` with the chain's settings, in the background; its output goes to the chain's directory."""
     with (chain.directory / f"{words[-1]}.log").open("wb") as log:
         env = {**os.environ, "LUIGI_CONFIG_PATH": str(chain.config)}
         process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=log, stderr=log, env=env)
@@ -55,7 +55,7 @@ class Api:
         return answer.json()["response"]
 
     def pretrain(self) -> dict[str, Any]:
-        """The running Pretrain, with its id; empty: none runs."""
+        """The running Pretrain, with its id; empty if none runs."""
         running = self.ask("task_list", status="RUNNING", upstream_status="")
         return next(({**task, "id": name} for name, task in running.items() if task["name"] == "Pretrain"), {})
 
@@ -74,7 +74,7 @@ class Api:
         return seen[0]
 
     def started_tasks(self) -> dict[str, float]:
-        """Prometheus' count by family, read by its own parser."""
+        """Prometheus' counts by family, read with its own parser."""
         families = text_string_to_metric_families(requests.get(f"{self.url}/metrics", timeout=10).text)
         (family,) = (family for family in families if family.name == "luigi_task_started")
         return {s.labels["family"]: s.value for s in family.samples if s.name.endswith("_total")}

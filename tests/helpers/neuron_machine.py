@@ -1,10 +1,10 @@
 """A stand-in for a Trainium machine: `neuron-ls`, `neuron_parallel_compile` and the package torch-neuronx.
 
-Its cores are XLA's CPU. Everything of ours runs as it would there: the device, its environment, the trial, the cache,
-and with several workers torch_xla's own rendezvous and `xm.all_reduce`, whose last step goes through gloo.
-What the stand-ins do is what AWS's documentation says of the real ones: graphs and compiled modules are in the cache
-that NEURON_CC_FLAGS (`--cache_dir`), else NEURON_COMPILE_CACHE_URL, else the default names, each program reading its
-own environment; a graph whose lock file is there is waited for.
+Its cores are XLA's CPU. All of our code runs as it would there: the device, its environment, the trial, the cache, and
+with several workers torch_xla's own rendezvous and `xm.all_reduce`, whose last step goes through gloo.
+The stand-ins do what AWS's documentation says of the real programs: graphs and compiled modules are in the cache named
+by NEURON_CC_FLAGS (`--cache_dir`), else by NEURON_COMPILE_CACHE_URL, else by default, each program reading its own
+environment; a graph is waited for while its lock file exists.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-#: Where a program of the stand-in that is told no cache looks, below its folder.
+#: Where the stand-in's programs look, below its folder, if no cache is named.
 DEFAULT_CACHE = "default-cache"
 
 _CACHE = """
@@ -89,7 +89,7 @@ for graph in cache().rglob("model.hlo_module.pb.gz"):
 
 
 def install_package(site: Path, name: str, version: str, about: str, module: str = "") -> None:
-    """Lay an installed package into `site`: its metadata, and a module."""
+    """Put an installed package into `site`: its metadata and a module."""
     info = site / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n\n{about}\n")
@@ -97,7 +97,7 @@ def install_package(site: Path, name: str, version: str, about: str, module: str
 
 
 def install_xla_lane(site: Path, module: str = "") -> None:
-    """Lay the packages of the XLA lane into `site`, but for torch and torch-xla, which are real. `module`: the code of
+    """Put the packages of the XLA lane into `site`, except torch and torch-xla, which are real. `module`: the code of
     torch_neuronx."""
     install_package(site, "torch_neuronx", "2.9.0.2.13.26312", "Stand-in.", module)
     install_package(site, "neuronx_cc", "2.24.8799.0", "Stand-in.")
@@ -105,7 +105,7 @@ def install_xla_lane(site: Path, module: str = "") -> None:
 
 
 def install_program(folder: Path, name: str, text: str) -> None:
-    """Lay an executable into `folder`/bin."""
+    """Put an executable into `folder`/bin."""
     program = folder / "bin" / name
     program.parent.mkdir(parents=True, exist_ok=True)
     program.write_text(text)
@@ -113,7 +113,7 @@ def install_program(folder: Path, name: str, text: str) -> None:
 
 
 def hardware(folder: Path, *, cores: Sequence[int]) -> dict[str, str]:
-    """The environment of a machine whose `neuron-ls` lists devices with those many cores; its packages come from
+    """The environment of a machine whose `neuron-ls` lists devices with these numbers of cores; its packages come from
     `folder`/site."""
     devices = [{"neuron_device": index, "nc_count": count} for index, count in enumerate(cores)]
     install_program(folder, "neuron-ls", f"#!/bin/sh\n[ \"$1\" = -j ] && echo '{json.dumps(devices)}'\n")
@@ -122,7 +122,7 @@ def hardware(folder: Path, *, cores: Sequence[int]) -> dict[str, str]:
 
 
 def machine(folder: Path, *, cores: Sequence[int] = (2,)) -> dict[str, str]:
-    """The environment of a machine that has the packages, too."""
+    """The environment of a machine that also has the packages."""
     cache = _CACHE.format(default=str(folder / DEFAULT_CACHE))
     install_xla_lane(folder / "site", cache + _CORES + _PACKAGE)
     install_program(folder, "neuron_parallel_compile", f"#!/usr/bin/env python3\n{cache}{_COMPILER}")

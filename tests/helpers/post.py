@@ -1,4 +1,4 @@
-"""A mail server and a webhook's on 127.0.0.1, and what nights have sent to them."""
+"""A mail server and a webhook server on 127.0.0.1, and what nights have sent to them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ retry_delay = 0.1
 
 
 class Post:
-    """A mail server and a webhook's, and what they have received. `refusals`: what the webhook answers first."""
+    """A mail and a webhook server, and what they have received. `refusals`: the statuses the webhook answers first."""
 
     def __init__(self, smtp: int, http: int) -> None:
         self.smtp, self.http = smtp, http
@@ -49,7 +49,7 @@ def receiving() -> Iterator[Post]:
     """Both servers, until the block ends."""
 
     class Smtp(socketserver.StreamRequestHandler):
-        """As much of RFC 5321 as a client needs that has one mail to send."""
+        """As much of RFC 5321 as a client with one mail to send needs."""
 
         def handle(self) -> None:
             recipients: list[str] = []

@@ -1,4 +1,4 @@
-"""Ready shards to take in: folders and archives of them, and the stage that does."""
+"""Ready-made shards: folders and archives of them, and the stage that takes them in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write(path: Path, *, rows: int = 6, S: int = 16, P: int = 2, largest: int = 
 
 
 def write_random(path: Path, *, rows: int, seed: int) -> Path:
-    """Rows of 512 random ids: as many bytes as it takes for downloads in several ranges."""
+    """Rows of 512 random ids: enough bytes for downloads in several ranges."""
     rng = np.random.default_rng(seed)
     arrays: dict[str, np.ndarray[Any, Any]] = {
         "input_ids": rng.integers(0, 30000, (rows, 512), np.uint16),

@@ -1,7 +1,7 @@
-"""`python -m tests.helpers.recorder …`: the trainer on the CPU, whose workers each leave what they drew at random.
+"""`python -m tests.helpers.recorder …`: the trainer on the CPU, where each worker saves what it drew at random.
 
-random-<rank>.npz holds `keep/<call>`: which of the first `ELEMENTS` the call-th dropout of the run kept; and, for each
-update s (from 0) and parameter, `before/<s>/<name>` and `after/<s>/<name>`: what was rounded by chance, and to what.
+random-<rank>.npz holds `keep/<call>`: which of the first `ELEMENTS` elements the run's call-th dropout kept; for each
+update s (from 0) and parameter, `before/<s>/<name>` and `after/<s>/<name>`: stochastic rounding's input and output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ rounded: list[tuple[Tensor, Tensor]] = []
 
 
 def dropout(ops: CpuOperations, x: Tensor, p: float) -> Tensor:
-    """The same mask is drawn twice: of ones, where nothing else is zero, and of `x`."""
+    """The same mask is drawn twice: for ones, where only dropped elements are zero, and for `x`."""
     state = torch.get_rng_state()
     kept.append(_dropout(ops, torch.ones(x.shape), p).view(-1)[:ELEMENTS].numpy() > 0)
     torch.set_rng_state(state)

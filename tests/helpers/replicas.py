@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.replicas …`: the trainer, whose workers each leave the sha256 of their parameters."""
+"""`python -m tests.helpers.replicas …`: the trainer, where each worker saves the sha256 of its parameters."""
 
 from __future__ import annotations
 

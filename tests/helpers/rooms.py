@@ -1,6 +1,6 @@
 """The rooms of the packages and the imports between them, as docs/architecture.md draws them.
 
-`python -m tests.helpers.rooms` draws them anew.
+`python -m tests.helpers.rooms` redraws them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.helpers.support import ROOT
 from tests.test_taste import MODULES, ORDER, PACKAGES, imported
 
 PAGE = ROOT / "docs" / "architecture.md"
-#: Its headings above a picture: of the packages, then of the rooms in each that has any.
+#: The page's headings above a diagram: of the packages, then of the rooms in each package that has any.
 TITLES = ("Architecture", *PACKAGES[:3])
 Arrows = set[tuple[str, str]]
 
@@ -36,7 +36,7 @@ def mermaid(title: str) -> str:
 
 
 def drawing(text: str, title: str) -> str:
-    """Those of the page `text`."""
+    """The same lines, as the page `text` has them."""
     section = re.split(rf"^#+ {title}$", text, flags=re.MULTILINE)[1]
     found = re.search(r"```mermaid\nflowchart TD\n(.*?)\n```", section, re.DOTALL)
     assert found is not None
@@ -44,7 +44,7 @@ def drawing(text: str, title: str) -> str:
 
 
 def reduced(arrows: Arrows) -> Arrows:
-    """Without arrows to itself, and without those that a longer way implies."""
+    """Without arrows from a node to itself, and without those that a longer path implies."""
     arrows = {(a, b) for a, b in arrows if a != b}
     targets = {a: {b for start, b in arrows if start == a} for a, _ in arrows}
     return {(a, b) for a, b in arrows if not any(b in _reachable(targets, c) for c in targets[a] - {b})}

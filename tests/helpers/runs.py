@@ -1,4 +1,4 @@
-"""A finished run as it is on disk, made up, for the views of it."""
+"""A made-up finished run as it is on disk, for testing the views of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from stages.directory.attempts import ATTEMPTS
 from stages.directory.manifest import IDENTITY, Identity, Output, StartTime, claim, finish
 
-#: Seconds since 1970 at which it began.
+#: When it began, in seconds since 1970.
 BEGAN = 1_795_000_000.0
 VALUES = ("loss", "masked_lm_loss", "next_sentence_loss", "learning_rate", "grad_norm", "throughput")
 EVALUATION = {
@@ -55,7 +55,7 @@ def write_stage(
     upstream: Mapping[str, Path] = MappingProxyType({}),
     **files: bytes,
 ) -> Path:
-    """A complete stage with one attempt of a second. `upstream`: directories of the stages that it is made from."""
+    """A complete stage. `upstream`: directories of the stages that it is made from."""
     made_from = {role: json.loads((path / IDENTITY).read_text())["fingerprint"] for role, path in upstream.items()}
     identity = Identity(stage, 1, phase, parameters=parameters, upstream=made_from)
     name = stage + ("" if phase is None else f"-phase{phase}")
@@ -71,7 +71,7 @@ def write_stage(
 
 
 def write_attempts(directory: Path, *spans: tuple[float, float | None, str]) -> None:
-    """(start, end, how) of each, in seconds after `BEGAN`; without an end it was killed."""
+    """A span is (start, end, how), in seconds after `BEGAN`; an attempt without an end was killed."""
     lines = []
     for start, end, how in spans:
         lines.append({"started": BEGAN + start, "host": "node-1", "pid": 1, "seen": BEGAN + start - 60})

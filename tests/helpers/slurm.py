@@ -1,4 +1,4 @@
-"""A Slurm of our own on loopback: slurmctld, munged and four slurmd, each a node with one core. Nothing of it stays."""
+"""Our own Slurm on loopback: slurmctld, munged and four slurmd, each a node with one core. It leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Slurm:
     """Running from `start` to `stop`; `environment` is what its commands need."""
 
     def __init__(self) -> None:
-        # Not below pytest's directory: the path of a socket is short.
+        # Not below pytest's directory: the path of a socket must be short.
         self.root = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.config = self.root / "slurm.conf"
         self.environment = {"SLURM_CONF": str(self.config)}
@@ -93,7 +93,7 @@ class Slurm:
         wait_until(lambda: self.ask("sinfo", "-h", "-o", "%T %D").split() == ["idle", "4"], timeout_s=30, every_s=0.1)
 
     def start_node(self, name: str) -> None:
-        """Each node has one core of this machine: as many threads as it has of its own."""
+        """Start a node on one core of this machine, so that it has as many threads as cores."""
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[NODES.index(name) % len(cores)]})
         try:
@@ -110,13 +110,13 @@ class Slurm:
             )
 
     def kill_node(self, name: str) -> None:
-        """As if its power had gone: its daemon and all that it runs, at once; and Slurm finds that out."""
+        """As in a power failure: kill its daemon and everything it runs, at once; and let Slurm find out."""
         daemon = self._daemons.pop(f"-N {name}")
         for process in self.processes():
             if process.pid == daemon.pid or self._node_of(process) == name:
                 process.kill()
         daemon.wait()
-        # What it does by itself after SlurmdTimeout, which is long enough for a busy machine.
+        # Slurm does this itself after SlurmdTimeout, which is set long enough for a busy machine.
         self.ask("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=lost")
 
     @staticmethod
@@ -130,14 +130,14 @@ class Slurm:
             return None
 
     def ask(self, *words: str) -> str:
-        """One of Slurm's commands; returns what it says."""
+        """Run one of Slurm's commands; returns its output."""
         done = subprocess.run(
             words, env={**os.environ, **self.environment}, capture_output=True, text=True, check=False, timeout=60
         )
         return done.stdout
 
     def processes(self) -> list[psutil.Process]:
-        """All that it has started and that is alive."""
+        """All living processes that it has started."""
         found = []
         for process in psutil.process_iter():
             try:

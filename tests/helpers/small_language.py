@@ -49,8 +49,8 @@ def sentences(rows: int, length: int, seed: int) -> np.ndarray:
 
 
 def write_language(directory: Path, *, static: bool = False, change: Change = lambda arrays: None) -> Path:
-    """Training shards of the language, of rows with up to a third of padding; `static`: with masks. `change`: a fault
-    of the arrays."""
+    """Training shards of the language, in rows with up to a third of padding; `static`: with masks. `change`: puts a
+    fault into the arrays."""
     directory.mkdir(parents=True)
     rng = np.random.default_rng(1)
     lengths = rng.integers(2 * S // 3, S + 1, ROWS)
@@ -114,8 +114,7 @@ class _Workload(BertWorkload):
 def train_here(
     data: Path, out: Path, *, prepare: Callable[[Model], None] = lambda model: None, **given: Any
 ) -> list[str]:
-    """Train as `trainer_here` says; returns the lines that the log got. `prepare`: changes the model before the first
-    step."""
+    """Train as `trainer_here` says; returns the log's lines. `prepare`: changes the model before the first step."""
     trainer, lines = trainer_here(data, out, **given)
     prepare(trainer.model)
     assert trainer.train()
@@ -133,8 +132,8 @@ def trainer_here(
     vocab_size: int = VOCAB,
     **options: Any,
 ) -> tuple[Trainer, list[str]]:
-    """What trains `steps` steps in this process, and the lines that the log gets. `rates`: the first and last share of
-    masked tokens."""
+    """A trainer for `steps` steps in this process, and the lines that its log will get. `rates`: the first and last
+    share of masked tokens."""
     shards = ShardSet.open(data)
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
     config = ModelConfig(

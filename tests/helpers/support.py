@@ -49,7 +49,7 @@ def synthetic_rows(rows: int, *, seq_len: int, max_pred_len: int, seed: int) -> 
 
 
 def write_dataset(directory: Path, rows_per_shard: list[int], *, seq_len: int = 32, max_pred_len: int = 5) -> Path:
-    """Training shards with those many rows each."""
+    """Training shards with these numbers of rows."""
     directory.mkdir(parents=True, exist_ok=True)
     for shard, rows in enumerate(rows_per_shard):
         arrays = synthetic_rows(rows, seq_len=seq_len, max_pred_len=max_pred_len, seed=shard)
@@ -75,7 +75,7 @@ def options(**values: Any) -> list[str]:
 
 
 def command(*words: str, env: dict[str, str] | None = None, timeout: float = 590) -> subprocess.CompletedProcess[str]:
-    """Run `python words…` from the repository root, forked where it can be; both outputs are captured, nothing is
+    """Run `python words…` from the repository root, forked where possible; both outputs are captured, nothing is
     checked."""
     start_fork_server()
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
@@ -93,13 +93,13 @@ def command(*words: str, env: dict[str, str] | None = None, timeout: float = 590
 
 
 def start_fork_server(*modules: str) -> None:
-    """One for all that a process of the test run starts: it has imported torch, what luigi imports, and `modules`."""
+    """The server for all that a test process starts; it has imported torch, what luigi imports, and `modules`."""
     libraries = ("requests", "jsonschema", "jinja2", "tenacity", "tornado.ioloop", "prometheus_client", "yaml", "tqdm")
     start((*PRELOADED, *libraries, *modules))
 
 
 def require_torch_xla() -> None:
-    """Skip the test without torch_xla, which is not imported here: that takes 5 s."""
+    """Skip the test if torch_xla is not installed. It is not imported here: that takes 5 s."""
     if importlib.util.find_spec("torch_xla") is None:
         pytest.skip("torch_xla is not installed")
 
@@ -110,7 +110,7 @@ _kept: dict[tuple[str, ...], Any] = {}
 
 @contextlib.contextmanager
 def fork_server(*modules: str, **environment: str) -> Iterator[None]:
-    """Commands with the variables `environment` are forked in the block by a server of their own, which has imported
+    """In the block, commands are forked by a server of their own with the variables `environment`, which has imported
     `modules` as well. Without variables it is kept for the next block."""
     before, fork_client._client = fork_client._client, None if environment else _kept.get(modules)
     try:
@@ -128,7 +128,7 @@ def fork_server(*modules: str, **environment: str) -> Iterator[None]:
 
 
 def stop_fork_servers() -> None:
-    """End all of this process."""
+    """Stop all fork servers of this process."""
     for client in (fork_client._client, *_kept.values()):
         fork_client._client = client
         fork_client.stop()
@@ -152,7 +152,7 @@ class Workers:
             self.processes.append(process)
 
     def wait(self, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-        """Join all; a worker that fails takes the others with it, as under torchrun. The status is the first's."""
+        """Join all; a failed worker takes the others with it, as under torchrun. The status is the first failure's."""
         deadline = time.monotonic() + timeout
         alive, status = list(self.processes), 0
         while alive and time.monotonic() < deadline:
@@ -169,12 +169,12 @@ class Workers:
         return subprocess.CompletedProcess([], status, text, "")
 
     def said(self) -> str:
-        """What they have said so far. Read in a way that moves no place in the file, which they share."""
+        """What they have printed so far, read without moving the file position, which they share."""
         file = self._output.fileno()
         return os.pread(file, os.fstat(file).st_size, 0).decode()
 
     def end(self) -> None:
-        """Leave nothing of them running."""
+        """Kill those that still run."""
         for process in self.processes:
             process.signal_group(signal.SIGKILL)
             process.wait()
@@ -231,7 +231,7 @@ def flip_a_byte(path: Path) -> None:
 
 
 def assert_workers_error(done: subprocess.CompletedProcess[str], rank: int, *fragments: str, size: int = 1) -> None:
-    """One of `size` workers ended the run with one line that holds all `fragments`; what all of them agreed on names no
+    """One of `size` workers ended the run with one line that holds all `fragments`; an error all agreed on names no
     worker. The others may name its error or their own, or have lost their connection to it."""
     if size == 1:
         return assert_one_line_error(done, *fragments)

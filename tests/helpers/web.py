@@ -18,27 +18,27 @@ Fault = Callable[["Handler"], int | None]
 
 
 class Web:
-    """The object at `url`, and what was asked for it. Requests for its first byte alone are told apart as probes."""
+    """The object at `url`, and the requests for it. Those for its first byte alone are counted apart, as probes."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.etag: str | None = '"' + hashlib.md5(data).hexdigest() + '"'
         self.modified: str | None = "Fri, 21 Nov 2025 10:00:00 GMT"
-        #: Whether Range and If-Match are understood; and If-Match alone.
+        #: Whether Range is understood, and whether If-Match and If-Unmodified-Since are.
         self.ranges, self.conditions = True, True
         self.length: int | None = None
-        #: Taken one for each request that is no probe, in order of arrival.
+        #: One is taken for each request that is not a probe, in order of arrival.
         self.faults: deque[Fault] = deque()
         #: The same for probes.
         self.probe_faults: deque[Fault] = deque()
-        #: Bytes of bodies that may go out before all answers stand still; None: all.
+        #: Bytes of bodies that may go out before all answers stall; None: all.
         self.budget: int | None = None
         self.open_again = threading.Event()
         self.lock = threading.Lock()
         self.sent = 0
         self.probes = 0
         self.parts: list[str | None] = []
-        #: Their If-Match, or If-Unmodified-Since.
+        #: Their If-Match or If-Unmodified-Since.
         self.demands: list[str | None] = []
         self.paths: list[str] = []
         self.url = ""
@@ -141,7 +141,7 @@ def stall(until: threading.Event) -> Fault:
 
 
 def drip(byte_every_s: float, until: threading.Event, *, headers: bool = False) -> Fault:
-    """Headers and then the body, or headers already, a byte at a time: more often than any read times out."""
+    """The body, or with `headers` the headers, a byte at a time: often enough that no read times out."""
 
     def send(handler: Handler) -> int:
         handler.close_connection = True
@@ -164,7 +164,7 @@ def drip(byte_every_s: float, until: threading.Event, *, headers: bool = False) 
 
 
 def then(action: Callable[[], object]) -> Fault:
-    """Do something, then answer as if nothing were."""
+    """Do something, then answer as if nothing had happened."""
 
     def act(handler: Handler) -> None:
         action()
@@ -174,7 +174,7 @@ def then(action: Callable[[], object]) -> Fault:
 
 @contextlib.contextmanager
 def serving(data: bytes, path: str = "/shards.tar", tls: ssl.SSLContext | None = None) -> Iterator[Web]:
-    """A server of `data` on this machine, for the block; with `tls` by https."""
+    """A server of `data` on this machine, for the block; with `tls` over https."""
     web = Web(data)
     with listening(Handler, tls, web=web) as address:
         web.url = f"{address}{path}"

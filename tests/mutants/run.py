@@ -2,12 +2,12 @@
 
     python -m tests.mutants.run [WORD …] [--jobs N]      (or: make mutants ARGS='dropout --jobs 1')
 
-`faults/*.toml` holds the faults, a file for each subject. The tools that mutate a program by themselves (mutmut,
-cosmic-ray) swap operators and constants everywhere and take thousands of runs; these are mistakes that somebody could
-make, each with the one test that has to notice it.
+`faults/*.toml` holds the faults, one file per subject. Tools that mutate a program automatically (mutmut, cosmic-ray)
+swap operators and constants everywhere and take thousands of runs; these are mistakes that somebody could make, each
+with the one test that has to notice it.
 
 A fault is caught when its test passes on the unchanged project and fails on the changed one: with an assertion, or
-because the program refuses what it should take. A crash is no catch: the faulty program has to work and be wrong.
+because the program refuses what it should accept. A crash does not count: the faulty program has to work and be wrong.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).parent / "faults"
 #: Seconds after which the tests of a file without a fault, or the test of one fault, are given up.
 BASELINE_TIMEOUT_S, TIMEOUT_S = 1800.0, 300.0
-#: What most tests import, and takes seconds: imported once, before a process is forked for each fault.
+#: What most tests import, and what takes seconds: imported once, before a process is forked for each fault.
 PRELOADED = ("torch", "h5py", "luigi", "requests", "torch.utils.flop_counter", "transformers.models.bert.modeling_bert")
-#: How the message of a failed assertion begins: of `assert`, of `pytest.raises` that saw nothing, of numpy and torch;
-#: and that of a refusal of the program's own which the test does not expect. Workers that are too slow prove nothing.
+#: How the message of a failed assertion begins (`assert`, a `pytest.raises` that saw nothing, numpy, torch), or that of
+#: an error of the program's own which the test does not expect. Workers that are too slow prove nothing.
 ASSERTION = re.compile(r"assert |AssertionError(?!: still running)|Failed: DID NOT |common\.errors\.\w+: ")
 
 
@@ -107,7 +107,7 @@ def copy_project(root: Path, copy: Path) -> None:
         if (root / name).is_file():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, copy / name)
-    # Compiled files that are valid for their source alone: a changed file may have size and time of the unchanged one.
+    # Compiled files are checked by the source's hash: a changed file may have the size and time of the unchanged one.
     compileall.compile_dir(copy, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
 
 
@@ -158,7 +158,7 @@ class Run:
                 os._exit(status)
 
     def kill(self) -> None:
-        """End it, and what its tests have left."""
+        """Kill it, and whatever its tests have left running."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
 
@@ -188,13 +188,13 @@ def _pytest(copy: Path, log: Path, words: list[str]) -> int:
     with log.open("w") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
-    # The copy's modules, here and in all processes that are started.
+    # Import the copy's modules, here and in all processes that are started.
     sys.path[:] = [str(copy), *(path for path in sys.path if Path(path or ".").resolve() not in (ROOT, copy))]
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
     os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
-    # Plugins that what is preloaded has imported are not rewritten.
+    # Pytest cannot rewrite plugins that the preloaded modules have imported.
     ignore = "ignore::pytest.PytestAssertRewriteWarning"
     return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-W", ignore, *words]))
 
@@ -289,7 +289,7 @@ def main() -> None:
     faults = [fault for fault in read_faults(args.faults) if all(word in str(fault) for word in args.words)]
     if not faults:
         sys.exit(f"error: no fault has these words in its entry; see {args.faults}")
-    # Before torch is loaded; as in the tests' own processes. Without the second torch_xla says that it chooses it.
+    # Before torch is loaded, as in the tests' own processes. Without PJRT_DEVICE, torch_xla prints that it chooses CPU.
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     os.environ.setdefault("BERT_SHARED_DIR", str(ROOT.parent / "shared"))

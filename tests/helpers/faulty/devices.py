@@ -1,4 +1,4 @@
-"""Devices that are wrong in one way each: the CPU with a fault.
+"""Faulty devices: the CPU with one fault each.
 
 `python -m tests.helpers.faulty.devices FAULT …` is `python -m trainer …` where the device cpu is the faulty one.
 """
@@ -108,7 +108,7 @@ class WrongMask(Sound):
 
 
 class SwappedShards(Sound):
-    """An all-reduce of a reduce-scatter and an all-gather, which puts the two parts in the wrong order."""
+    """An all-reduce made of a reduce-scatter and an all-gather that puts the two parts in the wrong order."""
 
     def all_reduce(self, tensors: list[Tensor], group: Group, *, sums: bool = True) -> None:
         super().all_reduce(tensors, group, sums=sums)

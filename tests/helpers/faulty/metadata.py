@@ -12,7 +12,7 @@ SPOT, REBALANCE = "/latest/meta-data/spot/instance-action", "/latest/meta-data/e
 
 class Metadata:
     """A metadata service as Amazon documents IMDSv2: no answer without a token from PUT, 404 while there is no
-    notice. `forget`: its tokens are no longer good."""
+    notice. `forget` makes its tokens invalid."""
 
     def __init__(self) -> None:
         self.notices: dict[str, str] = {}

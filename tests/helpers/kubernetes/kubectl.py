@@ -1,6 +1,6 @@
 """A stand-in for kubectl and the cluster behind it: pods are processes of this machine, and the Job controller is a
-process that starts them, replaces the killed ones and obeys the Job's podFailurePolicy. Understands what the launcher
-says, and nothing else. KUBECTL_STATE is its directory.
+process that starts them, replaces the killed ones and obeys the Job's podFailurePolicy. Understands the launcher's
+commands, and nothing else. KUBECTL_STATE is its directory.
 
 A JobSet becomes a Job as its controller makes one. A suspended object waits until the file `admitted` exists, as if
 Kueue had quota for it, and is suspended again when that file is gone. Kinds listed in `refused` are not accepted, those
@@ -61,7 +61,7 @@ def submitted() -> Path:
 
 
 def job_of(document: dict[str, Any]) -> dict[str, Any]:
-    """The Job itself, or the one that its controller makes of a JobSet."""
+    """The Job itself, or the one that a JobSet's controller makes from it."""
     if document["kind"] == "Job":
         return document
     (replicated,) = document["spec"]["replicatedJobs"]
@@ -70,7 +70,7 @@ def job_of(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def controller() -> int:
-    """What the Job controller does, and with a suspended object what Kueue does."""
+    """What the Job controller does, and for a suspended object what Kueue does."""
     path = submitted()
     document = json.loads(path.read_text())
     queued, complete = document["spec"].get("suspend", False), "Completed" if path.stem == "jobset" else "Complete"
@@ -154,7 +154,7 @@ def delete(kind: str) -> int:
 
 
 def get_list(kind: str, selector: str) -> int:
-    """`get pods` and `get workloads`, of the one object that there is."""
+    """`get pods` and `get workloads`, for the one object there is."""
     path = STATE / f"{kind}s.json"
     if kind == "pod":
         owner = f"batch.kubernetes.io/job-name={job_of(json.loads(submitted().read_text()))['metadata']['name']}"

@@ -1,8 +1,8 @@
-"""A stand-in for the Hugging Face Hub on this machine: as much of its HTTP API as publishing and reading a model takes.
+"""A stand-in for the Hugging Face Hub on this machine: as much of its HTTP API as publishing and reading a model needs.
 
-Made after what `huggingface_hub` sends and expects, which is the real library here. Large files come by LFS, in one
-piece or in parts, or by Xet, if they are one file of at most 64 MB, not compressed. Of the Hub's checks of a model card
-it has those that its documentation states; what the Hub adds to them nobody here can know. Commits take effect whole.
+Modelled on what `huggingface_hub`, which is the real library here, sends and expects. Large files come by LFS, in one
+piece or in parts, or by Xet, if they are one uncompressed file of at most 64 MB. A model card gets those of the Hub's
+checks that its documentation states; what else the Hub checks cannot be known here. Commits take effect whole.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LICENCES = {"apache-2.0", "mit", "cc-by-sa-4.0", "unknown", "other"}
 TASKS = {"fill-mask", "text-classification"}
 #: Environment variable with which Xet's client sends chunks as they are.
 NO_COMPRESSION = {"HF_XET_XORB_COMPRESSION_POLICY": "none"}
-#: Whether a request of this method and path is meant.
+#: Whether a fault is meant for a request of this method and path.
 When = Callable[[str, str], bool]
 
 
@@ -49,12 +49,12 @@ class Repository:
 
 
 class Hub:
-    """`url`: for HF_ENDPOINT. `part_bytes`: of LFS uploads in parts; None: in one piece."""
+    """`url`: for HF_ENDPOINT. `part_bytes`: the part size of LFS uploads; None: in one piece."""
 
     def __init__(self, part_bytes: int | None) -> None:
         self.url, self.part_bytes = "", part_bytes
         self.repositories: dict[str, Repository] = {}
-        #: Large files by sha256, whether a commit refers to them or not, and parts of those under way.
+        #: Large files by sha256, whether a commit refers to them or not, and the parts of uploads under way.
         self.large: dict[str, bytes] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
         #: Of a Xet upload under way.
@@ -119,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         return (self.headers["Authorization"] or "").removeprefix("Bearer ")
 
     def may_write(self) -> bool:
-        """Else it has been answered."""
+        """If not, the request has been answered."""
         self.hub.tokens.add(self.token())
         if self.token() not in (WRITER, READER):
             self.answer(401, {"error": "Invalid"}, X_Error_Message="Invalid credentials in Authorization header")
@@ -168,7 +168,7 @@ class Handler(BaseHTTPRequestHandler):
             large = file["path"].endswith(".safetensors") or file["size"] > 10_000_000
             data = there.get(file["path"])
             file |= {"uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
-            # As the Hub has it: the oid of a regular file is git's, that of a large one its sha256.
+            # As on the Hub: the oid of a regular file is git's, that of a large one its sha256.
             oid = None if data is None else hashlib.sha256(data).hexdigest() if large else _git_oid(data)
             file |= {} if oid is None else {"oid": oid}
         self.answer(200, {"files": files})
@@ -243,7 +243,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, {"casUrl": f"{self.hub.url}/cas", "accessToken": "xet", "exp": int(time.time()) + 3600})
 
     def put_xorb(self, _hash: str) -> None:
-        """Chunks after headers of 8 bytes: version, length in 3 bytes, compression, length before it in 3."""
+        """Chunks after 8-byte headers: version, length (3 bytes), compression, uncompressed length (3 bytes)."""
         data, at = b"", 0
         while at < len(self.body) and self.body[at] == 0:
             length, compression = int.from_bytes(self.body[at + 1 : at + 4], "little"), self.body[at + 4]
@@ -254,7 +254,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {"was_inserted": True})
 
     def put_shard(self) -> None:
-        """Says which chunks are which files. Here files come one at a time."""
+        """Says which chunks make up which files. Here files come one at a time."""
         self.hub.large[hashlib.sha256(self.hub.chunks).hexdigest()] = bytes(self.hub.chunks)
         self.hub.chunks.clear()
         self.answer(200, {"result": 1})
@@ -273,7 +273,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 _NAME = r"([\w.-]+/[\w.-]+)"
-#: Methods, path, what answers.
+#: Methods, path, handler.
 ROUTES: list[tuple[tuple[str, ...], str, Callable[..., None]]] = [
     (("POST",), "/api/repos/create", Handler.create),
     (("GET",), f"/api/models/{_NAME}(?:/revision/([^/]+))?", Handler.info),

@@ -1,7 +1,7 @@
 """Machines that share a store in memory: one call at a time, in the order that a test wants, with crashes.
 
-An `Actor` is a process of a machine, in a thread of its own. It stops before every call of the store, and goes on when
-the test says so with `step`. After each step `Shared.check` looks at all that the store holds.
+An `Actor` is a process of a machine, in a thread of its own. It stops before every call of the store, and continues
+when the test calls `step`. After each step `Shared.check` checks everything that the store holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stages.store.records import stage_of_key
 T = TypeVar("T")
 IDENTITY = Identity("train", 1, 1)
 LABEL, FINGERPRINT = "train-phase1", IDENTITY.fingerprint
-#: Of a call: it is made; the process dies before it or after it; it has no effect, or it has and nobody hears of it.
+#: Of a call: it is made; the process dies before or after it; it has no effect; it has its effect, but no answer comes.
 Fate = Literal["made", "dies before", "dies after", "refused", "answer lost"]
 
 
@@ -68,14 +68,14 @@ class Actor:
 
     @classmethod
     def end_all(cls) -> None:
-        """Nobody waits any more."""
+        """End all actors that still wait."""
         for actor in list(cls._living):
             actor._fate = "dies before"
             actor._go.release()
             actor._stopped.acquire()
 
     def call(self, what: str, effect: Callable[[], T]) -> T:
-        """In the actor's threads: a call of the store."""
+        """A call of the store, made in the actor's thread."""
         if not self._fate.startswith("dies"):
             self.pending = what
             self._stopped.release()
@@ -176,7 +176,7 @@ class Shared:
         return content
 
     def check(self, actor: Actor) -> None:
-        """The rules, after a call of the actor."""
+        """Check the rules after a call of the actor."""
         if self.objects == self._checked:
             return
         self._checked = dict(self.objects)

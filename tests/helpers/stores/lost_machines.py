@@ -1,10 +1,10 @@
 """Loses machines at random moments: `python -m tests.helpers.stores.lost_machines --losses 50`.
 
-Each loss is a SIGKILL of luigi in the middle of a whole chain, with all that it has started, and the removal of its
-work directory. The next run starts with an empty one, and the store. The model must have the bytes of an undisturbed
-run without a store, a training must go on from the newest checkpoint that was pushed, and at the end each of its steps
-must be recorded once. Half of the losses with two data-parallel workers, half with two tensor-parallel ones. Exit
-status 0 if all that always held.
+Each loss SIGKILLs luigi in the middle of a whole chain, with everything it has started, and removes its work directory.
+The next run starts with an empty one, and the store. The model must have the bytes of an undisturbed run without a
+store, a training must resume from the newest checkpoint that was pushed, and at the end each of its steps must be
+recorded once. Half of the losses are with two data-parallel workers, half with two tensor-parallel ones. Exit status 0
+if all of this always held.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.helpers.chain import Chain
 from tests.helpers.killer import begin, digest, said
 from tests.helpers.support import metrics
 
-#: Fewer steps would be over between two losses.
+#: Fewer steps would finish between two losses.
 _STEPS = ("--Phase1-max-steps", "40", "--Phase2-max-steps", "20", "--Phase1-ckpt-interval-steps", "4")
 
 
@@ -38,8 +38,8 @@ def pushed(store: Path) -> dict[str, int]:
 
 
 def torment(chain: Chain, store: Path, rng: random.Random, words: Sequence[str], longest_s: float, most: int) -> int:
-    """Run the chain with `words` and lose its machine, until it ends well or `most` losses are spent; then leave it
-    alone. Returns the losses."""
+    """Run the chain with `words` and lose its machine until it succeeds or `most` losses are spent; then leave it
+    alone. Returns the number of losses."""
     losses, expected = 0, dict[str, int]()
     process = begin(chain, words)
     while True:
@@ -60,7 +60,7 @@ def torment(chain: Chain, store: Path, rng: random.Random, words: Sequence[str],
 
 
 def require_continued(chain: Chain, expected: dict[str, int]) -> None:
-    """A training of the last run that has begun did so from the newest checkpoint pushed before."""
+    """Each training that the last run has begun started from the newest checkpoint pushed before."""
     text = said(chain).read_text()
     for label, step in expected.items():
         began = text.partition(f"{label}: started")[2]
@@ -69,7 +69,7 @@ def require_continued(chain: Chain, expected: dict[str, int]) -> None:
 
 
 def check_end(chain: Chain, words: Sequence[str]) -> None:
-    """The last run has said so, and the records of both trainings are whole, wherever their steps were trained."""
+    """The last run reported its end, and the records of both trainings are whole, wherever the steps were trained."""
     assert "BERT is pretrained." in said(chain).read_text()
     for phase in (1, 2):
         chain.run("Pretrain", "--phase", str(phase), *words)  # fetched, if this machine did not need it

@@ -1,4 +1,4 @@
-"""A machine that makes a training with a shared store, as the pipeline does it, one call of the store at a time."""
+"""A machine that runs a training with a shared store as the pipeline does, one call of the store at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEASE_S = 60.0
 
 @dataclass
 class Machine:
-    """Has a directory of its own."""
+    """A machine with a directory of its own."""
 
     shared: Shared
     directory: Path
@@ -38,7 +38,7 @@ class Machine:
     clock_s: float = 0.0
 
     def start(self, work: Callable[[ActorsBackend], object] | None = None) -> Actor:
-        """A process, which tries three times to make the stage, or does something else."""
+        """Start a process, which tries three times to make the stage, or does `work`."""
         (self.directory / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         return Actor(self.shared, work or self._work)
 
@@ -48,7 +48,7 @@ class Machine:
                 return self._make(backend)
 
     def acquire(self, backend: ActorsBackend) -> Lease:
-        """The lease. The checkpoints that it brings are fetched."""
+        """Take the lease. `fetch` gets the checkpoints that it lists."""
         lease = Lease.acquire(
             backend, self.shared.lease_key, name_holder(self.directory), LEASE_S,
             wait=lambda other: backend.actor.call("wait", lambda: None), clock=lambda: self.shared.now + self.clock_s,
@@ -58,7 +58,7 @@ class Machine:
         return lease
 
     def fetch(self, backend: ActorsBackend, record: LeaseRecord) -> None:
-        """What the lease has, unless what is here is as new. A later lease may have removed it."""
+        """Fetch the newest checkpoint of the lease, unless one here is as new. A later lease may have removed it."""
         listed = max((one.step for one in record.checkpoints), default=0)
         fetched = fetch_checkpoint(backend, record, self.shared.name, self.directory)
         if self.shared.record["token"] == record.token:

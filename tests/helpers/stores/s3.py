@@ -60,7 +60,7 @@ Fault = Callable[["Handler"], None]
 
 
 class S3:
-    """`url`: the proxy. `client`: asks moto's server itself."""
+    """`url`: the proxy. `client`: talks to moto's server directly."""
 
     def __init__(self, server: str) -> None:
         self.server, self.url = server, ""
@@ -70,13 +70,13 @@ class S3:
         self.failed = 0
         #: The most requests that were open at the same time.
         self.peak = self._open = 0
-        #: Set at the end: nothing waits any longer.
+        #: Set at the end, so that nothing waits any longer.
         self.over = threading.Event()
         self._faults: list[tuple[When, Fault, list[None]]] = []
         self._lock = threading.Lock()
 
     def fail(self, fault: Fault, when: When | str = "", times: int = 1) -> None:
-        """The next `times` requests of an operation (empty: of any), or of those for which `when` holds, fare so."""
+        """The next `times` requests of an operation (empty: of any), or for which `when` holds, meet `fault`."""
         chosen = when if callable(when) else lambda request: when in ("", request.operation)
         self._faults.append((chosen, fault, [None] * times))
 
@@ -88,7 +88,7 @@ class S3:
 
     @contextlib.contextmanager
     def taken(self, request: Request) -> Iterator[Fault | None]:
-        """Record a request; what is to happen to it."""
+        """Record a request; yields what is to happen to it."""
         with self._lock:
             self.requests.append(request)
             self._open += 1
@@ -168,7 +168,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def error(status: int, code: str = "", body: bytes | None = None, **headers: str) -> Fault:
-    """An error as S3 says it, or `body`; the request does not arrive."""
+    """An error as S3 words it, or `body`; the request does not arrive."""
     xml = f"<?xml version='1.0' encoding='UTF-8'?>\n<Error><Code>{code}</Code><Message>No.</Message></Error>".encode()
     named = [(name.replace("_", "-"), value) for name, value in headers.items()]
     return lambda handler: handler.answer(Answer(status, named, (xml if code else b"") if body is None else body))
@@ -190,7 +190,7 @@ def cut(after: int) -> Fault:
 
 
 def slow(chunk: int, wait_s: float) -> Fault:
-    """The answer comes some bytes at a time."""
+    """The answer comes `chunk` bytes at a time."""
 
     def send(handler: Handler) -> None:
         answer = handler.forward()
@@ -207,7 +207,7 @@ def stall(handler: Handler) -> None:
 
 
 def before(action: Callable[[], object], fault: Fault | None = None) -> Fault:
-    """Do something, then answer as if nothing were, or as `fault` has it."""
+    """Do something, then answer as if nothing had happened, or as `fault` does."""
 
     def act(handler: Handler) -> None:
         action()
@@ -228,7 +228,7 @@ def after(action: Callable[[], object]) -> Fault:
 
 
 def at_first() -> When:
-    """Holds for every request once: a repetition is let through, also that of the rest of a range."""
+    """Holds for every request once: a retry is let through, even one for the rest of a range."""
     seen: set[tuple[str, ...]] = set()
     lock = threading.Lock()
 
@@ -261,7 +261,7 @@ def moto() -> Iterator[str]:
 
 @contextlib.contextmanager
 def proxied(server: str) -> Iterator[S3]:
-    """A proxy before the S3 server at this host and port, for the block."""
+    """A proxy in front of the S3 server at this host and port, for the block."""
     s3 = S3(server)
     with listening(Handler, s3=s3) as s3.url:
         try:
@@ -272,6 +272,6 @@ def proxied(server: str) -> Iterator[S3]:
 
 @contextlib.contextmanager
 def serving() -> Iterator[S3]:
-    """Moto's server and a proxy before it, for the block."""
+    """Moto's server and a proxy in front of it, for the block."""
     with moto() as server, proxied(server) as s3:
         yield s3

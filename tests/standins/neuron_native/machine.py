@@ -1,7 +1,7 @@
 """A stand-in for a machine with native torch-neuronx: the package beside this file, as if it were installed.
 
-The device is torch's own PrivateUse1 device, registered by device.cpp as AWS's package registers its device, on the
-host's memory. The code under test runs whole; not real are the arithmetic units, their compiler and their links.
+The device is torch's own PrivateUse1 device, in host memory, registered by device.cpp as AWS's package registers its
+device. All of the code under test runs; the arithmetic units, their compiler and their links are not real.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from tests.helpers.neuron_machine import hardware, install_package
 
 _HERE = Path(__file__).parent
-#: An environment holds one lane. Here torch-xla is installed for other tests: on this machine it is not.
+#: An environment holds one lane. torch-xla is installed here for other tests: on the stand-in machine it is not.
 _HIDE = """
 from importlib import metadata
 _found = metadata.Distribution.from_name.__func__
@@ -31,7 +31,7 @@ def from_name(cls, name):
 
 metadata.Distribution.from_name = classmethod(from_name)
 """
-#: A command that a server forks imports the package before it begins, in its own environment, as it would with torch.
+#: A command that a server forks imports the package before it begins, in its own environment, as with `import torch`.
 #: (Where torch imports a package, the project starts no server; tests do.)
 _FORK = """
 import os, runpy, sys

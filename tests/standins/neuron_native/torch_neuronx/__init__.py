@@ -1,8 +1,8 @@
 """A stand-in for AWS's native torch-neuronx: torch's device `neuron`, its process group and its compiler backend.
 
-Its surface is what is publicly known of the real one. Operations run on the CPU (device.cpp). The compiler runs graphs
+Its API is what is publicly known of the real one. Operations run on the CPU (device.cpp). The compiler runs graphs
 operation by operation, and leaves a file for each in the cache that TORCH_NEURONX_NEFF_CACHE_DIR named when torch was
-imported. What tests choose, by the environment:
+imported. What tests choose, by environment variables:
 
 STANDIN_DRAWS_ON_HOST=1     random numbers come from the CPU's generator
 STANDIN_STUCK_SEED=1        every seed starts the same random numbers
@@ -82,7 +82,7 @@ def _device_module() -> ModuleType:
 
 
 class _Group(dist.ProcessGroup):
-    """gloo on the host's view of the tensors; refuses the host's own, as NeuronLink would."""
+    """gloo on the host's view of the tensors; refuses tensors on the host, as NeuronLink would."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -119,7 +119,7 @@ def _compile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], *, options
     from torch._dynamo.backends.common import aot_autograd
 
     if options is not None:
-        options["compiled"] = options.get("compiled", 0) + 1  # the real one changes it, too
+        options["compiled"] = options.get("compiled", 0) + 1  # the real one changes it too
     shapes = [tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in inputs]
 
     def leave(part: str, traced: torch.fx.GraphModule, _: Any) -> Any:
