@@ -1,4 +1,4 @@
-"""What most tests of training train on."""
+"""The data and the model that most training tests use."""
 
 from __future__ import annotations
 

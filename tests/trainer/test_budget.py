@@ -1,4 +1,4 @@
-"""Training for a time: the steps that fit are measured, then fixed, and measuring leaves no trace in the training.
+"""Training for a set time: the steps that fit are measured, then fixed, and measuring leaves no trace in the training.
 
 No test depends on how fast the machine is: what is measured is compared with nothing.
 """
@@ -37,7 +37,7 @@ LONG = "5m"
 
 
 def run(data: Path, model: Path, out: Path, *, workers: int = 1, status: int = 0, **values: Any) -> str:
-    """Train with 16 sequences a step; what was said."""
+    """Train with 16 sequences a step; returns what was said."""
     copies = workers // values.get("tensor_parallel_size", 1)
     given = {"grad_accum_usteps": 4 // copies, **COMMON, **values}
     done = train(workers, data_dir=data, model_config=model, output_dir=out, **given)
@@ -57,8 +57,8 @@ def assert_same_training(ours: Path, theirs: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def measured(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training that was killed as soon as its steps were recorded; by hand they are 14 then, as another machine may
-    have measured."""
+    """A training that was killed as soon as its number of steps was recorded; the record is then set to 14 by hand, as
+    another machine may have measured."""
     out = tmp_path_factory.mktemp("measured") / "out"
     said = run(data, model, out, budget=LONG, status=-9, env={"FAILPOINT": f"rename-after:{BUDGET}"})
     assert "measuring the time of a step" in said
@@ -78,7 +78,7 @@ def measured(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) 
 def test_a_measured_training_ends_with_the_bytes_of_one_of_as_many_steps(
     data: Path, model: Path, tmp_path: Path, workers: int, values: dict[str, Any]
 ) -> None:
-    """Dropout on, into the second epoch. The rate follows the number of steps, so another number has other bytes."""
+    """With dropout, into the second epoch. The rate follows the number of steps: another number gives other bytes."""
     values = {"workers": workers, "steps_this_run": 10, **values}
     said = run(data, model, tmp_path / "measured", budget=LONG, **values)
     steps = fixed_steps(tmp_path / "measured", 1)
@@ -103,8 +103,8 @@ def test_phase_2_has_a_budget_of_its_own(data: Path, model: Path, tmp_path: Path
 def test_the_recorded_steps_count_whatever_interrupts_the_training(
     data: Path, model: Path, measured: Path, tmp_path: Path
 ) -> None:
-    """Killed before the first checkpoint, between two, and stopped; nothing is measured again, on another machine
-    either."""
+    """Killed before the first checkpoint, between two, and stopped; nothing is measured again, not even on another
+    machine."""
     out = tmp_path / "out"
     shutil.copytree(measured, out)
     again = {"budget": LONG, "resume_ckpt": True}
@@ -115,7 +115,7 @@ def test_the_recorded_steps_count_whatever_interrupts_the_training(
     assert "[14/14," in run(data, model, out, **again)
     run(data, model, tmp_path / "given", max_steps=14)
     assert_same_training(out, tmp_path / "given", 14)
-    # It is the same training, so it goes on with the number as well.
+    # It is the same training, so it also continues with the number.
     run(data, model, out, max_steps=14, resume_ckpt=True)
 
 
@@ -244,7 +244,7 @@ def test_the_warm_up_must_end_before_the_decay() -> None:
 
 
 def test_the_first_steps_are_not_timed_and_requests_to_save_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first three take 100 s each, with compilation; the others 2 s. Timed are at least 20 s."""
+    """The first three take 100 s each, including compilation, the others 2 s. At least 20 s are timed."""
     now = [0.0]
     monkeypatch.setattr(rehearsal, "time", SimpleNamespace(monotonic=lambda: now[0]))
     taken: list[bool] = []
@@ -272,7 +272,7 @@ def test_the_first_steps_are_not_timed_and_requests_to_save_wait(monkeypatch: py
 def test_steps_are_timed_at_the_mean_masking_rate_and_with_as_many_positions_at_most(
     tmp_path: Path, schedule: str
 ) -> None:
-    """Each step of a whole phase is counted; the training itself keeps its rate."""
+    """The mean is over each step of a whole phase; the training itself keeps its rate."""
     config = TrainConfig(schedule=schedule, budget=Duration.parse("20m"), output_dir=tmp_path, warmup_steps=0)
     workload: Any = SimpleNamespace(masking=Masking(MaskRate(0.3, 0.15)))
     seen: list[Run] = []

@@ -125,7 +125,7 @@ def test_the_work_of_a_step_is_that_of_the_model_without_the_head(data: Path) ->
     masked_lm = dataclasses.replace(config, next_sentence=False)
     counts = (20, 8, 8 * 32, 8 * 32**2)
     both, one = (BertWorkload(model, shards).work(counts) for model in (config, masked_lm))
-    # Per sequence the pooler's matrix and the classifier's, times two for a multiply-add and three for the backward.
+    # Per sequence: the pooler's and the classifier's matrices, times two for a multiply-add and three for the backward.
     head = 8 * 3 * 2 * (config.hidden_size**2 + 2 * config.hidden_size)
     assert (both.flops - one.flops, both.usual_flops - one.usual_flops) == (head, head)
     assert both.samples == one.samples
@@ -134,7 +134,7 @@ def test_the_work_of_a_step_is_that_of_the_model_without_the_head(data: Path) ->
 def test_phase_2_continues_phase_1_and_the_merged_model_is_a_bert_for_masked_lm(
     alone: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Two ranks in phase 1, converted to one, which is trained on, split again and merged."""
+    """Two ranks in phase 1, converted to one, which is trained further, split again and merged."""
     transformers = pytest.importorskip("transformers")
     first = run(alone, model, tmp_path / "first", 2, tensor_parallel_size=2, precision="fp32")
     done = forked("stages.convert", first / "checkpoints" / "ckpt_8", tmp_path / "whole")
@@ -158,7 +158,7 @@ def test_phase_2_continues_phase_1_and_the_merged_model_is_a_bert_for_masked_lm(
     assert {name for name, _ in loaded.named_parameters()} == {n for n in expected if not n.startswith(("exp_", "mom"))}
     for name, parameter in loaded.named_parameters():
         np.testing.assert_array_equal(parameter.detach().numpy(), expected[name], err_msg=name)
-    # The files themselves say what model it is: the directory is read without any other word.
+    # The files themselves say what model it is: the directory is read without any other option.
     assert forked("stages.convert", merged, tmp_path / "back").returncode == 0
     back = tensors(tmp_path / "back" / "checkpoint")
     assert all(np.array_equal(back[name], expected[name]) for name in back)

@@ -22,7 +22,7 @@ from trainer.models.config import ModelConfig
 from trainer.workloads.bert import BertWorkload
 
 ROWS, S, P = 8, 32, 4
-#: No two sizes alike, so that none can stand for another.
+#: No two sizes alike, so that none can be mistaken for another.
 CONFIG = ModelConfig(
     vocab_size=VOCAB, num_hidden_layers=3, hidden_size=24, num_attention_heads=4, intermediate_size=72,
     max_position_embeddings=S,
@@ -47,12 +47,12 @@ def shards(tmp_path: Path) -> ShardSet:
 
 
 def test_floating_point_operations_are_those_that_torch_counts(shards: ShardSet) -> None:
-    """Ours of our model, the usual formula's of Hugging Face's, which computes its head at every token."""
+    """Our count for our model, the usual formula's for Hugging Face's, which computes its head at every token."""
     transformers = pytest.importorskip("transformers")
     rows = np.arange(ROWS)
     (batch,), (counts,) = BatchReader(shards, vocab_size=VOCAB).micro_batches(Samples(0 * rows, rows), ROWS)
     work = BertWorkload(CONFIG, shards).work(counts)
-    # With dropout: torch counts no fused attention.
+    # With dropout, since torch does not count fused attention.
     ours = BertForPreTraining(CONFIG, CpuOperations())
     ours.initialise(seed=1)
     with FlopCounterMode(display=False) as counted:
@@ -80,7 +80,7 @@ def test_packed_rows_count_what_their_sequences_are(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def records(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Of 14 steps of two workers, 16 sequences each."""
+    """The records of 14 steps of two workers, 16 sequences a step."""
     out = tmp_path_factory.mktemp("out")
     words = options(
         data_dir=data, model_config=model, output_dir=out, precision="fp32", device="cpu", max_steps=14,
@@ -92,8 +92,8 @@ def records(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_rates_are_those_of_the_latest_ten_steps(records: list[dict[str, Any]]) -> None:
-    """Work over time, not a mean of rates. Steps differ in their masked positions, hence the second assertion's room:
-    the head is less than a fifth of this model."""
+    """Work over time, not a mean of rates. Steps differ in their masked positions, hence the second assertion's
+    tolerance: the head is less than a fifth of this model."""
     for at in range(14):
         recent = records[max(0, at - 9) : at + 1]
         seconds = sum(record["step_time_s"] for record in recent)
@@ -106,5 +106,5 @@ def test_rates_are_those_of_the_latest_ten_steps(records: list[dict[str, Any]]) 
 def test_utilization_is_that_of_all_workers_devices(records: list[dict[str, Any]]) -> None:
     for record in records:
         assert record["mfu"] == pytest.approx(record["flops_per_s"] / (2 * PEAK_FLOPS_PER_S), rel=1e-9)
-        # The head at 32 positions a sequence instead of 5 at most.
+        # The head at 32 positions a sequence instead of at most 5.
         assert record["mfu_usual"] > 1.1 * record["mfu"]

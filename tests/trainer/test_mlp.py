@@ -39,9 +39,9 @@ def run(data: Path, out: Path, *, workers: int = 1, **values: object) -> Path:
 def reference(
     data: Path, workers: int, epochs: int, max_norm: float = float("inf")
 ) -> tuple[list[float], nn.Module]:  # fmt: skip
-    """The tutorial's loop, in float64, on the batches of our order: log-softmax, NLL, SGD; losses and the model.
+    """The tutorial's loop in float64 on batches in our order: log-softmax, NLL, SGD; returns the losses and the model.
 
-    Several workers are one that has all their images: the mean over the global batch is the mean of their means.
+    Several workers act as one that has all their images: the mean over the global batch is the mean of their means.
     """
     images = gzip.decompress((data / TRAINING[0]).read_bytes())[16:]
     labels = gzip.decompress((data / TRAINING[1]).read_bytes())[8:]
@@ -148,8 +148,8 @@ def test_with_disable_xla_it_runs_without_xla(data: Path, tmp_path: Path) -> Non
 def test_two_nodes_of_one_worker_are_two_workers(data: Path, tmp_path: Path) -> None:
     """Two launchers on loopback, as on two machines with a shared file system.
 
-    Each is held to one core: a launcher gives its workers all the threads of its machine, and sums in two threads are
-    rounded in other places than those of the tests' workers, which have one.
+    Each is limited to one core: a launcher gives its workers all the threads of its machine, and sums in two threads
+    are rounded differently from those of the tests' workers, which have one thread.
     """
     core = min(os.sched_getaffinity(0))
     port = free_port()
@@ -183,7 +183,7 @@ def test_two_nodes_of_one_worker_are_two_workers(data: Path, tmp_path: Path) -> 
 
 
 def test_small_steps_are_read_together_and_stay_the_same(data: Path) -> None:
-    """The loader reads many steps at once; over an epoch's end, too (37 steps), for each of two workers."""
+    """The loader reads many steps at once, also across an epoch's end (37 steps), for each of two workers."""
     order = SampleOrder(np.array([IMAGES]), seed=3, global_batch_size=8)
     images = Images(data, TRAINING)
     for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""A step that is not finite costs its batch and nothing else: what follows is as if there had been no such batch."""
+"""A step that is not finite costs its batch and nothing else: all continues as if that batch had never existed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIVEN: dict[str, Any] = {
     "batch_size": 4, "warmup_steps": 1, "max_pred_len": 5, "device": "cpu", "max_steps": 10, "precision": "fp32",
     "ckpt_interval_steps": 3, "num_ckpts_to_keep": -1, "record_samples": True,
 }  # fmt: skip
-#: Batch 4, in step 5, gives a loss that is no number, as often as it is used.
+#: Batch 4, in step 5, gives a loss that is not a number, every time it is used.
 BAD = {"FAILPOINT": "batch:4.0", "FAILPOINT_ACTION": "damage"}
 
 
@@ -31,7 +31,7 @@ def run(
 
 
 def samples(out: Path) -> list[np.ndarray]:
-    """The samples of each step; of steps done twice, the last time."""
+    """The samples of each step; for steps done twice, those of the last time."""
     lines = map(json.loads, (out / "samples-0.jsonl").read_text().splitlines())
     by_step = {record["step"]: np.array(record["samples"]) for record in lines}
     return [by_step[step] for step in sorted(by_step)]
@@ -64,7 +64,7 @@ def test_going_back_to_another_checkpoint_or_resuming_ends_with_the_same_bytes(
     wanted = tmp_path / "straight" / "checkpoints" / "ckpt_10"
     run(data, model, tmp_path / "each", env=BAD, ckpt_interval_steps=1)
     run(data, model, tmp_path / "none", env=BAD, ckpt_interval_steps=0)
-    # Stopped before and after the bad batch; the second time it is the checkpoint that knows of it.
+    # Stopped before and after the bad batch; the second time the checkpoint knows of it.
     run(data, model, tmp_path / "cut", env=BAD, steps_this_run=4)
     run(data, model, tmp_path / "cut", env=BAD, steps_this_run=7, resume_ckpt=True)
     said = run(data, model, tmp_path / "cut", resume_ckpt=True)
@@ -84,7 +84,7 @@ def test_a_resumed_run_that_meets_the_bad_batch_goes_back(data: Path, model: Pat
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_given_up_with_advice_that_works(data: Path, model: Path, tmp_path: Path, workers: int) -> None:
-    """A rate that no batch survives: after the limit one line, and the last good checkpoint; its advice goes on."""
+    """A learning rate no batch survives: after the limit, one line and the last good checkpoint; its advice works."""
     given = {
         **GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path, "ckpt_interval_steps": 1,
         "warmup_steps": 2, "grad_accum_usteps": 4 // workers,

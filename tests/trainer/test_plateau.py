@@ -37,7 +37,7 @@ def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def diagnoses(out: Path) -> list[tuple[int, str]]:
-    """(step, cause) of everything that was said, from the records."""
+    """(step, cause) of each diagnosis in the records."""
     return [(record["step"], one["cause"]) for record in metrics(out) for one in record.get("diagnoses", ())]
 
 
@@ -111,7 +111,7 @@ def cut_short(arrays: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize(
     ("cause", "change", "is_static"),
     [("duplicates", identical, False), ("duplicates", identical, True), ("attention mask", cut_short, True)],
-)  # masks that are drawn when examples are read are where the attention mask allows them
+)  # masks that are drawn when examples are read are always inside the attention mask
 def test_a_fault_of_the_shards_is_found_within_60_steps(
     tmp_path: Path, cause: str, change: Change, is_static: bool
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_fault_of_the_shards_is_found_within_60_steps(
 def test_copies_with_other_static_masks_are_no_duplicates_and_those_with_the_same_are(
     tmp_path: Path, copies: int, shards: int, causes: list[str]
 ) -> None:
-    """Whole sentences, which each copy cuts alike."""
+    """Whole sentences, which each copy cuts in the same way."""
     tokens, data = make_tokens(tmp_path / "tokens", documents=60), tmp_path / "data"
     words = ("--no-next-sentence", "--masking", "static", "--dupe-factor", copies, "--seq-len", 32, "--max-pred-len", 5)
     done = forked("stages.shard", *words, "--shards", 1, "--tokens", tokens, "--out", data)
@@ -147,7 +147,7 @@ def test_a_wrong_learning_rate_is_found_within_200_steps(
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 def test_a_frozen_layer_is_found_within_60_steps(language: Path, tmp_path: Path, optimizer: str) -> None:
-    """Weight decay still shortens its weights."""
+    """Weight decay still shrinks its weights."""
     lr = {"AdamW": 2e-3, "Muon": 1e-2}[optimizer]
     lines = train_here(
         language, tmp_path / "out", steps=60, prepare=freeze_a_layer, optimizer=optimizer, lr=lr, weight_decay=0.1
@@ -156,7 +156,7 @@ def test_a_frozen_layer_is_found_within_60_steps(language: Path, tmp_path: Path,
     assert any("bert.encoder.layer.0." in line and "and 4 more" in line for line in lines)
 
 
-#: Beside AdamW's defaults of `train_here`.
+#: In addition to the AdamW defaults of `train_here`.
 HEALTHY: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "another seed": {"seed": 7},
@@ -164,7 +164,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "Muon at twice the rate": {"optimizer": "Muon", "lr": 2e-2},
     "a tenth of the rate": {"lr": 2e-4},
     "smaller": {"model": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64}},
-    # The others are over before a loss at the baseline is a reason to speak.
+    # The other runs end before a loss at the baseline is a reason to warn.
     "smaller, past the patience": {
         "steps": 700,
         "model": {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64},
@@ -234,8 +234,8 @@ def test_rows_that_come_again_in_the_next_epoch_are_no_duplicates() -> None:
 
 
 def test_the_baseline_is_the_entropy_of_the_labels_from_few_of_them() -> None:
-    """One label for each of 8,000 words of Zipf's law: the observed frequencies' entropy is 0.4 nats too low, and with
-    Miller's correction still 0.2."""
+    """8,000 labels of 8,000 words by Zipf's law: the entropy of the observed frequencies is 0.4 nats too low, and still
+    0.2 with Miller's correction."""
     p = 1 / np.arange(1, 8001)
     p /= p.sum()
     true = -(p * np.log(p)).sum()

@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(data: Path, model: Path, out: Path, *, workers: int = 1, status: int = 0, **values: object) -> Path:
-    """16 sequences a step, whatever the workers."""
+    """16 sequences a step, whatever the number of workers."""
     size = values.get("tensor_parallel_size", 1)
     env = values.pop("env", None)
     assert isinstance(size, int)
@@ -70,7 +70,7 @@ def files(out: Path, step: int) -> dict[str, bytes]:
 
 
 def counting_rows(rows: int) -> dict[str, np.ndarray]:
-    """Examples that can be learned: each token is its predecessor plus one, in any half of a row."""
+    """Examples that can be learned: each token is its predecessor plus one."""
     arrays = synthetic_rows(rows, seq_len=32, max_pred_len=5, seed=0)
     counted = (arrays["input_ids"][:, 1:2].astype(np.int64) + np.arange(32)) % 50 + 10
     ids, masked = arrays["input_ids"].astype(np.int64), arrays["input_ids"] == 4
@@ -87,7 +87,7 @@ def counting_rows(rows: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.slow
 def test_after_300_steps_every_mode_is_within_2_percent_of_fp32(model: Path, tmp_path: Path) -> None:
-    """The claim for the mini model is `python -m benchmarks.precision`'s; this is a model of two layers."""
+    """`python -m benchmarks.precision` checks the claim for the mini model; this is a model of two layers."""
     (tmp_path / "data").mkdir()
     write_shard(tmp_path / "data" / "counting_training_0.hdf5", counting_rows(600))
     means = {}
@@ -117,7 +117,7 @@ def test_after_300_steps_every_mode_is_within_2_percent_of_fp32(model: Path, tmp
 def test_a_killed_run_ends_with_the_same_bytes(
     data: Path, model: Path, tmp_path: Path, mode: str, optimizer: str, workers: int, tensor_parallel_size: int
 ) -> None:
-    """Dropout on."""
+    """With dropout."""
     given = {
         "precision": mode, "optimizer": optimizer, "workers": workers, "tensor_parallel_size": tensor_parallel_size,
         "ckpt_interval_steps": 4,
@@ -139,7 +139,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
 def test_all_workers_end_with_the_same_weights(
     data: Path, model: Path, tmp_path: Path, mode: str, workers: int, tensor_parallel_size: int, how: str
 ) -> None:
-    """Rounding by chance included: split parameters on the ranks that hold the same piece, others on all."""
+    """Stochastic rounding included: split parameters on the ranks that hold the same piece, others on all."""
     words = options(
         data_dir=data, model_config=model, output_dir=tmp_path, precision=mode, max_steps=5, grad_accum_usteps=2,
         tensor_parallel_size=tensor_parallel_size, data_parallel=how, **COMMON,
@@ -155,7 +155,7 @@ def test_all_workers_end_with_the_same_weights(
 
 @pytest.mark.parametrize("mode", ["bf16-sr", "bf16-master"])
 def test_ddp_sums_in_fp32_what_the_all_reduce_sums(data: Path, model: Path, tmp_path: Path, mode: str) -> None:
-    """The same bf16 gradients in another order: were one of them summed in bf16, norms would be off by 1e-3."""
+    """The same bf16 gradients in another order: if either summed in bf16, norms would be off by 1e-3."""
     given = {"precision": mode, "workers": 2, "disable_dropout": True, "max_steps": 2}
     ours = run(data, model, tmp_path / "allreduce", **given)
     theirs = run(data, model, tmp_path / "ddp", data_parallel="ddp", **given)
@@ -169,7 +169,7 @@ def test_ddp_sums_in_fp32_what_the_all_reduce_sums(data: Path, model: Path, tmp_
 
 @pytest.mark.parametrize("layout", [FlatParameters, SeparateParameters])
 def test_gradients_of_bf16_weights_are_summed_in_fp32(layout: type[FlatParameters] | type[SeparateParameters]) -> None:
-    """256 micro-steps: in bf16 the sum would stand still when it is 256 times what is added."""
+    """1,024 micro-steps: in bf16 the sum would stop growing once it is 256 times what is added."""
     network = torch.nn.Linear(64, 64)
     parameters = layout(network, lambda name: name == "weight", 1, Precision("bf16-master"))
     generator = torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ def test_gradients_of_bf16_weights_are_summed_in_fp32(layout: type[FlatParameter
 
 
 def test_what_bf16_checkpoints_hold(data: Path, model: Path, tmp_path: Path) -> None:
-    """bf16 weights and fp32 moments; of bf16-master the fp32 copy that the weights are rounded from."""
+    """bf16 weights and fp32 moments; for bf16-master, also the fp32 copy that the weights are rounded from."""
     for mode in ("bf16-sr", "bf16-master"):
         out = run(data, model, tmp_path / mode, precision=mode, max_steps=3) / "checkpoints" / "ckpt_3"
         weights, optimizer = (load_file(out / f"{kind}-00-of-01.safetensors") for kind in ("model", "optimizer"))
@@ -230,7 +230,7 @@ def test_everything_goes_on_from_the_master_copy(data: Path, model: Path, tmp_pa
     moments = load_file(tmp_path / "merged" / "model" / "optimizer.safetensors")
     assert {name.split(".")[0] for name in moments} == {"exp_avg", "exp_avg_sq"}
 
-    # The phase itself goes on from a converted one, too.
+    # The phase itself continues from a converted checkpoint, too.
     straight = run(data, model, tmp_path / "straight", **{**given, "max_steps": 9, "steps_this_run": 6})
     other = tmp_path / "other" / "checkpoints"
     other.mkdir(parents=True)
@@ -254,7 +254,7 @@ def test_everything_goes_on_from_the_master_copy(data: Path, model: Path, tmp_pa
 
 
 def test_a_merged_model_of_bf16_weights_is_bf16(data: Path, model: Path, tmp_path: Path) -> None:
-    """No better weights than those of bf16-sr there are."""
+    """There are no better weights than those of bf16-sr."""
     source = run(data, model, tmp_path / "run", precision="bf16-sr", max_steps=2) / "checkpoints" / "ckpt_2"
     assert forked("stages.merge", source, tmp_path / "merged").returncode == 0
     merged = load_file(tmp_path / "merged" / "model" / "model.safetensors")
@@ -321,10 +321,10 @@ def test_auto_on_a_cpu_follows_its_instructions(
 
 
 @pytest.mark.parametrize("operations", [Operations(), CpuOperations()])
-@pytest.mark.parametrize("dropout_p", [0.0, 1e-7])  # so little that nothing is dropped: ours takes another way
+@pytest.mark.parametrize("dropout_p", [0.0, 1e-7])  # so small that nothing is dropped, but ours takes another path
 @pytest.mark.parametrize("scale", [1.0, 100.0, 3e18])
 def test_masks_never_overflow_in_bf16(operations: Operations, dropout_p: float, scale: float) -> None:
-    """Attention is that to the real keys alone; where scores are near the largest numbers, it is a number at least."""
+    """Attention is to the real keys alone; where scores are near the largest numbers, it is at least finite."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, 4, 16, 8, generator=generator).bfloat16().requires_grad_() for _ in range(3))
     mask = torch.arange(16) < torch.tensor([16, 5])[:, None]
@@ -336,7 +336,7 @@ def test_masks_never_overflow_in_bf16(operations: Operations, dropout_p: float, 
     assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in (query, key, value))
     assert value.grad is not None
     assert not value.grad[1, :, 5:].any()  # nothing goes to what is masked
-    if scale == 1.0:  # else one key takes all, and which one is decided by rounding
+    if scale == 1.0:  # otherwise one key takes all, and rounding decides which
         for row, length in ((0, 16), (1, 5)):
             q, k, v = query[row].double(), key[row, :, :length].double(), value[row, :, :length].double()
             expected = (q @ k.transpose(1, 2) * 8**-0.5).softmax(-1) @ v
@@ -344,7 +344,7 @@ def test_masks_never_overflow_in_bf16(operations: Operations, dropout_p: float, 
 
 
 def test_gradients_of_bf16_weights_are_those_of_fp32_arithmetic() -> None:
-    """Each parameter's, against the same weights in fp32: bf16 activations cost 1.2 %. torch's own kernels, which sum
+    """Each parameter's, against fp32 with the same weights: bf16 activations cost 1.2 %. torch's own kernels, which sum
     over the 4,096 tokens in bf16, were off by 3.6 % for LayerNorms and segment embeddings."""
     config = ModelConfig(**{**MODEL, "hidden_size": 64, "num_hidden_layers": 4}).without_dropout()
     narrow = BertForPreTraining(config, CpuOperations())
@@ -369,7 +369,7 @@ def test_gradients_of_bf16_weights_are_those_of_fp32_arithmetic() -> None:
     for (name, mine), (_, exact) in zip(narrow.named_parameters(), wide.named_parameters(), strict=True):
         assert mine.grad is not None
         assert exact.grad is not None
-        if not name.endswith("key.bias"):  # softmax takes no notice of it: its gradient is rounding alone
+        if not name.endswith("key.bias"):  # softmax does not depend on it: its gradient is only rounding
             off[name] = float((mine.grad.float() - exact.grad).norm() / exact.grad.norm())
     assert max(off.values()) < 0.02, sorted(off.items(), key=lambda item: -item[1])[:3]
 

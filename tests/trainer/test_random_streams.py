@@ -19,18 +19,18 @@ from trainer.parallel.plan import split_of
 from trainer.seeds import derive_seed
 
 STEPS, USTEPS = 3, 2
-#: Calls of dropout in one micro-step of two layers: the embeddings', and per layer attention's and two more.
+#: Dropout calls in one micro-step of two layers: the embeddings', and per layer attention's and two more.
 CALLS, ATTENTION = 7, (1, 4)
-#: What 0.1 is as a multiple of 2⁻¹⁶.
 #: Elements of one draw.
 ELEMENTS = 4096
+#: What 0.1 is as a multiple of 2⁻¹⁶.
 P = round(0.1 * 2**16) / 2**16
 
 Draws = dict[str, np.ndarray]
 
 
 def record(data: Path, out: Path, workers: int, **values: object) -> list[Draws]:
-    """What each worker of a run drew: as `tests.helpers.recorder` has it."""
+    """What each worker of a run drew, as `tests.helpers.recorder` records it."""
     model = write_model_config(out.parent)
     given = {
         "data_dir": data, "model_config": model, "output_dir": out, "batch_size": 4, "grad_accum_usteps": USTEPS,
@@ -59,7 +59,7 @@ def assert_independent_masks(found: dict[str, np.ndarray], p: float = P) -> None
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_dropout_of_a_run_tells_of_another(data: Path, tmp_path: Path, workers: int) -> None:
-    """Not that of another layer, micro-step, step or worker."""
+    """Not the dropout of another layer, micro-step, step or worker."""
     drawn = record(data, tmp_path / "out", workers)
     found = {name: mask for rank in range(workers) for name, mask in masks(drawn[rank], rank).items()}
     assert len(found) == workers * STEPS * USTEPS * CALLS
@@ -97,8 +97,8 @@ def test_phases_and_seeds_draw_anew(data: Path, tmp_path: Path) -> None:
 
 
 def roundings(drawn: Draws, names: list[str], length: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """(name, residual, variance) of each piece of `length` weights of `names`, after each of their updates: rounded up
-    in magnitude (1) or down (0), less the probability of it by definition, and that number's variance."""
+    """(name, residual, variance) of each piece of `length` weights of `names`, after each of their updates: 1 if
+    rounded up in magnitude, 0 if down, minus the probability of it by definition; and that number's variance."""
     for step in range(1, STEPS):  # the first update has rate 0
         for side_by_side in names:
             before, after = (
@@ -115,7 +115,7 @@ def roundings(drawn: Draws, names: list[str], length: int) -> Iterator[tuple[str
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_roundings_are_unbiased_and_independent(data: Path, tmp_path: Path, size: int) -> None:
-    """Over weights, tensors and updates, and over the ranks where a tensor is split; the others stay the same."""
+    """Over weights, tensors and updates, and over the ranks where a tensor is split; other tensors stay the same."""
     drawn = record(data, tmp_path / "out", size, tensor_parallel_size=size, precision="bf16-sr")
     names = [key.removeprefix("after/0/") for key in drawn[0] if key.startswith("after/0/")]
     found = list(roundings(drawn[0], names, 512))
@@ -143,8 +143,8 @@ def device_called(name: str) -> Device:
 
 @pytest.mark.parametrize("name", ["cpu", "xla", "cuda"])
 def test_a_device_keeps_enough_of_a_seed(name: str) -> None:
-    """Dropout, attention's dropout and rounding by chance: seeds of a run's micro-batches and updates, and of regions
-    within them, after which the draws outside go on as if nothing had been."""
+    """Dropout, attention's dropout and stochastic rounding: seeds of a run's micro-batches and updates, and of regions
+    within them, after which the draws outside continue as if nothing had happened."""
     device = device_called(name)
     ones = torch.ones(ELEMENTS).to(device.torch_device)
     found: dict[str, np.ndarray] = {}
@@ -202,7 +202,7 @@ def test_no_epoch_is_shuffled_like_another() -> None:
 
 
 def test_seeds_are_one_hash_of_all_that_they_depend_on() -> None:
-    """None of 200,000 coincides with another, nor has a bit that is not even; and they never change."""
+    """No two of 200,000 coincide, and no bit is biased; and they never change."""
     seeds = [derive_seed(run, "dropout", step, ustep) for run in (0, 1) for step in range(1000) for ustep in range(100)]
     assert len(set(seeds)) == len(seeds)
     assert min(seeds) >= 0

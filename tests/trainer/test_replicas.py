@@ -61,7 +61,7 @@ def test_between_checkpoints_they_are_compared_every_so_many_steps(data: Path, m
 def test_ranks_that_share_a_model_are_compared_with_those_of_the_same_share(
     data: Path, model: Path, tmp_path: Path
 ) -> None:
-    """2 × 2 workers: 1 and 3 hold the same."""
+    """2 × 2 workers: 1 and 3 hold the same share."""
     given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path, "tensor_parallel_size": 2}
     done = train(4, env=flipped(2, 3), **given)
     assert done.returncode == 71, done.stdout
@@ -74,7 +74,7 @@ def test_ranks_that_share_a_model_are_compared_with_those_of_the_same_share(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_the_sum_of_a_tensors_bits_knows_every_bit(dtype: torch.dtype, offset: int) -> None:
-    """Also of a view that begins and ends between two words; against numpy's sum of the same bytes."""
+    """Also for a view that begins and ends between two words; compared with numpy's sum of the same bytes."""
     tensor = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)[offset:33]
     device = CpuDevice()
     ((whole, is_finite),) = device.summaries([tensor])

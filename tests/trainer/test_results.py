@@ -1,4 +1,4 @@
-"""results.json is of the whole phase, however many processes had a part in it."""
+"""results.json covers the whole phase, however many processes took part in it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_killed_between_the_last_checkpoint_and_the_results(
 
 
 def test_rate_and_time_are_those_of_all_attempts(data: Path, model: Path, tmp_path: Path) -> None:
-    """Killed in step 7, stopped after step 9: the steps done twice count for the time, once for all else."""
+    """Killed in step 7, stopped after step 9: steps done twice count twice for the time, once for all else."""
     given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path}
     assert train(env={"FAILPOINT": "step:7.0"}, **given).returncode == -signal.SIGKILL
     assert train(steps_this_run=9, **given).returncode == 0

@@ -53,7 +53,7 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, status: int = 0
 def test_workers_do_not_change_the_loss_curve(
     data: Path, model: Path, tmp_path: Path, precision: str, tolerance: float
 ) -> None:
-    """The same algorithm: sums in another order differ by rounding alone, which 50 steps carry on."""
+    """The same algorithm: sums in another order differ only by rounding, which grows over 50 steps."""
     curves = {
         workers: losses(
             run(data, model, tmp_path / str(workers), workers=workers, precision=precision, disable_dropout=True)
@@ -67,7 +67,7 @@ def test_workers_do_not_change_the_loss_curve(
 
 
 def test_the_micro_batch_does_not_change_the_loss_curve(data: Path, model: Path, tmp_path: Path) -> None:
-    """Losses weigh every token of the global batch alike, however it is cut."""
+    """Losses weigh every token of the global batch alike, however it is split."""
     small = run(data, model, tmp_path / "small", precision="fp64", disable_dropout=True, max_steps=10)
     whole = run(
         data, model, tmp_path / "whole", precision="fp64", disable_dropout=True, max_steps=10,
@@ -81,7 +81,7 @@ def test_the_micro_batch_does_not_change_the_loss_curve(data: Path, model: Path,
 def test_an_interrupted_run_ends_with_the_same_bytes(
     data: Path, model: Path, tmp_path: Path, workers: int, precision: str
 ) -> None:
-    """Dropout on; the cut is in the second epoch (an epoch has 8 steps of 16 in 131 samples)."""
+    """With dropout; the cut is in the second epoch (an epoch has 8 steps of 16 in 131 samples)."""
     values = {"workers": workers, "precision": precision, "max_steps": 14}
     straight = run(data, model, tmp_path / "straight", **values)
     cut = run(data, model, tmp_path / "cut", steps_this_run=9, **values)
@@ -135,7 +135,7 @@ def test_phase_2_begins_with_the_loss_of_phase_1s_weights(data: Path, model: Pat
 
 
 def test_a_minimal_checkpoint_ends_a_phase_that_can_be_interrupted(data: Path, model: Path, tmp_path: Path) -> None:
-    """Whatever stops the phase, the same command goes on; at its end there are the weights, and phase 2 begins."""
+    """Whatever stops the phase, the same command continues it; at its end there are the weights, and phase 2 begins."""
     out, given = tmp_path / "out", {**COMMON, "data_dir": data, "model_config": model, "grad_accum_usteps": 4}
     given |= {"precision": "fp32", "max_steps": 6, "resume_ckpt": True}
     words = {"output_dir": out, "minimal_ckpt": True, **given}
@@ -201,7 +201,7 @@ def test_ids_outside_the_vocabulary_are_named(model: Path, tmp_path: Path) -> No
      ("masked_lm_positions", -1), ("input_ids", -5)],
 )  # fmt: skip
 def test_values_the_model_cannot_take_are_named(model: Path, tmp_path: Path, key: str, value: int) -> None:
-    """By training and by evaluation, which do not check whole files: of a file of ours and of signed types."""
+    """By training and by evaluation, which do not check whole files; in files of ours and of signed types."""
     arrays = synthetic_rows(20, seq_len=32, max_pred_len=5, seed=0)
     if value < 0:
         arrays = {name: array.astype(np.int32) for name, array in arrays.items()}

@@ -1,4 +1,4 @@
-"""What the tutorials' scripts and launchers hand over: their checkpoints, `--local_rank`, the machine's own device."""
+"""What the tutorials' scripts and launchers pass on: their checkpoints, `--local_rank`, the machine's own device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def script_output(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 def test_the_message_leads_from_the_scripts_checkpoint_to_phase_2(
     script_output: tuple[Path, Path], tmp_path: Path, named: bool
 ) -> None:
-    """The tutorial's command fails with one line; what it says to do, done, trains."""
+    """The tutorial's command fails with one line; doing what it says makes it train."""
     data, theirs = script_output
     out = tmp_path / "output"
     out.mkdir()
@@ -73,7 +73,7 @@ def test_phase_1_does_not_begin_anew_beside_the_scripts_checkpoint(
 
 @pytest.mark.parametrize("name", ["--local_rank", "--local-rank"])
 def test_local_rank_is_taken(data: Path, model: Path, tmp_path: Path, name: str) -> None:
-    """Under a launcher that sets LOCAL_RANK as well; without one, more workers than one cannot know of each other."""
+    """Under a launcher that sets LOCAL_RANK as well; without one, several workers cannot know of each other."""
     given = options(data_dir=data, model_config=model, output_dir=tmp_path / "out", device="cpu", **GIVEN)
     done = forked("trainer", *given, f"{name}=0")
     assert done.returncode == 0, done.stdout

@@ -94,7 +94,8 @@ class NeuronNativeDevice(Device):
 
     def loss_factors(self, counts: Sequence[int]) -> tuple[list[float], int]:
         """The gradients are divided by the first count: a third party saw wrong gradients where a loss was scaled by a
-        number that is no power of two before a compiled backward pass. The others' factors are relative to it."""
+        number that is not a power of two before a compiled backward pass. A second loss is still scaled so, relative
+        to the first: the self-test compares its gradients with the CPU's."""
         first, *others = [max(1, count) for count in counts]
         return [1.0, *(first / count for count in others)], first
 

@@ -1,4 +1,4 @@
-"""Checkpoints: readable by the library, whole or not used at all."""
+"""Checkpoints: readable by the safetensors library, and used only if they are whole."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def snapshot(global_step: int, scale: float = 1.0) -> Snapshot:
 
 
 def save(directory: Path, *steps: int, keep: int = -1, size: int = 1) -> CheckpointManager:
-    """As `size` ranks that share a model save; returns the first's manager."""
+    """Save as `size` ranks that share a model; returns the first rank's manager."""
     managers = [CheckpointManager(directory, keep=keep, log=lambda line: None, rank=r, size=size) for r in range(size)]
     managers[0].prepare()
     for step in steps:
@@ -66,7 +66,7 @@ def test_files_are_what_the_safetensors_library_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_any_damage_is_found_and_the_checkpoint_before_is_used(tmp_path: Path, size: int) -> None:
-    """A byte flipped, or the file cut, at 100 places in each file of each rank."""
+    """A byte changed, or the file truncated, at 100 places in each file of each rank."""
     said: list[str] = []
     save(tmp_path, 1, 2, size=size)
     assert len(list((tmp_path / "ckpt_2").glob("*.safetensors"))) == 2 * size
@@ -115,7 +115,7 @@ def test_leftovers_of_dead_runs_are_swept(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    """A file size limit makes write() itself fail, in the background thread; the error comes with the next call."""
+    """A file size limit makes write() itself fail, in the background thread; the next call raises the error."""
     manager = save(tmp_path, 1, keep=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -135,10 +135,10 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path) -> None:
-    """The first, which waits up to ten minutes for a share, gives up with the other's reason."""
+    """The first rank, which waits up to ten minutes for the other's share, gives up and reports the other's reason."""
     first, second = (CheckpointManager(tmp_path, keep=-1, rank=rank, size=2) for rank in range(2))
     first.prepare()
-    (tmp_path / "ckpt_1.tmp" / "model-01-of-02.safetensors.tmp").mkdir(parents=True)  # in the way of its file
+    (tmp_path / "ckpt_1.tmp" / "model-01-of-02.safetensors.tmp").mkdir(parents=True)  # blocks its file
     for manager in (second, first):
         manager.save(snapshot(1))
     with pytest.raises(DiskError, match=r"^cannot write .*model-01-of-02"):

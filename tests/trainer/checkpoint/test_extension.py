@@ -1,4 +1,4 @@
-"""A stable checkpoint belongs to every run that is the same up to there: a longer one ends with the same bytes."""
+"""A stable checkpoint fits every run that is the same up to it: a longer one ends with the same bytes as without it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_stable_part_is_the_same_function_in_longer_runs(schedule: str, shor
 
     stable = stable_steps(schedule, max_steps=short, decay_share=0.3)
     assert rates(short)[:stable] == rates(long)[:stable]
-    if schedule == "wsd":  # and the update after the next differs: it is no shorter than it can be
+    if schedule == "wsd":  # the update after the next differs: the stable part is as long as it can be
         assert rates(short)[stable + 1] != rates(long)[stable + 1]
     assert stable_steps("linear", max_steps=short, decay_share=0.3) == 0
 
@@ -44,7 +44,7 @@ def test_the_stable_part_is_the_same_function_in_longer_runs(schedule: str, shor
 @pytest.mark.parametrize(
     ("before", "after", "step"),
     [
-        # Extended: from the end of the stable part, which num_ckpts_to_keep = 1 has spared.
+        # Extended from the end of the stable part, whose checkpoint num_ckpts_to_keep = 1 has spared.
         ({"schedule": "wsd", "max_steps": 8}, {"schedule": "wsd", "max_steps": 12}, 4),
         # Finished with a short decay.
         ({"schedule": "constant", "max_steps": 6}, {"schedule": "wsd", "max_steps": 9, "decay_share": 0.3}, 6),
@@ -54,7 +54,7 @@ def test_the_stable_part_is_the_same_function_in_longer_runs(schedule: str, shor
 def test_a_run_that_goes_on_from_a_stable_checkpoint_ends_with_the_bytes_of_one_from_scratch(
     data: Path, model: Path, tmp_path: Path, before: dict[str, Any], after: dict[str, Any], step: int
 ) -> None:
-    """In the same directory and in another one, dropout on, state.json included."""
+    """In the same directory and in another, with dropout, state.json included."""
     scratch, first, second = tmp_path / "scratch", tmp_path / "first", tmp_path / "second"
     run(data, model, scratch, **after)
     run(data, model, first, **before)
@@ -80,7 +80,7 @@ def test_a_checkpoint_of_the_decay_is_refused_with_the_step_to_go_on_from(
     given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path, "resume_ckpt": True}
     refused = train(**given, schedule="wsd", max_steps=12)
     assert_one_line_error(refused, "ckpt_8", "max_steps = 8, this run has 12", "up to step 4", "--resume_step")
-    # A decay that would have begun earlier than the checkpoint is another training, too.
+    # A run whose decay would have begun before the checkpoint is a different training, too.
     refused = train(**given, schedule="wsd", max_steps=6, resume_step=4)
     assert_one_line_error(refused, "ckpt_4", "max_steps = 8, this run has 6", "up to step 3")
     refused = train(**given, schedule="linear", max_steps=8, resume_step=4)

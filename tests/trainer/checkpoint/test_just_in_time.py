@@ -1,4 +1,4 @@
-"""A worker is killed: one that is left saves the last whole step, and only the step under way is done again."""
+"""A worker is killed: a surviving one saves the last completed step, and only the step in progress is repeated."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_without_a_replica_nothing_is_saved(data: Path, model: Path, tmp_path: P
 
 
 def test_a_step_that_is_not_finite_is_not_saved(data: Path, model: Path, tmp_path: Path) -> None:
-    """The third loss is not a number; worker 1 dies before the workers have told each other."""
+    """The third loss is not a number; worker 1 dies before the workers have told each other about it."""
     given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path, "grad_accum_usteps": 4}
     given |= {"lr": 1e38, "max_grad_norm": 0}
     done = train(2, env={"FAILPOINT": "step:3.1"}, **given)
@@ -86,7 +86,7 @@ def test_a_step_that_is_not_finite_is_not_saved(data: Path, model: Path, tmp_pat
 def test_a_half_updated_state_is_not_saved(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """A collective fails before an update has changed anything, or within one."""
+    """A collective fails before an update has changed anything, or in the middle of one."""
     trainer, _ = trainer_here(data, tmp_path, steps=6, warmup_steps=1, optimizer="Muon")
     monkeypatch.setattr(trainer.checkpointer, "_mesh", Mesh(world_size=2, local_world_size=2))
     usual, calls = getattr(trainer.optimizer, where), []
@@ -140,7 +140,7 @@ def _append(has_begun: Event, path: Path) -> None:
 
 
 def test_several_workers_append_one_after_the_other(tmp_path: Path) -> None:
-    """This one is at it until step 9, while another waits."""
+    """This process appends up to step 9 while another one waits."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1))
     with path.open("a") as file:

@@ -1,4 +1,4 @@
-"""`--new_data`: a phase that begins with another training's weights and moments, on other data."""
+"""`--new_data`: a phase that starts from another training's weights and moments, on other data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model_without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Other data, of one batch."""
+    """Other data: a single batch."""
     return write_dataset(tmp_path_factory.mktemp("others"), [ROWS])
 
 
@@ -48,8 +48,8 @@ def run(data: Path, model: Path, out: Path, *, status: int = 0, **values: Any) -
 def test_weights_and_moments_go_on_and_the_steps_begin_anew(
     data: Path, model_without_dropout: Path, others: Path, tmp_path: Path, optimizer: str
 ) -> None:
-    """The losses are those of the same training that goes on counting, on the same data, whose path is an old one; and
-    an interrupted one ends with the same bytes. Moments of 4 steps taken for those of 0 would be corrected by 1 / 0.1
+    """The losses equal those of the same training resumed with its step count on the same data; and
+    an interrupted run ends with the same bytes. Moments of 4 steps taken for those of 0 would be corrected by 1 / 0.1
     instead of 1 / 0.41: no tolerance would hide that."""
     model = model_without_dropout
     run(data, model, tmp_path / "first", optimizer=optimizer)
@@ -66,7 +66,7 @@ def test_weights_and_moments_go_on_and_the_steps_begin_anew(
     end = tmp_path / "new" / "checkpoints" / "ckpt_4"
     assert TrainState.read(end).optimizer_steps == 8
     assert "steps_before" not in TrainState.read(given).to_json()
-    # Interrupted before its first checkpoint and after: the same command.
+    # Whether it is interrupted before or after its first checkpoint, the same command continues it.
     run(others, model, tmp_path / "twice", steps_this_run=2, **new)
     out = run(others, model, tmp_path / "twice", **new).stdout
     assert "resuming from checkpoint" in out
@@ -74,7 +74,7 @@ def test_weights_and_moments_go_on_and_the_steps_begin_anew(
 
 
 def test_steps_are_measured_without_the_checkpoint(data: Path, model: Path, others: Path, tmp_path: Path) -> None:
-    """With a budget of time, whose rehearsal trains initial weights."""
+    """With a time budget, whose rehearsal trains from initial weights."""
     run(data, model, tmp_path / "first", max_steps=2)
     given = {"resume_ckpt_path": tmp_path / "first" / "checkpoints" / "ckpt_2", "new_data": True}
     out = run(others, model, tmp_path / "new", budget="100s", max_steps=False, steps_this_run=1, **given).stdout

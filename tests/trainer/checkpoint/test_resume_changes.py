@@ -1,4 +1,4 @@
-"""A resumed run is the same run: what decides the result may not change unasked, data by its content included."""
+"""A resumed run is the same run: what determines the result, including the data's content, changes only on request."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_an_allowed_change_is_recorded_and_holds_from_there(
 def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(
     stopped: Path, data: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Versions before this one recorded no settings, and drew samples and random numbers in another order."""
+    """Earlier versions recorded no settings, and drew samples and random numbers in another order."""
     out = shutil.copytree(stopped, tmp_path / "out")
     checkpoint = out / "checkpoints" / "ckpt_4"
     state = {**state_in(checkpoint), "order_version": 1}
@@ -113,7 +113,7 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(
 
 
 def change_a_label(path: Path) -> None:
-    """Another content of the same shape, size and time stamp."""
+    """Different content of the same shape and size, with a new time stamp."""
     import h5py
 
     stat = path.stat()
@@ -142,7 +142,7 @@ def test_other_contents_of_the_same_shape_are_another_data_set(model: Path, tmp_
 
 
 def make_stage(directory: Path) -> list[str]:
-    """Declare a directory of shards finished, as the stages do."""
+    """Mark a directory of shards as finished, as the stages do."""
     identity = Identity("shard_dataset", 1)
     record = [Output.of(directory, path) for path in sorted(directory.glob("*.hdf5"))]
     finish(directory, identity, record, {}, start=StartTime.now())
@@ -154,7 +154,7 @@ def never_said(line: str) -> None:
 
 
 def test_the_identity_is_the_same_wherever_the_hashes_come_from(tmp_path: Path) -> None:
-    """Computed, remembered, from the manifest, in another place: sha256 of names and sha256 sums, by hashlib alone."""
+    """Computed, cached, from the manifest, elsewhere: sha256 of names and sha256 sums, by hashlib alone."""
     data = write_dataset(tmp_path / "data", [11, 12, 13])
     names = sorted(path.name for path in data.iterdir())
     sums = [[name, hashlib.sha256((data / name).read_bytes()).hexdigest()] for name in names]

@@ -1,5 +1,5 @@
-"""Which checkpoint a run goes on from, through the real command: what is named is used or refused, what training goes
-on without is set aside, and nothing whole is ever lost."""
+"""Which checkpoint a run continues from, through the real command: a named one is used or refused, those that training
+leaves behind are set aside, and no whole one is ever lost."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def six(training: Training, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def straight(training: Training, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint of step 8 of a run that nothing has disturbed."""
+    """The checkpoint of step 8 of an undisturbed run."""
     out = tmp_path_factory.mktemp("straight")
     training.run(out)
     return out / "checkpoints" / "ckpt_8"
@@ -67,7 +67,7 @@ def out(six: Path, tmp_path: Path) -> Path:
 
 
 def names(out: Path) -> dict[str, list[str]]:
-    """The checkpoints by where they are; all of them whole, but for those in `abandoned-…`."""
+    """The checkpoints by location; all are asserted to be whole, except for those in `abandoned-…`."""
     directory = out / "checkpoints"
     found = {"": sorted(path.name for path in directory.glob("ckpt_*"))}
     assert all(why_invalid(directory / name) is None for name in found[""])
@@ -109,7 +109,7 @@ def test_what_is_rolled_back_from_is_set_aside_and_the_new_branch_stays(
 def test_a_step_or_path_that_is_named_is_rolled_back_to_each_time(
     training: Training, out: Path, by: dict[str, object]
 ) -> None:
-    """Without --resume_ckpt, too."""
+    """Even without --resume_ckpt."""
     if "resume_ckpt_path" in by:
         by = {"resume_ckpt_path": out / "checkpoints" / "ckpt_4"}
     stopping = {"FAILPOINT": "step:5.0", "FAILPOINT_ACTION": "terminate"}
@@ -137,7 +137,7 @@ def test_a_named_step_that_cannot_be_used_is_refused_and_nothing_moves(training:
 def test_a_checkpoint_from_elsewhere_begins_a_directory_of_its_own(
     training: Training, six: Path, out: Path, straight: Path, tmp_path: Path
 ) -> None:
-    """The same command goes on from what it has led to; in a directory with another training it is refused."""
+    """The same command continues from its own latest checkpoint; in a directory with another training it is refused."""
     given = six / "checkpoints" / "ckpt_4"
     branch = tmp_path / "branch"
     said = training.run(branch, resume_ckpt_path=given, steps_this_run=6)  # --resume_ckpt is implied

@@ -1,4 +1,4 @@
-"""A checkpoint takes as long to write as it takes: what the other workers wait for has no part in that."""
+"""Writing a checkpoint may take any time: the timeout of workers that wait for each other does not apply to it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.support import train
 from trainer.checkpoint.directory import why_invalid
 
-#: Seconds that workers wait for each other, enough for a loaded machine; and that a write takes.
+#: Seconds that workers wait for each other (enough for a loaded machine), and that a write takes.
 TIMEOUT_S, WRITE_S = 10, 25
 
 

@@ -17,12 +17,12 @@ GIVEN: dict[str, Any] = {
     "batch_size": 2, "warmup_steps": 2, "max_pred_len": 5, "device": "cpu", "lr": 3e-3, "ckpt_interval_steps": 0,
     "precision": "fp32", "batch_ramp_steps": 6, "batch_ramp_parts": 4, "max_steps": 14,
 }  # fmt: skip
-#: Of a batch of 16 in 4 parts over 6 steps, counted by hand: one part more every second step, then all.
+#: Sizes for a batch of 16 in 4 parts over 6 steps, counted by hand: one more part every second step, then all.
 SIZES = [4, 4, 8, 8, 12, 12, *[16] * 8]
 
 
 def positions(rows: int) -> list[tuple[int, range]]:
-    """The epoch of each step and the places of its samples in the epoch: a batch that does not fit ends the epoch."""
+    """The epoch of each step, and its samples' positions in the epoch: a batch that does not fit ends the epoch."""
     found, epoch, at = [], 0, 0
     for size in SIZES:
         if at + size > rows:
@@ -34,7 +34,7 @@ def positions(rows: int) -> list[tuple[int, range]]:
 
 @pytest.mark.parametrize("rows", [[131], [37, 40, 23, 31], [16], [19]])
 def test_the_samples_of_each_step_are_those_of_an_independent_count(rows: list[int]) -> None:
-    """Against the order of single samples, which knows no batches."""
+    """Compared with the order of single samples, which knows nothing of batches."""
     single = SampleOrder(np.array(rows), seed=3, global_batch_size=1)
     order = SampleOrder(np.array(rows), seed=3, global_batch_size=16, ramp=BatchRamp(6, 4))
     total = sum(rows)
@@ -66,7 +66,7 @@ def test_a_resume_in_the_middle_of_the_ramp_is_exact(data: Path, model: Path, tm
 
 @pytest.mark.parametrize("workers", [2])
 def test_workers_share_the_same_growing_batches(data: Path, model: Path, tmp_path: Path, workers: int) -> None:
-    """Micro-batch by micro-batch in turn; the losses differ by rounding alone."""
+    """They take micro-batches in turn; the losses differ only by rounding."""
     values = {"record_samples": True, "disable_dropout": True, "precision": "fp64"}
     one, many = run(data, model, tmp_path / "1", **values), run(data, model, tmp_path / "n", workers, **values)
     order = SampleOrder(np.array([37, 40, 23, 31]), seed=12349, global_batch_size=16, ramp=BatchRamp(6, 4))

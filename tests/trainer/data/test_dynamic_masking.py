@@ -27,7 +27,7 @@ CLS, SEP = VOCABULARY.cls, VOCABULARY.sep
 
 
 def write(directory: Path, rows: int, *, packed: bool = False, shards: int = 2) -> ShardSet:
-    """Rows of random words, [CLS] a [SEP] b [SEP], of varied length; packed: two of up to half a row each."""
+    """Rows of random words, [CLS] a [SEP] b [SEP], of varied length; if packed, two of up to half a row each."""
     directory.mkdir()
     rng = np.random.default_rng(1)
     for shard in range(shards):
@@ -64,7 +64,7 @@ def all_rows(shards: ShardSet) -> Samples:
 
 
 def read(reader: BatchReader, samples: Samples, **at: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids (rows, S), and the labels in their places (rows, S), `IGNORED` elsewhere, of one micro-batch; masked."""
+    """Ids, labels (`IGNORED` where there are none) and which tokens are masked, of one micro-batch; each (rows, S)."""
     (batch,), ((masked, *_),) = reader.micro_batches(samples, len(samples), **at)
     labels = np.full(batch.input_ids.numel(), IGNORED)
     labels[batch.masked_index[:masked]] = batch.masked_labels[:masked]
@@ -78,7 +78,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
 
 
 def chi_square_is_ordinary(counts: np.ndarray, expected: np.ndarray) -> bool:
-    """Whether counts are drawn with these expectations: within 5 standard deviations of chi-square, k ± √2k."""
+    """Whether counts fit these expectations: within 5 standard deviations of chi-square, k ± √2k."""
     k = counts.size - 1
     return abs(((counts - expected) ** 2 / expected).sum() - k) < 5 * (2 * k) ** 0.5
 
@@ -88,14 +88,14 @@ def test_masks_have_berts_distribution(shards: ShardSet, share: float) -> None:
     ids, labels, masked = read(reader(shards, MaskRate(share, share)), all_rows(shards))
     original = np.concatenate([shards.read(n, np.arange(2000))["input_ids"] for n in range(2)])
     real = np.concatenate([shards.read(n, np.arange(2000))["input_mask"] for n in range(2)]) > 0
-    # What is not chosen is as it was; what is chosen is labelled with what it was; special tokens never are.
+    # Tokens not chosen are unchanged; chosen ones have the original as their label; special tokens are never chosen.
     np.testing.assert_array_equal(ids[~masked], original[~masked])
     np.testing.assert_array_equal(labels[masked], original[masked])
     candidates = real & (original != CLS) & (original != SEP)
     assert not (masked & ~candidates).any()
     wanted = np.maximum(1, np.round(real.sum(1) * share))
     np.testing.assert_array_equal(masked.sum(1), wanted)
-    # Uniform: each place as often as the candidates there would have it.
+    # Uniform: each position is chosen as often as its candidates imply.
     chance = candidates * (wanted / candidates.sum(1))[:, None]
     assert chi_square_is_ordinary(masked.sum(0)[1:-1], chance.sum(0)[1:-1])
     n = masked.sum()
@@ -111,7 +111,7 @@ def test_masks_have_berts_distribution(shards: ShardSet, share: float) -> None:
 
 @pytest.mark.parametrize("change", [{"epoch": 1}, {"seed": 8}])
 def test_other_epochs_and_seeds_have_independent_masks(shards: ShardSet, change: dict[str, int]) -> None:
-    """Two draws of a share p agree on p of the places, and on what replaces a token as often as chance has it."""
+    """Two draws of a share p agree on p of the positions, and on what replaces a token as often as by chance."""
     samples = all_rows(shards)
     ids, _, one = read(reader(shards), samples, epoch=0)
     seed = {"seed": change["seed"]} if "seed" in change else {}
@@ -125,17 +125,17 @@ def test_other_epochs_and_seeds_have_independent_masks(shards: ShardSet, change:
 
 
 def test_neighbours_have_independent_masks(shards: ShardSet) -> None:
-    """Adjacent rows, and adjacent places of a row: correlation at the level of chance."""
+    """Adjacent rows, and adjacent positions of a row, correlate no more than by chance."""
     _, _, masked = read(reader(shards), all_rows(shards))
-    inner = masked[:, 1 : S // 4].astype(float)  # always a candidate
+    inner = masked[:, 1 : S // 4].astype(float)  # always candidates
     for one, two in ((inner[:-1], inner[1:]), (inner[:, :-1], inner[:, 1:])):
         correlation = np.corrcoef(one.reshape(-1), two.reshape(-1))[0, 1]
-        # A draw without replacement of a row makes places of it repel each other by 1 / (candidates - 1).
+        # Drawing without replacement makes the positions of a row repel each other by 1 / (candidates - 1).
         assert abs(correlation) < 5 / one.size**0.5 + (1 / (S / 2 - 4) if one.shape == inner[:, 1:].shape else 0)
 
 
 def test_rows_of_different_shards_have_independent_masks(shards: ShardSet) -> None:
-    """The same row number in two shards: they agree as often as chance has it."""
+    """Rows with the same number in two shards agree as often as by chance."""
     _, _, masked = read(reader(shards), all_rows(shards))
     one, two = masked[:2000, 1 : S // 4].astype(float), masked[2000:, 1 : S // 4].astype(float)
     assert abs(np.corrcoef(one.reshape(-1), two.reshape(-1))[0, 1]) < 5 / one.size**0.5
@@ -156,7 +156,7 @@ def test_workers_and_micro_batches_see_the_same_masks(shards: ShardSet) -> None:
         found: dict[tuple[int, int], list[int]] = {}
         for rank in range(size):
             loader = Loader(reader(shards), order, micro_batch_size=micro_batch, rank=rank, size=size)
-            for step in loader.load(250, 252):  # over the end of an epoch
+            for step in loader.load(250, 252):  # across the end of an epoch
                 at = 0
                 for batch in step.micro_batches:
                     for row, ids in enumerate(batch.input_ids.tolist()):
@@ -176,11 +176,11 @@ def test_the_rate_goes_linearly_over_the_phase(shards: ShardSet) -> None:
     tokens = sum(shards.read(n, np.arange(2000))["input_mask"].sum() for n in range(2))
     for step, share in ((0, 0.3), (50, 0.225), (100, 0.15)):
         _, _, masked = read(masks, samples, step=step)
-        assert masked.sum() / tokens == pytest.approx(share, abs=0.002)  # each row's number is rounded
+        assert masked.sum() / tokens == pytest.approx(share, abs=0.002)  # each row's count is rounded
 
 
 def test_the_rate_of_a_stable_schedule_falls_in_the_decay_alone() -> None:
-    """So that a longer training has the same masks up to there."""
+    """So that a longer training has the same masks up to the decay."""
 
     def rates(**given: object) -> list[float]:
         falling = mask_rate_steps(TrainConfig(max_steps=10, warmup_steps=2, decay_share=0.4, **given))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which worker gets which samples, and that a batch holds what its samples' addresses name."""
+"""Which worker gets which samples, and that a batch holds the rows that its samples' addresses name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Addresses = list[tuple[int, int]]
 
 
 class NoData:
-    """Reads nothing: a step's addresses are what is looked at."""
+    """Reads nothing: the test looks only at a step's addresses."""
 
     rows_at_once = 1
 
@@ -53,7 +53,7 @@ def test_the_number_of_workers_does_not_change_what_shares_a_micro_batch(workers
 
 
 def test_a_batch_holds_the_rows_of_its_samples_in_their_order(data: Path) -> None:
-    """From several shards, read together; against the rows read one by one."""
+    """From several shards, read together; compared with the rows read one by one."""
     shards = ShardSet.open(data)
     rng = np.random.default_rng(0)
     shard = rng.integers(0, 4, 12)

@@ -50,7 +50,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_samples_of_a_step_come_from_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that keeps a block's shards at hand never goes back to one it left."""
+    """A reader that keeps a block's shards at hand never goes back to one it has left."""
     monkeypatch.setattr(module, "BLOCK_ROWS", 20)
     order = make([10] * 12, batch=5)
     seen = [shard for shard, _ in addresses(order, range(order.steps_per_epoch))]
@@ -61,7 +61,7 @@ def test_samples_of_a_step_come_from_few_blocks(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_shuffle_is_even() -> None:
-    """Over many epochs each sample is as likely at each place: mean place within 4 standard errors."""
+    """Over many epochs each sample is equally likely at each position: its mean is within 4 standard errors."""
     n, epochs = 50, 400
     places = np.zeros(n)
     order = make([n], batch=n)
@@ -72,7 +72,7 @@ def test_the_shuffle_is_even() -> None:
 
 
 def test_the_order_of_shards_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each shard is a block, over many epochs: as above."""
+    """The same for shards over many epochs, where each shard is a block."""
     monkeypatch.setattr(module, "BLOCK_ROWS", 1)
     n, epochs = 20, 400
     places = np.zeros(n)
@@ -84,7 +84,7 @@ def test_the_order_of_shards_is_even(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_are_shuffled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The orders of two blocks' rows do not correlate: within five standard errors."""
+    """The orders of two blocks' rows do not correlate, to within five standard errors."""
     monkeypatch.setattr(module, "BLOCK_ROWS", 1)
     n = 1000
     order = make([n, n], batch=n)
@@ -105,7 +105,7 @@ def test_fewer_samples_than_a_batch_are_refused() -> None:
 
 
 def test_steps_read_together_are_the_steps() -> None:
-    """Over the ends of epochs and blocks."""
+    """Across the ends of epochs and blocks."""
     order = make([13, 1, 30, 7, 22])
     together, apart = order.steps(3, 25), [order.step(step) for step in range(3, 25)]
     np.testing.assert_array_equal(together.row, np.concatenate([samples.row for samples in apart]))

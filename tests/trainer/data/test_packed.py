@@ -1,4 +1,4 @@
-"""Packed rows: the loss and the gradients are those of the same sequences, each in a row of its own."""
+"""Packed rows: the loss and the gradients equal those of the same sequences, each in its own row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ S, P, K = 64, 24, 6
 
 
 def write_both(directory: Path, sequences: int, *, shard: int = 0) -> tuple[Path, Path]:
-    """The same sequences as a data set of one a row, and as a packed one."""
+    """The same sequences as a data set with one sequence a row, and as a packed one."""
     arrays = synthetic_rows(sequences, seq_len=32, max_pred_len=5, seed=shard)
     arrays = {
         key: np.pad(value, ((0, 0), (0, (S - 32) if value.shape[1] == 32 else 0))) if value.ndim == 2 else value
@@ -76,7 +76,7 @@ def sums_and_gradients(
 
 
 def test_micro_batches_have_few_sizes(tmp_path: Path) -> None:
-    """What is there, filled up to a multiple of 16, but to no more than there can be; with static shapes to that."""
+    """Filled up to a multiple of 16, but not beyond the greatest possible number; with static shapes, up to that."""
     apart, packed = write_both(tmp_path, 41)
     for data in (apart, packed):
         shards = ShardSet.open(data)
@@ -136,7 +136,7 @@ def test_loss_and_gradients_without_padding_are_the_same(tmp_path: Path, operati
 
 
 def test_without_padding_the_tokens_are_those_of_the_sequences(tmp_path: Path) -> None:
-    """In their order; what fills the row up is a 32nd of the rows at most, in runs no longer than a row; and what is
+    """In their order; what fills the row up is at most a 32nd of the rows, in runs no longer than a row; and what is
     counted is what is computed."""
     for data in write_both(tmp_path, 41):
         shards = ShardSet.open(data)
@@ -160,7 +160,7 @@ def test_without_padding_the_tokens_are_those_of_the_sequences(tmp_path: Path) -
 
 
 def test_without_padding_what_fills_up_is_in_runs_no_longer_than_a_row() -> None:
-    """A kernel leaves undefined what lies beyond the greatest length that it is told; 33 tokens are filled up to 64."""
+    """A kernel leaves undefined what lies beyond the maximum length it is given; 33 tokens are filled up to 64."""
     rows, length = 64, 16
     ids = torch.zeros(rows, length, dtype=torch.int64)
     ids[:2] = 1
@@ -173,7 +173,7 @@ def test_without_padding_what_fills_up_is_in_runs_no_longer_than_a_row() -> None
 
 
 def test_masked_tokens_in_padding_stay_in_padding(tmp_path: Path) -> None:
-    """Of faulty data, of which the plateau doctor warns: they are not taken for another token."""
+    """In faulty data, which the plateau doctor warns about: they are not taken for another token."""
     data, _ = write_both(tmp_path, 8)
     shards = ShardSet.open(data)
     (batch,), _ = BatchReader(shards, vocab_size=MODEL["vocab_size"]).micro_batches(
@@ -187,7 +187,7 @@ def test_masked_tokens_in_padding_stay_in_padding(tmp_path: Path) -> None:
 
 
 def test_tokens_after_padding_are_refused(tmp_path: Path) -> None:
-    """Where the sequences end is all that attention on a GPU is told."""
+    """Attention on a GPU is told only where the sequences end."""
     data, _ = write_both(tmp_path, 8)
     shards = ShardSet.open(data)
     (path,) = data.glob("*.hdf5")
@@ -199,11 +199,11 @@ def test_tokens_after_padding_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings while it traces
 @pytest.mark.parametrize("name", ["apart", "packed"])
 def test_one_graph_computes_micro_batches_of_other_lengths_on_a_gpu(tmp_path: Path, name: str) -> None:
-    """The whole model, forward and backward, traced as for a GPU: with static shapes nothing is traced again, and
-    losses are those of the model that is not."""
+    """The whole model, forward and backward, traced as for a GPU: with static shapes nothing is retraced, and
+    the losses are those of the untraced model."""
     data = dict(zip(("apart", "packed"), write_both(tmp_path, 24), strict=True))[name]
     shards = ShardSet.open(data)
     reader = BatchReader(shards, vocab_size=MODEL["vocab_size"], static_shapes=True)
@@ -227,7 +227,7 @@ def test_one_graph_computes_micro_batches_of_other_lengths_on_a_gpu(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.usefixtures("torch_xla")
 def test_packed_rows_train_alike_however_they_are_computed(tmp_path: Path) -> None:
-    """One worker, two, two that share the model, XLA (with static shapes, and no graph but the first two)."""
+    """One worker, two, two that share the model, XLA (with static shapes, and no graphs after the first two)."""
     for shard in (0, 1):
         _, packed = write_both(tmp_path, 60, shard=shard)
     ways = {
@@ -244,5 +244,5 @@ def test_packed_rows_train_alike_however_they_are_computed(tmp_path: Path) -> No
     for name in ways:
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-8)
     assert metrics(tmp_path / "xla")[-1]["compiled_graphs"] == 2
-    # 16 rows a step hold more sequences than that, and all of them count.
+    # The 16 rows of a step hold more sequences than rows, and all of them count.
     assert metrics(tmp_path / "one")[0]["throughput"] * metrics(tmp_path / "one")[0]["step_time_s"] > 20

@@ -1,4 +1,4 @@
-"""The shard format: read whoever wrote it, written the same every time, refused in one line when it is wrong."""
+"""The shard format: readable whoever wrote it, written identically every time, refused in one line if it is wrong."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_any_rows_are_read_in_any_order_from_any_layout(tmp_path: Path, write: A
 def test_what_is_decoded_is_kept_as_long_as_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, most_decoded: int
 ) -> None:
-    """The shards of a block are read again and again; without room the one in use is kept all the same."""
+    """The shards of a block are read again and again; even without room, the one in use is kept."""
     written = [some_rows(40, seed=shard) for shard in range(5)]
     for shard, arrays in enumerate(written):
         write_chunked(tmp_path / f"x_training_{shard}.hdf5", arrays)
@@ -182,7 +182,7 @@ def test_validation_names_file_key_row_and_value(tmp_path: Path, key: str, value
 
 
 def test_a_file_that_claims_far_more_than_it_can_hold_is_refused_without_reading_it(tmp_path: Path) -> None:
-    """Every chunk was written, as zeros that were deflated twice."""
+    """Every chunk is written, as zeros that were deflated twice."""
     path, rows = tmp_path / "x_training_0.hdf5", 1 << 18
     with h5py.File(path, "w") as file:
         for key, values in some_rows().items():
@@ -203,7 +203,7 @@ def test_a_file_that_claims_far_more_than_it_can_hold_is_refused_without_reading
 
 @pytest.mark.parametrize("size", [0, 5000, -1])
 def test_a_shard_cut_short_under_a_reader_is_one_line(tmp_path: Path, size: int) -> None:
-    """In another process, since to read beyond the end of a mapped file kills it without a word."""
+    """In another process, since reading beyond the end of a mapped file kills it without a message."""
     directory = write_dataset(tmp_path / "data", [300])
     program = f"""
 import os

@@ -1,4 +1,4 @@
-"""The CPU's operations against torch's, and the threads that they run in."""
+"""The CPU's operations compared with torch's, and the threads they run in."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.operations import Operations
 
 V = 1000
-#: `python -c … FILE`, then the trainer's options: it has two threads, and leaves in FILE how many that are not Python's
-#: there were: before training, when torch had its own, and at the end of each step.
+#: `python -c … FILE`, then the trainer's options: trains with two threads and writes to FILE how many threads besides
+#: Python's there were: before training, when torch had its own, and at the end of each step.
 COUNTS_THREADS = """
 import sys, threading
 from pathlib import Path
@@ -63,13 +63,13 @@ def logits_and_labels(size: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def of(ops: Operations, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss, and the gradient of it times a number that bf16 does not have."""
+    """The loss, and its gradient times a number that bf16 cannot represent."""
     loss = ops.cross_entropy(logits, labels)
     (gradient,) = torch.autograd.grad(loss / 702.2, logits)
     return loss.detach(), gradient
 
 
-# At 3,000 most probabilities underflow, in fp64 too: losses are thousands of nats.
+# At 3,000 most probabilities underflow, even in fp64: losses are thousands of nats.
 @pytest.mark.parametrize("size", [1.0, 30.0, 3000.0])
 def test_cross_entropy_is_torchs(size: float) -> None:
     logits, labels = logits_and_labels(size, torch.float64)
@@ -84,7 +84,7 @@ def test_cross_entropy_is_torchs(size: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "digit"), [(torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-8)])
 def test_cross_entropy_rounds_its_gradient_twice_at_most(dtype: torch.dtype, digit: float) -> None:
-    """Against fp64, from the same logits; sums and softmax are in fp32, to within 1e-5. `digit`: of one rounding."""
+    """Compared with fp64, from the same logits; sums and softmax are in fp32, within 1e-5. `digit`: one rounding."""
     logits, labels = logits_and_labels(3.0, dtype)
     loss, gradient = of(CpuOperations(), logits, labels)
     exact, wanted = of(Operations(), logits.detach().double().requires_grad_(), labels)
@@ -92,7 +92,7 @@ def test_cross_entropy_rounds_its_gradient_twice_at_most(dtype: torch.dtype, dig
     assert gradient.dtype == dtype
     torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradient.double(), wanted, rtol=2 * digit + 1e-5, atol=1e-12)
-    # And no digit of the factor is lost, which would be the same error for all (but those that are nearly -1 times it).
+    # Nor is a digit of the factor lost, which would be the same error in all (except those nearly -1 times it).
     smaller = wanted > 0
     assert abs((gradient.double() / wanted)[smaller].mean() - 1) < digit / 20 + 1e-6
 
@@ -120,7 +120,7 @@ def test_projections_are_those_of_each_layer() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_dropout_keeps_bits_as_they_are(dtype: torch.dtype) -> None:
-    """What is kept is x times the scale, rounded once; what is dropped is 0, whatever it was; strided tensors, too."""
+    """What is kept is x times the scale, rounded once; what is dropped is 0, whatever it was. Strided tensors, too."""
     torch.manual_seed(0)
     x = torch.randn(40, 50, 60).to(dtype).transpose(0, 2)
     x[0, 0] = torch.inf
@@ -133,7 +133,7 @@ def test_dropout_keeps_bits_as_they_are(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_other_thread_of_training_has_threads_of_its_own(data: Path, tmp_path: Path) -> None:
-    """With more of them than cores, those that train sleep at each of their waits: a step took 1.5 times as long."""
+    """With more threads than cores, those that train sleep at every wait: a step took 1.5 times as long."""
     given = {
         "data_dir": data, "model_config": write_model_config(tmp_path, hidden_size=256, intermediate_size=1024),
         "output_dir": tmp_path / "out", "batch_size": 8, "max_steps": 12, "warmup_steps": 1, "grad_accum_usteps": 2,

@@ -1,4 +1,4 @@
-"""What is known of NVIDIA's GPUs without one."""
+"""What is known about NVIDIA's GPUs without having one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.devices.cuda import bf16_peak
 @pytest.mark.parametrize(
     ("name", "teraflops"),
     [
-        # As torch reports them; dense bf16 of NVIDIA's data sheets.
+        # Names as torch reports them; dense bf16 rates from NVIDIA's data sheets.
         ("NVIDIA L4", 121),
         ("NVIDIA L40S", 362),
         ("NVIDIA L40", 181),
@@ -22,7 +22,7 @@ from trainer.devices.cuda import bf16_peak
         ("NVIDIA H100 NVL", 835),
         ("NVIDIA H200", 989),
         ("NVIDIA H200 NVL", None),  # not 989, the H200's: no data sheet at hand
-        # Others whose names contain one of these.
+        # Other GPUs whose names contain one of these.
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA A1000", None),
         ("NVIDIA RTX A1000 Laptop GPU", None),

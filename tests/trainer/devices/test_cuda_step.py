@@ -34,7 +34,7 @@ from trainer.precision import Precision
 
 
 class WithoutValues(CudaDevice):
-    """A GPU whose tensors have no values: whoever asks for one, or copies one to the host, fails."""
+    """A GPU whose tensors have no values: asking for one, or copying one to the host, fails."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("meta")
@@ -54,7 +54,7 @@ class WithoutValues(CudaDevice):
 
 
 class NoCopies(TorchDispatchMode):
-    """Fails when a tensor is copied between host and device other than beside the host's work."""
+    """Fails if a tensor is copied between host and device in a way that blocks the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out, kwargs = func(*args, **(kwargs or {})), kwargs or {}
@@ -70,7 +70,7 @@ def step_of(batches: list[BertBatch], device: CudaDevice) -> Step:
 
 
 class Nothing:
-    """Takes any call."""
+    """Accepts any call."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
@@ -111,13 +111,13 @@ def device_number(device: CudaDevice) -> Any:
 
 @pytest.mark.parametrize("ask", [Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.nonzero, bool])
 def test_asking_for_a_value_fails_there(ask: Any) -> None:
-    """What the test above rests on."""
+    """The test above relies on this."""
     with pytest.raises((RuntimeError, NotImplementedError)):
         ask(torch.ones((), device="meta"))
 
 
 def test_a_batch_is_one_copy() -> None:
-    """All tensors, of any type and shape, as they were, aligned as kernels need it; what is none stays."""
+    """All tensors, of any type and shape, unchanged, aligned as kernels need; what is not a tensor stays as it is."""
     calls = []
 
     def move(buffer: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def heads(dtype: torch.dtype, head_size: int) -> Tensor:
 def test_the_kernels_are_used_where_they_are(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has_flash: bool, packed: bool
 ) -> None:
-    """For packed rows and for others; else products with a mask."""
+    """For packed rows and for others; otherwise products with a mask."""
     masks: list[Any] = []
     monkeypatch.setattr(Operations, "attention_mask", lambda self, ids, bounds, most=None: (ids, bounds))
     monkeypatch.setattr(Operations, "attention_by_products", lambda self, q, k, v, mask, p: masks.append(mask) or q)

@@ -32,7 +32,7 @@ def test_a_missing_compiler_is_one_line(
 
 
 def test_nothing_is_chosen_by_a_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a run that is resumed on another machine could end with other bytes."""
+    """Otherwise a run resumed on another machine could end with different bytes."""
     from torch._inductor import compile_fx, config
 
     def seen(graph: Any, inputs: Any, *, config_patches: dict[str, Any], decompositions: Any) -> Any:
@@ -48,16 +48,16 @@ def test_nothing_is_chosen_by_a_stopwatch(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore")  # torch's own warnings while it compiles
 def test_compiled_gradients_have_the_same_bits_every_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Else a resumed run would not end with the same bytes. With Inductor's own gradient of embeddings two of three
-    runs on two threads differed from the first."""
+    """Otherwise a resumed run would not end with the same bytes. With Inductor's own gradient of embeddings, two of
+    three runs on two threads differed from the first."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     threads = torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(threads))
-    torch.set_num_threads(2)  # one has one order; the number is compiled in
+    torch.set_num_threads(2)  # one thread has only one order; the number is compiled in
     model = BertForPreTraining(ModelConfig(**MODEL))
     model.initialise(1)
     call = Inductor(None, for_cpu=True).compile(model)

@@ -1,4 +1,4 @@
-"""Which lane an installation is, and what is wrong with it; made up, with the versions of AWS's documentation."""
+"""An installation's lane, and what is wrong with it; installations are made up, with versions that AWS documents."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def native(versions: dict[str, str], instance: str = "trn2.48xlarge") -> Install
     return Installation(versions, has_native_device=True, instance=instance)
 
 
-#: Installation, its lane (None: none), and words of the first problem (none: it can train).
+#: Installation, its lane (None: no lane), and words of the first problem (no words: it can train).
 CASES = {
     "nothing": (Installation({"torch": "2.9.1"}), None, ["torch-neuronx, which is not installed", "neuron-xla]"]),
     "empty packages": (
@@ -87,7 +87,7 @@ def test_the_lane_is_told_and_what_is_wrong_with_it(found: Installation, lane: s
     for word in words:
         assert word in lines[0]
     for wanted in (XLA, NATIVE):
-        # With a Python that the packages are not made for they cannot be installed: only `--doctor` says so.
+        # Packages cannot be installed with a Python that they are not made for: only `--doctor` says so.
         if wanted == lane and (not words or "Python" in words[0]):
             assert f"torch-neuronx {found.versions['torch-neuronx']} is " in require_lane(found, wanted)
         else:
@@ -98,7 +98,7 @@ def test_the_lane_is_told_and_what_is_wrong_with_it(found: Installation, lane: s
 @pytest.mark.parametrize(
     ("name", "logical", "peak"),
     [
-        # AWS: 190 TFLOP/s for a chip of 2 cores, 667 and 671 for one of 8; on trn2 and trn3 a rank has two by default.
+        # AWS: 190 TFLOP/s for a chip of 2 cores, 667 and 671 for one of 8; trn2 and trn3 ranks have two by default.
         ("trn1.32xlarge", None, 95e12),
         ("trn1n.32xlarge", None, 95e12),
         ("trn2.48xlarge", None, 166.75e12),
@@ -127,7 +127,7 @@ def _device(count: int, in_use: int | None = None) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("answer", "logical", "total"),
     [
-        ([_device(2)], None, 2),  # trn1.2xlarge, as third parties have recorded it; so are the next two
+        ([_device(2)], None, 2),  # trn1.2xlarge, as recorded by third parties, like the next two
         ([_device(4, 2)], None, 4),  # trn2.3xlarge
         ([_device(4, 2)] * 16, None, 64),  # trn2.48xlarge
         ([_device(4, 2)] * 16, "1", 128),
@@ -141,7 +141,7 @@ def _device(count: int, in_use: int | None = None) -> dict[str, object]:
 def test_logical_cores_are_counted(
     answer: object, logical: str | None, total: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`neuron-ls -j`, and what replaces it from SDK 2.34 on: its fields are not known yet."""
+    """`neuron-ls -j`, and what replaces it from SDK 2.34 on, whose fields are not known yet."""
     monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
     if logical is not None:
         monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", logical)

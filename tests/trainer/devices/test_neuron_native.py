@@ -1,4 +1,4 @@
-"""The native lane on a stand-in for torch-neuronx: a device of torch's own, whose operations the CPU's kernels run."""
+"""The native lane on a stand-in for torch-neuronx: a torch device whose operations run on the CPU's kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.devices.neuron_native import NeuronNativeDevice
 
 @pytest.fixture
 def autoloading(tmp_path: Path, native_library: Path) -> dict[str, str]:
-    """A machine on which each command is a new interpreter."""
+    """A machine on which each command runs in a new interpreter."""
     return native_machine(tmp_path / "machine", native_library)
 
 
@@ -72,7 +72,7 @@ def work(tmp_path: Path) -> dict[str, object]:
 def test_the_losses_are_the_cpus(
     native: dict[str, str], work: dict[str, object], tmp_path: Path, workers: int, more: dict[str, object]
 ) -> None:
-    """Without dropout, of which each device has its own."""
+    """Without dropout, which each device draws in its own way."""
     replicas = workers // int(str(more.get("tensor_parallel_size", 1)))
     given = {**work, "disable_dropout": True, "optimizer": more.get("optimizer", "AdamW")}
     assert train(env=native, **given, device="cpu", output_dir=tmp_path / "cpu").returncode == 0
@@ -84,7 +84,7 @@ def test_the_losses_are_the_cpus(
     assert "device neuron-native, since torch-neuronx 2.14.3.0.1 is native" in done.stdout
     expected, found = losses(tmp_path / "cpu"), losses(tmp_path / "neuron")
     assert len(found) == 6
-    # Sums in another order, divided after them instead of before: a few roundings of fp32 (6e-8) of losses near 6.
+    # Sums in another order, divided afterwards instead of before: a few fp32 roundings (6e-8) of losses near 6.
     assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < 1e-6 * max(expected)
 
 
@@ -159,7 +159,7 @@ def test_a_machine_that_computes_wrongly_is_not_compiled_for(
     found = json.loads(record.read_text())
     assert not found["passed"]
     assert found["kind"]["torch-neuronx"] == "2.14.3.0.1"
-    # One that has passed is not tested again.
+    # A machine that has passed is not tested again.
     record.write_text(json.dumps({**found, "passed": True}))
     done = command(*words, env=native)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -195,8 +195,8 @@ def test_the_native_lane_is_not_trained_with_the_other_ones_packages(work: dict[
     assert_one_line_error(refused, "device neuron-native, but torch-neuronx 2.9", "choose device neuron-xla")
 
 
-def test_losses_are_scaled_by_powers_of_two_before_the_backward_pass() -> None:
-    """Of one loss; the factors and the division together make means, in exact arithmetic."""
+def test_the_first_loss_is_not_scaled_before_the_backward_pass() -> None:
+    """A second one is, relative to it; the factors and the division together make means."""
     factors = NeuronNativeDevice.loss_factors(NeuronNativeDevice.__new__(NeuronNativeDevice), [301])
     assert factors == ([1.0], 301)
     before, after = NeuronNativeDevice.loss_factors(NeuronNativeDevice.__new__(NeuronNativeDevice), [301, 16])
@@ -209,7 +209,7 @@ def test_losses_are_scaled_by_powers_of_two_before_the_backward_pass() -> None:
 
 @pytest.mark.slow
 def test_the_device_is_not_used_before_the_process_group(autoloading: dict[str, str]) -> None:
-    """As AWS asks; the stand-in counts what has been allocated."""
+    """As AWS requires; the stand-in counts what has been allocated."""
     program = """
 import torch, torch_neuronx
 from trainer.devices.base import DeviceOptions

@@ -1,4 +1,4 @@
-"""What is around Trainium, on the stand-in machine of `tests.helpers.neuron_machine`: its graphs run on XLA's CPU."""
+"""What surrounds Trainium, on the stand-in machine of `tests.helpers.neuron_machine`: its graphs run on XLA's CPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def forked_there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str,
         yield {**SET_BY_TORCH_XLA, **env}
 
 
-#: Flags of ours, as for a stage that has a cache.
+#: Our flags, as for a stage that has a cache.
 OURS = "--model-type=transformer --cache_dir=/ours"
 
 
@@ -90,7 +90,7 @@ def test_the_variables_follow_precision_and_nodes() -> None:
 
 
 def test_each_job_on_a_machine_has_a_port_for_its_runtime() -> None:
-    """Those of the pipeline are adjacent, torchrun's own anywhere; none is another job's, or what Linux hands out."""
+    """The pipeline's ports are adjacent, torchrun's anywhere; ours is not another job's, nor one that Linux assigns."""
     ports = {}
     for port in (2020, 2021, 2022, 29500, 45123, 61000, 65535):
         host, _, chosen = root_comm_id("10.0.0.1", port).rpartition(":")
@@ -149,7 +149,7 @@ def test_the_kernel_agrees_about_the_limit_of_open_files() -> None:
 
 @pytest.mark.parametrize("precision", ["autocast-sr", "bf16-sr"])
 def test_hardware_that_does_not_round_is_refused(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a checkpoint of such a precision is resumed with `auto`, for which the runtime has been set not to."""
+    """As when a checkpoint of such a precision is resumed with `auto`, for which the runtime was set not to round."""
     device = NeuronXlaDevice.__new__(NeuronXlaDevice)
     monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0")
     with pytest.raises(UserError, match=rf"{precision} needs NEURON_RT_STOCHASTIC_ROUNDING_EN=1, but it is 0; unset"):
@@ -212,7 +212,7 @@ def test_without_a_cache_of_ours_theirs_stays() -> None:
 
 
 def test_stale_locks_go_and_held_ones_stay(tmp_path: Path) -> None:
-    """Removed only while no other process works with the cache."""
+    """They are removed only while no other process uses the cache."""
     lock = tmp_path / "neuronxcc-2.0" / "MODULE_1+a" / "model.hlo_module.pb.lock"
     lock.parent.mkdir(parents=True)
     kept = lock.with_name("model.neff")
@@ -315,8 +315,8 @@ def test_the_doctor_gives_the_next_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_device_trains_with_a_stand_in_runtime(work: list[str], tmp_path: Path) -> None:
-    """One worker, its graphs on XLA's CPU: the order of things up to the first step is the real one. It is on the
-    second machine, which has a cache of its own."""
+    """One worker, its graphs on XLA's CPU: everything up to the first step happens in the real order. It is on the
+    second machine, which has its own cache."""
     env = {
         **machine(tmp_path), "NEURON_RT_EXEC_TIMEOUT": "77", "NEURON_RT_VISIBLE_CORES": "0",
         "NEURON_CC_FLAGS": "--model-type=transformer -O1", "GROUP_RANK": "1",
@@ -337,7 +337,7 @@ def test_workers_meet_through_torch_xla_and_reduce(
     forked_there: dict[str, str], work: list[str], tmp_path: Path, tensor_parallel_size: int
 ) -> None:
     """torch_xla's own rendezvous and `xm.all_reduce`, which does nothing where XLA's world is 1: two workers' losses
-    are those of one on the CPU, and their weights are compared before a checkpoint."""
+    are those of one worker on the CPU, and their weights are compared before a checkpoint."""
     plain = options(precision="fp32", disable_dropout=True)
     cpu = command("-m", "trainer", *work, *plain, *options(device="cpu", output_dir=tmp_path / "cpu"), env=forked_there)
     assert cpu.returncode == 0, cpu.stdout + cpu.stderr
@@ -353,7 +353,7 @@ def test_workers_meet_through_torch_xla_and_reduce(
 
 @pytest.mark.slow
 def test_the_self_test_of_two_workers_passes(forked_there: dict[str, str], tmp_path: Path) -> None:
-    """Through the same rendezvous; nothing of it falls back to another device."""
+    """Through the same rendezvous; nothing in it falls back to another device."""
     env = {**forked_there, "ALL_REDUCES": str(tmp_path / "log")}
     given = options(debug=True, vocab_size=100, batch_size=2, device="neuron", output_dir=tmp_path / "out")
     done = command("-m", "trainer", "--self-test", "--spawn", "2", *given, env=env)
@@ -365,7 +365,7 @@ def test_the_self_test_of_two_workers_passes(forked_there: dict[str, str], tmp_p
 
 @pytest.mark.slow
 def test_a_runtime_that_sees_other_workers_is_refused(work: list[str], tmp_path: Path) -> None:
-    """XLA's CPU sees one device in each process: torch_xla's rendezvous calls every worker the only one."""
+    """XLA's CPU sees one device in each process: torch_xla's rendezvous tells every worker that it is alone."""
     env = machine(tmp_path)
     (tmp_path / "site" / "torch_neuronx.py").write_text("")
     done = command(*TORCHRUN, *work, env=env)

@@ -33,8 +33,8 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, flags: str | No
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-8), ("fp32", 1e-4)])
 def test_the_loss_curve_is_the_cpus(data: Path, model: Path, tmp_path: Path, precision: str, tolerance: float) -> None:
-    """Other kernels sum in another order: rounding, which 50 steps carry on. Two workers reduce through gloo. One
-    worker compiles as a user's does, with optimization, in the precision of users."""
+    """Other kernels sum in another order: rounding, which grows over 50 steps. Two workers reduce through gloo. One
+    worker compiles as a user's does, with optimization, in the precision that users have."""
     given = {"precision": precision, "disable_dropout": True, "max_steps": 50}
     expected = losses(run(data, model, tmp_path / "cpu", device="cpu", **given))
     assert expected[-1] < expected[0]
@@ -49,7 +49,7 @@ def test_the_loss_curve_is_the_cpus(data: Path, model: Path, tmp_path: Path, pre
 def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
     data: Path, model: Path, tmp_path: Path
 ) -> None:
-    """8 steps are an epoch: the run goes over its end, over log lines, checkpoints and a changing learning rate."""
+    """An epoch has 8 steps: the run crosses its end, log lines, checkpoints and a changing learning rate."""
     given = {"precision": "fp32", "max_steps": 14, "ckpt_interval_steps": 5, "log_interval": 3}
     whole = run(data, model, tmp_path / "whole", **given)
     out = tmp_path / "killed"
@@ -64,7 +64,7 @@ def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
-    # The counter is torch_xla's own. A step is recorded before its last graph is run, hence from the third on.
+    # The counter is torch_xla's own. A step is recorded before its last graph is run, hence only from the third on.
     for directory, steps in ((whole, range(3, 15)), (resumed, range(8, 15))):
         compiled = {record["step"]: record["compiled_graphs"] for record in metrics(directory)}
         assert {compiled[step] for step in steps} == {2}, compiled
@@ -91,7 +91,7 @@ def test_measuring_the_steps_of_a_budget_compiles_the_graphs_of_the_training(
 def test_bf16_weights_cost_no_graph_and_resume_exactly(
     data: Path, model: Path, tmp_path: Path, precision: str, optimizer: str
 ) -> None:
-    """Rounding by chance is part of the update's graph, its seed an input."""
+    """Stochastic rounding is part of the update's graph; its seed is an input."""
     given = {"precision": precision, "optimizer": optimizer, "max_steps": 5, "disable_dropout": True}
     whole = run(data, model, tmp_path / "whole", **given)
     cut = run(data, model, tmp_path / "cut", steps_this_run=3, **given)
@@ -113,7 +113,7 @@ def test_steps_of_unlike_graphs_are_refused(data: Path, model: Path, tmp_path: P
 
 
 def test_xla_and_torchrun_must_see_the_same_workers() -> None:
-    """On the CPU XLA knows of one worker a process, whatever torchrun started: gloo does the talking."""
+    """On the CPU, XLA knows of one worker per process, whatever torchrun started: they communicate through gloo."""
     XlaDevice.check_worlds(Mesh(world_size=4), 1)
     with pytest.raises(UserError, match=r"one XLA device per process, but sees 2 .*torchrun"):
         XlaDevice.check_worlds(Mesh(world_size=2), 2)

@@ -1,4 +1,4 @@
-"""What a worker says whose collective has failed."""
+"""What a worker prints when its collective has failed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.parallel.mesh import Mesh
 def test_the_cause_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, said: str
 ) -> None:
-    """NCCL tells the cause of a failure of its own, such as a full /dev/shm, in the last lines."""
+    """NCCL gives the cause of its own failures, such as a full /dev/shm, in the last lines."""
     ended: list[int] = []
     monkeypatch.setattr(failure, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(failure.os, "_exit", ended.append)

@@ -1,4 +1,4 @@
-"""What asks a run to save from outside: notices of EC2's metadata service, a file, a signal within a step."""
+"""What asks a run to save from outside: notices from EC2's metadata service, a file, a signal in mid-step."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.helpers.support import (
     write_model_config,
 )
 
-#: Seconds in which a checkpoint has to be durable after a notice; Amazon takes the instance away after 120.
+#: Seconds within which a checkpoint must be durable after a notice; Amazon takes the instance away after 120.
 DURABLE_S = 60
-#: Of a service that accepts a connection and does not answer.
+#: What is said of a service that accepts a connection but does not answer.
 SILENCE = "Read timed out. (read timeout=2.0)"
 
 
@@ -59,7 +59,7 @@ def training(workers: int = 1, *, env: dict[str, str] | None = None, **values: A
 
 
 def checkpoints(out: Path) -> list[int]:
-    """Steps of the checkpoints that are durable: only those have their name."""
+    """Steps of the checkpoints that are durable: only those have their final name."""
     return sorted(int(path.name[5:]) for path in (out / "checkpoints").glob("ckpt_*") if path.name[5:].isdigit())
 
 
@@ -68,8 +68,8 @@ def recorded(out: Path) -> int:
 
 
 def test_notices_make_it_save_and_the_last_one_ends_it(metadata: Metadata, values: dict[str, Any]) -> None:
-    """Two workers, of which one watches. A recommendation to move: it saves once and goes on. The notice that the
-    instance goes: it saves its last step and stops with 75, all within a minute."""
+    """Two workers, one of which watches. On a recommendation to move, the run saves once and continues. On the notice
+    that the instance goes away, it saves its last step and stops with 75, all within a minute."""
     out = values["output_dir"]
     env = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.url}
     metadata.notices[REBALANCE] = json.dumps({"noticeTime": "2026-11-21T08:00:00Z"})
@@ -119,7 +119,7 @@ def test_a_service_that_never_answers_is_reported_while_training_goes_on(values:
         env = {"AWS_EC2_METADATA_SERVICE_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         with training(env=env, spot_watch=True, **values) as running:
             wait_until(lambda: recorded(out) > 0)
-            # It is asked when training begins, and given up after 2 s.
+            # It is asked when training begins, and the attempt is given up after 2 s.
             wait_until(lambda: unanswered(running.said()) != [], timeout_s=20)
             seen = recorded(out)
             wait_until(lambda: recorded(out) > seen)
@@ -140,7 +140,7 @@ def test_nobody_watches_unless_told_to(metadata: Metadata, values: dict[str, Any
 
 
 def test_a_file_asks_for_a_checkpoint(values: dict[str, Any]) -> None:
-    """It is taken away, the run goes on, and what was saved is whole: another run resumes from it."""
+    """The file is removed, the run continues, and what was saved is whole: another run resumes from it."""
     out = values["output_dir"]
     with training(**values):
         wait_until(lambda: recorded(out) > 2)
@@ -159,8 +159,8 @@ def test_a_file_asks_for_a_checkpoint(values: dict[str, Any]) -> None:
 def test_a_stop_within_a_step_does_not_wait_for_its_end(
     values: dict[str, Any], tmp_path: Path, workers: int, size: int
 ) -> None:
-    """The step is given up, what it is made from is saved, and the run that goes on ends with the same bytes. One
-    worker, the last, is asked, in its second micro-step of eight."""
+    """The step is abandoned, the state it started from is saved, and the resumed run ends with the same bytes. Only
+    one worker, the last, is asked to stop, in its second micro-step of eight."""
     values |= {"max_steps": 3, "grad_accum_usteps": 8, "warmup_steps": 1, "tensor_parallel_size": size}
     env = {"FAILPOINT": f"micro-step:0.1.{workers - 1}", "FAILPOINT_ACTION": "terminate"}
     log = tmp_path / "points"

@@ -46,7 +46,7 @@ def test_spawned_workers_are_torchruns(
 
 @pytest.mark.slow
 def test_a_signal_reaches_the_spawned_workers(data: Path, model: Path, tmp_path: Path) -> None:
-    """They save and stop with the status that means so; nothing of them stays."""
+    """They save and stop with the status that says so; no process of theirs is left."""
     given = {"data_dir": data, "model_config": model, "device": "cpu", **GIVEN, "max_steps": 100_000}
     words = options(**given, output_dir=tmp_path / "out", spawn=2)
     trainer = subprocess.Popen(

@@ -53,7 +53,7 @@ def test_a_sound_device_passes(tmp_path: Path, workers: int, values: dict[str, A
     ],
 )
 def test_each_fault_is_found(tmp_path: Path, fault: str, workers: int, found: set[str]) -> None:
-    """The first of them names the cause; the others follow from it."""
+    """The first failed check names the cause; the others follow from it."""
     status, failed, output = self_test(tmp_path, fault, workers)
     assert (status, failed) == (1, found), output
     assert output.splitlines()[-1].startswith("self-test FAILED: ")

@@ -102,7 +102,7 @@ def assert_like_hugging_face(
 def test_without_next_sentence_prediction_it_is_bert_for_masked_lm(
     ours: BertForPreTraining, static: bool, has_labels: bool
 ) -> None:
-    """A batch may have next-sentence labels: the model has no use for them."""
+    """A batch may have next-sentence labels: the model ignores them."""
     model = BertForPreTraining(dataclasses.replace(CONFIG, next_sentence=False)).double()
     model.load_state_dict({name: value for name, value in ours.state_dict().items() if name in model.state_dict()})
     assert set(ours.state_dict()) - set(model.state_dict()) == {
@@ -148,7 +148,7 @@ def test_initial_weights_are_distributed_as_berts() -> None:
 def test_decay_applies_to_all_but_biases_and_layer_norms() -> None:
     names = [name for name, _ in BertForPreTraining(CONFIG).named_parameters()]
     undecayed = {name for name in names if not has_weight_decay(name)}
-    # The tutorials' script's rule, spelt as it spells it.
+    # The rule of the tutorials' script, spelt as in that script.
     assert undecayed == {name for name in names if any(word in name for word in ("bias", "LayerNorm"))}
 
 

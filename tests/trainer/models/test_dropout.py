@@ -1,4 +1,4 @@
-"""Dropout stands where it stands in Hugging Face's model."""
+"""Dropout is applied where Hugging Face's model applies it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, S = 4, 32
 
 
 def drop(x: Tensor, p: float) -> Tensor:
-    """Dropout that is not left to chance: what goes is decided by the place."""
+    """Dropout without chance: an element's position decides whether it is dropped."""
     places = torch.arange(x.numel()).mul(7919).remainder(1009).view(x.shape)
     return x * (places >= 1009 * p) / (1 - p)
 
@@ -33,7 +33,7 @@ class Fixed(CpuOperations):
 
 @pytest.mark.parametrize(("hidden", "attention"), [(0.1, 0.0), (0.0, 0.1), (0.1, 0.3)])
 def test_dropout_is_where_hugging_faces_is(monkeypatch: pytest.MonkeyPatch, hidden: float, attention: float) -> None:
-    """Both models drop the same elements: logits agree, in training, and dropout has a part in them."""
+    """Both models drop the same elements: their logits agree, in training too, and dropout affects them."""
     monkeypatch.setattr(torch.nn.functional, "dropout", lambda x, p, training=True, inplace=False: (
         drop(x, p) if training and p else x
     ))  # fmt: skip

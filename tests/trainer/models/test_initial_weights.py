@@ -29,7 +29,7 @@ def initialised(preset: str, seed: int) -> Model:
 
 
 def draws(model: Model) -> dict[str, np.ndarray]:
-    """What is random of a model, by name: the first `PREFIX` numbers of each tensor, scaled to variance 1."""
+    """A model's random tensors, by name: the first `PREFIX` numbers of each, scaled to variance 1."""
     found = {}
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
@@ -47,7 +47,7 @@ def draws(model: Model) -> dict[str, np.ndarray]:
 
 
 def by_length(found: dict[str, np.ndarray]) -> list[tuple[list[str], np.ndarray]]:
-    """Names and rows, as few blocks as have no tensor cut to less than half of what it has."""
+    """Names and rows, in as few blocks as needed for every tensor to have at least half of its numbers in one."""
     blocks = []
     names = sorted(found, key=lambda name: len(found[name]))
     while names:
@@ -58,7 +58,7 @@ def by_length(found: dict[str, np.ndarray]) -> list[tuple[list[str], np.ndarray]
 
 
 def assert_no_two_runs_alike(found: dict[str, np.ndarray]) -> None:
-    """No two successive numbers stand anywhere else, in this tensor or another: about 62 random bits in 10⁶ places."""
+    """No pair of successive numbers occurs twice, in this tensor or another: about 62 random bits at 10⁶ positions."""
     windows = []
     for values in found.values():
         bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
@@ -89,7 +89,7 @@ def test_run_seeds_have_weights_of_their_own() -> None:
 
 @pytest.mark.parametrize("preset", ["mini", "mlp"])
 def test_every_tensor_has_the_published_distribution(preset: str) -> None:
-    """Mean, variance and shape, the last by Kolmogorov and Smirnov: √n · D exceeds 3 once in 10⁷."""
+    """Mean, variance and shape, the last by the Kolmogorov-Smirnov test: √n · D exceeds 3 once in 10⁷."""
     found = draws(initialised(preset, seed=12349))
     normal = np.vectorize(NormalDist().cdf, otypes=[float])
     for name, x in found.items():

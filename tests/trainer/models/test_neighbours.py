@@ -1,4 +1,4 @@
-"""Initial attention to neighbours, as Hugging Face's model sees it and as a training feels it."""
+"""Initial attention to neighbours, as Hugging Face's model computes it and as it affects training."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def masked_ids(rows: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("preset", ["tiny", "mini", "small"])
 @pytest.mark.parametrize("length", [128, 512])
 def test_each_head_of_the_first_layer_attends_to_its_neighbour(shards: ShardSet, preset: str, length: int) -> None:
-    """More than to any other token, wherever in the row; random heads attend to each with about 1 / length."""
+    """More than to any other token, anywhere in the row; random heads give each token about 1 / length."""
     config = ModelConfig.preset(preset, vocab_size=VOCABULARY).without_dropout()
     model = hugging_face(config, shards, "neighbours")
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_the_masked_lm_head_passes_on_what_the_encoder_found(shards: ShardSet) -
 
 @pytest.mark.slow
 def test_a_word_that_its_neighbour_tells_is_learned_much_sooner(shards: ShardSet) -> None:
-    """Rows of pairs, of which the second word is a function of the first and masked half of the time."""
+    """Rows of pairs whose second word is a function of the first and is masked half of the time."""
     generator = torch.Generator().manual_seed(3)
     second = torch.randperm(WORDS, generator=generator) + 5
     losses = []

@@ -1,5 +1,5 @@
-"""The operator for attention without padding: values and gradients on the CPU; of the GPU kernels what can be told
-without a GPU: that they take these arguments, and return what the operator says."""
+"""The operator for attention without padding: values and gradients on the CPU; for the GPU kernels, what can be checked
+without a GPU: that they take these arguments, and return what the operator declares."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_gradients_are_the_derivatives(dropout_p: float) -> None:
 
 
 def test_the_seed_decides_what_is_dropped_and_the_backward_pass_draws_nothing() -> None:
-    """Else a resumed run would end with other bytes: each micro-step is seeded once."""
+    """Otherwise a resumed run would end with other bytes: each micro-step is seeded once."""
     found = []
     for seed in (1, 1, 2):
         given = inputs()
@@ -111,7 +111,7 @@ def compiled(function: Any, traced: list[Any], **options: Any) -> Any:
 
 
 def test_one_graph_has_it_as_one_operator_whatever_the_lengths() -> None:
-    """With as many sequences, of which some are empty."""
+    """With the same number of sequences, some of them empty."""
     torch._dynamo.reset()
     traced: list[Any] = []
     call = compiled(lambda *given: attend(*given, 7, 0.0), traced, dynamic=False)
@@ -123,7 +123,7 @@ def test_one_graph_has_it_as_one_operator_whatever_the_lengths() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Records what torch is called with."""
+    """Records the calls to torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def described(tensors: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("dtype", KERNEL_TYPES)
 def test_gpu_kernels_are_called_as_torch_declares_them(dtype: torch.dtype, dropout_p: float) -> None:
     """On tensors without values: torch's own description of its kernels gives shapes, types and devices, and refuses
-    arguments that they do not have. The sequences' lengths are never asked for."""
+    arguments that they do not take. The sequences' lengths are never read."""
     with FakeTensorMode(), Calls() as calls:
         query, key, value, gradient = (torch.empty(TOKENS, HEADS, 64, device="cuda:0", dtype=dtype) for _ in range(4))
         bounds = torch.empty(len(BOUNDS), device="cuda:0", dtype=torch.int32)
@@ -167,7 +167,7 @@ def test_gpu_kernels_are_called_as_torch_declares_them(dtype: torch.dtype, dropo
 
 
 def test_torch_still_declares_the_kernels_like_this() -> None:
-    """They are private: another release may change them. The same from 2.9 to 2.14, but for more options at the end."""
+    """They are private and may change in any release: the same from 2.9 to 2.14, except for more options at the end."""
     forward_schema, backward_schema = (
         str(getattr(torch.ops.aten, name).default._schema)
         for name in ("_flash_attention_forward", "_flash_attention_backward")
@@ -233,7 +233,7 @@ def test_gpu_kernels_are_used_for_what_they_take() -> None:
 
 
 def test_larger_heads_with_dropout_are_refused_where_their_gradients_would_be_undefined() -> None:
-    """As torch's own choice of kernel does, in sdp_utils.cpp: sm86, sm87, sm89 and sm12x."""
+    """As torch's own kernel selection does, in sdp_utils.cpp: sm86, sm87, sm89 and sm12x."""
     capabilities = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
     assert [head_size_max(one) for one in capabilities] == [256, 192, 192, 192, 256, 256, 256, 192, 192]
     operations = CudaOperations(head_size_max=192)

@@ -1,4 +1,4 @@
-"""Muon is torch's, on one worker, on several, and on tensor-parallel ranks; its iteration does what it is for."""
+"""Muon matches torch's on one worker, on several, and on tensor-parallel ranks; its iteration does what it should."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RATES = (1e-2, 5e-3, 1e-3)
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 128), (128, 32)])
 def test_singular_values_become_nearly_one(shape: tuple[int, int]) -> None:
-    """Against numpy's decomposition: the singular vectors stay, and the values come into Muon's published range."""
+    """Compared with numpy's decomposition: singular vectors stay, and values end up in Muon's published range."""
     generator = torch.Generator().manual_seed(1)
     matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
     u, values, v = np.linalg.svd(matrix.numpy(), full_matrices=False)
@@ -102,8 +102,8 @@ def test_updates_equal_torchs_muon_and_adamw(layout: Layout) -> None:
 
 
 def test_fp32_multiplies_in_fp32() -> None:
-    """Its updates are those of fp64 but for the rounding of 5 iterations, 2⁻²⁴ each, magnified about 3.4 times in
-    each; bf16 products would differ by some 0.01, and take 20 to 100 times as long where the hardware has none."""
+    """Its updates equal those of fp64 except for the rounding of 5 iterations, 2⁻²⁴ each, magnified about 3.4 times in
+    each; bf16 products would differ by some 0.01, and take 20 to 100 times as long on hardware without bf16."""
     updates = {}
     for precision in ("fp32", "fp64"):
         model = small_model().to(Precision(precision).dtype)

@@ -1,4 +1,4 @@
-"""The optimizers are torch's and timm's, the schedule Hugging Face's, the clipping torch's."""
+"""The optimizers match torch's and timm's, the schedules Hugging Face's, the clipping torch's."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from trainer.registry import longest_warmup
 transformers = pytest.importorskip("transformers")
 
 Layout = type[FlatParameters] | type[SeparateParameters]
-#: Of google-research/bert's optimizer and the tutorials', spelt out: a change of ours is noticed.
+#: Those of google-research/bert's optimizer and the tutorials', spelt out: a change of ours is noticed.
 BETAS, EPS = (0.9, 0.999), 1e-6
-#: Sizes of gradients: much larger than epsilon, as large, and so small that it alone divides them.
+#: Sizes of gradients: much larger than epsilon, as large as it, and so small that only epsilon divides them.
 scales = pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-9])
 
 
@@ -162,7 +162,7 @@ def test_updates_equal_torchs_sgd(layout: Layout, number: Callable[[float], torc
 def test_updates_equal_timms_lamb(
     layout: Layout, number: Callable[[float], torch.Tensor], weight_decay: float, scale: float
 ) -> None:
-    """timm's has algorithm 2 of the paper with the corrections of the moments' bias, and clips trust ratios at 1."""
+    """timm's is algorithm 2 of the paper with bias-corrected moments, and clips trust ratios at 1."""
     timm = pytest.importorskip("timm.optim")
     ours = small_model()
     with torch.no_grad():
@@ -251,11 +251,11 @@ def test_stochastic_rounding_takes_one_of_the_two_neighbours_of_the_fp32_update(
         ulp = 2.0 ** (torch.floor(torch.log2(wanted.abs().clamp(min=1e-30))) - 7)
         assert ((weight.float() - wanted).abs() < ulp).all(), name
         up, total = up + int((weight.float() != nearest).sum()), total + weight.numel()
-    assert 0.2 * total < up < 0.3 * total  # the farther neighbour is taken by a quarter of evenly spread values
+    assert 0.2 * total < up < 0.3 * total  # a quarter of evenly spread values goes to the farther neighbour
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    """Against the probability by definition; 200,000 draws: 5 standard deviations of a share are 0.0056 at most."""
+    """Compared with the probability by definition; 5 standard deviations of 200,000 draws' share are at most 0.0056."""
     torch.manual_seed(3)
     for low, high in ((1.0, 1.0078125), (-0.50390625, -0.5), (2.0**-126, 2.0**-126 + 2.0**-133)):
         for part in (0.0, 0.1, 0.5, 0.9):
@@ -268,7 +268,7 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 
 
 def test_what_bf16_holds_and_what_is_not_finite_stay() -> None:
-    """A NaN whose bits are all ones would become a number by a carry."""
+    """A carry would turn a NaN whose bits are all ones into a number."""
     every = torch.arange(2**16, dtype=torch.int32).bitwise_left_shift_(16).view(torch.float32)
     kept = stochastically_rounded(every, torch.Tensor.view)
     assert torch.equal(kept.view(torch.int32)[every.isfinite()], every.view(torch.int32)[every.isfinite()])
@@ -289,7 +289,7 @@ def test_stochastic_rounding_follows_the_devices_seed() -> None:
 
 
 def as_hugging_face(schedule: str, scheduler: Callable[..., Any], *given: int, **options: Any) -> None:
-    """12 steps, 3 of warm-up, of our `schedule` and of Hugging Face's."""
+    """Compare 12 steps, 3 of them warm-up, of our `schedule` with Hugging Face's."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     theirs = scheduler(optimizer, *given, **options)
     for step in range(13):
@@ -320,5 +320,5 @@ def test_the_longest_warm_up_is_the_longest_that_ends_at_the_peak(max_steps: int
 
 
 def test_the_wsd_schedule_is_hugging_faces() -> None:
-    """A quarter of 12 steps decays."""
+    """A quarter of the 12 steps is decay."""
     as_hugging_face("wsd", transformers.get_wsd_schedule, 3, 3, num_training_steps=12, decay_type="linear")

@@ -17,19 +17,19 @@ from trainer.optim.parameters import FlatParameters, Parameters, SeparateParamet
 from trainer.parallel.mesh import Mesh
 from trainer.precision import Precision
 
-#: Losses are summed in fp32: bf16 has no such number.
+#: Losses are summed in fp32: bf16 cannot represent this number.
 LOSS = 1 + 2**-20
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
-    """fp32 rounded to the nearest number whose lower 16 bits are zero, of two equally near ones the even."""
+    """fp32 rounded to the nearest number whose lower 16 bits are zero, ties to even."""
     bits = x.astype(np.float32).view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return rounded.astype(np.uint32).view(np.float32)
 
 
 def _gradients(rank: int) -> np.ndarray:
-    """Of sizes from 1e-6 to 1e6, none a bf16 number."""
+    """Of magnitudes from 1e-6 to 1e6, none of them a bf16 number."""
     generator = np.random.default_rng(rank)
     return (generator.normal(size=(40, 50)) * 10.0 ** generator.integers(-6, 7, (40, 50))).astype(np.float32)
 
@@ -75,7 +75,7 @@ def run(out: Path, workers: int, **values: object) -> Path:
 
 
 def test_the_loss_curve_is_that_of_fp32_sums(work: dict[str, object], tmp_path: Path) -> None:
-    """Each gradient is off by up to 2⁻⁸, in either direction: losses by up to 1.6e-5 where this was written."""
+    """Each gradient is off by up to 2⁻⁸, in either direction; losses, where this was written, by up to 1.6e-5."""
     exact = losses(run(tmp_path / "fp32", 2, **work))
     assert exact[-1] < 0.9 * exact[0]
     for workers in (2, 4):
@@ -112,7 +112,7 @@ def test_ddp_refuses_it(work: dict[str, object], tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("torch_xla")
 def test_xla_sends_them_too(work: dict[str, object], tmp_path: Path) -> None:
-    """Through gloo on the host, from separate tensors: the CPU's curve but for the order of sums."""
+    """Through gloo on the host, from separate tensors: the CPU's curve except for the order of sums."""
     given = {**work, "max_steps": 12, "grad_reduce_in_bf16": True}
     cpu, xla = (losses(run(tmp_path / device, 2, **{**given, "device": device})) for device in ("cpu", "xla"))
     np.testing.assert_allclose(xla, cpu, rtol=1e-3)

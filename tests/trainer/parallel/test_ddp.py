@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel beside our all-reduce: the same curve, exact resume where it can be had."""
+"""torch's DistributedDataParallel compared with our all-reduce: the same curve, and exact resume where possible."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_curve_is_that_of_the_all_reduce(
 def test_with_one_or_two_workers_a_resumed_run_ends_with_the_same_bytes(
     workloads: dict[str, dict[str, object]], tmp_path: Path, workers: int
 ) -> None:
-    """Two numbers have one sum. Dropout on."""
+    """Two numbers have the same sum in any order. With dropout."""
     values = {**workloads["bert"], "disable_dropout": False, "data_parallel": "ddp", "grad_accum_usteps": 2}
     straight = run(tmp_path / "straight", workers, **values)
     cut = run(tmp_path / "cut", workers, steps_this_run=5, **values)

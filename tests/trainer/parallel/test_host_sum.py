@@ -1,4 +1,4 @@
-"""The hosts' sum: every rank gets it, in few rounds, whatever the number of ranks."""
+"""The sum that hosts compute: every rank gets it, in few rounds, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainer.parallel.mesh import Mesh
 
 
 def simulate(size: int) -> tuple[list[float], int]:
-    """What each rank holds in the end if rank r begins with 3^r modulo a prime, and the most messages that wait for one
-    another. A message is delivered when both sides have come to it; a rank that waits for ever is a deadlock."""
+    """What each rank holds at the end if rank r begins with 3^r modulo a prime, and the longest chain of messages that
+    wait for one another. A message is delivered when both sides have reached it; waiting forever is a deadlock."""
     values = [pow(3, rank, 1_000_003) for rank in range(size)]
     rounds = [list(messages(rank, size)) for rank in range(size)]
     at, depth = [0] * size, [0] * size
@@ -48,7 +48,7 @@ def simulate(size: int) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 31, 64, 100, 2048, 2047, 2049])
 def test_every_rank_has_the_sum_after_few_messages(size: int) -> None:
-    """2,048 ranks: 11 one after the other, where a ring has 4,094."""
+    """2,048 ranks: 11 messages in a row, where a ring has 4,094."""
     values, depth = simulate(size)
     assert set(values) == {sum(pow(3, rank, 1_000_003) for rank in range(size))}
     assert depth <= math.floor(math.log2(size)) + (0 if size & (size - 1) == 0 else 2)

@@ -34,7 +34,7 @@ def _start(rank: int, port: int, log: str) -> None:
 
 
 def all_end(target: Callable[..., None], count: int, *arguments: object) -> None:
-    """Run `target(rank, port, …)` in so many processes, all of which must end well."""
+    """Run `target(rank, port, …)` in `count` processes, all of which must succeed."""
     port = free_port()
     workers = [FORKS.Process(target=target, args=(rank, port, *arguments)) for rank in range(count)]
     for worker in workers:
@@ -44,7 +44,7 @@ def all_end(target: Callable[..., None], count: int, *arguments: object) -> None
         assert worker.exitcode == 0
 
 
-#: Small; odd and large enough to be reduced in two parts; middling.
+#: Small; odd and large enough to be reduced in two parts; medium-sized.
 SHAPES = [(5,), ((1 << 20) + 1,), (2, 3), (30_011,)]
 
 
@@ -74,7 +74,7 @@ def _reduce_repeatedly(rank: int, port: int, folder: str) -> None:
     digest = hashlib.sha256()
     for _ in range(3):
         reduced = [tensor.clone() for tensor in own]
-        time.sleep(0.02 * chance.random())  # another worker arrives last each time
+        time.sleep(0.02 * chance.random())  # a different worker arrives last each time
         CpuDevice().all_reduce(reduced, mesh.data_parallel_group)
         for tensor in reduced:
             digest.update(tensor.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""What is split, against the sizes of real models and a whole that must come back."""
+"""What is split, checked against the sizes of real models and by putting the whole together again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks that share a model compute the losses and gradients of one, in float64, layer by layer of one step."""
+"""Two ranks that share a model compute one rank's losses and gradients, in float64, layer by layer of one step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def computed(
     model.initialise(seed=1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("output.dense.bias"):  # zero ones would hide how often they are added
+            if name.endswith("output.dense.bias"):  # zeros would hide how often they are added
                 parameter.copy_(torch.linspace(-0.3, 0.3, len(parameter)))
     parameters = FlatParameters(model, has_weight_decay, 0, Precision("fp64"), shared)
     losses = model(batch())
@@ -70,7 +70,7 @@ def _compare(rank: int, port: int) -> None:
     wanted = dict(whole.named_parameters())
     norm = torch.nn.utils.get_total_norm([p.grad for p in wanted.values() if p.grad is not None])
     np.testing.assert_allclose(parameters.clip(None).item(), norm.item(), rtol=1e-12)
-    # As LAMB asks for them, of the weights.
+    # The norms of the weights, as LAMB asks for them.
     mine = dict(model.named_parameters())
     norms = torch.stack([parameter.detach().norm() for parameter in mine.values()])
     of_whole = torch.stack([wanted[name].detach().norm() for name in mine])

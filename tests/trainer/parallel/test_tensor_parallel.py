@@ -1,4 +1,4 @@
-"""Ranks that share a model train the same model as one alone."""
+"""Ranks that share a model train the same model as one rank alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMON = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vocabulary that no number of ranks divides: it is padded."""
+    """A vocabulary size that no number of ranks divides: it is padded."""
     return write_model_config(tmp_path_factory.mktemp("model"), vocab_size=203)
 
 
@@ -53,7 +53,7 @@ def run(data: Path, model: Path, out: Path, layout: tuple[int, int], *, status: 
 def test_losses_and_gradient_norms_are_those_of_one_rank(
     data: Path, model: Path, tmp_path: Path, precision: str, tolerance: float
 ) -> None:
-    """Sums in another order differ by rounding alone, which 50 steps carry on."""
+    """Sums in another order differ only by rounding, which grows over 50 steps."""
     given = {"precision": precision, "disable_dropout": True, "max_steps": 50}
     curves = {}
     for layout in LAYOUTS:
@@ -85,7 +85,7 @@ def test_an_optimizer_of_whole_matrices_updates_them_as_one_rank_does(
 def test_a_joined_checkpoint_is_that_of_one_rank_and_goes_on_with_any_number(
     data: Path, model: Path, tmp_path: Path, optimizer: str
 ) -> None:
-    """Two ranks for 6 steps, converted, four ranks to the end: as one alone, in float64."""
+    """Two ranks for 6 steps, converted, then four ranks to the end: as one rank alone, in float64."""
     given = {"precision": "fp64", "disable_dropout": True, "max_steps": 10, "optimizer": optimizer}
     alone = run(data, model, tmp_path / "alone", (1, 1), **given, ckpt_interval_steps=6, num_ckpts_to_keep=-1)
     two = run(data, model, tmp_path / "two", (2, 2), **given, steps_this_run=6)
@@ -159,7 +159,7 @@ def test_a_damaged_file_of_any_rank_makes_all_ranks_take_the_checkpoint_before(
 
 @pytest.fixture(scope="module")
 def whole(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Path]:
-    """Uninterrupted runs, dropout on."""
+    """Uninterrupted runs, with dropout."""
     given = {"precision": "fp32", "max_steps": 9, "ckpt_interval_steps": 3}
     return {layout: run(data, model, tmp_path_factory.mktemp("whole"), layout, **given) for layout in ((2, 2), (4, 2))}
 
@@ -186,7 +186,7 @@ def test_randomness_differs_inside_of_what_is_split_and_agrees_outside() -> None
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_a_rank_holds_little_more_than_its_share_of_bert_large(size: int) -> None:
-    """Parameters, gradients and moments are all as large as the parameters."""
+    """Gradients and moments are each as large as the parameters."""
     with torch.device("meta"):
         alone, shared = (
             sum(p.numel() for p in BertForPreTraining(ModelConfig(), ranks=TensorParallel(0, n)).parameters())

@@ -1,4 +1,4 @@
-"""`--shard_optimizer`: workers share moments and master weights, and train what they train without."""
+"""`--shard_optimizer`: workers share moments and master weights, and train the same as without it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(data: Path, model: Path, out: Path, workers: int, *, size: int = 1, **va
 
 
 def assert_close(out: Path, other: Path) -> None:
-    """The same state but for the order of the sums in a norm, which 8 steps of float64 carry on."""
+    """The same state except for the order of the sums in a norm, whose effect grows over 8 steps of float64."""
     files = sorted(path.name for path in (other / "checkpoints" / "ckpt_8").glob("*.safetensors"))
     assert files
     for file in files:
@@ -61,7 +61,7 @@ def test_master_weights_are_shared_too(data: Path, model: Path, tmp_path: Path) 
         losses(run(data, model, tmp_path / str(on), 2, precision="bf16-master", shard_optimizer=on))
         for on in (True, False)
     )
-    # 2⁻⁹ is bf16's rounding; an fp32 norm's other last bit moves a few weights across it.
+    # 2⁻⁹ is bf16's rounding; a different last bit of an fp32 norm moves a few weights across it.
     np.testing.assert_allclose(shared, whole, rtol=2**-9)
     assert shared != losses(run(data, model, tmp_path / "fp32", 2, precision="fp32"))
 
@@ -94,7 +94,7 @@ class Layers(nn.Module):
 
 
 def shares(size: int, precision: Precision) -> list[ShardedParameters]:
-    """Those of all workers, each with a model of its own."""
+    """The shares of all workers, each with its own model."""
     found = []
     for rank in range(size):
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def shares(size: int, precision: Precision) -> list[ShardedParameters]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 40])
 def test_each_parameter_is_one_workers_and_the_shares_are_even(size: int) -> None:
-    """Graham 1969: given the largest first, no share is longer than an even one by more than the largest piece."""
+    """Graham 1969: with the largest assigned first, no share exceeds an even one by more than the largest piece."""
     model = dict(Layers().named_parameters())
     kept = []
     for worker in shares(size, Precision("bf16-master")):
@@ -124,8 +124,8 @@ def test_each_parameter_is_one_workers_and_the_shares_are_even(size: int) -> Non
 
 
 def test_workers_round_independently(data: Path, model: Path, tmp_path: Path) -> None:
-    """Stochastic rounding of two shares by the same numbers would correlate their errors. Half way between two bf16
-    numbers each goes up with probability 1/2, so that two independent workers agree on half of them."""
+    """Rounding two shares stochastically with the same numbers would correlate their errors. Halfway between two bf16
+    numbers each goes up with probability 1/2, so two independent workers agree on half of them."""
     ups = []
     for worker in shares(2, Precision("bf16-sr", _rounded)):
         torch.manual_seed(hash(("stochastic rounding", *worker.rounding_seed)) % 2**31)
@@ -136,7 +136,7 @@ def test_workers_round_independently(data: Path, model: Path, tmp_path: Path) ->
     n = min(map(len, ups))
     agree = float((ups[0][:n] == ups[1][:n]).float().mean())
     assert abs(agree - 0.5) < 5 * 0.5 / n**0.5
-    # The training seeds with it: one worker's rounding differs from that of an unshared state, and nothing else does.
+    # Training uses this seed: one worker's rounding differs from that of an unshared state, and nothing else does.
     given = {"max_steps": 1, "ckpt_interval_steps": 0, "warmup_steps": 0, "precision": "bf16-sr"}
     outs = [run(data, model, tmp_path / str(on), 1, shard_optimizer=on, **given) for on in (True, False)]
     assert losses(outs[0]) == losses(outs[1])
@@ -165,7 +165,7 @@ def test_a_lost_workers_share_is_gone_and_the_run_goes_on_from_its_checkpoint(
 
 
 def test_a_flipped_bit_is_found(data: Path, model: Path, tmp_path: Path) -> None:
-    """In the step before a checkpoint; the next update would replace the weight by its owner's."""
+    """In the step before a checkpoint; the next update would replace the weight with its owner's."""
     env = {"FAILPOINT": "step:4.1", "FAILPOINT_ACTION": "damage"}
     given = {**GIVEN, "data_dir": data, "model_config": model, "grad_accum_usteps": 2, "shard_optimizer": True}
     done = train(2, env=env, output_dir=tmp_path / "out", **given)

@@ -1,4 +1,4 @@
-"""What trackers have, by their own readers, and a real server of MLflow's."""
+"""What trackers hold, read by their own readers, and a real MLflow server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import requests
 from common.process import free_port
 from tests.helpers.chain import wait_until
 
-#: Curve → (step, value) of each of its points, in the order in which the tracker has them.
+#: Curve → (step, value) of each of its points, in the tracker's order.
 Curves = dict[str, list[tuple[int, float]]]
 
 
@@ -40,7 +40,7 @@ class Run:
 class MlflowServer:
     """MLflow's REST server on this machine, over a database; it can be stopped and started again.
 
-    The application that `mlflow server` serves, without what it adds around it, which needs the whole of MLflow.
+    The application that `mlflow server` serves, without the wrapper it adds, which needs the whole of MLflow.
     """
 
     directory: Path
@@ -80,7 +80,7 @@ class MlflowServer:
             self.process = None
 
     def runs(self, project: str) -> list[Run]:
-        """By its own client."""
+        """Read with MLflow's own client."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from mlflow import MlflowClient
@@ -105,7 +105,7 @@ class MlflowServer:
 
 @pytest.fixture(scope="session")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
-    """One for all tests of a process, each of which has a project of its own."""
+    """One server for all tests of a process; each test has its own project."""
     for package in ("mlflow", "sqlalchemy", "alembic", "flask"):
         pytest.importorskip(package, reason=f"MLflow's server needs {package}: pip install -e '.[dev]'")
     server = MlflowServer(tmp_path_factory.mktemp("mlflow"), free_port())
@@ -117,7 +117,7 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowSe
 
 
 def wandb_runs(directory: Path) -> list[Run]:
-    """Those in the offline files of a training's directory, by `wandb leet inspect`: of what `wandb sync` sends."""
+    """The runs in a training's offline files, read by `wandb leet inspect`: what `wandb sync` sends."""
     return [_wandb_run(path) for path in sorted((directory / "wandb").glob("offline-run-*"))]
 
 
@@ -141,7 +141,7 @@ def _inspected(path: Path, *words: str) -> str:
 
 
 def board_curves(directory: Path) -> Curves:
-    """Those in a training's TensorBoard files, as TensorBoard shows them."""
+    """The curves in a training's TensorBoard files, as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(directory / "tensorboard"), size_guidance={"scalars": 0})

@@ -28,7 +28,7 @@ wait_s = {wait_s}
 def test_both_phases_and_the_evaluation_reach_trackers_at_once_or_later(
     mlflow_server: MlflowServer, tmp_path: Path
 ) -> None:
-    """W&B's files at once; MLflow's server is down for the whole run, and asked for it afterwards, twice."""
+    """W&B's files at once; MLflow's server is down for the whole run, which is sent to it afterwards, twice."""
     pytest.importorskip("wandb", reason="needs the extra wandb")
     project = f"chain-{secrets.token_hex(4)}"
     mlflow_server.stop()

@@ -47,7 +47,7 @@ def settings(data: Path, model: Path, out: Path, **changes: Any) -> dict[str, An
 
 
 def recorded(out: Path) -> Curves:
-    """The curves of metrics.jsonl, which is itself held to what was trained (tests/trainer/test_results.py)."""
+    """The curves of metrics.jsonl, which is itself checked against what was trained (tests/trainer/test_results.py)."""
     curves: Curves = {}
     for record in metrics(out):
         for name, value in record.items():
@@ -57,28 +57,28 @@ def recorded(out: Path) -> Curves:
 
 
 def companions(process: int) -> list[psutil.Process]:
-    """Processes below `process` that send to trackers, with those of their libraries."""
+    """Descendants of `process` that send to trackers, including those of their libraries."""
     below = psutil.Process(process).children(recursive=True)
     return [one for one in below if {"trainer.metrics.sending", "wandb-core"} & {Path(w).name for w in one.cmdline()}]
 
 
 def before_checkpoint(step: int) -> dict[str, str]:
-    """The environment of a training that waits when it has recorded `step`, before it saves that step."""
+    """The environment of a training that waits once it has recorded `step`, before it saves that step."""
     return {"FAILPOINT": f"recorded:{step}", "FAILPOINT_ACTION": "wait 300"}
 
 
 def kill_before_checkpoint(
     step: int, given: dict[str, Any], env: dict[str, str], *, last_sent: Callable[[], int], trackers: int
 ) -> None:
-    """Train, and SIGKILL the training there, once `last_sent` is a step that earlier checkpoints hold. At least so many
-    `trackers` have a process."""
+    """Train, and SIGKILL the training there, once `last_sent` is a step that earlier checkpoints hold. There must be at
+    least `trackers` processes that send."""
     workers = Workers(1, "trainer", options(**given), {**env, **before_checkpoint(step)})
     try:
         wait_until(lambda: last_sent() >= step - EVERY)
         beside = companions(workers.processes[0].pid)
         assert len(beside) >= trackers
         os.kill(workers.processes[0].pid, signal.SIGKILL)
-        # W&B's own process looks every few seconds whether ours is there.
+        # W&B's own process checks every few seconds whether ours is still there.
         _, alive = psutil.wait_procs(beside, timeout=60)
         assert not alive
     finally:
@@ -89,7 +89,7 @@ def kill_before_checkpoint(
 def test_a_training_that_is_killed_twice_is_one_run_with_each_step_once(
     server: MlflowServer, data: Path, model: Path, tmp_path: Path
 ) -> None:
-    """After each kill three steps that were recorded are trained again."""
+    """After each kill, three steps that were recorded are trained again."""
     pytest.importorskip("wandb", reason="needs the extra wandb")
     out = tmp_path / f"killed-{secrets.token_hex(4)}"
     given = settings(data, model, out, trackers="tensorboard,mlflow,wandb", mlflow_uri=server.uri)
@@ -111,7 +111,7 @@ def test_a_training_that_is_killed_twice_is_one_run_with_each_step_once(
     assert (offline.status, offline.name, offline.curves) == ("finished", out.name, wanted)
     assert offline.parameters["lr"] == 4e-4
     assert offline.parameters["hidden_size"] == 32
-    for name, points in board_curves(out).items():  # single precision, and of steps in quick succession one
+    for name, points in board_curves(out).items():  # single precision, and of steps in quick succession only one
         steps = [step for step, _ in points]
         assert steps == sorted(set(steps)), name
         assert dict(points) == pytest.approx({step: dict(wanted[name])[step] for step in steps}, rel=1e-6), name
@@ -121,7 +121,7 @@ def test_a_training_that_is_killed_twice_is_one_run_with_each_step_once(
 def test_a_server_that_comes_and_goes_gets_everything(
     server: MlflowServer, data: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Down when training begins, up, down again at its end, which waits for it no longer than it is told."""
+    """Down when training begins, up, down again at its end, which waits for it no longer than it was told to."""
     out = tmp_path / f"away-{secrets.token_hex(4)}"
     given = settings(data, model, out, trackers="mlflow", mlflow_uri=server.uri, tracker_wait=1)
     server.stop()
@@ -148,7 +148,7 @@ def test_a_server_that_comes_and_goes_gets_everything(
 def test_a_tracker_that_never_answers_changes_nothing_and_is_not_waited_for(
     data: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Connections are accepted and nothing is ever said."""
+    """Connections are accepted and never answered."""
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
     plain = train(**settings(data, model, tmp_path / "plain", trackers=""))
     assert plain.returncode == 0, plain.stdout
@@ -191,7 +191,7 @@ def test_of_several_workers_the_root_alone_sends(server: MlflowServer, data: Pat
 def test_no_key_or_password_of_a_tracker_is_written_or_said(
     server: MlflowServer, data: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Nor given on the command line of the processes that have it."""
+    """Nor passed on the command line of the processes that have it."""
     pytest.importorskip("wandb", reason="needs the extra wandb")
     canaries = {name: f"K4n{secrets.token_hex(20)}" for name in ("key", "password", "token")}
     out = tmp_path / f"secret-{secrets.token_hex(4)}"
@@ -261,7 +261,7 @@ def test_a_bad_tracker_is_one_line(given: dict[str, Any], said: str, monkeypatch
 def test_a_missing_library_is_one_line_that_names_its_extra(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Here it may be installed: an import system that does not find it stands in for a machine without."""
+    """It may be installed here: an import system that does not find it stands in for a machine without it."""
     hidden = (
         f"import importlib.util as util\nfind = util.find_spec\n"
         f"util.find_spec = lambda name, *rest: None if name == {name!r} else find(name, *rest)\n"
@@ -276,7 +276,7 @@ def test_a_missing_library_is_one_line_that_names_its_extra(
 
 @pytest.mark.parametrize(("scheme", "is_refused"), [("sqlite", True), ("postgresql+psycopg2", True), ("http", False)])
 def test_a_database_needs_the_whole_of_mlflow(scheme: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that has the extra only, by an import system that does not find what it lacks."""
+    """A machine that has only the extra, simulated by an import system that does not find what it lacks."""
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sqlalchemy" else found("json"))
     options = TrackerOptions(names="mlflow", mlflow_uri=Secret.address(f"{scheme}:///absolute/path.db"))

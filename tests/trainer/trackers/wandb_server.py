@@ -22,7 +22,7 @@ KEY = "0123456789abcdef" * 3
 
 @dataclass
 class OnlineRun:
-    """What the server has of a run."""
+    """What the server knows of a run."""
 
     name: str
     config: dict[str, Any] = field(default_factory=dict)
