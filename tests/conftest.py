@@ -17,18 +17,18 @@ import pytest
 
 from tests.helpers.support import command, fork_server, require_torch_xla, start_fork_server, stop_fork_servers
 
-# One thread a process, here and in all that is started: many tests run at the same time. Read when torch is loaded.
+# One thread per process, here and in all that is started: many tests run in parallel. Read when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
-# XLA's compiler for CPUs takes half the time without optimization; the graphs are the same, values differ in rounding.
-# tests/trainer/devices/test_xla.py compiles with it as well.
+# XLA's compiler for CPUs takes half the time without optimization; the graphs are the same, values differ by rounding.
+# tests/trainer/devices/test_xla.py also compiles with it.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_enable_fast_math=false"  # added by torch_xla when it is imported: here before XLA_FLAGS is set
+    "--xla_cpu_enable_fast_math=false"  # torch_xla adds it when it is imported, unless it is here
 )
-# What a shell has started in the background ignores Ctrl-C, and hands that on to all that it starts.
+# What a shell starts in the background ignores Ctrl-C, and so does everything that it starts in turn.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parent.parent
-#: What the file systems of tests are called in the list of mounts, before the id of the process that tests.
+#: The name of the tests' file systems in the list of mounts, before the id of the testing process.
 DISK = "test-disk"
 
 Stage = Callable[..., subprocess.CompletedProcess[str]]
@@ -45,14 +45,14 @@ class Disk:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules with the most slow tests first: none of them is the last one that all others wait for."""
+    """Modules with the most slow tests run first, so that none of them is the last one that all others wait for."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session", autouse=True)
 def scratch() -> Iterator[None]:
-    """What a process that is killed leaves in the folder for temporary files goes at the end."""
+    """Temporary files that a killed process leaves behind are removed at the end."""
     unmount_leftovers()
     with (
         tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as name,
@@ -66,7 +66,7 @@ def scratch() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What a library sets in a test (torch's compiler does) is gone after it: else later commands are not forked."""
+    """What a library sets in a test (torch's compiler does) is removed after it: else later commands are not forked."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -75,7 +75,7 @@ def environment() -> Iterator[None]:
 
 
 def unmount_leftovers() -> None:
-    """Tests that were killed leave their file systems, and pytest, which removes old folders, fails at those."""
+    """Killed tests leave their file systems, and pytest, which removes old folders, fails at those."""
     for partition in psutil.disk_partitions(all=True):
         device, _, pid = partition.device.partition("-of-")
         if device == DISK and not psutil.pid_exists(int(pid)):
@@ -111,7 +111,7 @@ SET_BY_TORCH_XLA = {"TF_CPP_MIN_LOG_LEVEL": "1", "GRPC_VERBOSITY": "ERROR"}
 
 @pytest.fixture
 def torch_xla(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Commands are forked by a server that has imported torch_xla, which takes 5 s."""
+    """Commands are forked from a server that has imported torch_xla, which takes 5 s."""
     require_torch_xla()
     for name, value in SET_BY_TORCH_XLA.items():
         monkeypatch.setenv(name, value)
@@ -121,7 +121,7 @@ def torch_xla(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of other tools' files and real text beside the checkout, or BERT_SHARED_DIR."""
+    """The folder of other tools' files and real text next to the checkout, or BERT_SHARED_DIR."""
     path = Path(os.environ.get("BERT_SHARED_DIR", ROOT.parent / "shared"))
     if not path.is_dir():
         pytest.skip(f"the folder of shared data {path} is not here; BERT_SHARED_DIR may name another")

@@ -1,4 +1,4 @@
-"""The benchmarks' own parts: what is compared is the same work, and what is said is what was measured."""
+"""The benchmarks' own parts: the work that is compared is the same, and what is reported is what was measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = A2.but(vocab_size=200, seq_len=64, max_pred_len=10)
 
 
 def sequences(rows: dict[str, np.ndarray], work: Work) -> list[tuple[object, ...]]:
-    """Ids, segments, (place, id) of masked tokens and label of each sequence, sorted."""
+    """Each sequence's ids, segments, (place, id) of masked tokens and label, sorted."""
     found = []
     for row in range(len(rows["input_ids"])):
         lengths = rows["sequence_lengths"][row] if "sequence_lengths" in rows else [rows["input_mask"][row].sum()]
@@ -57,7 +57,7 @@ def test_packed_rows_hold_the_same_sequences(tmp_path: Path) -> None:
 
 
 def test_half_of_the_tokens_of_long_rows_are_padding() -> None:
-    """0.01: four standard errors of the mean of 40,000 lengths, whose deviation is about 0.3 of a row."""
+    """0.01 is four standard errors of the mean of 40,000 lengths, whose deviation is about 0.3 of a row."""
     assert half_padding_lengths(A2, 40_000).mean() / 512 == pytest.approx(0.5, abs=0.01)
 
 

@@ -19,13 +19,13 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 #: The base image of each lane, and the Python of that Ubuntu release (22.04's own python3 is 3.10).
 BASES = {XLA: ("ubuntu:22.04", "python3.11", (3, 11)), NATIVE: ("ubuntu:26.04", "python3", (3, 14))}
 each_lane = pytest.mark.parametrize("lane", [XLA, NATIVE])
-#: Images without a lane of Trainium's.
+#: Images that belong to no lane of Trainium's.
 OTHERS = ("cpu", "cuda")
 each_image = pytest.mark.parametrize("image", [XLA, NATIVE, *OTHERS])
 
 
 def instructions(image: str) -> list[tuple[str, str]]:
-    """(instruction, its arguments), with continued lines joined and comments left out."""
+    """(instruction, its arguments), with continued lines joined and comments removed."""
     text = (ROOT / "containers" / f"{image}.Dockerfile").read_text()
     text = re.sub(r"\\\n", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
     found = [line.split(None, 1) for line in text.splitlines() if line.strip()]
@@ -49,7 +49,7 @@ def test_it_is_a_dockerfile(image: str) -> None:
         script = subprocess.run(["sh", "-n", "-c", words], capture_output=True, text=True, check=False)
         assert script.returncode == 0, script.stderr
     declared = {re.split("[= ]", words)[0] for name, words in found if name in ("ARG", "ENV")}
-    declared |= {"PATH", "VERSION_CODENAME"}  # the shell's, and of /etc/os-release
+    declared |= {"PATH", "VERSION_CODENAME"}  # from the shell and from /etc/os-release
     used = set(re.findall(r"\$\{?([A-Z_]+)", " ".join(words for _, words in found)))
     assert used <= declared
 
@@ -74,7 +74,7 @@ def test_versions_come_from_pyproject_alone(lane: str) -> None:
 
 @each_lane
 def test_the_extra_is_a_whole_installation_of_its_lane(lane: str) -> None:
-    """As the doctor judges it, on the image's Python and an instance of the lane."""
+    """As the doctor judges it, for the image's Python and an instance of the lane."""
     pinned = dict(re.split("==", requirement) for requirement in EXTRAS[lane])
     versions = {name: version.removesuffix(".*") + ".0" for name, version in pinned.items()}
     instance = {XLA: "trn1.32xlarge", NATIVE: "trn2.48xlarge"}[lane]

@@ -60,7 +60,7 @@ def _run(script: str, checkout: Path) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What git knows, and what is new and not ignored, so that it holds for work that is under way."""
+    """The files that git tracks, and new ones that it does not ignore, so that uncommitted work is tested, too."""
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.split("\0"):
@@ -83,7 +83,7 @@ def test_an_example_works_as_written(title: str, checkout: Path) -> None:
     assert steps[-1].language == "sh"
     for step in steps:
         step.follow(checkout)
-    # The example is as good as the code around it. What is imported is the copy.
+    # The example meets the standards of the code around it. The copy is what is imported.
     _run(
         "ruff check . && ruff format --check . && python -m pytest tests/test_taste.py -k 'short or one_way'", checkout
     )

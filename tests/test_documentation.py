@@ -1,4 +1,4 @@
-"""The documentation names only what exists, and its pictures are of the code as it is."""
+"""The documentation names only what exists, and its pictures show the code as it is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.test_taste import PACKAGES, SOURCES
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, *sorted((ROOT / "configs").glob("*.cfg")), ROOT / "luigi.cfg", *SOURCES]
-#: Folders inside rooms, which the tree leaves out.
+#: Folders inside rooms, which the tree omits.
 _INNER = {
     "pipeline/commands/doctor/",
     "pipeline/commands/init/",
@@ -30,7 +30,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """The anchors that GitHub makes from headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -71,7 +71,7 @@ def symbols(path: Path) -> set[str]:
 
 @every_page
 def test_no_value_of_a_settings_example_has_a_comment_behind_it(page: Path) -> None:
-    """luigi's parser would take it for a part of the value."""
+    """luigi's parser would take it as part of the value."""
     for block in re.findall(r"(?:^ {4,}\S.*\n)+", page.read_text(), re.MULTILINE):
         if re.search(r"^ +\[\w+\]$", block, re.MULTILINE):
             assert not re.search(r"=.*\s[#;]", block), block
@@ -109,9 +109,9 @@ def test_the_site_has_every_page() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # a minute and a half of one core
+@pytest.mark.timeout(1800)  # a minute and a half on one core
 def test_the_site_is_made_without_a_warning(tmp_path: Path) -> None:
-    """All of it, links and the API too; only its HTML is not written."""
+    """All of it, including links and the API; only its HTML is not written."""
     pages = tmp_path / "pages"
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in tracked:

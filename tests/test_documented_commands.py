@@ -1,5 +1,5 @@
-"""Every command in README.md, docs and the configurations' headers is taken by the program that it is for, and those
-that stand beside a tutorial's command train on its device, in its precision, with its global batch."""
+"""Every command in README.md, docs and the configurations' headers is accepted by its program, and those next to a
+tutorial's command train on the same device, in the same precision, with the same global batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.options import parse, to_config
 from trainer.parallel.mesh import Mesh
 
 COMMANDS = commands()
-#: What is in the tutorial's side of a row → (device, precision, global batch) of the tutorial's command.
+#: Text on the tutorial's side of a row → (device, precision, global batch) of the tutorial's command.
 BERT_PHASE1, BERT_PHASE2 = ("neuron", "bf16-sr", 16384), ("neuron", "bf16-sr", 32768)
 TUTORIALS = {
     # bert-pretraining.rst: XLA_USE_BF16=1 is "full BFloat16 casting and stochastic rounding"; "global batch size of
@@ -59,7 +59,7 @@ def expected(documented: Documented) -> tuple[str, str, int] | None:
 
 
 def trainers(documented: Documented) -> tuple[list[str], list[str]] | None:
-    """torchrun's words and the trainer's; None: another program, or none that is told what to do."""
+    """torchrun's words and the trainer's; None if the command does not run the trainer."""
     words = list(documented.words)
     if "trainer" not in words:
         return None
@@ -69,7 +69,7 @@ def trainers(documented: Documented) -> tuple[list[str], list[str]] | None:
 
 
 def test_there_are_commands_of_each_kind_and_a_row_for_each_tutorial() -> None:
-    """So that what the other tests find is not nothing."""
+    """So that the other tests do not pass by finding nothing."""
     assert len(COMMANDS) > 80
     assert sum(trainers(found) is not None for found in COMMANDS) >= 12
     assert sum(found.words[0] == "luigi" for found in COMMANDS) > 30
@@ -84,11 +84,11 @@ def test_stages_take_their_options(found: Documented) -> None:
 
 
 def taken_by_the_pipeline(words: tuple[str, ...]) -> None:
-    """As `pipeline.__main__.main` takes them; ends with a `SystemExit` or a `UserError` otherwise."""
+    """Parse as `pipeline.__main__.main` does; raises `SystemExit` or `UserError` if that would refuse them."""
     ours, given = _split_settings(words)
     args, unknown = _parse(ours)
     with CmdlineParser.global_instance(["BertPhase2", *given, *unknown]):
-        if not getattr(args, "task", "TASK").isupper():  # else to be filled in
+        if not getattr(args, "task", "TASK").isupper():  # otherwise it is to be filled in
             find(args.task, args.phase)
 
 
@@ -114,7 +114,7 @@ def test_targets_of_make_and_extras_exist() -> None:
     assert {"parquet", "mlflow"} <= asked <= extras
 
 
-#: Takes lists of luigi's words, as JSON; writes what each trains on.
+#: Takes lists of luigi's words, as JSON; prints what each trains with.
 _RESOLVE = """
 import json, sys
 import luigi.cmdline_parser
@@ -155,7 +155,7 @@ def test_luigi_takes_its_commands_and_they_train_as_the_tutorials_do() -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each kind of command as many samples as its global batch needs, a few of them repeated."""
+    """For each kind of command, as many samples as its global batch needs: a few, repeated."""
     directory = tmp_path_factory.mktemp("data")
     found = {"mnist": write_images(directory / "mnist", training=2048)}
     for name, S, P, rows in (("phase1", 128, 20, 16384), ("phase2", 512, 80, 32768)):
@@ -200,7 +200,7 @@ def test_the_trainer_takes_its_options_and_trains_as_the_tutorial_does(
 
 
 def test_every_command_of_the_tutorials_has_its_place(shared: Path) -> None:
-    """Every script that their shell blocks run, and the programs beside them, is in docs/tutorials.md."""
+    """Every script that their shell blocks run, and the programs used with them, is in docs/tutorials.md."""
     here, names = (ROOT / "docs" / "tutorials.md").read_text(), set()
     for page in sorted((shared / "tutorials").glob("*.rst")):
         text = page.read_text()

@@ -1,4 +1,4 @@
-"""Files made to harm: refused in one line, within stated memory, and nothing outside of them is read."""
+"""Files made to do harm: refused in one line, within stated memory, and nothing outside of them is read."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from trainer.data.hdf5 import open_hdf5
 from trainer.data.shards import KEYS, ShardSet, file_shape
 
 MB = 1 << 20
-#: What a command may take beside its imports.
+#: Memory that a command may use in addition to its imports.
 BOUND_BYTES = 400 * MB
 
-#: Runs a module, and says at the end what its imports and then all of it have taken at most.
+#: Runs a module; reports at the end by how much its memory peaked above that of its imports.
 MEASURED = """
 import atexit, importlib, resource, runpy, sys
 module, *imports = sys.argv[1].split(",")
@@ -50,7 +50,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def refused_within(bound: int, module: str, *words: object, imports: tuple[str, ...] = ()) -> str:
-    """The one line with which `python -m module words…` refuses, in memory below `bound` beside its imports."""
+    """The one line with which `python -m module words…` refuses, in less memory than `bound` on top of its imports."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, ",".join((module, *imports)), *map(str, words)],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
@@ -82,7 +82,7 @@ def pax_records(count: int) -> bytes:
 
 
 def pax_bomb() -> bytes:
-    """As published: a header of a few megabytes, a record in each 15 bytes."""
+    """As published: a header of a few megabytes, with a record every 15 bytes."""
     records = pax_records(900_000)
     return tar_header(tarfile.XHDTYPE, len(records)) + padded(records)
 
@@ -106,7 +106,7 @@ def headers_in_headers() -> bytes:
 
 
 def sparse_map() -> bytes:
-    """An old GNU sparse file whose list of pieces goes on in block after block."""
+    """An old GNU sparse file whose list of pieces continues through block after block."""
     head = bytearray(tar_header(tarfile.GNUTYPE_SPARSE, 0))
     head[482] = 1
     head[148:156] = b"%06o\0 " % (256 + sum(head[:148]) + sum(head[156:512]))
@@ -115,7 +115,7 @@ def sparse_map() -> bytes:
 
 
 def sparse_map_in_file() -> bytes:
-    """GNU's newest form, whose list stands in the file's own content."""
+    """GNU's newest form, whose list is in the file's own content."""
     record = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
     return (
         tar_header(tarfile.XHDTYPE, len(record)) + padded(record)
@@ -135,7 +135,7 @@ ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
 
 @pytest.mark.parametrize("name", ARCHIVES)
 def test_an_archives_headers_take_no_memory(tmp_path: Path, name: str) -> None:
-    """Packed, such an archive has a few kilobytes or megabytes."""
+    """Compressed, such an archive takes a few kilobytes or megabytes."""
     make, words = ARCHIVES[name]
     with (tmp_path / "bomb.tar.gz").open("wb") as file:
         file.write(gzip.compress(make(), 1))
@@ -156,7 +156,7 @@ def test_a_long_name_and_a_comment_are_no_harm(tmp_path: Path) -> None:
 
 
 def test_whatever_bytes_are_altered_an_archive_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
-    """Headers above all: names, sizes, types and text of two archives, altered by chance."""
+    """Above all in headers: names, sizes, types and text of two archives, altered at random."""
     from stages.transfer.archive import members
 
     shard = write(tmp_path / "in" / "x_training_0.hdf5")
@@ -190,7 +190,7 @@ def test_whatever_bytes_are_altered_an_archive_is_read_or_refused_in_one_line(tm
 
 
 def with_dataset(path: Path, key: str, make: Callable[[h5py.File], object]) -> Path:
-    """A good shard of 64 rows whose `key` is made anew."""
+    """A good shard of 64 rows whose `key` is replaced."""
     write(path, rows=64)
     with h5py.File(path, "a") as file:
         del file[key]
@@ -241,7 +241,7 @@ SHARDS: dict[str, tuple[Callable[[h5py.File], None], str]] = {
 
 @pytest.mark.parametrize("name", SHARDS)
 def test_a_shard_holds_all_its_data_itself(tmp_path: Path, name: str) -> None:
-    """In the import, and where training opens a directory that nobody has imported."""
+    """On import, and when training opens a directory that was never imported."""
     make, words = SHARDS[name]
     path = with_dataset(tmp_path / "in" / "x_training_0.hdf5", "input_ids", make)
     assert words in refused(path.parent, tmp_path / "out")
@@ -252,7 +252,7 @@ def test_a_shard_holds_all_its_data_itself(tmp_path: Path, name: str) -> None:
         json.dumps({"counts": {"rows": {"w_training_0.hdf5": 64, path.name: 64}}})
     )
     write(path.with_name("w_training_0.hdf5"), rows=64)
-    shards = ShardSet.open(path.parent)  # the manifest says what the second has
+    shards = ShardSet.open(path.parent)  # the manifest states what the second one has
     with pytest.raises(UserError, match=words):
         shards.read(1, np.arange(3))
 
@@ -349,7 +349,7 @@ def large_pickle(path: Path) -> None:
 
 
 def sized(path: Path) -> None:
-    """A pickle that makes an array of 100 GB by its length."""
+    """A pickle that makes an array of 100 GB from its length."""
     made = b"\x80\x02c__builtin__\nbytearray\n(L100000000000L\ntR."
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("x/data.pkl", made)
@@ -357,7 +357,7 @@ def sized(path: Path) -> None:
 
 
 def large_directory(path: Path) -> None:
-    """A list of records that says it has 2 GB, in a file that has holes for them."""
+    """A list of records that claims to have 2 GB, in a file with holes for them."""
     size = 2 << 30
     with path.open("wb") as file:
         file.write(b"PK\x03\x04")
@@ -390,7 +390,7 @@ class _Runs:
 
 
 def test_predict_says_in_one_line_what_is_wrong_with_a_bin(tmp_path: Path) -> None:
-    """torch's own text has twenty lines, and advises to load it all the same."""
+    """torch's own message has twenty lines, and advises loading it all the same."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "bert"}))
@@ -423,7 +423,7 @@ def _saved(value: object) -> bytes:
 
 @pytest.mark.slow
 def test_deep_json_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Python's reader gives up with a RecursionError, which is no ValueError."""
+    """Python's reader gives up with a RecursionError, which is not a ValueError."""
     deep, model = "[" * 200_000, tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(deep)
@@ -461,7 +461,7 @@ def test_a_vocabulary_of_gigabytes_is_not_read(tmp_path: Path) -> None:
 
 
 def test_an_archive_cannot_ask_for_a_large_window(tmp_path: Path) -> None:
-    """An .xz file names the window that it needs, up to 4 GB: here 4 GB instead of 1 MB, with the right checksum."""
+    """An .xz file states the window that it needs, up to 4 GB: here 4 GB instead of 1 MB, with the right checksum."""
     folder = write(tmp_path / "in" / "x_training_0.hdf5").parent
     filters = [{"id": lzma.FILTER_LZMA2, "dict_size": MB}]
     packed = bytearray(lzma.compress(pack(folder, "").read_bytes(), filters=filters))

@@ -21,7 +21,7 @@ FAULTS = read_faults()
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.subject}: {fault.what}")
 def test_a_fault_is_another_program(fault: Fault) -> None:
-    """Its text is found once, and what comes of it parses and differs in more than comments."""
+    """Its text is found once, and the result parses and differs in more than comments."""
     source = (ROOT / fault.file).read_text()
     assert ast.dump(ast.parse(fault.applied(source))) != ast.dump(ast.parse(source))
 
@@ -90,7 +90,7 @@ def fault(old: str, new: str, test: str, within: str | None = None) -> Fault:
 
 
 def tried(project: Path, faults: list[Fault], *words: str) -> subprocess.CompletedProcess[str]:
-    """The command, of these faults."""
+    """Run the command with these faults."""
     lists = project / "faults"
     lists.mkdir()
     entries = [
@@ -128,7 +128,7 @@ def test_a_fault_is_caught_by_a_failed_assertion_alone(project: Path) -> None:
 
 
 def test_with_all_caught_it_ends_with_0(project: Path) -> None:
-    """Of those that were asked for."""
+    """If all those that were asked for are caught."""
     faults = [fault("a + b", "a - b", "test_add"), fault("a + a", "a * a", "test_double")]
     done = tried(project, faults, "test_add")
     assert done.returncode == 0, done.stdout + done.stderr

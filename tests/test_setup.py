@@ -1,4 +1,4 @@
-"""What is installed: for running less than for testing, in the versions that these tests run with."""
+"""What is installed: less for running than for testing, in the versions that these tests run with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def canonical(name: str) -> str:
 def test_the_tests_run_with_the_versions_of_the_constraints() -> None:
     pinned = {canonical(one.name): one.specifier for one in CONSTRAINTS if one.marker is None or one.marker.evaluate()}
     assert {str(specifier)[:2] for specifier in pinned.values()} == {"=="}
-    # Not all of sys.path: setuptools appends a folder with packages of its own to it.
+    # Not all of sys.path: setuptools appends a folder with its own packages to it.
     packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     installed = {canonical(one.name): one.version for one in importlib.metadata.distributions(path=packages)}
     others = {
@@ -41,7 +41,7 @@ def test_the_tests_run_with_the_versions_of_the_constraints() -> None:
 
 
 def needed(*extras: str) -> set[str]:
-    """The packages that the project names, with these extras."""
+    """The packages that the project requires, with these extras."""
     requirements = [*PROJECT["dependencies"], *(one for extra in extras for one in EXTRAS[extra])]
     found = set[str]()
     for requirement in map(Requirement, requirements):
@@ -59,7 +59,7 @@ def test_the_constraints_name_no_place_to_install_from() -> None:
 
 
 def test_make_run_installs_what_running_needs_and_make_test_all(tmp_path: Path) -> None:
-    """By what make would do in a new environment."""
+    """Judged by what make would do in a new environment."""
 
     def would(target: str) -> str:
         words = ["make", "--dry-run", target, f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}"]
@@ -76,7 +76,7 @@ def test_make_run_installs_what_running_needs_and_make_test_all(tmp_path: Path) 
 
 
 def constraints_without_cuda(script: str, name: str) -> bool:
-    """Whether the `grep` of a script writes all constraints but those on CUDA's libraries and Triton to this file."""
+    """Whether the `grep` of a script writes all constraints except CUDA's libraries and Triton to this file."""
     (filtering,) = re.findall(rf"grep .* constraints.txt(?= > {re.escape(name)}\b)", script)
     kept = subprocess.run(["sh", "-c", filtering], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     pinned = {one.name for one in CONSTRAINTS} - {Requirement(line).name for line in kept.splitlines()}

@@ -1,4 +1,4 @@
-"""Lines that hold the code small and its rooms apart, so that growth is a decision."""
+"""Limits that keep the code small and its rooms separate, so that growth is a decision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKAGES = ("pipeline", "stages", "trainer", "common")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MAX_FILE_LINES = 300
 MAX_FUNCTION_LINES = 60
-#: Files and functions (`file:function`) that are longer, each with its reason.
+#: Files and functions (`file:function`) that may be longer, each with its reason.
 LONGER: dict[str, str] = {}
 
 
@@ -40,8 +40,8 @@ def test_files_and_functions_are_short(path: Path) -> None:
             assert node.end_lineno - node.lineno + 1 <= MAX_FUNCTION_LINES, node.name
 
 
-#: What may import what inside a package: each file or folder only those below it. A folder in which order matters, too,
-#: has a list of its own.
+#: What may import what inside a package: each file or folder only those listed after it. A folder in which order also
+#: matters has a list of its own.
 ORDER = {
     "pipeline": [
         "__init__",
@@ -57,7 +57,7 @@ ORDER = {
         "console",
     ],
     "stages": [
-        # One file a command.
+        # One file per command.
         *sorted(path.stem for path in (ROOT / "stages").glob("[a-z]*.py")),
         *(
             "view",
@@ -104,7 +104,7 @@ def imported(path: Path) -> frozenset[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_imports_go_one_way(path: Path) -> None:
-    """pipeline → stages → trainer → common; luigi in the pipeline alone; torch_xla in its device's file alone."""
+    """pipeline → stages → trainer → common; luigi only in the pipeline; torch_xla only in its device's file."""
     roots = {name.split(".")[0] for name in imported(path)}
     package = path.relative_to(ROOT).parts[0]
     forbidden = {
@@ -146,7 +146,7 @@ def test_no_imports_go_in_a_circle() -> None:
 
 @pytest.mark.parametrize("root", [*PACKAGES, "tests", "benchmarks", "docs", "configs"])
 def test_folders_are_small(root: str) -> None:
-    made = {"__pycache__", ".mypy_cache", "api"}  # api: what `make docs` writes of the code
+    made = {"__pycache__", ".mypy_cache", "api"}  # api: what `make docs` writes about the code
     for folder in [ROOT / root, *(path for path in (ROOT / root).rglob("*") if path.is_dir())]:
         if made & set(folder.parts):
             continue
@@ -176,7 +176,7 @@ LATE = (
 
 @pytest.mark.parametrize("module", ["pipeline", "pipeline.__main__"])
 def test_the_pipeline_imports_only_what_every_run_needs(module: str) -> None:
-    """A finished pipeline, and its status, answer at once: half of the time is luigi's own imports."""
+    """A finished pipeline and its status answer at once; half of the time is luigi's own imports."""
     late = set(LATE) - ({"pipeline.launchers.kubernetes"} if module == "pipeline.__main__" else set())
     program = f"import sys, {module}; early = {late} & set(sys.modules); assert not early, early"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -1,1 +1,1 @@
-"""What faults cost: benchmarks that kill processes of a running training."""
+"""What faults cost: benchmarks that kill processes of a training run."""

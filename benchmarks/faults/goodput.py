@@ -1,12 +1,12 @@
-"""Goodput under faults: the time that the steps reached are worth, over the time since the start.
+"""Goodput under faults: the time that the steps reached are worth, divided by the time since the start.
 
-Every --period seconds the next of --faults befalls the training. kill: a process gets SIGKILL, at random of all of
-them: the workers, what started them, the command itself, which is started again at once (what Trainer and torchft leave
-is killed first). stop: one gets SIGSTOP, and SIGCONT a third of the period later. full-disk: no byte is free for as
-long (needs root). lost-machine: all processes at once. lost-disk: those, and what the training has written; ours has a
-store in another folder. The same schedule beside torchrun with Hugging Face's Trainer and its checkpoints, and beside
-torchft, if it is installed, with the same model and batch. A step is worth the median time of those before the first
-fault, for which there must be eight.
+Every --period seconds the next of --faults hits the training run. kill: a process gets SIGKILL, chosen at random among
+all of them: the workers, what started them, the command itself, which is restarted at once (with Trainer and torchft,
+what is left is killed first). stop: one gets SIGSTOP, and SIGCONT a third of the period later. full-disk: no byte is
+free for that long (needs root). lost-machine: all processes die at once. lost-disk: the same, and everything that the
+run has written is lost; ours has a store in another folder. The same schedule hits torchrun with Hugging Face's Trainer
+and its checkpoints, and torchft, if it is installed, with the same model and batch. A step is worth the median step
+time before the first fault; that takes at least eight steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.results import Result, say
 from benchmarks.work import A, scratch
 
 LEAST, LEAST_RATIO = 0.9, 1.5
-#: What --sides names.
+#: The choices of --sides.
 SIDES = {"ours": "luigi", "trainer": "Trainer under torchrun", "torchft": "torchft"}
 #: Steps before the first fault.
 WARM_UP = 8
@@ -49,7 +49,7 @@ def ours(directory: Path, data: Path, *, workers: int, interval: int, store: str
 
 
 def recorded(file: Path) -> Callable[[int | None], Steps]:
-    """Lines "step seconds", of which the last may be unfinished."""
+    """Reads lines "step seconds", of which the last may be unfinished."""
 
     def steps(tail: int | None) -> Steps:
         if not file.exists():
@@ -110,13 +110,13 @@ def goodput(
 
 
 def _step_time(training: Training) -> float:
-    """Seconds, the median so far; 0 before there are enough."""
+    """The median step time so far, in seconds; 0 before there are enough steps."""
     ends = [at for _, at in sorted(training.steps(None))]
     return statistics.median(b - a for a, b in itertools.pairwise(ends)) if len(ends) >= WARM_UP else 0.0
 
 
 def say_shares(shares: dict[str, float], what: str) -> None:
-    """Ours, and how it compares with each of the others."""
+    """Print our goodput, and how it compares with each of the others."""
     mine, luigi = shares["ours"], f"luigi {shares['ours']:.1%}"
     others = {side: f"{SIDES[side]} {share:.1%}" for side, share in shares.items() if side != "ours"}
     say(Result(what, luigi, ", ".join(others.values()), 100 * mine, " %", at_least=100 * LEAST))

@@ -1,8 +1,8 @@
 """Seconds from the SIGKILL of one of several workers to the end of the next step, and the work done twice: the time
 from the end of the last step that was kept to the kill, in steps.
 
-A training under luigi on this machine's CPU, one worker killed at random again and again. The bytes at the end of such
-runs are compared with undisturbed ones by tests/e2e/test_interruptions.py.
+A training run under luigi on this machine's CPU, one worker killed at random again and again. The final bytes of such
+runs are compared with those of undisturbed ones by tests/e2e/test_interruptions.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ nproc_per_node = {workers}
 
 
 def await_step(training: Training, *, after: float, count: int = 1, timeout_s: float = 300) -> tuple[int, float]:
-    """The first step that ended after a time, once `count` have."""
+    """The first step that ended after a given time, once `count` steps have."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         late = [found for found in latest_steps(training) if found[1] > after]
@@ -82,7 +82,7 @@ def main() -> None:
                     victim = rng.choice(workers(training))
                     killed = time.time()
                     victim.kill()
-                    _, after = await_step(training, after=killed + 0.2)  # one may end while the signal is sent
+                    _, after = await_step(training, after=killed + 0.2)  # one may end while the signal is being sent
                     seconds.append(after - killed)
                     kept = [ended for _, ended in latest_steps(training) if ended < after]
                     step_s = statistics.median(b - a for a, b in itertools.pairwise(kept))

@@ -1,4 +1,4 @@
-"""What befalls a training in `faults.goodput`, and what is left of it afterwards."""
+"""The faults that hit a training run in `faults.goodput`, and what each leaves of it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import psutil
 
 from benchmarks.faults.training import Training
 
-#: Ends what lasts.
+#: Ends a fault that lasts.
 Undo = Callable[[], None]
 Fault = Callable[[Training, random.Random], Undo]
 _BALLAST = "ballast"
-#: Of the file system that is filled: several checkpoints of the model that is trained.
+#: Size of the file system that is filled: several checkpoints of the model that is trained.
 _DISK_MIB = 2048
 
 
 def kill(training: Training, rng: random.Random) -> Undo:
-    """SIGKILL of a process: a worker, what has started it, the command itself."""
+    """SIGKILL of a process: a worker, what started it, or the command itself."""
     victims = training.processes()
     if victims:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -50,7 +50,7 @@ def stop(training: Training, rng: random.Random) -> Undo:
 
 
 def full_disk(training: Training, rng: random.Random) -> Undo:
-    """The file system of the training is full for a while."""
+    """The run's file system is full for a while."""
     ballast = training.disk.parent / _BALLAST
     with ballast.open("wb") as file:
         free = os.statvfs(training.disk.parent)
@@ -59,13 +59,13 @@ def full_disk(training: Training, rng: random.Random) -> Undo:
 
 
 def lost_machine(training: Training, rng: random.Random) -> Undo:
-    """All processes at once; the next machine has the disk."""
+    """All processes die at once; the next machine has the disk."""
     training.end()
     return _nothing
 
 
 def lost_disk(training: Training, rng: random.Random) -> Undo:
-    """All processes at once, and what they have written; ours has a store."""
+    """All processes die at once, and what they have written is lost; ours has a store."""
     training.end()
     shutil.rmtree(training.disk, ignore_errors=True)
     return _nothing

@@ -1,9 +1,9 @@
-"""Seconds from an empty machine to a finished chain that is in the store, against copying the same bytes.
+"""Seconds to get a finished chain from the store onto an empty machine, compared with copying the same bytes.
 
-A small chain is made, whose model is then padded with random bytes. `luigi BertPhase2` in an empty work directory
-fetches it, and makes nothing. Against `cp -r` and `sync` of the same files for a folder; for S3 (moto's server) against
-boto3's `download_file` of the same objects, one after the other and several at once, and `sync`. What luigi takes where
-everything is there is its own start, which is the same for every size: with and without it. Both sides begin as long
+A small chain is made, whose model is then padded with random bytes. `luigi BertPhase2` in an empty work directory only
+fetches it and makes nothing. A folder is compared with `cp -r` and `sync` of the same files; S3 (moto's server) with
+boto3's `download_file` of the same objects, one at a time and several at once, and `sync`. Ratios are given with and
+without luigi's start (a run with everything there), which is the same for every size. Both sides begin equally long
 after the last large deletion (see `benchmarks.merge`).
 """
 
@@ -59,7 +59,7 @@ warmup_steps = 1
 
 
 class Chain:
-    """A chain in `directory`, made without a store; then all but its work directories is in `store`."""
+    """A chain in `directory`, made without a store; then what is to be fetched is pushed to `store`."""
 
     def __init__(self, directory: Path, store: Place, megabytes: int) -> None:
         self.directory, self.store = directory, store
@@ -73,14 +73,14 @@ class Chain:
         python("-m", "stages.sync", "push", *map(str, stages.values()), *words)
 
     def run(self, name: str) -> float:
-        """Seconds of luigi with the work directory of this name."""
+        """Run luigi with the work directory of this name; returns seconds."""
         os.environ["LUIGI_CONFIG_PATH"] = str(self._config)
         began = time.monotonic()
         python("-m", "luigi", "--module", "pipeline", "BertPhase2", "--Run-work-dir", str(self.directory / name))
         return time.monotonic() - began
 
     def stages(self, name: str, *some: str) -> dict[str, Path]:
-        """The stage directories of a work directory: all, or some."""
+        """The stage directories of a work directory: all, or those named."""
         found = {
             path.parent.name.rpartition("-")[0]: path.parent for path in (self.directory / name).glob("*/stage.json")
         }
@@ -104,7 +104,7 @@ def sync(directory: Path) -> None:
 
 
 def copied(chain: Chain) -> float:
-    """Seconds of `cp` and `sync` of what a run has fetched."""
+    """Seconds that `cp` and `sync` take for what a run has fetched."""
     target = chain.directory / "copy"
     time.sleep(SETTLE_S)
     began = time.monotonic()
@@ -114,7 +114,7 @@ def copied(chain: Chain) -> float:
 
 
 def downloaded(chain: Chain, at_once: int) -> float:
-    """Seconds of boto3 for the objects that a run has fetched, and of `sync`."""
+    """Seconds that boto3 and `sync` take for the objects that a run has fetched."""
     listed = chain.directory / "objects.json"
     listed.write_text(json.dumps(objects(chain)))
     time.sleep(SETTLE_S)
@@ -136,7 +136,7 @@ def objects(chain: Chain) -> dict[str, str]:
 
 
 def download(listed: Path, target: Path, endpoint: str, at_once: int) -> None:
-    """Fetch the objects with boto3, files `at_once` at a time; print the seconds without its import."""
+    """Fetch the objects with boto3, `at_once` files at a time; print the seconds, not counting boto3's import."""
     boto = client(endpoint)
     bucket = boto.list_buckets()["Buckets"][0]["Name"]
     began = time.monotonic()

@@ -1,7 +1,7 @@
-"""Many shards in an S3 store (moto's server): requests and seconds of a push, of a second push, of a listing.
+"""Many shards in an S3 store (moto's server): requests and seconds of a push, a second push and a listing.
 
-Against boto3 with as many threads: `upload_file` of each, a HEAD of each, and its paginator. Requests are counted where
-boto3 sends them. The server is one process and by far the slowest part, so the seconds are about its own.
+Compared with boto3 with as many threads: `upload_file` of each, a HEAD of each, and its paginator. Requests are counted
+where boto3 sends them. The server is one process and by far the slowest part, so the seconds mostly measure it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from stages.store.complete import push_stage
 from stages.store.open import open_store
 from stages.store.s3 import S3Backend
 
-#: Requests beside those for shards: records, and to probe the server.
+#: Requests other than those for shards: for records, and to probe the server.
 BESIDE, PAGE = 12, 1000
 LABEL, IDENTITY = "shard_dataset-phase1", Identity("shard_dataset", 1, 1, {"seed": 1})
 
 
 def make(directory: Path, shards: int, size: int) -> None:
-    """A complete stage of random files."""
+    """Make a complete stage of random files."""
     with StageDirectory.begin(directory, lambda: IDENTITY) as work:
         outputs = []
         for number in range(shards):
@@ -47,7 +47,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 class Theirs:
-    """The same with boto3."""
+    """The same work with boto3."""
 
     def __init__(self, endpoint: str, directory: Path, threads: int) -> None:
         self._boto, self._threads = client(endpoint), threads

@@ -1,10 +1,10 @@
-"""What pushing checkpoints costs the training beside it: the same steps with a store and without.
+"""What pushing checkpoints costs the training run that it accompanies: the same steps with a store and without.
 
 Both save the same checkpoints, at the rate in bytes of BERT-Large's every 10 minutes unless told otherwise. Luigi, the
-training and what pushes share --cores cores, on which the training computes all the time, as hardly any machine with
-an accelerator does. An S3 server (moto's) stands for another machine: it has the other cores. Runs alternate, and begin
-with the one or the other in turn. The time is that of the steps after the first three, from the trainer's own records.
-Beside it, which other programs disturb less: the processor time of what pushes, as a share of the cores'.
+training run and the pushing process share --cores cores, on which training computes all the time; hardly any machine
+with an accelerator is that busy. An S3 server (moto's) stands for another machine: it has the other cores. Runs with
+and without a store alternate; each goes first in turn. The time is that of the steps after the first three, from the
+trainer's own records. Also reported, as other programs disturb it less: the pushing process's share of the cores' time.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ lr = 1e-4
 
 @dataclass(frozen=True)
 class Work:
-    """A training, in work directories that begin as copies of one whose data is ready."""
+    """A training run, in work directories that begin as copies of one whose data is ready."""
 
     directory: Path
     steps: int
     interval: int
 
     def run(self, store: Place | None) -> tuple[float, int, float]:
-        """Seconds of the steps after the first ones; checkpoints that were pushed meanwhile; processor seconds of what
-        pushes."""
+        """Returns the seconds of the steps after the first ones, how many checkpoints were pushed meanwhile, and the
+        processor seconds of the pushing process."""
         work = self.directory / "run"
         for old in (work, *self.directory.glob("store*")):
             shutil.rmtree(old, ignore_errors=True)
         shutil.copytree(self.directory / "ready", work, symlinks=True)
         config = self.directory / "run.cfg"
-        # An empty store: what is in one already is not trained.
+        # An empty store: what a store already has is not trained.
         section = dataclasses.replace(store, url=f"{store.url}-{uuid.uuid4().hex}").section if store else ""
         config.write_text((self.directory / "luigi.cfg").read_text() + section)
         steps = ("--Phase1-max-steps", str(self.steps), "--Phase1-ckpt-interval-steps", str(self.interval))
@@ -86,7 +86,7 @@ class Work:
 
 
 def luigi(config: Path, work: Path, *words: str) -> float:
-    """Run it to its end. Returns the processor seconds of what pushes beside a training."""
+    """Run it to its end. Returns the processor seconds of the process that pushes during training."""
     command = [sys.executable, "-m", "luigi", "--module", "pipeline", *words, "--Run-work-dir", str(work)]
     environment = {**os.environ, "LUIGI_CONFIG_PATH": str(config)}
     pushing_s, log = 0.0, config.with_suffix(".log")
@@ -105,7 +105,7 @@ def luigi(config: Path, work: Path, *words: str) -> float:
 
 
 def prepared(directory: Path, seconds: float, mb_per_s: float) -> tuple[Work, str]:
-    """A training of about so many seconds, with checkpoints at this rate; the same in words."""
+    """A training run of about this many seconds, with checkpoints at this rate; and the rate in words."""
     data = write_rows(directory / "data", random_rows(A, phase1_lengths(A, 4096)))
     config = directory / "luigi.cfg"
     config.write_text(CONFIG.format(data=data))

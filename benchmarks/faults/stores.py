@@ -1,4 +1,4 @@
-"""Stores to measure: a folder, and S3 by moto's server, which is a process of its own."""
+"""Stores to measure: a folder, and S3 on moto's server, which is a process of its own."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Place:
 
     @property
     def section(self) -> str:
-        """For luigi.cfg."""
+        """The section for luigi.cfg."""
         return f"[store]\nurl = {self.url}\ns3_endpoint = {self.endpoint}\n"
 
 
 @contextlib.contextmanager
 def place(kind: str, directory: Path, *, cores: Collection[int] = ()) -> Iterator[Place]:
-    """An empty store for the block, and its credentials in the environment. `cores`: of a server."""
+    """An empty store for the block, with its credentials in the environment. `cores`: those of a server."""
     if kind == "folder":
         yield Place(str(directory / "store"))
         return
@@ -57,7 +57,7 @@ def place(kind: str, directory: Path, *, cores: Collection[int] = ()) -> Iterato
 
 
 def client(endpoint: str) -> Any:
-    """boto3's, as it comes."""
+    """A client of boto3, with its defaults."""
     import boto3
 
     return boto3.client("s3", endpoint_url=endpoint)
@@ -65,7 +65,7 @@ def client(endpoint: str) -> Any:
 
 @contextlib.contextmanager
 def _moto(cores: Collection[int]) -> Iterator[str]:
-    """Its address."""
+    """A running moto server; yields its address."""
     port = free_port()
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""A training that is killed: its command, its processes and its steps, whoever trains."""
+"""A training run that is killed: its command, its processes and its steps, whichever program trains."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Training:
         *,
         ends_by_itself: bool = False,
     ) -> None:
-        """`words`: after `python`; `steps`: what is in the last bytes of its record, in all of it for None; `disk`: the
-        folder where it writes. `ends_by_itself`: what is left of a killed command may go on, to save; otherwise it is
-        killed, too."""
+        """`words`: after `python`; `steps`: those in the last so many bytes of its record, or in all of it for None;
+        `disk`: the folder where it writes. `ends_by_itself`: what is left of a killed command may continue, to save;
+        otherwise it is killed, too."""
         self._ends_by_itself = ends_by_itself
         self._words, self._log, self.steps, self.disk = list(words), log, steps, disk
         self._mark = uuid.uuid4().hex
         self._environment = {**os.environ, "USE_TORCH_XLA": "0", **environment, "BENCHMARK_MARK": self._mark}
         self._process: subprocess.Popen[bytes] | None = None
-        #: How often its command was started.
+        #: How often its command has been started.
         self.starts = 0
 
     def keep_running(self) -> None:
@@ -63,15 +63,15 @@ class Training:
 
     @property
     def said(self) -> str:
-        """The end of what it has written."""
+        """The end of its output."""
         return self._log.read_text()[-2000:]
 
     def processes(self) -> list[psutil.Process]:
-        """All that run now, whatever has become of the ones that started them."""
+        """All its processes that run now, even if those that started them are gone."""
         found = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                # Forked ones have their names where the variables were.
+                # In forked ones, the process's name stands where the variables were.
                 if process.environ().get("BENCHMARK_MARK") == self._mark:
                     found |= {process, *process.children(recursive=True)}
         return sorted(found, key=lambda process: process.pid)
@@ -94,7 +94,7 @@ def luigi_training(directory: Path, config: str) -> Training:
     def steps(tail: int | None) -> Steps:
         for path in (directory / "work").glob("pretrain-phase1-*/metrics.jsonl"):
             lines = path.read_bytes()[-(tail or 0) :].split(b"\n")
-            # The first may be cut, the last be unfinished.
+            # The first may be cut off, the last unfinished.
             records = [json.loads(line) for line in lines[1 if tail else 0 : -1]]
             return [(record["step"], record["time"]) for record in records]
         return []

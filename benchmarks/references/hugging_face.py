@@ -52,7 +52,7 @@ class Clock(transformers.TrainerCallback):
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options of whatever trains beside us."""
+    """The options of every script that trains for comparison with us."""
     p = argparse.ArgumentParser(description=description)
     p.add_argument("data", type=Path)
     p.add_argument("model", type=Path)

@@ -18,10 +18,10 @@ import transformers
 from trainer.data.order import shuffled
 from trainer.data.shards import MASKED_KEYS, ShardSet
 
-#: transformers' names for ours.
+#: transformers' names for our settings.
 NAMES = {"input_ids": "input_ids", "input_mask": "attention_mask", "segment_ids": "token_type_ids"}
 IGNORED = -100
-#: Steps that tell how long one takes.
+#: Steps from which the time of one is estimated.
 TRIAL_STEPS = 12
 
 
@@ -61,7 +61,7 @@ def held_out(model: Any, rows: torch.utils.data.Dataset[dict[str, Any]], batch_s
 
 
 class Clock(transformers.TrainerCallback):
-    """Notes when each step ends, and ends the training at a time."""
+    """Notes when each step ends, and stops training at a given time."""
 
     def __init__(self, end: float = float("inf")) -> None:
         self._end = end
@@ -111,7 +111,7 @@ def main() -> None:
     trainer = train(args, shards, steps=steps, clock=Clock(began + args.seconds))
     seconds = time.monotonic() - began
     rows = Rows(ShardSet.open(args.data, "*_test_*.hdf5"))
-    chosen = shuffled(len(rows), 0)[: args.samples]  # as `python -m stages.evaluate`
+    chosen = shuffled(len(rows), 0)[: args.samples]  # as `python -m stages.evaluate` does
     loss, accuracy = held_out(trainer.model, torch.utils.data.Subset(rows, chosen.tolist()))
     done = trainer.state.global_step
     print(json.dumps({"seconds": seconds, "loss": loss, "accuracy": accuracy, "steps": done, "planned": steps}))

@@ -1,5 +1,5 @@
-"""Hugging Face's Trainer with checkpoints, as torchrun restarts it: goes on from the last whole one in OUT, if there
-is one. Appends "step seconds-since-1970" to OUT/steps at the end of each step."""
+"""Hugging Face's Trainer with checkpoints, as torchrun restarts it: resumes from the last whole one in OUT, if
+there is one. Appends "step seconds-since-1970" to OUT/steps at the end of each step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main() -> None:
     trainer = transformers.Trainer(
         model, settings, train_dataset=Rows(args.data), callbacks=[Journal(args.out / "steps")]
     )
-    # It writes trainer_state.json last; resuming from a checkpoint without it would fail for ever.
+    # Trainer writes trainer_state.json last; resuming from a checkpoint without it would fail forever.
     whole = {int(path.parent.name.rpartition("-")[2]): path.parent for path in args.out.glob("*/trainer_state.json")}
     trainer.train(resume_from_checkpoint=str(whole[max(whole)]) if whole else None)
 

@@ -1,7 +1,7 @@
 """The other side: the MLP tutorial's loop, with torch's DataLoader, DistributedSampler and SGD. Prints its rate.
 
-Images become tensors one by one when they are asked for, as torchvision's MNIST and ToTensor make them, through an
-image of Pillow's; with --lean straight from the array, which the tutorial does not do.
+Images become tensors one by one on request, as torchvision's MNIST and ToTensor make them, through a Pillow image; with
+--lean straight from the array, which the tutorial does not do.
 """
 
 from __future__ import annotations

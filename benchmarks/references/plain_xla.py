@@ -1,5 +1,5 @@
-"""The other side: a loop as torch-xla's own examples have it, with Hugging Face's BertForPreTraining and torch's AdamW.
-Prints step times."""
+"""The other side: a loop like those of torch-xla's own examples, with Hugging Face's BertForPreTraining and torch's
+AdamW. Prints step times."""
 
 from __future__ import annotations
 

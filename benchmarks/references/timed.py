@@ -1,9 +1,9 @@
 """`python -m trainer` with its parts timed: `-m benchmarks.references.timed DIRECTORY …`, then the trainer's options.
 
-Each worker writes DIRECTORY/<rank>.json: for each step the seconds from the end of the one before to its own, and how
-many of them were in which part; last, what came after the steps, and the process's matrix rate before and after
-training. `save` waits until the checkpoint is durable, so that its seconds are all that a
-checkpoint can cost. Nothing is profiled; on the CPU an operation has ended when its call returns.
+Each worker writes DIRECTORY/<rank>.json: for each step, the seconds from the end of the previous one to its own, and
+how many of them went into which part; last, what came after the steps, and the better of the process's matrix rates
+before and after training. `save` waits until the checkpoint is durable, so its seconds are the most that a checkpoint can cost. Nothing
+is profiled; on the CPU an operation has ended when its call returns.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from trainer.optim.adamw import AdamW
 from trainer.optim.parameters import Parameters
 from trainer.parallel.allreduce import AllReduceModel
 
-#: What is not time outside forward pass, backward pass and optimizer.
+#: The parts that make up the forward pass, the backward pass and the optimizer.
 INSIDE = ("forward", "backward", "reduce", "optimizer")
 
 
-#: Set in the environment, if the matrix rate is wanted.
+#: Set in the environment if the matrix rate is wanted.
 MATRIX_RATE = "BENCHMARK_MATRIX_RATE"
-#: Side of the square matrices whose product tells what this machine can do, and how often it is taken: 17 GFLOP each.
+#: Side of the square matrices whose product shows what this machine can do, and how often it is run: 17 GFLOP each.
 MATRIX = (2048, 12, torch.float32)
 
 
@@ -46,7 +46,7 @@ class Clock:
         self._ended = time.perf_counter()
 
     def part(self, owner: type, method: str, name: str) -> None:
-        """Count what calls of a method take as part `name`."""
+        """Count the time that calls of a method take as part `name`."""
         original: Callable[..., Any] = getattr(owner, method)
 
         @functools.wraps(original)

@@ -1,12 +1,12 @@
 """A replica group of torchft_restarts: Hugging Face's BertForPreTraining and AdamW in torchft's fault-tolerant DDP.
 
-The groups that are there share the micro-steps of a step (--grad-accum, of all together), so that its batch is the same
-however many they are. A group that was started again goes on from the state of another, or, without another, from the
+The groups that take part share a step's micro-steps (--grad-accum, of all groups together), so that its batch is the
+same however many groups there are. A restarted group takes its state from another group or, if there is none, from the
 checkpoint in OUT, which is written every --save-steps steps. Appends "step seconds-since-1970" to OUT/steps at the end
-of each step that was committed. The place in the data is not kept, as torchft's sampler does not keep it.
+of each step that was committed. The position in the data is not kept, as torchft's sampler does not keep it.
 """
 
-# Without annotations as strings: torch looks at those of `_comm_hook`.
+# Annotations must not be strings: torch looks at those of `_comm_hook`.
 import contextlib
 import json
 import os
@@ -24,14 +24,14 @@ from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimi
 from benchmarks.references.hugging_face import Rows, parser
 
 TIMEOUT = timedelta(seconds=30)
-#: Without them, which is the default, all groups end if the lighthouse does.
+#: Without retries, which is the default, all groups end if the lighthouse does.
 QUORUM_RETRIES = 10
 
 
 class Replicated(DistributedDataParallel):  # type: ignore[misc]
     @staticmethod
     def _comm_hook(manager: Manager, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """That of torchft 0.2.0 fails an assertion if another group dies during an all-reduce; later ones do not."""
+        """torchft 0.2.0's hook fails an assertion if another group dies during an all-reduce; later ones do not."""
         manager.allreduce(bucket.buffer()).wait()  # in place; after an error the manager does not commit the step
         reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         reduced.set_result(bucket.buffer())
@@ -39,7 +39,7 @@ class Replicated(DistributedDataParallel):  # type: ignore[misc]
 
 
 class Group:
-    """Its model and optimizer, and their state in both places."""
+    """A group's model and optimizer, whose state torchft sends to other groups, and a checkpoint."""
 
     def __init__(self, config: dict[str, Any], name: str, out: Path) -> None:
         torch.manual_seed(0)
@@ -73,10 +73,10 @@ class Group:
             self.manager.load_state_dict(found["manager"])
 
     def step(self, data: Iterator[dict[str, Any]], micro_steps: int) -> tuple[int, bool]:
-        """The step after it; whether it was committed and this group is the first of those that took part."""
-        self.optimizer.zero_grad()  # begins to ask who takes part
+        """Returns the step reached; whether it was committed and this group is the first of those that took part."""
+        self.optimizer.zero_grad()  # starts asking who takes part
         rank, count = self.manager.participating_rank(), self.manager.num_participants()
-        # A group that gets its state from another now takes part with zeros.
+        # A group that is getting its state from another takes part with zeros.
         own = len(range(rank, micro_steps, count)) if rank is not None else 1
         for left in reversed(range(own)):
             with self.replicated.no_sync() if left else contextlib.nullcontext():
@@ -89,7 +89,7 @@ class Group:
 
 
 def batches(rows: Rows, manager: Manager, *, group: int, groups: int, size: int) -> Iterator[dict[str, Any]]:
-    """The group's share of the rows, over and over, each time in another order."""
+    """The group's share of the rows, over and over, each time in a different order."""
     sampler = DistributedSampler(
         rows, replica_rank=group, num_replica_groups=groups, group_rank=0, num_replicas=1, shuffle=True
     )
@@ -117,7 +117,7 @@ def main() -> None:
                 file.write(f"{step} {time.time()}\n")
             if step % args.save_steps == 0:
                 group.save()
-    os._exit(0)  # its server's threads would go on
+    os._exit(0)  # the threads of its server would run on
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""torchft: its lighthouse and --groups replica groups of one worker each, all kept running: what dies is started again
-at once, while the other groups go on. Takes the options of torchft_group.py, which trains."""
+"""torchft: its lighthouse and --groups replica groups of one worker each, all kept running: what dies is restarted at
+once, while the other groups continue. Takes the options of torchft_group.py, which trains."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from common.process import available_cores, die_with_parent, free_port
 
-#: A group that died is waited for so long. The default is 5 s; torchft's authors find 1 s enough, as a group is heard
-#: every 0.1 s (its issue 35).
+#: How long to wait for a group that died. The default is 5 s; torchft's authors find 1 s enough, as a group sends a
+#: heartbeat every 0.1 s (its issue 35).
 HEARTBEAT_TIMEOUT_MS = 1000
 
 
 def keep_running(lighthouse: list[str], groups: dict[str, list[str]]) -> None:
-    """Until every group has ended well."""
+    """Keep all running until every group has ended well."""
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         while groups:

@@ -15,7 +15,7 @@ from common.forked import Forked, NewInterpreter, start_python
 from common.process import PARENT_VARIABLE
 from tests.helpers.support import ROOT
 
-#: Both kinds of commands, and what decides which it is: a variable that is read at the start.
+#: Both kinds of commands, and what decides between them: a variable that is read at startup.
 KINDS: tuple[tuple[type, dict[str, str]], ...] = ((Forked, {}), (NewInterpreter, {"MALLOC_ARENA_MAX": "3"}))
 
 
@@ -32,7 +32,7 @@ def said(tmp_path: Path) -> str:
     return (tmp_path / "output").read_text()
 
 
-#: Starts a command with a server of its own, says its id, and waits.
+#: Starts a command with a server of its own, prints its id, and waits.
 STARTER = """
 import os, sys, time
 from pathlib import Path

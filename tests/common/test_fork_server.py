@@ -48,7 +48,7 @@ def test_a_lost_server_takes_its_commands_along_and_the_next_one_starts_all_the_
 
 
 def test_one_that_is_stopped_before_it_is_forked_never_runs(tmp_path: Path) -> None:
-    """While the server imports torch, a signal ends the command that waits for it."""
+    """While the server imports torch, a signal ends the command that is waiting for it."""
     (tmp_path / "slow.py").write_text(
         f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, 'up').touch()\ntime.sleep(2)"
     )
@@ -101,7 +101,7 @@ def test_a_module_that_cannot_be_imported_does_not_stop_the_server(tmp_path: Pat
 
 
 def test_one_that_dies_before_it_has_an_id(tmp_path: Path) -> None:
-    """Its status is not taken for its id, to which signals go."""
+    """Its status is not mistaken for its id, to which signals would go."""
     client = forked._current()
     assert client is not None
     (tmp_path / "program.py").write_text("")
@@ -135,7 +135,7 @@ os.fork = fail
 
 @pytest.mark.timeout(60)
 def test_a_signal_may_arrive_while_the_servers_word_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its handler, which passes it on, runs in the same thread."""
+    """The signal's handler, which passes the signal on, runs in the same thread."""
     process = begin(tmp_path, "import time; time.sleep(60)")
     assert isinstance(process, Forked)
     take = process._take
@@ -167,7 +167,7 @@ def test_draws_of_a_library_that_the_server_has_imported_differ(tmp_path: Path) 
 
 
 def test_threads_may_start_commands_at_the_same_time(tmp_path: Path) -> None:
-    """And find the server that they were given at the same time."""
+    """Even while they all look up the server that they were given."""
     (tmp_path / "program.py").write_text("")
     program = f"""
 import os, sys, threading
@@ -194,7 +194,7 @@ assert kinds == [("Forked", 0)] * 16, kinds
 
 
 def test_a_command_has_no_descriptor_of_another(tmp_path: Path) -> None:
-    """Also where the server's are above those of the request."""
+    """Even where the server's descriptors are numbered above those of the request."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     sleeper = "import time; time.sleep(60)"
@@ -217,7 +217,7 @@ for name in map("/proc/self/fd/{}".format, range(100)):
         for process in (*early, *late):
             process.signal_group(signal.SIGKILL)
             process.wait(30)
-    assert len(found) == 4, found  # input, output, errors, the way to the server
+    assert len(found) == 4, found  # stdin, stdout, stderr, the channel to the server
     assert found[:3] == [os.devnull, *2 * [str(tmp_path / "output")]]
 
 

@@ -1,4 +1,4 @@
-"""Commands that are forked from a process which has imported torch, beside the same commands in a new interpreter."""
+"""Commands forked from a process that has imported torch, compared with the same commands in a new interpreter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def server() -> None:
 
 @contextlib.contextmanager
 def surroundings() -> Iterator[None]:
-    """Of this process, other than those of the server."""
+    """Give this process surroundings other than those of the server."""
     import resource
 
     cores, mask = os.sched_getaffinity(0), signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
@@ -116,9 +116,9 @@ def test_it_ends_as_a_new_interpreter_does(tmp_path: Path, program: str, status:
     for _, extra in KINDS:
         process = begin(tmp_path, program, **extra)
         assert process.wait(60) == process.poll() == status
-        # What runs a module differs; the module's own lines do not.
+        # The frames that run a module differ; the module's own lines do not.
         ends.append([line for line in said(tmp_path).splitlines() if 'File "' not in line and "main()" not in line])
-    carets = re.compile(r"[ ~^]+$")  # Python 3.13 and newer mark the part of a line
+    carets = re.compile(r"[ ~^]+$")  # Python 3.13 and newer mark a part of the line
     ours, theirs = (
         [line for line in end if "_run_" not in line and "runpy" not in line and not carets.match(line)] for end in ends
     )
@@ -187,7 +187,7 @@ def test_a_command_that_is_too_long_for_the_server_is_a_new_interpreter(
     client = forked._current()
     assert client is not None
     room = client.control.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    client.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # where the system's own limit is higher
+    client.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # in case the system's own limit is higher
     try:
         for count, kind in ((1, Forked), (3, NewInterpreter)):
             long = {f"LONG_{number}": "x" * 100_000 for number in range(count)}
@@ -233,7 +233,7 @@ def test_it_is_found_by_its_name(tmp_path: Path) -> None:
 
 
 def test_descriptors_are_those_that_were_given(tmp_path: Path) -> None:
-    """A lock that the starter holds is held as long as the command has it."""
+    """A lock that the starter holds stays held as long as the command has it."""
     import fcntl
 
     with (tmp_path / "lock").open("w") as lock:
@@ -254,7 +254,7 @@ def test_descriptors_are_those_that_were_given(tmp_path: Path) -> None:
 
 
 def test_a_variable_without_its_descriptor_is_passed_over(tmp_path: Path) -> None:
-    """As a child of a child meets it, where what is between starts it in its own way."""
+    """As a grandchild sees it, when the process in between starts it in its own way."""
     way, _ = forked.way_to_server()
     program = STARTER.replace('start(("json",))', "").replace("time.sleep(100)", "process.wait()")
     (tmp_path / "program.py").write_text("")

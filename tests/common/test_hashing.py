@@ -32,7 +32,7 @@ from tests.helpers.support import flip_a_byte
 
 
 def edit_unseen(path: Path) -> None:
-    """Change a byte in the middle of a file, and put its size and modification time back."""
+    """Change a byte in the middle of a file, and restore its size and modification time."""
     stat = path.stat()
     flip_a_byte(path)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -41,7 +41,7 @@ def edit_unseen(path: Path) -> None:
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files need not have rested for two seconds to be remembered."""
+    """Files are remembered even if they have not been unchanged for two seconds."""
     monkeypatch.setattr(hashing, "_SETTLED_NS", -1)
 
 
@@ -55,7 +55,7 @@ def test_a_file_is_read_once_and_again_when_anything_about_it_changes(
     path.write_bytes(os.urandom(300_000))
 
     def known() -> bool:
-        """Hash it as a new process would; whether it was not read."""
+        """Hash it as a new process would; returns whether it was known, and so not read."""
         read.clear()
         assert InputHashes(tmp_path / "inputs.json").sha256(path) == sha256_of(path)
         return not read
@@ -83,7 +83,7 @@ def test_a_file_that_may_change_within_one_tick_is_not_remembered(tmp_path: Path
 
 
 def test_a_hundred_times_the_files_take_a_hundred_times_the_work(tmp_path: Path, settled: None) -> None:
-    """Seconds of one core. Rewriting the memory for each file took 12 s for 4,000."""
+    """In seconds of one core. Rewriting the memory for each file took 12 s for 4,000 files."""
     (tmp_path / "texts").mkdir()
     for number in range(4000):
         (tmp_path / f"texts/{number}.txt").write_text(f"Text {number}.")
@@ -102,7 +102,7 @@ def test_a_hundred_times_the_files_take_a_hundred_times_the_work(tmp_path: Path,
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.txt.bz2", "a.txt.zst"])
 def test_an_edit_of_a_text_that_is_being_read_is_noticed(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    # Such as does not shrink, so that the packed ones, too, are read in many blocks.
+    # Text that does not compress, so that the packed files, too, are read in many blocks.
     text = "\n\n".join(os.urandom(1000).hex() for _ in range(6000)).encode()
     pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd.compress}.get(path.suffix, bytes)
     path.write_bytes(pack(text))
@@ -140,7 +140,7 @@ def test_a_finished_download_does_not_change_with_the_folder_it_came_from(folder
 
 
 def test_shards_are_identified_by_every_byte(folder: Path) -> None:
-    """As large as it takes for the middle to be far from both ends."""
+    """Large enough for the middle to be far from both ends."""
     shard = write(folder / "large_training_0.hdf5", rows=20_000, S=64)
     archive = pack(folder, "")
     before = [DownloadOptions(url=Secret.address(str(path))).identity() for path in (folder, archive)]
@@ -201,7 +201,7 @@ def test_replaced_shards_and_models_are_evaluated_anew(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pattern_means_the_same_to_the_pipeline_and_to_the_stage(tmp_path: Path) -> None:
-    """Each file holds a word of its own: which were read, the vocabulary says."""
+    """Each file holds a word of its own, so the vocabulary tells which files were read."""
     files = ["d[1].txt", "d1.txt", "g/one.txt", "g/deep/er/two.txt", "with space.txt", "h/x.txt"]
     words = ["bracket", "digit", "shallow", "deep", "space", "other"]
     for name, word in zip(files, words, strict=True):

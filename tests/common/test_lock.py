@@ -64,7 +64,7 @@ def test_under_torchrun_the_second_ends_with_the_same_line_and_status(data: Path
 def test_only_the_command_that_the_holder_has_started_goes_past_its_lock(
     data: Path, model: Path, tmp_path: Path
 ) -> None:
-    """The fingerprint in the directory is the sign: the variable alone, inherited by chance, is not enough."""
+    """The fingerprint in the directory is the proof: the variable alone, inherited by chance, is not enough."""
     given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path, "max_steps": 1}
     with hold(tmp_path):
         assert_one_line_error(train(env={HELD_FINGERPRINT_VARIABLE: "f"}, **given), "is being made by process")

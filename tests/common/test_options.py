@@ -1,4 +1,4 @@
-"""Options as fields: the parser, the checks and the command line that are made from a dataclass agree."""
+"""Options as fields: the parser, the checks and the command line made from a dataclass agree."""
 
 from __future__ import annotations
 

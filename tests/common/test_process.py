@@ -1,4 +1,4 @@
-"""What computes beside a training leaves it the processor, also where Linux shares that between sessions first."""
+"""Background work gives way to training on the processor, even where Linux first shares time between sessions."""
 
 from __future__ import annotations
 

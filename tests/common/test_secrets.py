@@ -1,4 +1,4 @@
-"""Secrets: no form of signed address, password or token comes through, and a renewed one names the same object."""
+"""Secrets: no form of signed address, password or token gets through, and a renewed one names the same object."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CANARY = "CaNaRy0123456789"
 
 
 def presigned(version: str) -> Callable[[str, int], str]:
-    """boto3's own, as it signs `key` at a time."""
+    """Addresses that boto3 itself presigns for `key` at a given time."""
 
     def sign(key: str, at: int) -> str:
         client = boto3.client(
@@ -60,7 +60,7 @@ def _digest(key: str, at: int) -> str:
 
 
 def by_hand(form: str) -> Callable[[str, int], str]:
-    """As the services' documentation shows them."""
+    """Addresses made by hand, in the form that the services' documentation shows."""
     day = datetime.datetime.fromtimestamp
 
     def sign(key: str, at: int) -> str:
@@ -119,7 +119,7 @@ def test_a_renewed_signature_names_the_same_object_and_another_key_another(form:
 
 
 def test_what_names_an_object_stays_apart() -> None:
-    """Also beside a signature, and by parameters that nobody knows, whose values are shown nowhere."""
+    """Even next to a signature, and by parameters that are unknown here, whose values are never shown."""
     objects = [
         *("https://h/x?id=5", "https://h/x?id=6", "https://h/x?versionId=abc&sig=1", "https://h/x?versionId=abd&sig=2"),
         *(f"https://h/x?key={CANARY}", "https://h/x?key=b", "https://h/x?code=1", "https://h/x?code=2", "https://h/x"),
@@ -146,7 +146,7 @@ def test_a_secret_shows_itself_nowhere() -> None:
 
 
 def test_text_of_other_libraries_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of addresses in it; of the secrets that were met, wherever they stand; of the environment's."""
+    """No secrets of addresses in it, none that were met before, wherever they stand, none from the environment."""
     password = Secret.address("https://me:b%40r-s3cret@h/x")
     assert password
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
@@ -190,4 +190,4 @@ def test_redacting_a_line_costs_microseconds() -> None:
     began = time.process_time()
     for _ in range(1000):
         redact(line)
-    assert time.process_time() - began < 1  # 40 µs a line, and room for a slower machine
+    assert time.process_time() - began < 1  # 40 µs a line, with room for a slower machine

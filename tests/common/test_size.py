@@ -1,4 +1,4 @@
-"""Sizes."""
+"""Sizes as people write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work in processes: results in order, however they are started; nothing left behind."""
+"""Work in processes: results in order, however the processes are started; nothing left behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ done.set()
 
 @pytest.mark.parametrize(("with_thread", "methods"), [(False, {"ForkProcess"}), (True, {"SpawnProcess"})])
 def test_processes_are_forked_unless_there_is_a_thread(with_thread: bool, methods: set[str]) -> None:
-    """In a process of its own: libraries that other tests use leave threads in this one."""
+    """Run in a process of its own, as libraries that other tests use leave threads in this one."""
     found = subprocess.run([sys.executable, "-c", START, str(with_thread)], capture_output=True, text=True, check=True)
     assert ast.literal_eval(found.stdout) == methods, found.stderr
 

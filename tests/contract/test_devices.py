@@ -1,5 +1,5 @@
-"""What every device promises to the loop. A device in the registry passes the same claims wherever it can be started;
-those that compile whole steps are tested through real training (tests/trainer/devices)."""
+"""What every device promises to the training loop. Every device in the registry passes the same tests wherever it can
+be started; those that compile whole steps are tested through real training (tests/trainer/devices)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every device's operations promise; each device's implementation passes the same claims."""
+"""What every device's operations promise; each device's implementation passes the same tests."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 def test_attention_is_that_of_vaswani(ops: Operations, dropout_p: float) -> None:
     q, k, v, mask = inputs(torch.float64)
     out = ops.attention(q, k, v, mask, dropout_p)
-    # The scale that goes with dropping 1e-9 is 1 + 1e-9.
+    # At p = 1e-9, dropout scales by 1 + 1e-9.
     torch.testing.assert_close(out, attention_by_hand(q, k, v, mask), rtol=dropout_p + 1e-12, atol=1e-11)
 
 
@@ -92,7 +92,7 @@ def test_attention_never_sees_what_is_masked(ops: Operations, dropout_p: float, 
 
 @every
 def test_attention_drops_weights_not_outputs(ops: Operations) -> None:
-    """The mean over many draws is the attention without dropout, within 6 standard errors."""
+    """The mean over many draws is the attention without dropout, to within 6 standard errors."""
     q, k, v, mask = inputs(torch.float64)
     torch.manual_seed(1)
     draws = torch.stack([ops.attention(q, k, v, mask, 0.3) for _ in range(2000)])
@@ -110,7 +110,7 @@ def test_packed_sequences_do_not_see_each_other(ops: Operations, dropout_p: floa
     ids = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9])
     cu_seqlens = torch.tensor([0, 4, 7, 9, 18])
     look = (ids[:, None, :, None] == ids[:, None, None, :]) & (ids > 0)[:, None, None, :]
-    look |= torch.eye(9, dtype=torch.bool) & (ids == 0)[:, None, :, None]  # a softmax over nothing is no number
+    look |= torch.eye(9, dtype=torch.bool) & (ids == 0)[:, None, :, None]  # a softmax over nothing is NaN
     mask = ops.attention_mask(ids, cu_seqlens)
     torch.manual_seed(0)
     draws = torch.stack([ops.attention(q, k, v, mask, dropout_p) for _ in range(1000 if dropout_p else 1)])

@@ -1,4 +1,4 @@
-"""What every place that a store is kept in promises: a folder, and S3 over HTTP (moto's server and SeaweedFS)."""
+"""What every store backend promises: a folder, and S3 over HTTP (moto's server and SeaweedFS)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_write_succeeds_only_over_the_version_that_was_read(backend: Backend) 
 
 
 def test_of_many_writers_at_once_one_succeeds(backend: Backend) -> None:
-    """Eight writers count to 40 together, each by compare and swap: no count is lost."""
+    """Eight writers count to 40 together by compare-and-swap: no count is lost."""
     backend.write("count", b"0", replaces=None)
 
     def count(writer: int) -> None:

@@ -9,7 +9,7 @@ from tests.helpers.ready import write
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two training shards, a test shard, and what else lies about in such folders."""
+    """Two training shards, a test shard, and the other files that are found in such folders."""
     for number in range(2):
         write(tmp_path / f"in/deep/wiki_training_{number}.hdf5", rows=6 + number)
     write(tmp_path / "in/deep/wiki_test_0.hdf5", rows=3)

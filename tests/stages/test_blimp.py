@@ -1,4 +1,4 @@
-"""BLiMP: the decisions are those of a plain loop over Hugging Face's model, and a bad copy is refused in one line."""
+"""BLiMP: decisions are those of a plain loop over Hugging Face's model, and a bad copy is refused in one line."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ PAIRS = {
 
 
 class PaddingDevice(CpuDevice):
-    """A CPU that asks for static shapes, as devices that compile do."""
+    """A CPU that requests static shapes, as devices that compile do."""
 
     compiles_shapes = True
 
 
 def write_model(directory: Path, vocabulary: list[str], **changes: Any) -> Path:
-    """A model with random weights, wide enough for probabilities that differ, and its tokenizer."""
+    """A model with random weights, large enough that probabilities differ, and its tokenizer."""
     config = {**MODEL, "vocab_size": len(vocabulary) + 3, "initializer_range": 0.4, **changes}
     model = BertForPreTraining(ModelConfig(**config))
     model.initialise(seed=1)
@@ -89,7 +89,7 @@ def archive(tmp_path: Path) -> Path:
 
 @torch.no_grad()
 def plain_decisions(directory: Path, pairs: dict[str, list[tuple[str, str]]]) -> dict[str, list[bool]]:
-    """Sentence by sentence, token by token, with Hugging Face's model and tokenizer."""
+    """Decisions made sentence by sentence, token by token, with Hugging Face's model and tokenizer."""
     transformers = pytest.importorskip("transformers")
     theirs = transformers.BertForMaskedLM.from_pretrained(directory).eval()
     tokenizer = transformers.BertTokenizerFast.from_pretrained(directory)
@@ -120,7 +120,7 @@ def our_decisions(
     ("device", "next_sentence"), [(CpuDevice(), True), (PaddingDevice(), True), (CpuDevice(), False)]
 )
 def test_decisions_are_those_of_a_plain_loop(tmp_path: Path, device: Device, next_sentence: bool) -> None:
-    """Of random sentences of many lengths, about half of which are right."""
+    """On random pairs of sentences of many lengths, about half of which are decided correctly."""
     model = write_model(tmp_path / "model", [*SPECIAL_TOKENS, *WORDS], next_sentence=next_sentence)
     rng = np.random.default_rng(0)
     words = [word.removeprefix("##") for word in WORDS]
@@ -133,7 +133,7 @@ def test_decisions_are_those_of_a_plain_loop(tmp_path: Path, device: Device, nex
 
 
 def test_scores_are_those_of_a_plain_loop(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sentence's, in batches that end anywhere, with and without padding."""
+    """The score of each sentence, in batches that end anywhere, with and without padding."""
     ours = load_model(model, CpuDevice()).double()
     vocabulary = read_vocabulary(model / "vocab.txt")
     rng = np.random.default_rng(0)
@@ -157,7 +157,7 @@ def test_scores_are_those_of_a_plain_loop(model: Path, tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 def test_decisions_on_real_pairs_are_those_of_a_plain_loop(shared: Path, tmp_path: Path) -> None:
-    """Two pairs of each of BLiMP's sets, in the vocabulary of the original BERT."""
+    """Two pairs from each of BLiMP's sets, in the vocabulary of the original BERT."""
     copy, vocabulary = shared / "data" / "blimp.tar.gz", shared / "data" / "vocab" / "bert-uncased.txt"
     if not (copy.exists() and vocabulary.exists()):
         pytest.skip(f"{copy} or {vocabulary} is not here")
@@ -184,7 +184,7 @@ def evaluation(model: Path, data: Path, out: Path, *words: object) -> Any:
 
 
 def test_the_command_reports_each_set(model: Path, archive: Path, tmp_path: Path) -> None:
-    """Without held-out examples, too."""
+    """Even without held-out examples."""
     done = evaluation(model, tmp_path / "data", tmp_path / "out", "--blimp", archive)
     assert done.returncode == 0, done.stdout
     counts = json.loads((tmp_path / "out" / "evaluation.json").read_text())

@@ -1,4 +1,4 @@
-"""Initial word embeddings are what plain counting and numpy's SVD give, and what a training starts from."""
+"""Initial word embeddings are what plain counting and numpy's SVD give, and what training starts from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLS, SEP = 2, 3
 
 
 def random_text(rows: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids with a skewed distribution, and which of them are text: not those below 4."""
+    """Ids with a skewed distribution, and which of them are text: all but those below 4."""
     ids = np.minimum(np.random.default_rng(seed).geometric(0.08, (rows, length)), PIECES - 1).astype(np.int64)
     return ids, ids > SEP
 
@@ -80,7 +80,7 @@ def test_vectors_are_the_left_singular_vectors_times_the_roots_of_the_singular_v
     found = word_vectors(information, 6, seed=1).numpy()
     assert (found[~seen] == 0).all()
     assert (~seen).sum() >= 4
-    # Signs are free, and so are not the angles between the vectors. fp32, three power iterations.
+    # Signs are arbitrary, but the angles between the vectors are not. fp32, three power iterations.
     np.testing.assert_allclose(found @ found.T, (expected * seen[:, None]) @ expected.T, atol=1e-3)
     assert torch.equal(word_vectors(information, 6, seed=1), word_vectors(information, 6, seed=1))
 
@@ -98,7 +98,7 @@ def stage(data: Path, out: Path, hidden_size: int = 8) -> subprocess.CompletedPr
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of random pieces in which 50 and 51, and 60 and 61, are used alike: each stands among its own words."""
+    """Rows of random pieces in which 50 and 51, and 60 and 61, are used alike: each pair among its own words."""
     directory = tmp_path_factory.mktemp("shards")
     rng = np.random.default_rng(0)
     arrays = synthetic_rows(400, seq_len=32, max_pred_len=5, seed=1)
@@ -149,7 +149,7 @@ def initialised(shards: Path, file: Path | None, ranks: TensorParallel | None = 
 
 
 def test_a_training_starts_from_them(shards: Path, made: Path) -> None:
-    """Words that the text lacks, and all other parameters, begin as without them."""
+    """Words that the text lacks, and all other parameters, begin as they do without the embeddings."""
     plain, given, file = initialised(shards, None), initialised(shards, made), load_file(made)
     n = len(file[OUTPUT_BIAS])
     is_given = file[WORD_EMBEDDINGS].any(dim=1)
@@ -161,7 +161,7 @@ def test_a_training_starts_from_them(shards: Path, made: Path) -> None:
     assert torch.equal(words[n:], plain[WORD_EMBEDDINGS][n:])
     assert torch.equal(given[OUTPUT_BIAS][:n], file[OUTPUT_BIAS])
     assert torch.equal(given[OUTPUT_BIAS][n:], file[OUTPUT_BIAS].min().expand(VOCAB - n))
-    assert given[OUTPUT_BIAS].exp().sum() < 1.1  # probabilities: ids that the text lacks have next to none
+    assert given[OUTPUT_BIAS].exp().sum() < 1.1  # probabilities: ids that the text lacks have almost none
     others = plain.keys() - {WORD_EMBEDDINGS, OUTPUT_BIAS}
     assert all(torch.equal(plain[name], given[name]) for name in others)
     halves = [initialised(shards, made, TensorParallel(rank, 2)) for rank in range(2)]

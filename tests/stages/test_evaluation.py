@@ -29,7 +29,7 @@ ROWS = 31
 
 @pytest.fixture
 def ours() -> BertForPreTraining:
-    """With dropout, which must not show, and weights wide enough for logits that differ."""
+    """With dropout, which must have no effect, and weights large enough that logits differ."""
     model = BertForPreTraining(ModelConfig(**{**MODEL, "initializer_range": 0.3}))
     model.initialise(seed=1)
     return model
@@ -53,7 +53,7 @@ def measured(ours: BertForPreTraining, data: Path, out: Path, *, max_samples: in
 @torch.no_grad()
 def test_it_measures_what_hugging_face_computes(ours: BertForPreTraining, tmp_path: Path) -> None:
     """Row by row, without padding. The labels are chosen so that about two thirds of the masks and half of the pairs
-    are right, and wrong ones are what the model deems least likely."""
+    are right, and the wrong ones are what the model deems least likely."""
     theirs, rng = hugging_faces(ours), np.random.default_rng(0)
     arrays = synthetic_rows(ROWS, seq_len=32, max_pred_len=5, seed=0)
     words, pairs, masks = [], [], 0
@@ -111,7 +111,7 @@ def test_next_sentences_are_measured_where_model_and_shards_have_them(ours: Bert
 
 @torch.no_grad()
 def test_a_limit_takes_a_fair_share_of_all_shards(ours: BertForPreTraining, tmp_path: Path) -> None:
-    """Three shards of 200 rows that are alike but for the label of the pair, which is right in the first alone."""
+    """Three shards of 200 rows, alike except for the label of the pair, which is right only in the first."""
     arrays = synthetic_rows(1, seq_len=32, max_pred_len=5, seed=0)
     length = int(arrays["input_mask"].sum())
     ids, segments = (torch.from_numpy(arrays[n][:, :length].astype(np.int64)) for n in ("input_ids", "segment_ids"))

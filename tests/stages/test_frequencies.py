@@ -1,4 +1,4 @@
-"""Word frequencies, and what is measured by them, are what plain counting gives."""
+"""Word frequencies, and what is measured with them, are what plain counting gives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def masked_rows(rows: int, *, seed: int) -> tuple[Arrays, list[list[int]]]:
-    """Masked examples, and the ids of their text before they were masked. What replaced them counts as nothing."""
+    """Masked examples, and the ids of their text before masking. The replacements do not count."""
     arrays = synthetic_rows(rows, seq_len=32, max_pred_len=5, seed=seed)
     texts = []
     for row in range(rows):
@@ -111,12 +111,12 @@ def test_the_baseline_is_computed_as_by_hand() -> None:
 
 
 def test_classes_are_by_rank_in_frequency() -> None:
-    """2,000 pieces, the later the more frequent, but for two that tie: the one with the smaller id comes first."""
+    """2,000 pieces, each more frequent than the one before, except two that tie: the smaller id ranks first."""
     counts = np.arange(2000)
     counts[1899] = counts[1900]
     masked = np.ones(2000, np.int64)
     right = np.zeros(2000, np.int64)
-    right[1900:] = 1  # all of the hundred most frequent, were it not for the tie
+    right[1900:] = 1  # all of the hundred most frequent, but for the tie
     found = frequency_scores(counts, masked, right)
     assert [found[f"masked_tokens_{name}"] for name in ("frequent", "common", "rare")] == [100, 900, 1000]
     assert found["masked_lm_accuracy_frequent"] == 99 / 100
@@ -165,7 +165,7 @@ def test_an_evaluation_reports_them(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_accuracy_by_frequency_is_that_of_each_class(tmp_path: Path) -> None:
-    """All labels are a word that the model predicts there, or one that it deems least likely."""
+    """Each label is the word that the model predicts there, or the one that it deems least likely."""
     from trainer.data.order import Samples
     from trainer.data.reader import BatchReader
 

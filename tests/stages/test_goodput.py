@@ -1,4 +1,4 @@
-"""The ledger of a training's time: every second in one part, and the parts are what happened."""
+"""The ledger of a training run's time: every second belongs to one part, and the parts are what happened."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_an_undisturbed_training() -> None:
 
 
 def test_a_kill_costs_the_steps_since_the_last_checkpoint_and_the_time_until_the_next_start() -> None:
-    """Of the steps after the checkpoint only the second attempt's records are left."""
+    """For the steps after the checkpoint, only the second attempt's records are left."""
     attempts = [Attempt(0.0, 30.0, "killed"), Attempt(45.0, 60.0, "complete")]
     steps = curves(
         {"time": 10.0, "step_time_s": 5.0},
         {"time": 15.0, "step_time_s": 5.0},
-        {"time": 54.0, "step_time_s": 5.0},  # was done at 20 and 25, too
+        {"time": 54.0, "step_time_s": 5.0},  # was also done at 20 and 25
         {"time": 59.0, "step_time_s": 5.0},
     )
     assert parts(goodput(attempts, steps)) == {
@@ -59,7 +59,7 @@ def test_a_kill_costs_the_steps_since_the_last_checkpoint_and_the_time_until_the
 
 
 def test_waits_before_a_start_are_no_downtime() -> None:
-    """5 s down, 10 in a queue, 3 down, 4 of a download that goes on until the start."""
+    """5 s down, 10 s in a queue, 3 s down, 4 s of a download that lasts until the start."""
     queue, download = ("waiting in a queue", 35.0, 45.0), ("downloading", 48.0, 52.0)
     attempts = [
         Attempt(10.0, 30.0, "killed", waits=(("waiting in a queue", 2.0, 9.5),)),
@@ -99,7 +99,7 @@ def test_an_attempt_without_a_step_that_counted_is_lost() -> None:
 
 
 def test_steps_that_were_given_up_in_a_process_are_lost() -> None:
-    """After a step that was not finite, training goes back to the last checkpoint."""
+    """After a non-finite step, training goes back to the last checkpoint."""
     steps = curves({"time": 3.0, "step_time_s": 2.0}, {"time": 12.0, "step_time_s": 2.0})
     assert parts(goodput([Attempt(0.0, 12.0, "complete")], steps)) == {
         "starting": 1.0, "computing": 4.0, "steps done again": 7.0,
@@ -115,7 +115,7 @@ def test_what_a_step_with_a_new_graph_takes_more_is_compilation() -> None:
 
 
 def test_steps_of_another_training_or_machine_do_not_count() -> None:
-    """An extended training has the records of the one that it goes on from."""
+    """An extended training run has the records of the one that it continues from."""
     steps = curves({"time": 50.0, "step_time_s": 5.0}, {"time": 110.0, "step_time_s": 5.0})
     assert parts(goodput([Attempt(100.0, 110.0, "complete")], steps)) == {"starting": 5.0, "computing": 5.0}
 

@@ -1,4 +1,4 @@
-"""Precompile: on XLA's CPU for real; for Neuron on the stand-in machine of `tests.helpers.neuron_machine`."""
+"""Precompile: on XLA's CPU for real; for Neuron, on the stand-in machine of `tests.helpers.neuron_machine`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def work(tmp_path: Path) -> dict[str, object]:
 
 @pytest.fixture
 def small(tmp_path: Path) -> dict[str, object]:
-    """Work whose graphs compile fast."""
+    """Work whose graphs compile quickly."""
     images = write_images(tmp_path / "images", training=80)
     return {"workload": "mnist", "data_dir": images, "batch_size": 8, "epochs": 1, "device": "neuron"}
 
@@ -62,7 +62,7 @@ def test_the_graphs_of_xla_are_those_that_training_meets(work: dict[str, object]
         assert graph["seconds"] > 0
         assert f"graph {graph['hash']}: " in done.stderr
 
-    # What does not change graphs may change; what is not in the list is told.
+    # Settings that do not change graphs may change; a graph that is not in the list is reported.
     other = {**work, "lr": 1e-2, "weight_decay": 0.2, "max_grad_norm": 0.5, "max_steps": 4, "seed": 3}
     trained = train(**other, device="xla", graphs=out / "graphs.json", output_dir=tmp_path / "same")
     assert trained.returncode == 0
@@ -83,7 +83,7 @@ def test_where_nothing_is_compiled_that_is_said(tmp_path: Path) -> None:
 
 
 def test_a_trial_writes_nothing_and_believes_no_loss(work: dict[str, object], tmp_path: Path) -> None:
-    """As under Neuron's extraction, whose results are garbage: here a learning rate that ends in NaN."""
+    """As under Neuron's extraction, whose results are garbage: here with a learning rate that leads to NaN."""
     out = tmp_path / "out"
     for workers, env in ((1, {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}), (2, {"NEURON_EXTRACT_GRAPHS_ONLY": "1"})):
         done = train(workers, **{**work, "lr": 1e38, "grad_accum_usteps": 2 // workers}, device="cpu", output_dir=out,
@@ -97,7 +97,7 @@ def test_a_trial_writes_nothing_and_believes_no_loss(work: dict[str, object], tm
 
 @pytest.mark.slow
 def test_neurons_graphs_are_those_that_training_meets(small: dict[str, object], tmp_path: Path) -> None:
-    """The device's own file, over a stand-in machine. The user's flags stay; the user's cache is not the stage's."""
+    """The device's real module, on a stand-in machine. The user's flags are kept; the user's cache is not used."""
     require_torch_xla()
     out, env = tmp_path / "out", {**machine(tmp_path / "machine"), "NEURON_CC_FLAGS": "-O1 --cache_dir=/nowhere"}
     given = options(**small)
@@ -114,7 +114,7 @@ def test_neurons_graphs_are_those_that_training_meets(small: dict[str, object], 
     assert not (out / "trial").exists()
     assert not (tmp_path / "machine" / DEFAULT_CACHE).exists()
 
-    # A trainer that was killed while it compiled has left a lock.
+    # A trainer that was killed while compiling has left a lock.
     (module / "model.hlo_module.pb.lock").touch()
     cached = options(graphs=out / "graphs.json", compile_cache=out / "cache", output_dir=tmp_path / "trained")
     trained = command("-m", "trainer", *given, *cached, env=env)
@@ -131,7 +131,7 @@ def test_neurons_graphs_are_those_that_training_meets(small: dict[str, object], 
 
 @pytest.mark.slow
 def test_two_nodes_compile_into_caches_of_their_own(small: dict[str, object], tmp_path: Path) -> None:
-    """The first is complete only when the second has compiled, too. (Each has a trial of its own here, one after the
+    """The first is complete only when the second has compiled, too. (Here each has a trial of its own, one after the
     other: the stand-in's cores cannot meet.)"""
     require_torch_xla()
     out, env = tmp_path / "out", machine(tmp_path / "machine")
@@ -161,7 +161,7 @@ def test_two_nodes_compile_into_caches_of_their_own(small: dict[str, object], tm
 
 @pytest.mark.slow
 def test_a_graph_that_did_not_compile_is_one_line_and_compiled_later(small: dict[str, object], tmp_path: Path) -> None:
-    """Even if the compiler was killed, and has left its lock in the stage's cache."""
+    """Even if the compiler was killed and has left its lock in the stage's cache."""
     require_torch_xla()
     out, env = tmp_path / "out", machine(tmp_path / "machine")
     trial = ("-m", "trainer", *options(**small))
@@ -199,7 +199,7 @@ def test_what_is_missing_is_one_line(work: dict[str, object], tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_torch_compiles_once_and_its_code_is_found_again(work: dict[str, object], tmp_path: Path) -> None:
-    """The curve is that of single operations, and training compiles nothing that the trial has not."""
+    """The loss curve is that of uncompiled operations, and training compiles nothing that the trial has not."""
     given = {**work, "device": "cpu", "compile": True, "disable_dropout": True, "ckpt_interval_steps": 2}
     given["model_config"] = write_model_config(tmp_path, num_hidden_layers=1)
     out = tmp_path / "compiled"
@@ -218,7 +218,7 @@ def test_torch_compiles_once_and_its_code_is_found_again(work: dict[str, object]
     assert len(list((out / "cache").rglob("*.so"))) == files
     eager = train(**{**given, "compile": False}, output_dir=tmp_path / "b")
     assert eager.returncode == 0
-    # Fused kernels round otherwise; six steps carry that on.
+    # Fused kernels round differently, and six steps carry the difference on.
     np.testing.assert_allclose(losses(tmp_path / "a"), losses(tmp_path / "b"), rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Suggested prompts: typed as they are, they get the answers that are shown."""
+"""Suggested prompts: typed as they are shown, they get the answers that are shown."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.models.config import ModelConfig
 transformers = pytest.importorskip("transformers")
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-#: Eight words that occur in one sentence only, so that each tells the others.
+#: Each sentence has eight words that occur in no other, so that each of them tells the rest.
 TOPICS = [
     "the lazy cat drinks fresh milk, not water: every warm morning.",
     "a young sailor paints his old wooden boat in dark green.",
@@ -42,7 +42,7 @@ S, P = 24, 3
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has learned the sentences, and held-out shards of them."""
+    """A model that has learned the sentences, and shards with held-out examples of them."""
     directory = tmp_path_factory.mktemp("prompts")
     words = sorted({word for topic in TOPICS for word in re.findall(r"\w+|[^\w\s]", topic)})
     vocabulary = [*SPECIAL, *words, "##s"]
@@ -96,7 +96,7 @@ def prompts(trained: Path) -> list[dict[str, Any]]:
 
 
 def test_a_suggested_prompt_gets_the_answer_that_is_shown(trained: Path, prompts: list[dict[str, Any]]) -> None:
-    """By `stages.predict`, and by Hugging Face's own pipeline; the answer completes a sentence of the text."""
+    """From `stages.predict` and from Hugging Face's own pipeline; the answer completes a sentence of the text."""
     model, tokenizer = load(trained / "model", trained / "model")
     masked = transformers.BertForMaskedLM.from_pretrained(trained / "model").eval()
     pipeline = transformers.pipeline("fill-mask", model=masked, tokenizer=tokenizer, device="cpu")
@@ -112,7 +112,7 @@ def test_a_suggested_prompt_gets_the_answer_that_is_shown(trained: Path, prompts
 
 
 def test_the_sample_of_answers_is_fair(trained: Path, prompts: list[dict[str, Any]]) -> None:
-    """The model's own best by Hugging Face's pipeline, beside the word of the text, whichever is right."""
+    """The model's best answer by Hugging Face's pipeline, next to the word of the text, whether right or not."""
     _, tokenizer = load(trained / "model", trained / "model")
     masked = transformers.BertForMaskedLM.from_pretrained(trained / "model").eval()
     pipeline = transformers.pipeline("fill-mask", model=masked, tokenizer=tokenizer, device="cpu")
@@ -126,7 +126,7 @@ def test_the_sample_of_answers_is_fair(trained: Path, prompts: list[dict[str, An
 
 
 def test_a_prompt_is_spelled_so_that_it_is_read_as_the_same_tokens() -> None:
-    """Pieces are joined, words of the vocabulary that typed text would split otherwise are left out."""
+    """Pieces are joined; words of the vocabulary that would be split differently when typed are left out."""
     vocabulary = [*SPECIAL, "the", "run", "##ning", "cat", "sees", "it", "running", "x", "7", ".", "_", ","]
     tokenizer = build_tokenizer(vocabulary, lower_case=True)
     ids = {piece: number for number, piece in enumerate(vocabulary)}
@@ -143,7 +143,7 @@ def test_a_prompt_is_spelled_so_that_it_is_read_as_the_same_tokens() -> None:
 
 
 def test_the_most_frequent_words_are_no_answers(trained: Path, prompts: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Answers that become the most frequent words of the training shards are suggested no more."""
+    """Answers that become the most frequent words of the training shards are no longer suggested."""
     import h5py
 
     shutil.copytree(trained / "data", tmp_path / "data")

@@ -1,4 +1,4 @@
-"""The page, the card and what they are drawn from."""
+"""The page, the card and what they are made from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = (28125, 1563)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The stages of a run as long as AWS's tutorial; nobody changes them."""
+    """The stages of a run as long as AWS's tutorial; no test changes them."""
     return write_run(tmp_path_factory.mktemp("run"), STEPS)
 
 
@@ -47,7 +47,7 @@ def small(tmp_path: Path) -> list[Path]:
 
 
 class Parsed(HTMLParser):
-    """The attributes that make a browser ask for something, the tables by what they are folded under, and the tags."""
+    """The attributes that make a browser request something, the tables by their headings, and the tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_the_page_of_30_000_steps_is_small_and_asks_for_nothing(text: str) -> No
 
 
 def test_the_tables_have_the_means_of_all_steps(run: list[Path], text: str) -> None:
-    """Each step in one row; means, smallest and largest as numpy has them."""
+    """Each step is in one row; the mean, minimum and maximum are numpy's."""
     figures = Parsed(text).figures
     titles = ("Loss", "Masked-LM loss", "Next-sentence loss", "Learning rate", "Gradient norm", "Throughput")
     assert set(figures) == set(titles)
@@ -108,7 +108,7 @@ def test_the_tables_have_the_means_of_all_steps(run: list[Path], text: str) -> N
             for row, end in zip(rows, ends, strict=True):
                 part = values[end[0] - records[0]["step"] : end[-1] - records[0]["step"] + 1]
                 shown = [float(cell.replace(",", "")) for cell in row[2:]]
-                # As many digits as are shown.
+                # To as many digits as are shown.
                 np.testing.assert_allclose(shown, [part.mean(), part.min(), part.max()], rtol=6e-4)
 
 
@@ -162,7 +162,7 @@ def test_the_evaluation_is_that_of_the_manifest(text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(browser.find() is None, reason=f"none of {', '.join(browser.NAMES)} is installed")
 def test_a_real_browser_shows_it_at_two_widths(text: str, tmp_path: Path) -> None:
-    """It asks for nothing but the page, has no error, is no wider than the window, and draws every picture."""
+    """It requests nothing but the page, has no error, is no wider than the window, and draws every picture."""
     (tmp_path / "report.html").write_text(text)
     with browser.browser() as tab:
         for width in browser.WIDTHS:
@@ -179,7 +179,7 @@ def test_a_real_browser_shows_it_at_two_widths(text: str, tmp_path: Path) -> Non
                 shown = "filter(one => one.getBoundingClientRect().width > 250)"
                 drawn = f"[...document.querySelectorAll('figure svg')].{shown}"
                 assert tab.evaluate(f"{drawn}.length") == 7
-                # A unit of the drawing is at least 0.9 pixels, so its letters can be read.
+                # A unit of the drawing is at least 0.9 pixels, so that its letters are readable.
                 assert tab.evaluate(f"Math.min(...{drawn}.map(one => one.getScreenCTM().a))") >= 0.9
                 backgrounds.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
                 asked = [
@@ -191,7 +191,7 @@ def test_a_real_browser_shows_it_at_two_widths(text: str, tmp_path: Path) -> Non
 
 
 def test_metrics_read_as_they_grow_are_those_read_at_once(tmp_path: Path) -> None:
-    """Lines come whole and in parts; a resumed training cuts the file and does steps again."""
+    """Lines arrive whole and in parts; a resumed run truncates the file and repeats steps."""
     path, rng = tmp_path / "metrics.jsonl", random.Random(0)
     grown = MetricsFile(path)
     assert grown.read().steps == []
@@ -275,7 +275,7 @@ def test_the_card_is_one_that_the_hub_reads(small: list[Path], tmp_path: Path) -
 def test_text_that_is_known_by_its_name_is_in_the_metadata(
     run: list[Path], source: str, datasets: list[str] | None, language: list[str] | str | None
 ) -> None:
-    """And what [card] says goes before it."""
+    """And the settings in [card] take precedence over it."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     data = huggingface_hub.ModelCard(card(view_of(run, {"corpus": {"source": source}}))).data
     assert (data.datasets, data.language, data.license) == (datasets, language, None)

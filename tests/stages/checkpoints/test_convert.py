@@ -1,4 +1,4 @@
-"""Checkpoints of one format become one of another, with nothing lost, guessed or executed."""
+"""Checkpoints are converted from one format to another, with nothing lost, guessed or executed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trainer.models.config import ModelConfig
 from trainer.state import TrainState
 
 EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
-#: What the tutorial's script was run with for its fixtures.
+#: The model with which the tutorial's script was run for its fixtures.
 SCRIPT_MODEL = ModelConfig(
     vocab_size=8192, num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128
 )
 
 
 def converted(*words: object) -> Path:
-    """Run the command; the directory that is its second word."""
+    """Run the command; returns the directory that is its second word."""
     done = forked("stages.convert", *words)
     assert done.returncode == 0, done.stdout
     return Path(str(words[1]))
@@ -51,7 +51,7 @@ def test_the_scripts_checkpoint_through_ours_is_the_same(shared: Path, tmp_path:
             assert found["optimizer"]["state"][number]["step"] == moments["step"]
             for moment in ("exp_avg", "exp_avg_sq"):
                 assert torch.equal(found["optimizer"]["state"][number][moment], moments[moment]), number
-        # 10 steps of 20: half of the peak rate is left, in the fixture as by the options above.
+        # After 10 of 20 steps half of the peak rate is left, in the fixture as with the options above.
         assert found["optimizer"]["param_groups"] == was["optimizer"]["param_groups"]
         assert found["scheduler"] == was["scheduler"]
 
@@ -67,7 +67,7 @@ def test_what_only_the_script_needs_is_kept_from_pt_to_pt(shared: Path, tmp_path
 
 
 def test_hugging_faces_model_and_a_torch_optimizer_resume_from_it(tmp_path: Path) -> None:
-    """As the script does it: strict load_state_dict, and an optimizer over its two groups."""
+    """As the script does it: a strict load_state_dict, and an optimizer over its two groups."""
     from transformers import BertConfig, BertForPreTraining
 
     was = snapshot(step=7)
@@ -133,7 +133,7 @@ def test_nvidias_names_and_a_checkpoint_without_optimizer(tmp_path: Path) -> Non
 
 
 def test_the_published_model_needs_no_config(tmp_path: Path) -> None:
-    """Its shapes are those of BERT-tiny; of what has no such shapes the heads are not known."""
+    """Its shapes are those of BERT-tiny; of a model with other shapes the number of heads is not known."""
     config = ModelConfig.preset("tiny", vocab_size=203, max_position_embeddings=64)
     source = tmp_path / "ckpt_3.pt"
     torch.save({"model": snapshot(config=config, optimizer=False).model}, source)

@@ -1,4 +1,4 @@
-"""A checkpoint somewhere in the network: fetched, converted, and not kept."""
+"""A checkpoint on the network: fetched, converted, and not kept."""
 
 from __future__ import annotations
 

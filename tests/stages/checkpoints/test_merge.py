@@ -1,4 +1,4 @@
-"""Shards, ours and neuronx-distributed's, become one Hugging Face model: bit for bit, or not at all."""
+"""Shards, ours and neuronx-distributed's, are merged into one Hugging Face model: bit for bit, or not at all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NXD_FORMS = ("checkpointing_save", "checkpointing_save_xser_xladev", "trainer_sa
 
 @pytest.fixture(scope="module")
 def reference(shared: Path) -> dict[str, Any]:
-    """What neuronx-distributed's model was, gathered without its savers."""
+    """neuronx-distributed's model, gathered without its own savers."""
     loaded: dict[str, Any] = torch.load(shared / "fixtures" / "nxd_tp2" / "reference.pt", weights_only=True)
     return loaded
 
@@ -45,7 +45,7 @@ def nxd_config(reference: dict[str, Any], tmp_path_factory: pytest.TempPathFacto
 
 
 def merged(*words: object) -> Path:
-    """Run the command; the directory it makes is its second word's."""
+    """Run the command; returns the directory that it makes in its second word."""
     done = forked("stages.merge", *words)
     assert done.returncode == 0, done.stdout
     return Path(str(words[1])) / "model"
@@ -142,7 +142,7 @@ def peak_bytes(source: Path, out: Path) -> int:
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
-    """BERT-base, 440 MB in 4 shards: all of it in memory would be well over the largest tensor and 200 MB."""
+    """BERT-base, 440 MB in 4 shards: all of it in memory would be well over the largest tensor plus 200 MB."""
     config = ModelConfig.preset("base")
     large = write_native(tmp_path, snapshot(config=config, optimizer=False), 4)
     shutil.rmtree(tmp_path / "whole-0")
@@ -208,7 +208,7 @@ def test_one_changed_bit_of_a_split_tensor_is_found(tmp_path: Path) -> None:
     path = split / "model-01-of-02.safetensors"
     whole = bytearray(path.read_bytes())
     header = int.from_bytes(whole[:8], "little")
-    whole[8 + header] ^= 1  # the lowest bit of the first of its word embeddings
+    whole[8 + header] ^= 1  # the lowest bit of the first word embedding
     path.write_bytes(whole)
     done = forked("stages.merge", split, tmp_path / "out")
     assert_one_line_error(done, str(path), "sha256 is not the manifest's")
@@ -264,7 +264,7 @@ def test_a_wrong_shard_of_neuronx_distributed_is_refused(
 
 
 def test_inconsistent_splits_are_refused(nxd: Path, nxd_config: Path, tmp_path: Path) -> None:
-    """Query whole on both ranks, key and value split: each fits the model, together no layer computes with them."""
+    """Query whole on both ranks, key and value split: each fits the model, but no layer can compute with them."""
     for rank in (0, 1):
         alter(nxd, rank, in_model(QUERY, lambda t: torch.zeros(64, 64)))
     done = forked("stages.merge", nxd, tmp_path / "out", "--config", nxd_config)
@@ -284,7 +284,7 @@ def test_a_missing_rank_of_neuronx_distributed_is_found(nxd: Path, nxd_config: P
 
 
 def test_models_that_split_more_and_less_are_found_by_their_shapes(tmp_path: Path) -> None:
-    """Everything split, but for the decoder's bias, as neuronx-distributed's may; padded where it does not divide."""
+    """Everything is split but the decoder's bias, as neuronx-distributed's may be; padded where it does not divide."""
     state = snapshot(optimizer=False)
     half = 102  # of 203 rows, one of them padding
     for rank in (0, 1):
@@ -339,7 +339,7 @@ def test_options_that_cannot_be_met_are_one_line(tmp_path: Path) -> None:
 def test_tensors_that_are_read_in_many_pieces_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """Pieces of a few rows, which end within a rank's share or reach over two: as those of large models."""
+    """Pieces of a few rows, which end within a rank's share or span two shares: like those of large models."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
     state = snapshot()
     split = write_native(tmp_path, state, size)

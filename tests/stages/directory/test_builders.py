@@ -1,4 +1,4 @@
-"""Several machines make what one makes, whatever happens to one of them."""
+"""Several machines make the same bytes as one, whatever happens to one of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COUNT = 3
 
 
 def files(directory: Path) -> dict[str, Any]:
-    """All that a stage has made; of its manifest, what does not tell the time."""
+    """Everything that a stage has made; of its manifest, the parts without times."""
     skipped = {"lock", "stage.json", "manifest.json", "alive"}
     found: dict[str, Any] = {
         str(path.relative_to(directory)): path.read_bytes()
@@ -47,7 +47,7 @@ def tokenize(out: Path, text: Path, builders: Builders) -> None:
 
 
 def shard(out: Path, tokens: Path, builders: Builders, vanished: str = "") -> None:
-    """`vanished`: a file of the plan that is listed, and gone before it is looked at."""
+    """`vanished`: a file of the plan that is listed, but gone when it is looked at."""
     options = ShardOptions(
         tokens=tokens, seq_len=64, max_pred_len=10, shards=7, test_shards=2, masking="dynamic", processes=1
     )
@@ -59,7 +59,7 @@ def shard(out: Path, tokens: Path, builders: Builders, vanished: str = "") -> No
 
 
 def start(made: Any, *arguments: Any) -> BaseProcess:
-    """In a process of its own, not forked from this one, which has threads."""
+    """Start `made` in a process of its own, not forked from this one, which has threads."""
     process = FORKS.Process(target=with_small_parts, args=(made, *arguments), daemon=True)
     process.start()
     return process
@@ -71,7 +71,7 @@ def with_small_parts(made: Any, *arguments: Any) -> None:
 
 
 def lost(stage: str, *arguments: Any) -> None:
-    """As `MADE[stage]`, in a process that is killed when it has made one of several files."""
+    """Like `MADE[stage]`, in a process that is killed when it has made one of several files."""
     module, name = (encode, "write_part") if stage == "tokens" else (shard_writer, "contiguous_file")
     whole, written = getattr(module, name), []
 
@@ -108,7 +108,7 @@ def alone(tmp_path: Path, text: Path) -> tuple[Path, Path]:
 
 
 def test_three_machines_make_the_bytes_of_one(tmp_path: Path, text: Path, alone: tuple[Path, Path]) -> None:
-    """The last begins first, and waits."""
+    """The last machine begins first, and waits."""
     tokens, shards = tmp_path / "tokens", tmp_path / "shards"
     for one, made, source in ((alone[0], tokenize, text), (alone[1], shard, tokens)):
         out = tokens if made is tokenize else shards
@@ -122,7 +122,7 @@ def test_three_machines_make_the_bytes_of_one(tmp_path: Path, text: Path, alone:
 def test_a_lost_machines_files_are_made_again(
     tmp_path: Path, text: Path, alone: tuple[Path, Path], rank: int, stage: str
 ) -> None:
-    """The others wait for the one that takes its place."""
+    """The other machines wait for the one that takes the lost one's place."""
     out, made = tmp_path / "made", MADE[stage]
     source, one = (text, alone[0]) if stage == "tokens" else alone
     others = [start(made, out, source, Builders(other, COUNT)) for other in range(COUNT) if other != rank]
@@ -157,7 +157,7 @@ def test_a_machine_makes_its_own_files_only(tmp_path: Path, text: Path, alone: t
 
 
 def test_the_commands_meet_by_the_rank_in_their_environment(tmp_path: Path, text: Path) -> None:
-    """And a machine that comes when all is done has nothing to do."""
+    """And a machine that arrives when everything is done has nothing to do."""
     words = ("--source", text, "--vocab-size", 300, "--builders", 2, "--out", tmp_path / "o")
     command = [sys.executable, "-m", "stages.tokenize", *map(str, words)]
 

@@ -33,7 +33,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts a process that holds the lock of a directory; back when it does."""
+    """Starts a process that holds the lock of a directory; returns once it does."""
     started = []
 
     def run(*words: object) -> subprocess.Popen[str]:
@@ -67,7 +67,7 @@ def test_a_second_runner_is_told_who_the_first_is(start: Start, tmp_path: Path) 
 
 
 def test_a_killed_holder_whose_child_is_about_to_end_is_waited_for(start: Start, tmp_path: Path) -> None:
-    """The lock is the child's, too; nothing but its end frees it."""
+    """The child holds the lock, too; only its end frees it."""
     first = start(tmp_path, 2)
     first.send_signal(signal.SIGKILL)
     first.wait()

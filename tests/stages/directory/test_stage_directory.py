@@ -1,4 +1,4 @@
-"""What a fingerprint is of, and what makes a stage directory complete."""
+"""What a fingerprint is computed from, and what makes a stage directory complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IDENTITY = Identity(
 
 
 def test_a_fingerprint_is_the_sha256_of_canonical_json() -> None:
-    """Spelt out, so that a finished stage of an earlier version of this program stays finished."""
+    """Spelled out, so that a stage finished by an earlier version of this program stays finished."""
     text = (
         '{"format_version":3,"inputs":{"text":"x"},"parameters":{"a":[0.1,null],"b":1},"phase":2,"stage":"shard",'
         f'"upstream":{{"tokens":"{"0" * 64}"}}}}'

@@ -1,4 +1,4 @@
-"""How masked tokens are drawn, against the rules of Devlin et al. 2018, section 3.1, by statistics alone."""
+"""How masked tokens are drawn, compared with the rules of Devlin et al. 2018, section 3.1, by statistics alone."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.helpers.chance import assert_flat, assert_mean_zero, assert_uncorrela
 from tests.helpers.corpora import make_tokens
 
 Array = np.ndarray[Any, Any]
-#: Special ids that are not the first ones, and few enough ordinary ones for a table of all pairs.
+#: Special ids that are not the first ones, and so few ordinary ones that a table can hold all pairs.
 SIZE, SPECIAL = 60, (0, 17, 23, 31, 59)
 CLS, SEP, MASK = 17, 23, 31
 ORDINARY = np.setdiff1d(np.arange(SIZE), SPECIAL)
 
 
 def assert_replacements(before: Array, after: Array, ordinary: Array, mask: int) -> None:
-    """What masked tokens became, (M,): [MASK], a random ordinary token, or themselves, in shares of 0.8, 0.1, 0.1.
+    """Masked tokens, (M,), became [MASK], a random ordinary token, or themselves, in shares of 0.8, 0.1, 0.1.
 
-    A random token is the old one in 1 of `ordinary` cases.
+    A random token equals the old one in 1 of len(`ordinary`) cases.
     """
     same = 1 / len(ordinary)
     shares = {"mask": 0.8, "kept": 0.1 * (1 + same), "replaced": 0.1 * (1 - same)}
@@ -76,7 +76,7 @@ def test_replacements_are_any_ordinary_token_whatever_was_there(whole_word_mask:
 
 
 def test_written_shards_have_the_papers_masks(tmp_path: Path, stage: Stage) -> None:
-    """The real command: shares, replacements from the whole vocabulary, and in each shard masks of its own."""
+    """The real command: shares, replacements from the whole vocabulary, and different masks in each shard."""
     tokens = make_tokens(tmp_path / "tokens", documents=400)
     made = tmp_path / "shards"
     given = ("--seq-len", 64, "--max-pred-len", 10, "--shards", 6, "--dupe-factor", 10)
@@ -92,7 +92,7 @@ def test_written_shards_have_the_papers_masks(tmp_path: Path, stage: Stage) -> N
         afters.append(ids[row, positions[row, slot]])
         is_masked = np.zeros(ids.shape)
         is_masked[row, positions[row, slot]] = 1
-        # [CLS] and the two [SEP], before a change of segment and before the padding, are never masked.
+        # [CLS] and the two [SEP], one before the segment changes and one before the padding, are never masked.
         may_be = (first > 0) & (np.arange(64) > 0) & (np.diff(second, axis=1, append=0) == 0)
         may_be &= np.diff(first, axis=1, append=0) == 0
         chance = may_be * (is_masked.sum(axis=1) / may_be.sum(axis=1))[:, None]
@@ -106,7 +106,7 @@ def test_written_shards_have_the_papers_masks(tmp_path: Path, stage: Stage) -> N
     ordinary = np.arange(5, 120)
     assert_replacements(before, after, ordinary, 4)
     replaced = (after != 4) & (after != before)
-    # Old tokens are not evenly spread, so new ones are not quite: each is the old one, and left out, as often as that.
+    # Old tokens are not uniform, so new ones are not quite: a new token that equals the old one is left out here.
     weight = 1 - np.bincount(before, minlength=120)[5:] / len(before)
     seen, expected = np.bincount(after[replaced], minlength=120)[5:], replaced.sum() * weight / weight.sum()
     assert ((seen - expected) ** 2 / expected).sum() < 115 + 5 * np.sqrt(2 * 115)

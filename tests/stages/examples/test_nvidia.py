@@ -1,4 +1,4 @@
-"""Beside the shards that NVIDIA's own script made of the same text and vocabulary."""
+"""Our shards compared with those that NVIDIA's own script made from the same text and vocabulary."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def fixture(shared: Path) -> Path:
 
 
 def published_reader(path: Path) -> Arrays:
-    """As `pretraining_dataset` of NVIDIA's and AWS's scripts: whole datasets, each item cast to int64."""
+    """Like `pretraining_dataset` in NVIDIA's and AWS's scripts: whole datasets, each item cast to int64."""
     with h5py.File(path, "r") as file:
         return {key: np.asarray(file[key][:]).astype(np.int64) for key in KEYS}
 
 
 def published_labels(arrays: Arrays, row: int, max_pred_len: int) -> Array:
-    """`masked_lm_labels` of an item as the same class makes them: what is predicted where, -100 elsewhere."""
+    """An item's `masked_lm_labels` as the same class makes them: the token to predict, or -100 elsewhere."""
     labels = np.full(arrays["input_ids"].shape[1], -100)
     end = max_pred_len
     padded = np.flatnonzero(arrays["masked_lm_positions"][row] == 0)
@@ -46,10 +46,10 @@ def published_labels(arrays: Arrays, row: int, max_pred_len: int) -> Array:
 
 
 def check_rows(arrays: Arrays, form: Form) -> None:
-    """Pairs are well formed, so many tokens are predicted as there should be, and no special one."""
+    """Pairs are well formed; as many tokens are predicted as there should be, and none of them is special."""
     ids, mask, segments = (arrays[key].astype(int) for key in ("input_ids", "input_mask", "segment_ids"))
     positions, labels = arrays["masked_lm_positions"].astype(int), arrays["masked_lm_ids"].astype(int)
-    whole = ids.copy()  # as it was before it was masked
+    whole = ids.copy()  # as it was before masking
     row, _ = np.nonzero(positions)
     whole[row, positions[positions > 0]] = labels[positions > 0]
     lengths = mask.sum(axis=1)
@@ -60,11 +60,11 @@ def check_rows(arrays: Arrays, form: Form) -> None:
     assert ((whole == CLS).sum(axis=1) == 1).all()
     # exactly two [SEP]: the last token, and the last of segment 0
     assert ((whole == SEP).sum(axis=1) == 2).all()
-    first = (lengths - segments.sum(axis=1))[:, None]  # of segment 1
+    first = (lengths - segments.sum(axis=1))[:, None]  # where segment 1 begins
     np.testing.assert_array_equal(whole == SEP, (column == first - 1) | (column == lengths[:, None] - 1))
     np.testing.assert_array_equal(segments, (column >= first) & (column < lengths[:, None]))
     assert (first[:, 0] >= 3).all()  # A is not empty
-    assert (lengths - first[:, 0] >= 2).all()  # nor B
+    assert (lengths - first[:, 0] >= 2).all()  # nor is B
     predicted = (positions > 0).sum(axis=1)
     expected = [min(form.max_pred_len, max(1, round(int(length) * form.masked_lm_prob))) for length in lengths]
     assert predicted.tolist() == expected
@@ -77,11 +77,11 @@ def check_rows(arrays: Arrays, form: Form) -> None:
 
 
 def unaffected(arrays: Arrays, longest: bytes) -> Arrays:
-    """The rows longer than half, of other documents than the longest.
+    """The rows longer than half, of documents other than the longest.
 
-    One document of the text has a fifth of its tokens, and whether that one is among the 10 % that get a short target
-    (2 … S tokens) decides how many short rows there are: of a target of some twenty tokens it makes 700, as has
-    happened in theirs for S=512. So it tells nothing about how lengths are distributed.
+    One document has a fifth of the text's tokens, and whether it is among the 10 % with a short target (2 … S tokens)
+    decides how many short rows there are: with a target of some twenty tokens it makes 700, as happened in theirs for
+    S=512. So it says nothing about how lengths are distributed.
     """
     long = arrays["input_mask"].sum(axis=1, dtype=int) > arrays["input_ids"].shape[1] // 2
     kept = []
@@ -94,7 +94,7 @@ def unaffected(arrays: Arrays, longest: bytes) -> Arrays:
 
 
 def statistics(arrays: Arrays, long: Arrays) -> dict[str, float]:
-    """Of masks in all rows, and of pairs and lengths in the `unaffected` ones."""
+    """Statistics of masks in all rows, and of pairs and lengths in the `unaffected` ones."""
     lengths = arrays["input_mask"].sum(axis=1, dtype=int)
     positions = arrays["masked_lm_positions"].astype(int)
     row, _ = np.nonzero(positions)
@@ -119,14 +119,14 @@ def statistics(arrays: Arrays, long: Arrays) -> dict[str, float]:
 
 
 def lengths_apart(one: Array, other: Array) -> float:
-    """Kolmogorov's and Smirnov's distance of two samples of lengths."""
+    """The Kolmogorov-Smirnov distance of two samples of lengths."""
     places = np.union1d(one, other)
     shares = [np.searchsorted(np.sort(sample), places, "right") / len(sample) for sample in (one, other)]
     return float(np.abs(shares[0] - shares[1]).max())
 
 
 class Text:
-    """Text with one sentence a line and a blank line between documents, as their script reads it, in ids."""
+    """Text with one sentence per line and a blank line between documents, as their script reads it, as ids."""
 
     def __init__(self, path: Path, vocabulary: Path) -> None:
         pieces = read_vocabulary(vocabulary)
@@ -163,9 +163,9 @@ def test_ours_are_statistically_theirs(fixture: Path, seq_len: int, split: str) 
     for name, seen in statistics(theirs, kept).items():
         values = [run[name] for run in made]
         apart[name] = (seen - np.mean(values)) / np.std(values)
-    # One run of theirs among forty of ours, twelve numbers of it: four deviations come by chance once in a thousand.
+    # One run of theirs against forty of ours, in twelve numbers: four deviations occur by chance once in a thousand.
     assert all(abs(deviation) < 4 for deviation in apart.values()), apart
-    # Their lengths are no farther from all of ours together than a run of ours can be.
+    # Their lengths are no farther from all of ours together than a single run of ours can be.
     lengths = [run["input_mask"].sum(axis=1, dtype=int) for run in kept_of_runs]
     together = np.concatenate(lengths)
     distances = [lengths_apart(one, together) for one in lengths]
@@ -188,7 +188,7 @@ def test_ours_load_in_the_published_readers_and_theirs_here(fixture: Path, tmp_p
         for row in range(0, len(as_published["input_ids"]), 97):
             labels, positions = published_labels(as_published, row, 20), as_published["masked_lm_positions"][row]
             assert np.flatnonzero(labels >= 0).tolist() == positions[positions > 0].tolist()
-    # Both readers see the same in both kinds of file.
+    # Both readers see the same in both kinds of files.
     for shards, name in ((ours, "bert_training_00001.hdf5"), (theirs, "stdlib_training_0.hdf5")):
         as_published = published_reader(shards.directory / name)
         here = shards.read(shards.names.index(name), np.arange(len(as_published["input_ids"])))

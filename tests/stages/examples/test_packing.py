@@ -1,4 +1,4 @@
-"""Packing: rows are full, every example is there once and as it was, and none touches another."""
+"""Packing: rows are full, every example is in them once and unchanged, and examples do not affect each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORM = Form(512, 80, sequences_per_row=PACKED_SEQUENCES)
 
 
 def lengths_like_wikipedia(sequences: int, seed: int = 0) -> Array:
-    """NVIDIA's shards of Wikipedia for S=512: a third are full, the others of any length (half of it is padding)."""
+    """Like NVIDIA's shards of Wikipedia for S=512: a third are full, the others of any length (half is padding)."""
     rng = np.random.default_rng(seed)
     full = rng.random(sequences) < 0.33
     return np.where(full, 512 - rng.integers(0, 6, sequences), rng.integers(5, 512, sequences))
@@ -38,7 +38,7 @@ def packed(lengths: Array, form: Form = FORM) -> Array:
     [
         FORM,
         dataclasses.replace(FORM, sequences_per_row=2, max_pred_len=77),
-        dataclasses.replace(FORM, max_pred_len=60),  # fewer than two sequences of 256 have
+        dataclasses.replace(FORM, max_pred_len=60),  # fewer masks than two sequences of 256 have
     ],
 )
 @pytest.mark.parametrize("sequences", [1, 2, 3, 50, 20_000])
@@ -56,7 +56,7 @@ def test_every_sequence_is_in_one_row_and_no_row_holds_more_than_it_can(form: Fo
 
 
 def test_rows_are_as_few_as_a_search_of_all_ways_finds() -> None:
-    """Of a few sequences every assignment can be tried. Packing is allowed one row more than the best of them:
+    """With few sequences every assignment can be tried. Packing may need one row more than the best of them:
     best-fit decreasing needs at most 11/9 of the best and 6/9 of a row (Dósa 2007)."""
     rng = np.random.default_rng(1)
     for _ in range(30):
@@ -123,7 +123,7 @@ def made(stage: Stage, tokens: Path, out: Path, *words: object) -> ShardSet:
 
 
 def sequences_of(shards: ShardSet) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """(original ids, segments, next-sentence label) of every example of a data set, its masks undone, sorted."""
+    """(original ids, segments, next-sentence label) of every example of a data set, with masks undone, sorted."""
     found = []
     for shard, rows in enumerate(shards.rows_per_shard):
         arrays = shards.read(shard, np.arange(rows))
@@ -151,7 +151,7 @@ def test_packed_shards_hold_the_examples_of_unpacked_ones(stage: Stage, tokens: 
     training = [counts["sequences"] - counts["test_rows"] for counts in manifests]
     assert training[0] == training[1] == apart.rows
     assert manifests[1]["real_token_share"] > manifests[0]["real_token_share"]
-    # What was held out stays one example a row, so that others' tools can evaluate on it.
+    # Held-out data stays at one example per row, so that other tools can evaluate on it.
     assert ShardSet.open(tmp_path / "b", "*_test_*.hdf5").sequences_per_row is None
 
 
@@ -170,7 +170,7 @@ def test_each_example_has_masks_of_its_own(stage: Stage, tokens: Path, tmp_path:
             lengths = arrays[LENGTHS_KEY][row]
             there = np.bincount(sequence, minlength=len(lengths))[lengths > 0]
             assert there.tolist() == form.masked_positions(lengths[lengths > 0]).tolist()
-            # Never a [CLS] or [SEP]: the first and the last of each.
+            # Never a [CLS] or [SEP]: the first and the last token of each.
             starts = ends[row] - lengths
             assert not set(chosen) & ({*starts} | {*(ends[row] - 1)})
 

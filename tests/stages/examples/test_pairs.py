@@ -1,4 +1,4 @@
-"""Making examples: the distribution of Google's script, checked against a plain port of it."""
+"""Making examples: their distribution is that of Google's script, checked against a plain port of it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_pairs_are_distributed_as_by_the_plain_algorithm(seq_len: int) -> None:
         theirs.append(facts(*(np.array(x) for x in zip(*((len(a), len(b), r) for a, b, r in plain), strict=True))))
     difference = np.mean(ours, axis=0) - np.mean(theirs, axis=0)
     error = np.sqrt((np.var(ours, axis=0) + np.var(theirs, axis=0)) / 30)
-    # 16 comparisons of means over 30 seeds: four standard errors are passed by chance once in a thousand.
+    # 16 comparisons of means over 30 seeds: four standard errors are exceeded by chance once in a thousand.
     assert np.all(np.abs(difference) < 4 * error), (difference / error).tolist()
 
 
@@ -101,23 +101,23 @@ def test_pairs_are_what_they_claim_to_be() -> None:
     assert (b[follows] >= a_end[follows]).all()
     untouched = follows & (a_end - a + b_end - b < 61)
     np.testing.assert_array_equal(b[untouched], a_end[untouched])
-    # Every document is used as often as it is repeated, and the plan is shuffled.
+    # Every document is used once per repetition, and the plan is shuffled.
     assert set(owner[a]) == set(range(len(document_lengths)))
     assert (np.diff(owner[a]) < 0).mean() > 0.4
 
 
 @pytest.mark.parametrize("segment", ["a", "b"])
 def test_segments_are_cut_at_either_end_by_chance(segment: str) -> None:
-    """Of n tokens that a segment loses, k go at the front with the probability of k heads in n throws."""
+    """Of n tokens that a segment loses, k come off the front with the probability of k heads in n tosses."""
     lengths = np.full(4000, 100)  # two documents of long sentences: every pair is cut
     pairs = plan_pairs(lengths, np.array([2000, 2000]), Form(128, 20), rng=np.random.default_rng(0))
     start, length = pairs[f"{segment}_start"].astype(int) % 100, pairs[f"{segment}_length"].astype(int)
     lost = 100 - length
-    whole = (lost > 0) & (lost < 100)  # what is left of one sentence
+    whole = (lost > 0) & (lost < 100)  # what is left is part of one sentence
     front, lost = start[whole], lost[whole]
     assert len(lost) > 1000
     assert (front <= lost).all()
-    # Heads less half of the throws: mean 0, variance a quarter of the throws; within five standard errors each.
+    # Heads minus half of the tosses: mean 0, variance a quarter of the tosses; within five standard errors each.
     error = (front - lost / 2) / np.sqrt(lost / 4)
     assert abs(error.mean()) < 5 / np.sqrt(len(error))
     assert abs((error**2).mean() - 1) < 5 * np.sqrt(2 / len(error))
@@ -178,13 +178,13 @@ def test_masks_follow_the_rules_of_the_paper(whole_word_mask: bool) -> None:
     assert was.min() >= 5
     assert now[now != 4].min() >= 5
     shares = [(now == 4).mean(), ((now == was) & (now != 4)).mean(), ((now != was) & (now != 4)).mean()]
-    # Five standard deviations of a share among so many masks; a random id is the old one in 1 of 995.
+    # Five standard deviations of a share among this many masks; a random id equals the old one in 1 of 995.
     np.testing.assert_allclose(shares, [0.8, 0.1, 0.1], atol=5 * 0.4 / np.sqrt(len(was)) + 1e-3)
 
 
 @pytest.mark.parametrize("whole_word_mask", [False, True])
 def test_every_place_is_masked_as_often_as_any_other(whole_word_mask: bool) -> None:
-    """Whole words, too, where each piece is one."""
+    """Also with whole-word masking, where each piece is a word of its own."""
     form = Form(32, 5, whole_word_mask=whole_word_mask)
     vocabulary = dataclasses.replace(VOCAB, continues=np.zeros(1000, bool))
     tokens = np.arange(5, 1000).astype(np.uint16)
@@ -203,7 +203,7 @@ def test_every_place_is_masked_as_often_as_any_other(whole_word_mask: bool) -> N
 def test_whole_words_are_masked_whole() -> None:
     before, arrays, pairs = made(Form(128, 20, whole_word_mask=True))
     checked = 0
-    #: Of pieces that continue a word and begin a segment: whether they are masked (and the one before the [SEP]).
+    #: For pieces that continue a word and begin a segment: whether they are masked (and the one before the [SEP]).
     first_of_a, first_of_b = [], []
     for row, positions, pair in zip(before, arrays["masked_lm_positions"], pairs, strict=True):
         chosen = set(positions[positions > 0].tolist())
@@ -219,7 +219,7 @@ def test_whole_words_are_masked_whole() -> None:
             assert (place in chosen) == (place - 1 in chosen)
             checked += 1
     assert checked > 1000
-    # A segment begins with a word of its own: 15 % of them are masked, whatever is masked before the [SEP].
+    # A segment begins with a word of its own: 15 % of these are masked, whatever is masked before the [SEP].
     assert len(first_of_a) > 100
     assert 0.05 < np.mean(first_of_a) < 0.25
     of_b, before_sep = np.array(first_of_b).T

@@ -36,7 +36,7 @@ def vocabulary(tokens: Path) -> Vocabulary:
 
 
 def documents(tokens: Path, split: str) -> Iterator[list[list[list[int]]]]:
-    """Of each part: its documents, their sentences, their tokens."""
+    """For each part: its documents, their sentences, their tokens."""
     for path in part_paths(tokens, split):
         part = read_part(path)
         ids = iter(part["tokens"].tolist())
@@ -45,7 +45,7 @@ def documents(tokens: Path, split: str) -> Iterator[list[list[list[int]]]]:
 
 
 def plain(tokens: Path, split: str, vocabulary: Vocabulary, *, crosses: bool) -> Sequences:
-    """The sequences of a split, by the words of the paper, a sentence at a time; one longer than a row in pieces."""
+    """The sequences of a split as the paper describes them, a sentence at a time; one longer than a row in pieces."""
     found: Sequences = Counter()
     for part in documents(tokens, split):
         rows: list[list[int]] = [[]]
@@ -68,7 +68,7 @@ def made(stage: Stage, tokens: Path, out: Path, *words: object) -> None:
 
 
 def sequences(directory: Path, split: str) -> tuple[Sequences, list[dict[str, Any]]]:
-    """The sequences in the shards of a split, their masks undone; and the arrays."""
+    """The sequences in the shards of a split, with masks undone; and the arrays."""
     shards = ShardSet.open(directory, f"*_{split}_*.hdf5")
     found: Sequences = Counter()
     every = []
@@ -106,13 +106,13 @@ def test_rows_are_those_of_the_plain_algorithm(
 
 
 def test_all_tokens_are_there_once_and_in_order_whatever_the_lengths(tmp_path: Path) -> None:
-    """Of made-up parts, also with sentences longer than rows, which are cut into rows that are full."""
+    """With made-up parts, also with sentences longer than rows, which are cut so that they fill rows."""
     rng = np.random.default_rng(0)
     for _ in range(50):
         document_lengths = rng.integers(1, 9, rng.integers(1, 30))
         sentence_lengths = rng.integers(1, rng.choice([5, 20, 120]), document_lengths.sum())
         document = np.repeat(np.repeat(np.arange(len(document_lengths)), document_lengths), sentence_lengths)
-        place = np.arange(sentence_lengths.sum()) + document  # of each token, with a separator behind each document
+        place = np.arange(sentence_lengths.sum()) + document  # of each token, with a separator after each document
         for kind in (FULL_SENTENCES, DOC_SENTENCES):
             form = Form(S, 5, kind, dupe_factor=2)
             found = plan_sentences(sentence_lengths, document_lengths, form, rng=rng)
@@ -127,7 +127,7 @@ def test_all_tokens_are_there_once_and_in_order_whatever_the_lengths(tmp_path: P
             assert all(one[0] in place and one[-1] in place for one in ranges)
             if kind == DOC_SENTENCES:
                 assert is_text.all()
-            else:  # no row has room for what follows it: its first sentence, or the first piece of it
+            else:  # no row has room for what follows: the next sentence, or its first piece
                 ends = np.concatenate([[0], np.cumsum(sentence_lengths)])
                 for one, after in zip(ranges, ranges[1:], strict=False):
                     token = int(np.searchsorted(place, after[0]))
@@ -156,7 +156,7 @@ def test_static_masks_are_never_on_separators_and_whole_words_stay_whole(
                 if at + 1 < S and vocabulary.continues[ids[at + 1]]:
                     assert at + 1 in chosen
             draws.add((tuple(ids), tuple(chosen)))
-    assert len(draws) > 3 * len(expected)  # the copies have other masks
+    assert len(draws) > 3 * len(expected)  # the copies have different masks
 
 
 def test_shards_do_not_depend_on_processes_and_do_on_the_seed(tmp_path: Path, stage: Stage, tokens: Path) -> None:
@@ -183,7 +183,7 @@ def test_copies_that_would_be_the_same_are_refused(tmp_path: Path, stage: Stage,
 
 
 def test_the_rows_of_a_shard_come_from_all_of_the_text(tmp_path: Path, stage: Stage, tokens: Path) -> None:
-    """Each shard has a random share of every part of the corpus: in each, its rows are spread evenly."""
+    """Each shard has a random share of every part of the corpus: its rows are spread evenly over each part."""
     made(stage, tokens, tmp_path, "--masking", "dynamic", "--dupe-factor", 1)
     parts = [" ".join(map(str, read_part(path)["tokens"].tolist())) for path in part_paths(tokens, TRAINING)]
     assert len(parts) > 3
@@ -192,6 +192,6 @@ def test_the_rows_of_a_shard_come_from_all_of_the_text(tmp_path: Path, stage: St
         ids = shards.read(shard, np.arange(rows))["input_ids"]
         begins = [" ".join(map(str, row[1:8])) for row in ids.tolist()]
         places = np.array([part.find(one) / len(part) for part in parts for one in begins if one in part])
-        # Uniform in 0 … 1: the mean to 5 of its standard errors. The first third of each part would be off by 1/3.
+        # Uniform in 0 … 1: the mean is within 5 standard errors. The first third of each part would be off by 1/3.
         assert len(places) > 100
         assert abs(places.mean() - 1 / 2) < 5 / (12 * len(places)) ** 0.5

@@ -1,4 +1,4 @@
-"""The shards of a phase: balanced, of the whole corpus, and the same bytes however they are made."""
+"""The shards of a phase: balanced, drawn from the whole corpus, and the same bytes however they are made."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
     killed = stage("shard", *arguments, tmp_path / "killed", FAILPOINT=where)
     if processes == 1:
         assert killed.returncode == -9
-    else:  # a worker died; the command lives on to say so
+    else:  # a worker died; the command survives to say so
         assert killed.returncode == 1
         assert "error: a worker process died" in killed.stderr
         assert "Traceback" not in killed.stderr
@@ -119,8 +119,8 @@ def test_every_shard_draws_from_the_whole_corpus_and_nothing_is_lost(tmp_path: P
         StageDirectory.begin(tmp_path, options.identity) as work,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(shard_writer, "_SLAB_BYTES", 20_000)  # several slabs a shard
-        patch.setattr(plans, "_WINDOW_BYTES", 9_000)  # and several windows a slab, of one part or more
+        patch.setattr(shard_writer, "_SLAB_BYTES", 20_000)  # several slabs per shard
+        patch.setattr(plans, "_WINDOW_BYTES", 9_000)  # and several windows per slab, of one part or more
         shard_dataset(work, options)
     part_of_sentence, texts = {}, []
     for number, path in enumerate(part_paths(tokens, TRAINING)):
@@ -167,7 +167,7 @@ def test_what_masking_knows_of_the_vocabulary_is_what_hugging_faces_tokenizer_sa
 
 
 def test_the_phases_draw_independently(tmp_path: Path, tokens: Path) -> None:
-    """Same corpus, form and seed: without streams of their own both phases would have the same rows and masks."""
+    """Same corpus, form and seed: without separate random streams both phases would have the same rows and masks."""
     drawn = {}
     for phase in (1, 2):
         options = ShardOptions(tokens=tokens, seq_len=32, max_pred_len=5, shards=1, phase=phase, processes=1)
@@ -184,8 +184,8 @@ def test_the_phases_draw_independently(tmp_path: Path, tokens: Path) -> None:
         np.stack([values[:rows] for name, values in drawn.items() if name.startswith(phase)])
         for phase in ("phase 1", "phase 2")
     ]
-    between = np.corrcoef(*phases)[:3, 3:]  # within a phase the length and the positions depend on each other
-    # Nine coefficients of standard deviation 1/√rows.
+    between = np.corrcoef(*phases)[:3, 3:]  # within a phase, the length and the positions depend on each other
+    # Nine coefficients with a standard deviation of 1/√rows.
     assert np.abs(between).max() < 4 / np.sqrt(rows), dict(zip(drawn, between, strict=False))
 
 
@@ -275,7 +275,7 @@ def test_too_little_space_is_said_before_anything_is_written(
     with pytest.raises(UserError, match=r"plan and shards need at least [\d,]+ bytes in .*; 1,000 are free there"):
         run(1_000)
     assert not list(tmp_path.rglob("*.bin")) + list(tmp_path.glob("*.hdf5"))
-    # The least that is certain is less than what it takes; after planning that is known.
+    # The first check's lower bound is less than what is needed; after planning the need is known.
     monkeypatch.setattr(shards, "_require_room", lambda *_: None)
     run(0)
     rows = counts(tmp_path)["training_rows"] + counts(tmp_path)["test_rows"]
@@ -287,7 +287,7 @@ def test_too_little_space_is_said_before_anything_is_written(
         run(needed - 1)
     assert not list(tmp_path.glob("*.hdf5"))
     assert run(needed)["training_rows"] > 0
-    # What is there needs no room again.
+    # Shards that are there already need no more room.
     (tmp_path / "manifest.json").unlink()
     (tmp_path / "bert_training_00002.hdf5").unlink()
     assert run(needed // 3)["training_rows"] > 0

@@ -21,7 +21,7 @@ from tests.helpers.stores.s3 import S3, moto, proxied, store_options
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """Tests that change it take a copy."""
+    """Tests that change the chain take a copy."""
     return finished_chain(tmp_path_factory)
 
 
@@ -36,13 +36,13 @@ def server() -> Iterator[str]:
         yield address
 
 
-#: A session reads its description of S3 from disk, which takes longer than a test.
+#: Cached, as each new session reads its description of S3 from disk, which takes longer than a test.
 SESSIONS = functools.cache(boto3.Session)
 
 
 @pytest.fixture
 def s3(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    """Waits that tests can bear, parts of 100,000 bytes, and nobody's own AWS configuration."""
+    """Short waits for tests, parts of 100,000 bytes, and no AWS configuration of the user's."""
     monkeypatch.setattr(stages.transfer.ranges, "BACKOFF_S", 0.001)
     monkeypatch.setattr(stages.store.s3_files, "PART_BYTES", 100_000)
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
@@ -60,7 +60,7 @@ def s3(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 class Bucket:
-    """A new bucket, looked at past the proxy; keys as the store has them."""
+    """A new bucket, accessed without the proxy; keys as the store has them."""
 
     def __init__(self, s3: S3, **options: Any) -> None:
         self.name, self.client = f"b{uuid.uuid4().hex}", s3.client
@@ -84,14 +84,14 @@ class Bucket:
         return [entry["Key"].removeprefix("runs/store/") for entry in found]
 
     def upload(self, data: bytes, path: Path, key: str = "objects/x") -> int:
-        """Through the store, from a new file; the bytes reported."""
+        """Upload through the store, from a new file; returns the bytes reported."""
         path.write_bytes(data)
         moved: list[int] = []
         self.store.upload(key, path, len(data), hashlib.sha256(data).hexdigest(), moved.append)
         return sum(moved)
 
     def download(self, data: bytes, path: Path, key: str = "objects/x") -> int:
-        """Ask the store for what should be `data`; the bytes reported."""
+        """Ask the store for what should be `data`; returns the bytes reported."""
         moved: list[int] = []
         self.store.download(key, path, len(data), hashlib.sha256(data).hexdigest(), moved.append)
         return sum(moved)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training in a store: those that the training was rolled back from are not resumed from."""
+"""A training run's checkpoints in a store: those that were rolled back are not resumed from."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def steps(record: LeaseRecord) -> list[int]:
 
 
 def test_a_training_that_was_rolled_back_is_not_undone(backend: Backend, tmp_path: Path) -> None:
-    """Steps 2 and 3 are set aside, as --resume_step 1 does; then the training goes on and makes others."""
+    """Steps 2 and 3 are set aside, as --resume_step 1 does; then training continues and makes new ones."""
     lease, directory = taken(backend), tmp_path / "run"
     first = push(backend, lease, directory, 1)
     for step in (2, 3):

@@ -1,4 +1,4 @@
-"""What runs beside the making of a stage takes little of the machine's time from it."""
+"""The process that accompanies the making of a stage takes little of the machine's time from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stages.store.companion import Companion
 
 
 class BusyMachine:
-    """A training of 1,000 s with a checkpoint every 10 s, each of which takes a second of one core to push."""
+    """A training run of 1,000 s with a checkpoint every 10 s, each of which takes a second of one core to push."""
 
     def __init__(self, directory: Path) -> None:
         self.now = self.used_s = 0.0
@@ -33,7 +33,7 @@ class BusyMachine:
             return False
         self.pushed = self.made
         self.used_s += 1.0
-        self.sleep(2.0)  # it waits for the store as well
+        self.sleep(2.0)  # it also waits for the store
         return True
 
     @property
@@ -53,4 +53,4 @@ def test_checkpoints_that_would_take_more_than_their_share_of_the_cores_are_left
     monkeypatch.setattr(beside, "renewing", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(beside, "_push_stage", lambda: None)
     beside.run()
-    assert least <= machine.used_s <= 0.004 * cores * machine.now + 1  # one was begun within its share
+    assert least <= machine.used_s <= 0.004 * cores * machine.now + 1  # one push was begun within its share

@@ -31,7 +31,7 @@ FILES = {"a.hdf5": b"first" * 1000, "deep/b.hdf5": b"second" * 1000, "same.hdf5"
 
 
 def make(directory: Path, identity: Identity = IDENTITY, files: dict[str, bytes] = FILES) -> Path:
-    """A complete stage."""
+    """Make a complete stage."""
     with StageDirectory.begin(directory, lambda: identity) as work:
         for name, data in files.items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def test_what_the_store_has_is_not_sent_again(
     push_stage(backend, make(tmp_path / "other", other, {**FILES, "new.hdf5": b"new"}), LABEL)
     assert len(sent) == 3  # the new file, stage.json and the manifest
     assert not before & set(sent)
-    # Of the first stage, "a.hdf5" and "same.hdf5" are one object.
+    # In the first stage, "a.hdf5" and "same.hdf5" are one object.
     assert sum(key.startswith("objects/") for key in before) == len(FILES) - 1 + len(
         ("stage.json", "metrics", "manifest")
     )
@@ -148,7 +148,7 @@ def test_a_manifest_of_another_stage_is_refused(backend: Backend, made: Path, tm
     (tmp_path / "store" / ours.key).write_bytes(swapped.encode())
     with pytest.raises(NotUsable, match="its manifest is for something else"):
         fetch(backend, tmp_path / "there")
-    fewer = StageRecord(LABEL, FINGERPRINT, ours.files[1:], "", "")  # an output is not among its files
+    fewer = StageRecord(LABEL, FINGERPRINT, ours.files[1:], "", "")  # one output is not among its files
     (tmp_path / "store" / ours.key).write_bytes(fewer.encode())
     with pytest.raises(NotUsable, match="its manifest is for something else"):
         fetch(backend, tmp_path / "there")
@@ -179,7 +179,7 @@ def test_a_damaged_record_counts_as_none_and_the_next_push_mends_it(
 
 
 def test_only_whole_stages_are_pushed(backend: Backend, made: Path) -> None:
-    (made / "deep/b.hdf5").write_bytes(FILES["deep/b.hdf5"][::-1])  # of the same size: complete by its manifest
+    (made / "deep/b.hdf5").write_bytes(FILES["deep/b.hdf5"][::-1])  # same size: complete according to its manifest
     with pytest.raises(UserError, match=r"b\.hdf5 no longer matches its manifest; it is not pushed"):
         push_stage(backend, made, LABEL)
     (made / "a.hdf5").unlink()
@@ -192,7 +192,7 @@ def test_only_whole_stages_are_pushed(backend: Backend, made: Path) -> None:
 
 
 def test_an_object_of_another_length_is_sent_again(backend: Backend, made: Path, tmp_path: Path) -> None:
-    """As a copy of a store to another place may leave it."""
+    """As copying a store to another place may leave it."""
     record = push_stage(backend, made, LABEL)
     stored = tmp_path / "store" / record.files[0].key
     stored.write_bytes(b"cut")
@@ -218,7 +218,7 @@ def test_all_that_is_altered_is_named(backend: Backend, made: Path, tmp_path: Pa
 def test_a_directory_is_pushed_twice_at_once(
     backend: Backend, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by a second luigi in the same work directory while the first waits for its pushes."""
+    """As when a second luigi runs in the same work directory while the first waits for its pushes."""
     upload = backend.upload
 
     def slowly(*what: Any) -> None:
@@ -256,12 +256,12 @@ def test_a_file_beside_the_stage_and_the_time_of_a_linked_input_come_along(backe
     fetch(backend, tmp_path / "there/report-0123456789", siblings=("merge-1",))
     assert why_incomplete(tmp_path / "there/report-0123456789", FINGERPRINT) is None
     assert (tmp_path / "there/merge-1/README.md").read_text() == "card"
-    # Somebody has edited the card, and the report comes again.
+    # Somebody has edited the card, and the report is fetched again.
     (tmp_path / "there/merge-1/README.md").write_text("edited")
     shutil.rmtree(tmp_path / "there/report-0123456789")
     fetch(backend, tmp_path / "there/report-0123456789", siblings=("merge-1",))
     assert (tmp_path / "there/merge-1/README.md").read_text() == "edited"
-    # A record with a file beside the stage of which its manifest knows nothing.
+    # A record with a file next to the stage that its manifest does not know.
     other = dataclasses.replace(record.files[0], path="../merge-1/manifest.json")
     with pytest.raises(NotUsable, match=r"its manifest does not name \.\./merge-1/manifest\.json"):
         fetch_stage(
@@ -274,7 +274,7 @@ def test_a_file_beside_the_stage_and_the_time_of_a_linked_input_come_along(backe
 def test_what_is_altered_on_its_way_is_fetched_again(
     backend: Backend, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody removes it from the store for that."""
+    """It is not removed from the store for that."""
     record = push_stage(backend, made, LABEL)
     whole, cut = backend.download, set[str]()
 
@@ -304,7 +304,7 @@ def test_of_several_stages_those_that_are_here_are_passed_over(backend: Backend,
 
 
 def test_a_full_disk_while_pushing_is_one_error(backend: Backend, disk: Disk) -> None:
-    """Files that grow are copied before they are pushed."""
+    """Files that may still grow are copied before they are pushed."""
     made = make(disk.path / "made")
     (made / "metrics.jsonl").write_bytes(b"x" * 300_000)
     used = sum(path.stat().st_size for path in made.rglob("*"))

@@ -32,7 +32,7 @@ FAILURES: list[Fate] = ["dies before", "dies after", "refused", "answer lost"]
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """In memory where the system has that, and without fsync: nothing here depends on them."""
+    """In memory where the system allows it, and without fsync: nothing here depends on either."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
@@ -41,7 +41,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def finish(shared: Shared, *actors: Actor) -> None:
-    """Let the actors go on, by turns, until they end."""
+    """Let the actors take turns until they end."""
     until = shared.now + 5000.0
     while running := [actor for actor in actors if not actor.is_over]:
         assert shared.now < until, f"they wait for ever: {[actor.pending for actor in running]}"
@@ -51,7 +51,7 @@ def finish(shared: Shared, *actors: Actor) -> None:
 
 
 def assert_a_new_machine_goes_on(shared: Shared, place: Path, actors: list[Actor]) -> None:
-    """Everything dies; another machine gets the lease, and the newest checkpoint byte for byte."""
+    """Everything dies; another machine gets the lease, and the newest checkpoint, byte for byte."""
     for actor in actors:
         if not actor.is_over:
             actor.step("dies before")
@@ -67,7 +67,7 @@ def assert_a_new_machine_goes_on(shared: Shared, place: Path, actors: list[Actor
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_order_of_calls_and_crashes_breaks_the_rules(seed: int, disk: Path) -> None:
-    """The rules are `Shared.check`, after every call. Steps take from 0.1 s to longer than a lease is kept."""
+    """The rules are `Shared.check`, after every call. Steps take from 0.1 s to longer than a lease lasts."""
     complete = taken = 0
     for number in range(40):
         chance, place = random.Random(1000 * seed + number), disk / str(number)
@@ -109,7 +109,7 @@ def begun(disk: Path) -> dict[str, bytes]:
 
 
 def calls(begun: dict[str, bytes], directory: Path) -> list[str]:
-    """What a machine does that has the store for itself."""
+    """The calls of a machine that has the store to itself."""
     shared, found = Shared(begun), []
     actor = Machine(shared, directory, pulls=False, pushes=1).start()
     while not actor.is_over:
@@ -120,8 +120,8 @@ def calls(begun: dict[str, bytes], directory: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_machine_may_stop_at_any_call_while_another_is_at_any_other(begun: dict[str, bytes], disk: Path) -> None:
-    """One stops, the other takes the lease and stops, the first goes on and ends, then the second. Calls of one kind in
-    a row are one: they can be in any order."""
+    """One stops, the other takes the lease and stops, the first runs to its end, then the second. Calls of one kind in
+    a row count as one: they can be in any order."""
     kinds = calls(begun, disk / "alone")
     stops = [index for index, kind in enumerate(kinds) if index < 2 or kind != kinds[index - 1]]
     for first in stops:
@@ -180,13 +180,13 @@ def holder(name: str) -> Holder:
 
 
 def taken(store: Backend, name: str, **options: Any) -> Lease:
-    """The lease, for which nobody waits."""
+    """The lease, which must be free: nobody waits for it."""
     return Lease.acquire(store, KEY, holder(name), LEASE_S, wait=lambda other: pytest.fail("it waits"), **options)
 
 
 def waited(store: Backend, beats: Mapping[int, Callable[[], None]] = MappingProxyType({}), start: float = 0.0) -> int:
-    """Acquire for b, who looks every second on a clock that begins at `start`; the seconds until it has the lease.
-    `beats`: what happens at a second."""
+    """Acquire for b, who looks every second on a clock that begins at `start`; returns the seconds until it has the
+    lease. `beats`: what happens at which second."""
     now = 0
 
     def wait(other: Holder) -> None:
@@ -218,7 +218,7 @@ def test_a_turn_is_over_after_its_time_without_a_beat(store: Backend) -> None:
 def test_clocks_that_are_hours_apart_make_no_difference(
     hours: float, store: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The waiting machine's; and no wall clock counts, which jumps all the time."""
+    """The waiting machine's clock is shifted; wall clocks, which jump all the time here, do not matter."""
     jumps = random.Random(1)
     monkeypatch.setattr(time, "time", lambda: jumps.uniform(0.0, 2e9))
     lease = taken(store, "a", clock=lambda: 1e6)
@@ -282,7 +282,7 @@ def test_a_damaged_record_is_an_error_that_says_what_to_do(store: Backend, tmp_p
 
 
 def test_a_late_cleaning_leaves_what_later_turns_have_brought(store: Backend, tmp_path: Path) -> None:
-    """A machine cleans up behind a complete training, and stops in the middle for longer than its lease."""
+    """A machine cleans up after a complete training run, and pauses midway for longer than its lease lasts."""
     late = taken(store, "a")
 
     class Slow(contextlib.AbstractContextManager[None]):

@@ -41,21 +41,21 @@ def backend(tmp_path: Path) -> Backend:
 
 
 def stage(backend: Backend, directory: Path, seed: int, **files: bytes) -> Identity:
-    """Push a complete stage with these files beside those that all have."""
+    """Push a complete stage with these files in addition to those that all stages have."""
     identity = Identity("shard_dataset", 1, 1, {"seed": seed})
     push_stage(backend, make(directory / f"stage-{seed}", identity, {**FILES, **files}), LABEL)
     return identity
 
 
 def age(root: Path, days: float, prefix: str = "") -> None:
-    """Make what is in the store so much older."""
+    """Make what is in the store this much older."""
     for path in (root / prefix).rglob("*"):
         then = path.stat().st_mtime - days * DAY
         os.utime(path, (then, then))
 
 
 def prune(backend: Backend, *, days: float | None = None, most: int | None = None, keep: int | None = None) -> set[str]:
-    """As the command does; the names of what is gone."""
+    """Prune as the command does; returns the names of what is gone."""
     contents = maintenance.read(backend)
     now = maintenance.now_of(backend)
     seconds = None if days is None else days * DAY
@@ -66,7 +66,7 @@ def prune(backend: Backend, *, days: float | None = None, most: int | None = Non
 
 
 def assert_whole(backend: Backend, directory: Path, *stages: Identity) -> None:
-    """These stages are there, and can be fetched; nothing else is."""
+    """These stages are there and can be fetched; no others are."""
     contents = maintenance.read(backend)
     assert {one.record.fingerprint for one in contents.stages} == {one.fingerprint for one in stages}
     assert not maintenance.verify(backend, contents, read_all=True)
@@ -90,7 +90,7 @@ def test_files_that_another_stage_needs_stay(backend: Backend, tmp_path: Path) -
 
 
 def test_age_number_and_size_choose_the_oldest() -> None:
-    """Against the definition, on stages that share files."""
+    """Compared with the definition, on stages that share files."""
     files = [StoredFile(f"f{n}", 10, f"{n:064x}") for n in range(6)]
     contents = Contents(
         stages=[
@@ -107,7 +107,7 @@ def test_age_number_and_size_choose_the_oldest() -> None:
     assert gone(older_than_s=250) == [0, 100]
     assert gone(newest=1) == [0, 100, 200]
     assert gone(newest=2) == [0]
-    # Five stages of two files each, of which neighbours share one: 6 files of 10 bytes.
+    # Five stages of two files each, where neighbours share one: 6 files of 10 bytes.
     assert [gone(most_bytes=n) for n in (60, 59, 50, 49, 20, 19)] == [
         [], [0], [0], [0, 100], [0, 100, 200, 300], [0, 100, 200, 300, 400],
     ]  # fmt: skip
@@ -116,7 +116,7 @@ def test_age_number_and_size_choose_the_oldest() -> None:
 def test_what_is_pushed_while_others_are_removed_keeps_its_files(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A push finds the files of an old stage, which is then removed, and writes its record."""
+    """A push finds the files of an old stage, which is then removed, and writes its own record."""
     stage(backend, tmp_path, 1)
     age(tmp_path / "store", 40)
     delete, pushed = backend.delete, list[Identity]()
@@ -136,7 +136,7 @@ def test_what_is_pushed_while_others_are_removed_keeps_its_files(
 
 
 def removed_beside(backend: Backend, monkeypatch: pytest.MonkeyPatch, push: Any) -> None:
-    """Prune stage 1, which is old. `push` is called when its record is gone, and its files are about to go."""
+    """Prune stage 1, which is old. `push` is called when its record is gone, and its files are about to be removed."""
     delete = backend.delete
 
     def push_before_files(keys: Any) -> None:
@@ -165,7 +165,7 @@ def test_a_push_that_ends_before_its_files_are_removed_is_no_stage(
 def test_a_push_that_looks_before_files_are_removed_and_ends_after_it_is_whole(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It finds the files of the old stage, and has written its record when they are gone."""
+    """It finds the files of the old stage, and writes its record after they are gone."""
     stage(backend, tmp_path, 1)
     age(tmp_path / "store", 40)
     write_record, looked, is_pruned = backend.write, threading.Event(), threading.Event()
@@ -190,14 +190,14 @@ def test_no_clock_of_this_machine_makes_a_push_old(
 ) -> None:
     stage(backend, tmp_path, 1)
     for key in [entry.key for entry in backend.list("stages/")]:
-        backend.delete([key])  # a push under way, whose record comes last
+        backend.delete([key])  # a push in progress, whose record comes last
     monkeypatch.setattr(time, "time", lambda: 2e9)
     prune(backend, days=30)
     assert maintenance.read(backend).files
 
 
 def test_nothing_is_removed_beside_a_damaged_record(backend: Backend, tmp_path: Path) -> None:
-    """Its files would look like those that nobody needs."""
+    """Its files would look like those that nothing needs."""
     stage(backend, tmp_path, 1)
     stage(backend, tmp_path, 2)
     (one, _) = sorted((tmp_path / "store/stages").rglob("*.json"))
@@ -231,7 +231,7 @@ def test_files_without_a_record_stay_for_a_day(backend: Backend, tmp_path: Path)
 
 @pytest.fixture
 def training(backend: Backend, tmp_path: Path) -> Lease:
-    """Two checkpoints of a training whose machine is gone."""
+    """Two checkpoints of a training run whose machine is gone."""
     holder = Holder("a", "host-a", 1, "2026-01-01T00:00:00Z")
     lease = Lease.acquire(backend, TRAINING, holder, LEASE_S, wait=lambda other: pytest.fail("it waits"))
     for step in (1, 2):
@@ -275,7 +275,7 @@ def test_a_damaged_checkpoint_is_removed_with_its_entry(backend: Backend, traini
     fetched = fetch_checkpoint(backend, LeaseRecord.read(backend, TRAINING), NAME, tmp_path / "there")
     assert fetched is not None
     assert fetched.step == 1
-    training.renew()  # whoever trains goes on, and lists what is there
+    training.renew()  # a trainer that continues lists what is there
     assert [one.step for one in training.record.checkpoints] == [1]
 
 

@@ -1,5 +1,5 @@
-"""`python -m pipeline publish`: a folder or a prefix in S3 has the whole model or none, and transformers answers from
-it as from the original."""
+"""`python -m pipeline publish`: a folder or a prefix in S3 holds the whole model or none, and transformers gives the
+same answers from it as from the original."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_published_folder_answers_as_the_original(chain: Chain, model: Path, t
 
 
 def test_the_card_has_the_metadata_that_the_hub_asks_for(chain: Chain, tmp_path: Path) -> None:
-    """Read by huggingface_hub's classes and as YAML; checked as the Hub's documentation has it."""
+    """Read by huggingface_hub's classes and as YAML; checked against the Hub's documentation."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     words = ("--Card-license", "cc-by-sa-4.0", "--Card-language", "en de", "--Card-datasets", "wikimedia/wikipedia")
     chain.ask("publish", str(tmp_path / "published"), *words)
@@ -111,7 +111,7 @@ def test_another_model_is_published_with_the_card_of_its_records(chain: Chain, m
     text = (tmp_path / "a" / "README.md").read_text()
     assert card_errors(text) == []
     assert "held-out examples" in text
-    # What was published can be published again, from elsewhere, with the card that it has.
+    # What was published can be published again, from elsewhere, with its existing card.
     chain.ask("publish", str(tmp_path / "b"), "--model", str(tmp_path / "a"))
     assert content(tmp_path / "b") == content(tmp_path / "a")
 
@@ -157,7 +157,7 @@ def test_a_folder_with_other_things_is_left_alone(chain: Chain, model: Path, tmp
     assert f"another process is publishing to {tmp_path / 'busy'};" in refused(chain, tmp_path / "busy")
     os.close(descriptor)
     chain.ask("publish", str(tmp_path / "busy"))
-    # Through a link, what it points to is replaced.
+    # If the folder is a link, what it points to is replaced.
     (tmp_path / "latest").symlink_to("busy")
     (tmp_path / "busy" / "config.json").write_text("{}")
     chain.ask("publish", str(tmp_path / "latest"))
@@ -220,7 +220,7 @@ def test_a_published_prefix_has_the_same_files_and_is_encrypted(
 
 @pytest.mark.slow
 def test_killed_anywhere_a_prefix_does_not_look_whole(chain: Chain, s3: S3, bucket: Bucket) -> None:
-    """The model that stood there, of two files, is gone by then; what is no model's file stays."""
+    """The old model there, of two files, is gone by then; files that belong to no model stay."""
     others = {"bert/notes.txt": b"mine", "bert/checkpoints/model.safetensors": b"mine"}
     env = {"LUIGI_CONFIG_PATH": str(chain.config)}
     for name in sorted(FILES):

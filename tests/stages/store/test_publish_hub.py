@@ -1,4 +1,4 @@
-"""`python -m pipeline publish hf://org/name`: the real `huggingface_hub`, against a stand-in for the Hub on this
+"""`python -m pipeline publish hf://org/name`: the real `huggingface_hub` talks to a stand-in for the Hub on this
 machine (tests/helpers/stores/hub.py), by LFS and by Xet."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def hub() -> Iterator[Hub]:
 
 
 class Publisher:
-    """The command, with nobody's own login. Not forked: the library reads its environment when it is imported."""
+    """The command, without any user's login. Not forked: the library reads its environment when it is imported."""
 
     def __init__(self, chain: Chain, home: Path) -> None:
         self.words = [sys.executable, "-m", "pipeline", "publish"]
@@ -47,7 +47,7 @@ class Publisher:
         return done
 
     def python(self, program: str, **env: str) -> str:
-        """What a program prints."""
+        """The output of a program."""
         return subprocess.run(
             [sys.executable, "-c", program],
             cwd=ROOT,
@@ -64,7 +64,7 @@ def publish(chain: Chain, tmp_path: Path) -> Publisher:
 
 
 def has_model(repository: Repository, model: Path) -> None:
-    """All files of the model, and a card."""
+    """Check that all files of the model are there, and a card."""
     published = {name: data for name, data in repository.files.items() if name not in (".gitattributes", "README.md")}
     assert published == {path.name: path.read_bytes() for path in model.iterdir() if path.name != "README.md"}
     assert b"\npipeline_tag: fill-mask\n" in repository.files["README.md"]
@@ -100,7 +100,7 @@ def test_what_is_published_is_fetched_again_and_answers_the_same(
 def test_the_hubs_validator_takes_the_card_and_refuses_another(
     publish: Publisher, hub: Hub, tmp_path: Path, model: Path
 ) -> None:
-    """`ModelCard.validate` asks the Hub: here the stand-in, which has the rules of the Hub's documentation."""
+    """`ModelCard.validate` asks the Hub: here the stand-in, which follows the rules of the Hub's documentation."""
     publish(str(tmp_path / "published"))
     validate = "import sys, huggingface_hub as h; h.ModelCard.load(sys.argv[1]).validate(); print('valid')"
     for text, is_valid in (("pipeline_tag: fill-mask", True), ("pipeline_tag: fill-maks", False)):

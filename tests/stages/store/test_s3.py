@@ -1,4 +1,4 @@
-"""A store in S3 over HTTP: moto's server, and a proxy between that loses, cuts, delays and refuses."""
+"""A store in S3 over HTTP: moto's server, behind a proxy that loses, cuts, delays and refuses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.helpers.stores.s3 import S3, Fault, after, at_first, before, cut, dro
 from tests.stages.store.conftest import Bucket
 
 PART = 100_000
-#: Of three parts, the last a short one, and of one.
+#: One of three parts, the last of them short, and one of a single part.
 LARGE, SMALL = os.urandom(2 * PART + 77), os.urandom(5000)
 
 
@@ -131,7 +131,7 @@ def test_a_write_whose_answer_was_lost_has_succeeded(s3: S3, bucket: Bucket) -> 
 
 @pytest.mark.parametrize("ignored", [("If-None-Match",), ("If-Match",), ("If-None-Match", "If-Match")])
 def test_a_server_that_ignores_conditions_is_refused(bucket: Bucket, ignored: tuple[str, ...]) -> None:
-    """As one that speaks S3 without them does."""
+    """As a server would that speaks S3 without them."""
     events = bucket.store._bucket.client.meta.events  # type: ignore[attr-defined]
 
     def leave_out(params: dict[str, object], **_: object) -> None:
@@ -160,7 +160,7 @@ def test_a_server_that_ignores_conditions_is_refused(bucket: Bucket, ignored: tu
 def test_another_writer_meanwhile_is_a_conflict(
     s3: S3, bucket: Bucket, fault: Callable[[Callable[[], object]], Fault]
 ) -> None:
-    """It writes while our request, or its answer, is on its way."""
+    """It writes while our request, or the answer to it, is on its way."""
     version = bucket.put("x", b"zero")
     s3.fail(fault(lambda: bucket.put("x", b"another's")), "put_object")
     with pytest.raises(Conflict):
@@ -173,7 +173,7 @@ def test_another_writer_meanwhile_is_a_conflict(
 
 
 def test_a_write_in_the_way_of_another_is_tried_again(s3: S3, bucket: Bucket) -> None:
-    """S3 answers so where the other has not changed the key, too."""
+    """S3 gives this answer even where the other has not changed the key."""
     for code in ("ConditionalRequestConflict", "OperationAborted"):
         s3.fail(error(409, code), "put_object", times=2)
     version = bucket.store.write("x", b"one", replaces=None)
@@ -192,7 +192,7 @@ def test_a_wrong_clock_is_one_line_that_says_to_set_it(s3: S3, bucket: Bucket) -
 def test_a_wrong_clock_is_told_by_the_date_where_an_error_has_no_code(
     s3: S3, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, hours: float
 ) -> None:
-    """Of a HEAD, whose answers have no body."""
+    """As with HEAD, whose answers have no body."""
     monkeypatch.setattr(stages.store.s3_requests, "time", SimpleNamespace(time=lambda: time.time() + 3600 * hours))
     s3.fail(error(403, body=b""), "head_object")
     with pytest.raises(UserError, match=r"the clock .* is wrong .*; set it$" if hours else "access is denied"):
@@ -203,7 +203,7 @@ def test_a_wrong_clock_is_told_by_the_date_where_an_error_has_no_code(
 def test_what_is_sent_has_one_checksum_under_tls(
     bucket: Bucket, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without it the signature holds the body's, too."""
+    """Without TLS, the signature contains the body's checksum, too."""
     sent: list[Any] = []
 
     def answer(request: Any, **_: Any) -> AWSResponse:
@@ -250,7 +250,7 @@ def test_a_server_that_says_nothing_is_asked_again(s3: S3, tmp_path: Path, monke
 
 
 def test_an_error_in_an_answer_that_began_well_is_tried_again(s3: S3, bucket: Bucket, tmp_path: Path) -> None:
-    """S3 says 200 at once where completing takes long, and the error afterwards."""
+    """S3 answers 200 at once when completing takes long, and sends the error afterwards."""
     s3.fail(error(200, "InternalError"), "complete_multipart_upload", times=2)
     s3.fail(error(200, body=b"<ListBucketResult><Contents><Key>a"), "list_objects_v2")
     check_upload(LARGE, bucket, tmp_path / "file")

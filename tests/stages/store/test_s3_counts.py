@@ -1,4 +1,4 @@
-"""How many requests a store in S3 takes: none for each shard where S3 tells of many at once."""
+"""How many requests a store in S3 takes: none per shard where S3 reports many at once."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ LABEL = "shard_dataset-phase1"
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A directory in memory, where the system has that."""
+    """A directory in memory, where the system allows it."""
     place = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=place if place.is_dir() else None) as name:
         yield Path(name)
 
 
 def put_quietly(bucket: Bucket, keys: list[str]) -> None:
-    """Objects of four bytes that the store finds there; no request is made."""
+    """Put objects of four bytes where the store finds them, without a request."""
     for key in keys:
         s3_backends["123456789012"]["aws"].put_object(bucket.name, f"runs/store/{key}", b"1234")
 
@@ -62,9 +62,9 @@ def test_10000_shards_take_no_request_each_but_to_send_those_that_are_new(
     pages = SHARDS // 1000
     push_stage(bucket.store, memory, LABEL)
     found = counted(s3)
-    # Beside the shards: stage.json, the manifest and the record, and three by which the server is probed.
+    # Besides the shards: stage.json, the manifest and the record, and three to probe the server.
     assert found.pop("put_object") == NEW + 3 + 3
-    # Again when the record is written: somebody may have pruned what was there.
+    # Listed again when the record is written: somebody may have pruned what was there.
     assert found.pop("list_objects_v2") <= 2 * (pages + 1)
     assert found.total() <= 5, found
     push_stage(bucket.store, memory, LABEL)

@@ -20,7 +20,7 @@ from tests.helpers.stores.s3 import S3, Answer, Handler, before, cut, error, los
 from tests.stages.store.conftest import Bucket
 
 PART = 100_000
-#: Of three parts, the last a short one, and of one.
+#: One of three parts, the last of them short, and one of a single part.
 LARGE, SMALL = os.urandom(2 * PART + 77), os.urandom(5000)
 
 
@@ -31,7 +31,7 @@ def check_upload(bucket: Bucket, path: Path) -> None:
 
 @pytest.mark.parametrize("ours", [True, False])
 def test_an_upload_that_was_completed_before_has_succeeded(s3: S3, bucket: Bucket, tmp_path: Path, ours: bool) -> None:
-    """By a request of ours whose answer was lost, or by another machine; S3 knows of it for a while only."""
+    """By a request of ours whose answer was lost, or by another machine; S3 remembers it only for a while."""
     over = error(404, "NoSuchUpload")
     s3.fail(lose if ours else before(lambda: bucket.put("objects/x", LARGE), over), "complete_multipart_upload")
     s3.fail(over, "complete_multipart_upload")
@@ -96,7 +96,7 @@ def replaced(data: bytes, what: dict[bytes, bytes]) -> bytes:
 
 
 def test_parts_are_known_by_their_checksums_where_an_etag_is_no_md5(s3: S3, bucket: Bucket, tmp_path: Path) -> None:
-    """As under KMS: in the list of parts ETags are turned round, and the checksums are added that S3 lists."""
+    """As under KMS: in the list of parts ETags are reversed, and the checksums that S3 lists are added."""
     etags: list[bytes] = []
 
     def list_parts(handler: Handler) -> None:
@@ -124,7 +124,7 @@ def test_parts_are_known_by_their_checksums_where_an_etag_is_no_md5(s3: S3, buck
 
 
 def test_large_files_share_the_connections(s3: S3, tmp_path: Path) -> None:
-    """Six files of three parts at once; a part takes longer than all that is beside it."""
+    """Six files of three parts at once; a part takes longer than everything around it."""
     bucket = Bucket(s3, connections=3)
     s3.fail(slow(PART, 0.05), lambda request: request.operation in ("upload_part", "get_object"), times=1000)
 
@@ -164,7 +164,7 @@ def test_after_an_error_no_more_parts_are_asked_for(s3: S3, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("free", [0, 40, 96, 160])
 def test_a_full_disk_says_so_and_leaves_no_file(bucket: Bucket, disk: Disk, free: int) -> None:
-    """Also where the last block written fits in part."""
+    """Even where the last block written fits in part."""
     disk.resize(164)
     (disk.path / "other").write_bytes(bytes((164 - free) << 10))
     for data in (LARGE, LARGE[: free << 10] + SMALL):

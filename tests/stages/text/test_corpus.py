@@ -89,7 +89,7 @@ def test_builtin_text_is_prose_without_duplicates_and_always_the_same() -> None:
     assert len(paragraphs) == len(set(paragraphs))
     assert dropped["paragraphs: seen before"] > 0
     text = "\n".join(found)
-    # A few of the docstrings are malformed themselves.
+    # A few of the docstrings are themselves malformed.
     for markup in (">>> ", ":class:`", "``"):
         assert text.count(markup) < len(paragraphs) / 1000, markup
     for package in PACKAGES:
@@ -193,7 +193,7 @@ def test_zst_files_have_frames_windows_and_checksums(tmp_path: Path) -> None:
     )
     packed = large.compress(text) + large.flush()
     with pytest.raises(zstd.ZstdError, match="too much memory"):
-        zstd.decompress(packed)  # as the zstd command refuses, too, without --long=28
+        zstd.decompress(packed)  # the zstd command refuses it, too, without --long=28
     (tmp_path / "a.txt.zst").write_bytes(packed + zstd.compress(b"Another.\n\n") + packed)
     found, _ = read(tmp_path / "a.txt.zst")
     assert len(found) == 2001
@@ -212,7 +212,7 @@ def test_a_source_knows_how_far_it_is(tmp_path: Path) -> None:
         assert positions == sorted(positions)
         assert positions[0] == 0
         assert positions[-1] < source.position == source.size
-        # never ahead of the documents given, but for what zstd, and gzip since Python 3.12, read at a time: 128 KiB;
+        # never ahead of the documents given, except by what zstd, and gzip since Python 3.12, read at a time: 128 KiB;
         # behind by two blocks at most, which are a third of this file
         shares = [(n / len(positions), position / source.size) for n, position in enumerate(positions)]
         ahead = 0.02 + (132_000 / source.size if name.endswith((".gz", ".zst")) else 0)

@@ -1,4 +1,4 @@
-"""Documents that workers find in a file are those that one process reads, wherever chunks and blocks end."""
+"""Documents that workers find in a file are the same as one process reads, wherever chunks and blocks end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stages.text import base, jsonl, plain, spans
 from stages.text.corpus import open_sources, raw_documents
 from stages.text.spans import TextSpan, texts_of
 
-#: Lines of the kinds that matter: text of one to four bytes a character, white space of Unicode, what shows nothing.
+#: Lines of the kinds that matter: text of one to four bytes per character, Unicode white space, invisible characters.
 LINES = [
     *("One sentence.", "zwei Sätze. Ünd", "三个字。", "😀 four bytes", "–", "tab\tinside", "\x0bvertical", "a" * 90),
     *("", "", "", " \t", "\u3000", "\u00a0\u2003", "\x1c", "\u2028"),
@@ -38,7 +38,7 @@ class InThisProcess(Workers):
 
 
 def read(*paths: object, workers: Workers | None, document: str = "blank_line") -> tuple[list[str], list[int], Any]:
-    """Texts, lengths by which parts are cut, and what was dropped; all of which decides bytes."""
+    """The texts, the lengths by which parts are cut, and what was dropped: all of these determine the bytes."""
     sources = open_sources(map(str, paths), InputHashes(), document=document)
     dropped: Counter[str] = Counter()
     found = list(raw_documents(sources, dropped, workers))
@@ -74,8 +74,8 @@ def some_text(draw: random.Random) -> bytes:
 
 @pytest.mark.parametrize("document", ["blank_line", "file"])
 def test_any_text_in_chunks_of_any_size(tmp_path: Path, small: Callable[..., None], document: str) -> None:
-    """Chunks that end in a character, in a CRLF, between blank lines; documents over many; lines and documents that
-    are cut, which depends on where blocks end."""
+    """Chunks that end inside a character, inside a CRLF, between blank lines; documents that span several; lines and
+    documents that are cut, which depends on where blocks end."""
     draw = random.Random(1)
     cut = 0
     for number in range(150):
@@ -92,7 +92,7 @@ def test_any_text_in_chunks_of_any_size(tmp_path: Path, small: Callable[..., Non
         assert read(path, workers=InThisProcess(), document=document) == before, path.read_bytes()
         cut += any("cut" in reason for reason in before[2])
         path.unlink()
-    assert 20 < cut < 130  # both happened
+    assert 20 < cut < 130  # both cases occurred
 
 
 def test_most_documents_are_places_not_texts(tmp_path: Path, small: Callable[..., None]) -> None:
@@ -161,7 +161,7 @@ def test_bad_files_are_refused_in_the_same_words(
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 @pytest.mark.parametrize("when", ["before", "between"])
 def test_a_file_that_changes_is_refused(tmp_path: Path, small: Callable[..., None], name: str, when: str) -> None:
-    """Also when it changes after its documents were found, and before they are read."""
+    """Even when it changes after its documents were found and before they are read."""
     small(chunk=50, block=64)
     path = tmp_path / name
     path.write_text('{"text": "Fine."}\n\n' * 40)

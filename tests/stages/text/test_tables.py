@@ -26,7 +26,7 @@ from tests.helpers.support import command, flip_a_byte
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd.compress}
 ARROW = [way for way in WAYS if not way.endswith(".parquet")]
-#: Of every kind: with line ends, control characters alone, nothing, too long.
+#: Documents of every kind: with line ends, control characters only, empty, too long.
 ODD = [
     "One. Two!\n\nThree\r\nFour",
     " café 中 \U0001f600",
@@ -106,7 +106,7 @@ def test_strings_may_be_stored_in_any_way(tmp_path: Path, way: str, kind: pa.Dat
 
 
 def cases() -> dict[str, tuple[pa.Table, str]]:
-    """What a table may hold that is not one column of strings, and what is said."""
+    """What a table may hold other than one column of strings, and the message."""
     rows = table_of(["One.", "Two."])
     twice = pa.Table.from_arrays([rows["text"], rows["text"]], ["text", "text"])
     wide = pa.table({f"column {number}": [1] for number in range(30)})
@@ -148,7 +148,7 @@ def test_what_is_cut_or_no_table_is_refused_in_one_line(tmp_path: Path, way: str
 
 
 def test_a_stream_that_ends_between_batches_is_cut(tmp_path: Path) -> None:
-    """A writer that was stopped leaves one, and a reader of the format takes it for whole."""
+    """A writer that was stopped leaves such a file, and a reader of the format takes it as whole."""
     path = write_table(tmp_path / "stream.arrow", table_of(ODD), batch=100)
     path.write_bytes(path.read_bytes()[:-8])
     assert pa.ipc.open_stream(path.read_bytes()).read_all().num_rows == len(ODD)
@@ -168,7 +168,7 @@ def test_an_edited_page_is_noticed_by_its_checksum(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["plain.parquet", "stream.arrow", "file.arrow"])
 def test_text_that_is_not_utf_8_is_refused(tmp_path: Path, way: str) -> None:
     good = pa.array([b"Good."] * 100 + [b"caf\xe9 noir"], pa.binary())
-    texts = pa.Array.from_buffers(pa.string(), len(good), good.buffers())  # nothing looks into them
+    texts = pa.Array.from_buffers(pa.string(), len(good), good.buffers())  # nothing checks the bytes
     assert "Invalid UTF8 sequence" in refused(write_table(tmp_path / way, pa.table({"text": texts})))
 
 
@@ -197,7 +197,7 @@ def test_a_change_of_a_table_that_is_being_read_is_noticed(tmp_path: Path, way: 
     if how == "edit":
         flip_a_byte(path)
     else:
-        os.truncate(path, 1000)  # memory that was mapped is gone
+        os.truncate(path, 1000)  # memory that was mapped disappears
     with pytest.raises(UserError, match=f"{way} was changed while it was in use"):
         list(documents)
 
@@ -223,7 +223,7 @@ def test_a_table_knows_how_far_it_is(tmp_path: Path, way: str) -> None:
     assert all(-0.1 < real - said < (0.5 if packing else 0.1) for real, said in shares)
 
 
-#: Prints the most that pyarrow and Python had allocated, after reading a source in a process of its own.
+#: Prints the peak memory that pyarrow and Python allocated, after reading a source in a process of its own.
 _PEAK = """
 import sys, tracemalloc
 from collections import Counter
@@ -238,7 +238,7 @@ print(documents, pyarrow.default_memory_pool().max_memory() + tracemalloc.get_tr
 
 @pytest.mark.parametrize("way", ["one-group.parquet", "zstd.parquet", "one-batch.arrow", "stream.arrow", "v2.feather"])
 def test_memory_does_not_grow_with_a_table(tmp_path: Path, way: str) -> None:
-    """80 MB in one row group or batch, half of it a column that nobody asks for."""
+    """80 MB in one row group or batch, half of it a column that is not read."""
     rows = pa.table(
         {
             "embedding": [os.urandom(2000) for _ in range(20_000)],

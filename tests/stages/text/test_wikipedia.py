@@ -1,4 +1,4 @@
-"""MediaWiki dumps: every page is accounted for, the XML may be cut, packed and hostile, and what comes out is prose."""
+"""MediaWiki dumps: every page is accounted for, the XML may be cut, packed and hostile, and the output is prose."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEAD = (
 )
 PROSE = "The town lies on both banks of the river and has been a market since the ninth century. " * 4
 
-#: Endings of the files that must be the same.
+#: Suffixes of the files that must be the same.
 KEPT = (".hdf5", ".txt")
 
 

@@ -15,7 +15,7 @@ FILLER = "A sentence that makes the page long enough to be kept, and says nothin
 
 
 def text_of(wikitext: str) -> str:
-    """What becomes of `wikitext` at the head of a page that is long enough."""
+    """What becomes of `wikitext` at the beginning of a page that is long enough."""
     text = prose(f"{wikitext}\n\n{FILLER}", MEDIA, Counter())
     assert text.endswith(FILLER.strip())
     return text.removesuffix(FILLER.strip()).rstrip("\n")
@@ -159,8 +159,8 @@ NAMES = (
 
 
 def some_markup(draw: random.Random, depth: int = 0, *, link: bool = True, block: bool = True) -> str:
-    """Markup as it may be nested, and closed. In pictures there are no links to other sites, whose last bracket the
-    parser takes for the picture's; and no addresses with "=", which names an argument where it is in a template."""
+    """Nested markup, all of it closed. Pictures contain no external links, whose last bracket the parser takes for the
+    picture's; and there are no addresses with "=", which inside a template would name an argument."""
 
     def inside(*, link: bool = link, block: bool = False) -> str:
         return "".join(some_markup(draw, depth + 1, link=link, block=block) for _ in range(draw.randint(1, 3)))
@@ -228,10 +228,10 @@ PIECES = (
 )
 
 
-@pytest.mark.timeout(120)  # it takes 3 s at most; with the square of the length it were hours
+@pytest.mark.timeout(120)  # it takes 3 s at most; if time grew with the square of the length, it would be hours
 @pytest.mark.parametrize("piece", PIECES, ids=repr)
 def test_a_page_of_one_thing_repeated_comes_to_an_end(piece: str) -> None:
-    """Two megabytes, the most that MediaWiki takes, of what is opened and never closed; some parsers take days."""
+    """Two megabytes, the most that MediaWiki accepts, of what is opened and never closed; some parsers take days."""
     prose(piece * (2_000_000 // len(piece)), MEDIA, Counter())
 
 

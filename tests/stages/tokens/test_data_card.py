@@ -1,4 +1,4 @@
-"""The data card: one that the Hub reads, with the figures of the tokens, the same whenever it is made."""
+"""The data card: the Hub can read it, its figures are those of the tokens, and it is the same whenever it is made."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def card(directory: Path) -> str:
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """The cells of each row of each table, by the first of them."""
+    """The cells of each row of each table, by the row's first cell."""
     lines = [re.split(r" *(?<!\\)\| *", line)[1:-1] for line in text.split("\n") if line.startswith("| ")]
     return {first: others for first, *others in lines}
 
@@ -64,7 +64,7 @@ def test_the_hub_reads_its_header(tmp_path: Path, corpus: Path) -> None:
     read = huggingface_hub.DatasetCard.load(tokens(tmp_path / "out", corpus) / "DATACARD.md")
     assert read.data.size_categories == ["n<1K"]
     assert read.data.task_categories == ["fill-mask"]
-    assert read.data.language is None  # nothing says it
+    assert read.data.language is None  # nothing states it
     assert {"bert", "pretraining"} == set(read.data.tags)
 
 
@@ -140,7 +140,7 @@ def test_a_dump_says_its_language_and_what_was_read(tmp_path: Path) -> None:
     assert rows(card(out))["language"] == ["no"]
     assert rows(card(out))["pages"] == ["50"]
     assert rows(card(out))["wikitextparser"] == [metadata.version("wikitextparser")]
-    # Not a boolean, as YAML has it.
+    # Not a boolean, which it would be in YAML.
     assert huggingface_hub.DatasetCard.load(out / "DATACARD.md").data.language == ["no"]
 
 

@@ -16,7 +16,7 @@ def tokenized(source: Path, out: Path, *words: object) -> subprocess.CompletedPr
 
 
 def test_excluded_documents_are_left_out_whatever_their_white_space_and_case(tmp_path: Path) -> None:
-    """The same text again, changed in nothing that the tokenizer sees, gives the first corpus' training tokens."""
+    """The same text, changed only in ways that the tokenizer does not see, gives the first corpus' training tokens."""
     write_corpus(tmp_path / "a.txt", documents=12)
     first, again = tmp_path / "first", tmp_path / "again"
     done = tokenized(tmp_path / "a.txt", first, "--held-out", 0.25, "--vocab-size", 300)
@@ -35,7 +35,7 @@ def test_excluded_documents_are_left_out_whatever_their_white_space_and_case(tmp
 
 
 def test_what_cannot_be_excluded_is_told(tmp_path: Path) -> None:
-    """A folder without tokens; and a text of which nothing is left."""
+    """A folder without tokens; and a text of which nothing would be left."""
     write_corpus(tmp_path / "a.txt", documents=4)
     write_corpus(tmp_path / "b.txt", documents=4, seed=1)
     done = tokenized(tmp_path / "a.txt", tmp_path / "out", "--exclude", tmp_path)

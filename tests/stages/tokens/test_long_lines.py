@@ -1,4 +1,4 @@
-"""Lines without end: split into sentences and words in time that grows as they do, and into the right ids."""
+"""Very long lines: split into sentences and words in linear time, and into the right ids."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cpu_seconds(action: Callable[[], object]) -> float:
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Encoder, Any]:
-    """Ours, and Hugging Face's with the same vocabulary."""
+    """Our encoder, and Hugging Face's tokenizer with the same vocabulary."""
     directory = tmp_path_factory.mktemp("tokenizer")
     letters = "abcdefghijklmnopqrstuvwxyz"
     vocabulary = [
@@ -66,7 +66,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Encoder, Any]:
 
 @pytest.mark.parametrize("kind", LINES)
 def test_a_line_is_split_and_encoded_in_linear_time(kind: str, tokenizers: tuple[Encoder, Any]) -> None:
-    """Seconds of one core for 350,000 characters; it was 8 for Chinese, when nothing else was running."""
+    """In seconds of one core for 350,000 characters; it was 8 for Chinese, when nothing else was running."""
     line = LINES[kind](350_000)
     assert cpu_seconds(lambda: tokenizers[0].encode(sentences(line))) < 5
 

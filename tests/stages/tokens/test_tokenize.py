@@ -1,4 +1,4 @@
-"""Tokenizing: the ids of Hugging Face's tokenizer, the same bytes however it runs."""
+"""Tokenizing: the ids are those of Hugging Face's tokenizer, and the bytes are the same however it runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_ids_are_berttokenizerfasts_read_from_the_directory(
 
     text = shared / "data/wikitext-2/valid.txt"
     case = "--lower-case" if lower_case else "--no-lower-case"
-    # a vocabulary of its own for cased text, the original one for uncased
+    # a newly learned vocabulary for cased text, the original one for uncased
     vocabulary = ("--vocab-file", shared / "data/vocab/bert-uncased.txt") if lower_case else ("--vocab-size", 3000)
     ran = stage("tokenize", "--source", text, "--out", tmp_path, "--held-out", 0, "--processes", 1, case, *vocabulary)
     assert ran.returncode == 0, ran.stderr
@@ -162,7 +162,7 @@ def test_the_learned_vocabulary_is_the_same_every_time_and_the_librarys_in_all_b
         vocab_size=2000, min_frequency=2, special_tokens=list(SPECIAL_TOKENS), show_progress=False
     )
     reference.train_from_iterator(lines, trainer)
-    # Ties are broken another way (there, by a random hash), which the last merges show.
+    # Ties are broken differently (there, by a random hash), which shows in the last merges.
     assert len(set(learned) & set(reference.get_vocab())) > 1950
 
 
@@ -170,7 +170,7 @@ def test_processes_do_not_show_in_the_bytes(tmp_path: Path, monkeypatch: pytest.
     text = write_corpus(tmp_path / "text", documents=400)
     monkeypatch.setattr(parts, "_PART_CHARACTERS", 40_000)
     monkeypatch.setattr(parts, "_BATCH_CHARACTERS", 5_000)
-    monkeypatch.setattr(spans, "_CHUNK_BYTES", 10_007)  # documents go on from one chunk to the next
+    monkeypatch.setattr(spans, "_CHUNK_BYTES", 10_007)  # documents continue from one chunk into the next
     records = tmp_path / "records.jsonl"
     records.write_text("".join(json.dumps({"text": " ".join(WORDS[n : n + 9])}) + "\n" for n in range(100)))
     options = TokenizeOptions(sources=(str(text), str(records)), vocab_size=300, held_out=0.1)
@@ -272,7 +272,7 @@ def test_a_vocabulary_that_cannot_spell_the_text_is_refused_unless_allowed(tmp_p
     ran = stage("tokenize", *arguments, tmp_path / "p")
     assert_one_line_error(ran, "10.0% of", "tokens are [UNK]", "жизнь strange", "allowed: 5.0%", "--max-unknown-share")
     assert not (tmp_path / "p/manifest.json").exists()
-    # raising it goes on with what is there
+    # raising the limit continues with what is there
     again = stage("tokenize", *arguments, tmp_path / "p", "--max-unknown-share", 0.1)
     assert again.returncode == 0, again.stderr
     assert counts(tmp_path / "p")["unknown_share"] == 0.1
@@ -288,7 +288,7 @@ def test_too_many_unknown_words_are_refused_early_and_never_wrongly(
     vocabulary = vocabulary_of(tmp_path / "vocab", "known", ".")
 
     def run(name: str, text: str) -> int:
-        """Parts that were written before the end, or before it was refused."""
+        """Returns how many parts were written before the end, or before it was refused."""
         (tmp_path / name).write_text(text)
         options = TokenizeOptions(sources=(str(tmp_path / name),), vocab_file=vocabulary)
         with StageDirectory.begin(tmp_path / f"{name}-tokens", options.identity) as work:
@@ -299,7 +299,7 @@ def test_too_many_unknown_words_are_refused_early_and_never_wrongly(
     with pytest.raises(UserError, match=r"tokens are \[UNK\]"):
         run("all strange", strange * many)
     early = len(part_paths(tmp_path / "all strange-tokens", TRAINING))
-    # a twentieth of it in the beginning: in the first part nearly all tokens are unknown
+    # a twentieth of it at the beginning: in the first part nearly all tokens are unknown
     assert run("strange first", strange * (many // 30) + known * many) > 10 > early
 
 
@@ -375,5 +375,5 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, mon
         run(about - 1)
     assert {path.name for path in (tmp_path / "o").iterdir()} == {"lock", "stage.json"}
     run(about)
-    # Words of this text are two or three pieces each; it is an estimate from below.
+    # Words of this text are two or three pieces each; the estimate is a lower bound.
     assert sum(path.stat().st_size for path in (tmp_path / "o").glob("*.hdf5")) > about

@@ -40,7 +40,7 @@ def test_unsafe_members_are_refused_by_name(tmp_path: Path, name: str, kind: byt
 def test_an_archive_cut_anywhere_is_damaged(folder: Path, mode: str) -> None:
     path = pack(folder, mode)
     whole = path.read_bytes()
-    # Also at the very end of a member, which tarfile itself takes for the end of the archive.
+    # Also at the very end of a member, which tarfile itself takes as the end of the archive.
     with tarfile.open(pack(folder, "")) as tar:
         ends = [info.offset_data + -(-info.size // 512) * 512 for info in tar]
     cuts = [1, 100, len(whole) // 3, len(whole) // 2, *(ends if not mode else [len(whole) - 1])]
@@ -58,7 +58,7 @@ def test_one_altered_bit_in_a_packed_archive_is_found(folder: Path) -> None:
     whole = gzip.compress(bytes(unpacked))
     unpacked[where] ^= 1
     altered = gzip.compress(bytes(unpacked))
-    path.write_bytes(altered[:-8] + whole[-8:])  # the checksum of what it was
+    path.write_bytes(altered[:-8] + whole[-8:])  # the checksum of the unaltered bytes
     assert "is damaged or cut off (CRC check failed" in refused(path, folder.parent / "out")
     assert not list(folder.parent.glob("out/*.hdf5*"))
 

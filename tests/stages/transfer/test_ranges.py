@@ -37,7 +37,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def archive(shards: Path) -> bytes:
-    """Six ranges of 1 MiB, the last a shorter one."""
+    """Six ranges of 1 MiB, the last of them shorter."""
     data = pack(shards, "").read_bytes()
     assert 5 * MIB < len(data) < 6 * MIB
     return data
@@ -51,7 +51,7 @@ def web(archive: bytes) -> Iterator[Web]:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits and ranges as small as the object: they decide when, not what."""
+    """Waits and ranges as small as the object: they determine when, not what."""
     monkeypatch.setattr(stages.transfer.ranges, "_RANGE_MAX_BYTES", MIB)
     monkeypatch.setattr(stages.transfer.ranges, "BACKOFF_S", 0.01)
 
@@ -108,7 +108,7 @@ def test_what_passes_is_tried_again(web: Web, shards: Path, tmp_path: Path, faul
     web.probe_faults.extend([status(503)] * 2)
     download(web.url, tmp_path / "out", connections=2)
     assert bytes_of(tmp_path / "out") == bytes_of(shards)
-    # What had come before a connection was cut is not fetched again.
+    # What had arrived before a connection was cut is not fetched again.
     assert web.sent == len(web.data) + 1
     assert len(web.parts) == 6 + 5
 
@@ -156,7 +156,7 @@ def test_waits_grow_and_a_server_may_ask_for_more(monkeypatch: pytest.MonkeyPatc
         tries.failed(stages.transfer.remote.Transient("no"))
     for wait, wanted in zip(waits, [1, 2, 4, 8, 16], strict=True):
         assert 0.75 * wanted <= wait <= 1.25 * wanted
-    tries.failed(stages.transfer.remote.Transient("no"), worth=True)  # it begins anew
+    tries.failed(stages.transfer.remote.Transient("no"), worth=True)  # the count begins anew
     for retry_after, least, most in ((90.0, 90, 90), (10_000.0, 120, 120), (0.0, 6, 10)):
         tries.failed(stages.transfer.remote.Transient("no", retry_after))
         assert least <= waits[-1] <= most
@@ -224,7 +224,7 @@ def test_https_wants_a_certificate_it_can_trust(
 def test_an_object_changed_between_two_reads_starts_over(
     web: Web, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of the old one has come when it changes."""
+    """Half of the old object has arrived when it changes."""
     new = web.data
     web.replace(bytes(reversed(new)))
     web.faults.extend([then(lambda: None)] * 3 + [then(lambda: web.replace(new))])
@@ -301,7 +301,7 @@ def test_space_is_checked_before_anything_is_fetched(web: Web, tmp_path: Path) -
 
 
 def test_what_is_no_archive_or_no_data_set_is_looked_at_again(web: Web, shards: Path, tmp_path: Path) -> None:
-    """A login page, say, with status 200; then the real thing, and then nothing more is asked of the network."""
+    """A login page, say, with status 200; then the real thing, and then the network is not used any more."""
     whole = web.data
     web.replace(b"<html>please log in</html>" * 100)
     assert f"{web.url} is not a tar archive" in refused(web.url, tmp_path / "out")
@@ -409,7 +409,7 @@ def test_an_object_changed_after_a_kill_starts_over(web: Web, shards: Path, tmp_
     assert bytes_of(out) == bytes_of(shards)
 
 
-#: Where a run is killed, and how many bytes the one after it may ask for: None: all.
+#: Where a run is killed, and how many bytes the next one may request; None: all.
 POINTS = {
     "write-before:download.json": None,
     "download-range:0": None,
@@ -490,7 +490,7 @@ def test_a_server_that_stays_too_slow_is_given_up_in_one_line(web: Web, shards: 
 def test_an_answer_whose_headers_never_end_is_given_up(
     web: Web, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first request as well, which asks what is there."""
+    """Including the first request, which asks what is there."""
     for name in ("CONNECT_TIMEOUT_S", "READ_TIMEOUT_S"):
         monkeypatch.setattr(stages.transfer.fetch, name, 0.0)
     over = threading.Event()
@@ -505,7 +505,7 @@ def test_an_answer_whose_headers_never_end_is_given_up(
 
 
 def test_a_slow_connection_above_the_least_rate_is_left_alone(web: Web, shards: Path, tmp_path: Path) -> None:
-    """A few kilobytes a second: reads must not wait for more than comes in the time that is measured."""
+    """A few kilobytes a second: a read must not wait for more than arrives in the time that is measured."""
     web.data = web.data[: 12 << 10]
     web.faults.append(_in_pieces(1 << 10, 0.25))
     assert "is damaged or cut off" in refused(
@@ -515,7 +515,7 @@ def test_a_slow_connection_above_the_least_rate_is_left_alone(web: Web, shards: 
 
 
 def _in_pieces(size: int, every_s: float) -> Fault:
-    """The whole object, `size` bytes at a time."""
+    """Send the whole object, `size` bytes at a time."""
 
     def send(handler: Handler) -> int:
         data = handler.web.data

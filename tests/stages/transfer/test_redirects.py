@@ -24,13 +24,13 @@ LOGIN = "Basic " + base64.b64encode(b"me:hunter2secret").decode()
 
 @dataclass
 class Site:
-    """A server, and the logins that it was sent."""
+    """A server, and the logins that were sent to it."""
 
     web: Web
     logins: list[str | None]
 
     def by_name(self, host: str) -> str:
-        """The same address with another of this machine's names."""
+        """The same address, with another of this machine's names."""
         return self.web.url.replace("127.0.0.1", host)
 
 
@@ -54,7 +54,7 @@ def tls(authority: trustme.CA) -> ssl.SSLContext:
 def sites(
     shards: Path, authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, Site]]:
-    """Three servers of the archive: two by https, one by http. .netrc knows 127.0.0.1 alone."""
+    """Three servers of the archive: two with https, one with http. .netrc knows only 127.0.0.1."""
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login me password hunter2secret\n")
     (tmp_path / ".netrc").chmod(0o600)
@@ -74,7 +74,7 @@ def sites(
 
 
 def _listen(site: Site) -> None:
-    """Note the login of each request."""
+    """Record the login of each request."""
 
     def note(handler: Handler) -> None:
         site.logins.append(handler.headers["Authorization"])
@@ -114,7 +114,7 @@ def test_from_https_to_http_is_refused_in_one_line(sites: dict[str, Site], tmp_p
 
 
 def test_a_redirect_while_it_is_fetched_is_refused_as_well(sites: dict[str, Site], tmp_path: Path) -> None:
-    """The probe is answered; the range is sent elsewhere."""
+    """The probe is answered; the request for a range is redirected."""
     secure, plain = sites["secure"], sites["plain"]
     secure.web.faults.clear()
     secure.web.faults.extend([to(plain.web.url, secure)] * 20)
@@ -190,7 +190,7 @@ def test_a_redirect_within_a_host_keeps_the_login(sites: dict[str, Site], shards
 
 
 def test_a_webhook_that_redirects_was_not_told(sites: dict[str, Site]) -> None:
-    """Followed, the POST would become a GET without the facts, which any page answers with 200."""
+    """If followed, the POST would become a GET without the facts, which any page answers with 200."""
 
     class Hook(Handler):
         web = sites["plain"].web

@@ -44,7 +44,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bucket(endpoint: str, shards: Path) -> Any:
-    """A public bucket `data` with the archive, and a bucket `private` with the same."""
+    """A public bucket `data` with the archive, and a bucket `private` with the same archive."""
     client = boto3.client("s3", endpoint_url=endpoint, **KEYS)  # type: ignore[arg-type]
     for name in ("data", "private"):
         client.create_bucket(Bucket=name)
@@ -55,7 +55,7 @@ def bucket(endpoint: str, shards: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Waits that tests can bear, ranges as small as the object, and nobody's own AWS configuration."""
+    """Short waits for tests, ranges as small as the object, and no AWS configuration of the user's."""
     monkeypatch.setattr(stages.transfer.ranges, "_RANGE_MAX_BYTES", MIB)
     monkeypatch.setattr(stages.transfer.ranges, "BACKOFF_S", 0.01)
     for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
@@ -114,7 +114,7 @@ def test_a_server_that_is_not_there_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_bucket_in_another_region_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AWS's answers, by hand: moto has one region's worth of addresses."""
+    """AWS's answers, made by hand: moto has addresses for one region only."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
     store, asked = stages.transfer.s3.S3Store("data", profile="", endpoint=Secret(""), connections=1), []
 
@@ -166,7 +166,7 @@ def test_an_object_changed_between_two_reads_starts_over(
     ids=["503", "500", "429", "cut at once", "cut late"],
 )  # fmt: skip
 def test_what_passes_is_tried_again(shards: Path, tmp_path: Path, fault: Fault) -> None:
-    """Our server speaks enough of S3 for this."""
+    """Our test server speaks enough of S3 for this."""
     with serving(pack(shards, "").read_bytes(), f"/data/{KEY}") as web:
         web.faults.extend([fault] * 5)
         web.probe_faults.append(status(503))
