@@ -2,8 +2,8 @@
 
 Each worker writes DIRECTORY/<rank>.json: for each step, the seconds from the end of the previous one to its own, and
 how many of them went into which part; last, what came after the steps, and the better of the process's matrix rates
-before and after training. `save` waits until the checkpoint is durable, so its seconds are the most that a checkpoint can cost. Nothing
-is profiled; on the CPU an operation has ended when its call returns.
+before and after training. `save` waits until the checkpoint is durable, so its seconds are the most that a checkpoint
+can cost. Nothing is profiled; on the CPU an operation has ended when its call returns.
 """
 
 from __future__ import annotations
