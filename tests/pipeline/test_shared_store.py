@@ -84,7 +84,7 @@ def stored(store: Path) -> set[str]:
 def test_everything_but_compiled_graphs_is_in_the_store(first: Chain) -> None:
     store = first.directory.parent / "store"
     assert stored(store) == STORED
-    assert "is whole" in first.ask("store", "verify", "--read").stdout
+    assert "is intact" in first.ask("store", "verify", "--read").stdout
     left = [path for path in (store / "checkpoints").rglob("*") if path.is_file()]
     assert not left, "checkpoints of complete trainings are removed"
     objects = [path for path in (store / "objects").rglob("*") if path.is_file()]
@@ -185,7 +185,7 @@ def test_what_is_poisoned_is_made_here_with_the_same_bytes(first: Chain, tmp_pat
     assert "bytes do not match the sha256; it is made here instead" in done.stderr
     assert other.manifest("shard_dataset-phase1")["outputs"] == outputs
     # What was made here has replaced what was poisoned, for all other machines too.
-    assert "is whole" in other.ask("store", "verify", "--read").stdout
+    assert "is intact" in other.ask("store", "verify", "--read").stdout
 
 
 def test_what_was_removed_is_pushed_again_when_asked(first: Chain, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_was_removed_is_pushed_again_when_asked(first: Chain, tmp_path: Pat
     pushed = other.ask("store", "push")
     assert (pushed.stdout.count(" files, "), pushed.stderr.count(": 100%|")) == (2, 2)
     verified = other.ask("store", "verify", "--read")
-    assert ("is whole" in verified.stdout, ": 100%|" in verified.stderr) == (True, True)
+    assert ("is intact" in verified.stdout, ": 100%|" in verified.stderr) == (True, True)
     assert stored(store) == {"tokenize_corpus", "shard_dataset-phase1"}
     assert not other.ask("store", "push").stdout
 

@@ -44,7 +44,7 @@ def test_phase_2_from_a_given_checkpoint_is_that_from_phase_1(
     assert ours.keys() == theirs.keys()
     assert all(ours[name].tobytes() == tensor.tobytes() for name, tensor in theirs.items())
     # Run again: there is nothing to do, and the output says what is there.
-    assert "phase 1: left out" in chain.run("BertPhase2", "--Phase2-start-from", str(given)).stderr
+    assert "phase 1: replaced by" in chain.run("BertPhase2", "--Phase2-start-from", str(given)).stderr
     assert "is complete" in chain.ask("why", "BertPhase2", "--Phase2-start-from", str(given)).stdout
 
 

@@ -152,7 +152,7 @@ def test_a_training_with_other_options_is_measured_until_one_has_a_checkpoint(
 def test_a_batch_that_is_not_finite_does_not_hinder_measuring(data: Path, model: Path, tmp_path: Path) -> None:
     env = {"FAILPOINT": "batch:1.0", "FAILPOINT_ACTION": "damage"}
     said = run(data, model, tmp_path / "out", budget=LONG, steps_this_run=3, env=env)
-    assert "on without batch 1" in said
+    assert "continuing without batch 1" in said
     assert np.isfinite(losses(tmp_path / "out")).all()
 
 

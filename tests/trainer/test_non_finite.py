@@ -112,7 +112,7 @@ def test_a_killed_run_that_is_resumed_goes_back_at_the_bad_batch(data: Path, mod
     assert train(env={"FAILPOINT": "step:4.0"}, **given).returncode == -signal.SIGKILL
     done = train(env=BAD, resume_ckpt=True, **given)
     assert done.returncode == 0, done.stdout
-    assert "on without batch 4" in done.stdout
+    assert "continuing without batch 4" in done.stdout
 
 
 def test_skipped_batches_leave_no_gap_in_the_order() -> None:
