@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers import rooms
+from tests.helpers import import_graph
 from tests.helpers.support import ROOT
 from tests.test_taste import PACKAGES, SOURCES
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, *sorted((ROOT / "configs").glob("*.cfg")), ROOT / "luigi.cfg", *SOURCES]
-#: Folders inside rooms, which the tree omits.
+#: Inner folders, which the tree omits.
 _INNER = {
     "pipeline/commands/doctor/",
     "pipeline/commands/init/",
@@ -77,13 +77,13 @@ def test_no_value_of_a_settings_example_has_a_comment_behind_it(page: Path) -> N
             assert not re.search(r"=.*\s[#;]", block), block
 
 
-@pytest.mark.parametrize("title", rooms.TITLES)
-def test_the_picture_of_the_rooms_is_the_import_graph(title: str) -> None:
-    drawn = rooms.drawing(rooms.PAGE.read_text(), title)
-    assert drawn == rooms.mermaid(title), "draw it anew: python -m tests.helpers.rooms"
+@pytest.mark.parametrize("title", import_graph.TITLES)
+def test_the_diagrams_are_the_import_graph(title: str) -> None:
+    drawn = import_graph.drawing(import_graph.PAGE.read_text(), title)
+    assert drawn == import_graph.mermaid(title), "draw it anew: python -m tests.helpers.import_graph"
 
 
-def test_the_tree_in_the_readme_has_every_room() -> None:
+def test_the_tree_in_the_readme_has_every_folder() -> None:
     tree = (ROOT / "README.md").read_text().partition("## Where things are")[2].partition("\n## ")[0]
     package, named = "", set()
     for line in tree.splitlines():

@@ -1,4 +1,4 @@
-"""Limits that keep the code small and its rooms separate, so that growth is a decision."""
+"""Limits that keep the code small and its packages and folders separate, so that growth is a decision."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ORDER)
-def test_a_lower_room_never_imports_a_higher_one(package: str) -> None:
+def test_a_lower_folder_never_imports_a_higher_one(package: str) -> None:
     order = ORDER[package]
     there = {
         path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
@@ -155,7 +155,7 @@ def test_folders_are_small(root: str) -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if "devices" not in p.parts], ids=name_of)
-def test_only_the_device_room_asks_what_device_it_is(path: Path) -> None:
+def test_only_devices_asks_what_device_it_is(path: Path) -> None:
     assert not re.search(r"\.type\s*==|isinstance\([^)]*[Dd]evice", path.read_text())
 
 

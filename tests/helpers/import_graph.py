@@ -1,6 +1,6 @@
-"""The rooms of the packages and the imports between them, as docs/architecture.md draws them.
+"""The folders of the packages and the imports between them, as docs/architecture.md draws them.
 
-`python -m tests.helpers.rooms` redraws them.
+`python -m tests.helpers.import_graph` redraws them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.helpers.support import ROOT
 from tests.test_taste import MODULES, ORDER, PACKAGES, imported
 
 PAGE = ROOT / "docs" / "architecture.md"
-#: The page's headings above a diagram: of the packages, then of the rooms in each package that has any.
+#: The page's headings above a diagram: of the packages, then of the folders in each package that has any.
 TITLES = ("Architecture", *PACKAGES[:3])
 Arrows = set[tuple[str, str]]
 
@@ -23,10 +23,10 @@ def between_packages() -> Arrows:
 
 
 def inside(package: str) -> Arrows:
-    """Between the rooms of a package: its folders, its top-level files above all of them (`package`), and those between
+    """Between the folders of a package: its folders, its top-level files above all of them (`package`), and those between
     or below folders (`package: their names`), as in `ORDER`."""
     ours = ((a, b) for a, b in _imports() if a.split(".")[0] == b.split(".")[0] == package)
-    return reduced({(_room(a), _room(b)) for a, b in ours})
+    return reduced({(_folder_of(a), _folder_of(b)) for a, b in ours})
 
 
 def mermaid(title: str) -> str:
@@ -64,7 +64,7 @@ def _imports() -> Iterable[tuple[str, str]]:
     return ((module, name) for module, path in MODULES.items() for name in imported(path) if name in MODULES)
 
 
-def _room(module: str) -> str:
+def _folder_of(module: str) -> str:
     package, *inner = module.split(".")
     order = ORDER[package]
     name = inner[0] if inner else "__init__"
@@ -84,8 +84,8 @@ def _is_folder(package: str, name: str) -> bool:
     return path is not None and path.name == "__init__.py"
 
 
-def _node(room: str) -> str:
-    return f'{re.sub("[^a-z0-9]+", "_", room)}["{room}"]'
+def _node(folder: str) -> str:
+    return f'{re.sub("[^a-z0-9]+", "_", folder)}["{folder}"]'
 
 
 if __name__ == "__main__":
