@@ -23,7 +23,7 @@ def between_packages() -> Arrows:
 
 
 def inside(package: str) -> Arrows:
-    """Between the folders of a package: its folders, its top-level files above all of them (`package`), and those between
+    """Between the parts of a package: its folders, its top-level files above all of them (`package`), and those between
     or below folders (`package: their names`), as in `ORDER`."""
     ours = ((a, b) for a, b in _imports() if a.split(".")[0] == b.split(".")[0] == package)
     return reduced({(_folder_of(a), _folder_of(b)) for a, b in ours})
