@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.console import write_to
 from common.files import utc_now
 from pipeline.console.base import Console, Said, is_chatter
 from stages.directory.records import read_progress
@@ -47,5 +48,5 @@ class Events(Console):
         self._write("complete", stage=label, seconds=round(seconds, 3), result=result)
 
     def _write(self, event: str, **values: object) -> None:
-        sys.stdout.write(json.dumps({"event": event, "time": utc_now(), **values}, ensure_ascii=False) + "\n")
-        sys.stdout.flush()
+        line = json.dumps({"event": event, "time": utc_now(), **values}, ensure_ascii=False)
+        write_to(sys.stdout, line + "\n")

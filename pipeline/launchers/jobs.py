@@ -192,10 +192,15 @@ class Job:
                 state = self._watch(tail, said, signals)
             result = self._how_it_ended(state)
             if state is not None and state.is_stuck:
-                self.cancel()
+                try:
+                    self.cancel()
+                except Unreachable as error:
+                    log(f"note: {self} was not cancelled: {error}")
             tail.show(said)
         self.forget()
-        return dataclasses.replace(result, last_line=tail.last_line)
+        # With status 0 it was the job that was told to stop, for example before its time limit, not this process.
+        stopped_by = result.stopped_by if result.status else None
+        return dataclasses.replace(result, last_line=tail.last_line, stopped_by=stopped_by)
 
     def _watch(self, tail: _Tail, said: Said, signals: list[int]) -> State | None:
         """Watch until the job is over; returns its last state."""
@@ -228,13 +233,17 @@ class Job:
             time.sleep(_LOOK_EVERY_S)
 
     def _how_it_ended(self, state: State | None) -> ProcessResult:
-        """Its own result, else what the scheduler's last state says: cancelled, stuck, killed or unknown."""
+        """Its own result, else what the scheduler's last state says: cancelled, failed, stuck, killed or unknown."""
         result = self.result()
         noted = read_json(self.directory / JOB) or {}
         cancelled = (state is not None and state.is_cancelled) or noted.get("is_cancelled")
         # A status of 0 alone proves nothing: srun may exit with it after scancel.
         if cancelled and (result is None or result.status or not (self.directory / MANIFEST).exists()):
             return ProcessResult(EXIT_INTERRUPTED, signal.SIGTERM, False, f"{self} was cancelled")
+        # On Kubernetes node 0 writes the result, and is told to stop when another node has failed.
+        if result is not None and result.interrupted and state is not None and state.name == "Failed":
+            text = f"{self} failed: {state.detail}; see {self.directory / 'stage*.log'}"
+            return ProcessResult(EXIT_SOFTWARE, None, False, text, is_final=True)
         if result is not None:
             return result
         if state is not None and state.is_stuck:

@@ -127,8 +127,14 @@ class Slurm(luigi.Config):
                 f"signal_s = {self.signal_s} s and up to 60 s more ahead of it; raise the one or lower the other"
             )
         for line in self.extra_lines:
-            for word in shlex.split(line):
-                name = word.partition("=")[0]
+            try:
+                words = shlex.split(line)
+            except ValueError as error:  # a quotation mark or an escape without its end
+                raise UserError(
+                    f"[slurm] sbatch_lines: {line} is not allowed: {str(error).lower()}; write it as in a shell"
+                ) from None
+            for word in words:
+                name = word.partition("=")[0] if word.startswith("--") else word[:2]  # -pother is -p other
                 if name in _OURS or not line.startswith("-"):
                     raise UserError(
                         f"[slurm] sbatch_lines: {line} is not allowed; give options of sbatch, one line or more, but "

@@ -75,8 +75,8 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
     def _run_chain(self, lock: int) -> None:
         """Raises `Interrupted`; `LockHeld` if another process is working on a stage; `UserError`."""
         directory, clock, started = self.nights.directory(self.date), time.monotonic(), utc_now()
-        environment = self.nights.prepare(self.date)
         night_states.write(self.nights.path, self.date, night_states.now("running"))
+        environment = self.nights.prepare(self.date)
         log(f"night {self.date}: started in {directory}")
         result = process.run(
             ["-m", "pipeline.tasks.one_night"],

@@ -66,6 +66,8 @@ class Runner:
         self._stage, self._launcher = stage, launcher
         #: The last line of its command's output.
         self._last_line = ""
+        #: Whether this process was asked to stop while the command was ending by itself.
+        self._was_stopped = False
         self._restarts: RestartPolicy = (
             RestartWhileProgressing(stage.directory) if stage.restarts else RestartAfterHang()
         )
@@ -92,6 +94,7 @@ class Runner:
             shown().complete(stage.label, time.monotonic() - began, self._result())
         else:
             log(f"{stage.label}: stopped as asked")
+        self._heed_stop()
 
     def follow(self, node: int, timeout_s: float) -> None:
         """Run this node's share of the command, if any, and wait until node 0 has completed the stage.
@@ -107,6 +110,13 @@ class Runner:
                 self._run_command(unlocked.fileno(), None)
         await_node_0(stage.label, stage.directory, stage.why_incomplete, timeout_s, failures_before=failures_before)
         log(f"{stage.label}: complete")
+        self._heed_stop()
+
+    def _heed_stop(self) -> None:
+        """Raises `Interrupted` if this process was asked to stop when it was too late for the command."""
+        if self._was_stopped:
+            log(f"{self._stage.label}: interrupted; the same command continues after it")
+            raise Interrupted
 
     def _result(self) -> str:
         """The last line of the command, without the directory at its end."""
@@ -158,6 +168,7 @@ class Runner:
                 raise Interrupted
             if result.status == 0:
                 self._last_line = result.last_line
+                self._was_stopped = result.stopped_by is not None
                 return
             error = f"no sign of life for {stage.hang_timeout_s} s" if result.hung else result.error
             if result.is_final or not self._restarts.may_restart(result):

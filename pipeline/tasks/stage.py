@@ -178,9 +178,11 @@ class Stage(ChainTask):
             if self.why_incomplete() is not None:
                 luigid_release.release(self, self.directory)
                 return False
+            if not (self.directory / MANIFEST).exists():
+                return True  # a rung is complete without one
             if latest.is_older(self.label, self.directory):
                 latest.link(self.label, self.directory)  # a run was killed after its manifest, before the link
-            if self.store is not None and (self.directory / MANIFEST).exists():  # a rung is complete without one
+            if self.store is not None:
                 self.store.push_later(self.shared)
             return True
 

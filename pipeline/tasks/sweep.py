@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pipeline.status.comparison import of_goals
 from pipeline.tasks.base import ChainTask, PipelineTask
 from pipeline.tasks.bert import Evaluate, MergeShards, Pretrain
 from pipeline.tasks.rungs import EvaluatePhase1, PretrainToRung
+from pipeline.tasks.runner import UpstreamMissing
 from pipeline.tasks.stage import Stage
 from stages.view import comparison
 from stages.view.curves import MetricsFile
@@ -33,7 +35,8 @@ from stages.view.text import number
 _BEGAN = time.time()
 #: Seconds between attempts to start a stage that another trial is making.
 _WAIT_S = 1.0
-#: In the work directory: a folder for each sweep, with the fingerprints of its stages and its trials' failures.
+#: In the work directory: a folder for each sweep, with its file's place, the fingerprints of its stages and its trials'
+#: failures.
 SWEEPS = "sweeps"
 RECORD = "sweep.json"
 _read = functools.cache(sweep_file.read)
@@ -86,6 +89,8 @@ class Trial(ChainTask):
             log(f"trial {self.trial}: started" + (f", up to step {self.rung}" if self.rung else ""))
             try:
                 for stage in would_run(self):
+                    if self.reached():  # another run has trained past the rung meanwhile
+                        break
                     assert isinstance(stage, Stage)
                     self._make(stage)
             except UserError as error:
@@ -93,11 +98,16 @@ class Trial(ChainTask):
                 write_json(self._failure, {"trial": self.trial, "at": time.time(), "error": str(error)})
 
     def _make(self, stage: Stage) -> None:
-        """Make a stage, or wait for the process that is making it."""
+        """Make a stage, or wait for the process that is making it; first what the store had promised and lacks."""
         waits = False
         while not is_complete(stage):
             try:
                 return stage.make()
+            except UpstreamMissing as missing:
+                stage.__dict__["stored"] = None
+                for task in missing.tasks:
+                    assert isinstance(task, Stage)
+                    self._make(task)
             except LockHeld as error:
                 if not waits:
                     log(f"trial {self.trial} is waiting: {error}")
@@ -154,6 +164,7 @@ class Sweep(PipelineTask):
     def complete(self) -> bool:
         """Check the file. A finished sweep runs again, which only prints its results."""
         with exits.while_scheduling():
+            _require_own_name(self.grid, self.directory)
             _require_different(self._trials(list(self.file.trials)))
         return False
 
@@ -187,7 +198,8 @@ class Sweep(PipelineTask):
         with exits.while_running():
             with disk_errors(self.directory):
                 self.directory.mkdir(parents=True, exist_ok=True)
-            write_json(self.directory / RECORD, {"stages": self._stages()})
+            record = {"file": _place(self.grid, self.directory), "stages": self._stages()}
+            write_json(self.directory / RECORD, record)
             names: Sequence[str] = list(self.file.trials)
             failed = list[str]()
             for rung in (*self.file.halving.rungs, None):
@@ -216,7 +228,8 @@ class Sweep(PipelineTask):
                 )
 
     def comparison(self) -> comparison.Comparison:
-        """The trials as they are now."""
+        """The trials as they are now. Raises `UserError`."""
+        _require_own_name(self.grid, self.directory)
         goals, notes = self._trials(list(self.file.trials)), dict[str, str]()
         for rung in self.file.halving.rungs:
             going = [name for name in goals if name not in notes]
@@ -238,6 +251,21 @@ def stages_of_sweeps(work_dir: Path) -> dict[str, str]:
     """The names of sweeps by the fingerprints of their stages."""
     records = {path.parent.name: read_json(path) or {} for path in sorted((work_dir / SWEEPS).glob(f"*/{RECORD}"))}
     return {fingerprint: name for name, record in records.items() for fingerprint in record.get("stages", ())}
+
+
+def _place(grid: str, directory: Path) -> str:
+    """A sweep's file, seen from the sweep's directory: the same when both are moved or copied together."""
+    return os.path.relpath(Path(grid).resolve(), directory.resolve())
+
+
+def _require_own_name(grid: str, directory: Path) -> None:
+    """Raise `UserError` if the sweep in `directory` is that of another file."""
+    before = (read_json(directory / RECORD) or {}).get("file")
+    if before is None or before == _place(grid, directory):
+        return
+    other = Path(os.path.normpath(directory.resolve() / str(before)))
+    if other.exists():  # else it was moved or renamed
+        raise UserError(f"{grid} has the same name as {other}, whose sweep is in {directory}; rename one of the files")
 
 
 def _fingerprints(trials: Mapping[str, Trial]) -> dict[str, Any]:

@@ -33,6 +33,8 @@ from common.files import (
     ALIVE,
     PROGRESS,
     TEMPORARY_SUFFIX,
+    disk_errors,
+    fsync_directory,
     parse_utc,
     sha256_of,
     sweep_temporaries,
@@ -200,9 +202,10 @@ class StageDirectory:
 
 
 def claim(path: Path, identity: Identity) -> None:
-    """Write `identity` to `path`, whose lock is held, and remove temporary files of earlier runs.
+    """Write `identity` to `path`, whose lock is held, and remove temporary files of earlier runs and the manifest of a
+    damaged stage: whoever sees one takes the stage for complete.
 
-    Raises: `AlreadyComplete`; `UserError` if `path` holds something else.
+    Raises: `AlreadyComplete`; `UserError` if `path` holds something else; `DiskError`.
     """
     before = read_identity(path)
     bookkeeping = {
@@ -224,6 +227,9 @@ def claim(path: Path, identity: Identity) -> None:
     if why_incomplete(path, identity.fingerprint) is None:
         raise AlreadyComplete
     sweep_temporaries(path)
+    with disk_errors(path / MANIFEST):
+        (path / MANIFEST).unlink(missing_ok=True)
+    fsync_directory(path)
     if not same:
         write_json(path / IDENTITY, identity.record())
 

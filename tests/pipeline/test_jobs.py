@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from common.errors import EXIT_SOFTWARE
+from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE
 from common.secrets import Secret
-from pipeline.launchers.jobs import STATE, Job
+from pipeline.launchers import jobs
+from pipeline.launchers.jobs import STATE, Job, Unreachable
 from pipeline.launchers.jobs import State as JobState
 from pipeline.launchers.process import ProcessResult
 from pipeline.settings.sections import Store
@@ -62,6 +64,57 @@ def test_how_a_job_has_ended(tmp_path: Path, cancelled: bool, status: int, compl
     if complete:
         (tmp_path / "manifest.json").touch()
     assert Job(tmp_path, record, Ended(is_cancelled=cancelled)).wait(from_start=True).how == how
+
+
+class Stuck(Ended):
+    """A scheduler whose job can never start; it does not answer when that is to be cancelled."""
+
+    def __init__(self) -> None:
+        self._state = JobState("PENDING", "BadConstraints", True, is_stuck=True)
+
+    def cancel(self, job_id: str) -> None:
+        raise Unreachable("slurm_load_jobs error: Socket timed out")
+
+
+class Failed(Ended):
+    """Kubernetes, which has failed a job because of another node than the first."""
+
+    name = "kubernetes"
+
+    def __init__(self) -> None:
+        self._state = JobState("Failed", "PodFailurePolicy: pod 1 exited with 70", False)
+
+
+def ended(directory: Path, scheduler: Ended, result: ProcessResult | None) -> ProcessResult:
+    """How a job has ended whose supervisor has written `result`."""
+    record = {"token": "t", "id": "17", "name": "x", "log_began": 0}
+    (directory / JOB).write_text(json.dumps(record))
+    if result is not None:
+        (directory / STATE).write_text(json.dumps({"token": "t", "result": dataclasses.asdict(result)}))
+    return Job(directory, record, scheduler).wait(from_start=True)
+
+
+def test_a_failure_of_another_node_is_no_interruption(tmp_path: Path) -> None:
+    """Kubernetes then tells the first node to stop, which alone writes a result."""
+    result = ended(tmp_path, Failed(), ProcessResult(EXIT_INTERRUPTED, signal.SIGTERM, False, "stopped"))
+    assert result.how == "failed"
+    assert "kubernetes job 17 failed: PodFailurePolicy: pod 1 exited with 70" in result.error
+    assert result.is_final, "its supervisor has given up"
+
+
+def test_a_job_that_is_told_to_stop_and_is_complete_stops_nothing_else(tmp_path: Path) -> None:
+    """Slurm's signal before the time limit, during the last checkpoint: this process was not asked to stop."""
+    result = ended(tmp_path, Ended(is_cancelled=False), ProcessResult(0, signal.SIGUSR1, False, ""))
+    assert (result.how, result.stopped_by) == ("complete", None)
+
+
+def test_a_job_that_can_never_start_says_why_although_it_cannot_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jobs, "_SURE_S", 0.0)
+    result = ended(tmp_path, Stuck(), None)
+    assert "slurm job 17 can never start as it is: BadConstraints; " in result.error
+    assert "note: slurm job 17 was not cancelled: slurm_load_jobs error: Socket timed out" in capsys.readouterr().err
 
 
 @pytest.fixture

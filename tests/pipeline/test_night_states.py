@@ -8,9 +8,14 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from common.errors import UserError
+from pipeline.tasks import night_states
+from pipeline.tasks.nightly import Nightly
 from stages.directory.lock import hold
 from tests.helpers.chain import Chain, finished_chain, wait_until, write_corpus
 from tests.helpers.post import Post
@@ -89,6 +94,23 @@ def test_the_next_night_tells_of_one_that_was_killed_once(chain: Chain, post: Po
     chain.run(*words(chain, "Nightly", "--date", "2026-11-22"))
     assert [facts["status"] for facts in post.hooks[3:]] == ["complete"]
     assert post.subjects()[1] == "Luigi: Nightly 2026-11-20 is killed"
+
+
+def test_a_night_is_running_while_it_prepares(tmp_path: Path) -> None:
+    """Which may read a whole checkpoint: a second start meanwhile, or a kill, is one of a running night."""
+    date, seen = datetime.date(2026, 11, 21), list[night_states.NightState | None]()
+
+    def prepare(_: datetime.date) -> dict[str, str]:
+        seen.append(night_states.recorded(tmp_path, date))
+        raise UserError("the disk is full")
+
+    nights = SimpleNamespace(path=tmp_path, directory=lambda _: tmp_path / str(date), prepare=prepare)
+    night: Any = SimpleNamespace(nights=nights, date=date)
+    with pytest.raises(UserError, match="the disk is full"):
+        Nightly._run_chain(night, -1)
+    (state,) = seen
+    assert state is not None
+    assert (state.status, state.pid) == ("running", os.getpid())
 
 
 def test_a_night_that_another_holds_up_is_told_once(chain: Chain, post: Post) -> None:

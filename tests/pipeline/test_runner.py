@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,11 @@ def test_a_failure_before_the_command_starts_is_recorded(tmp_path: Path) -> None
 def test_a_complete_stage_starts_nothing(tmp_path: Path) -> None:
     assert run(tmp_path, DONE) == 1
     assert run(tmp_path) == 0
+
+
+def test_a_stop_that_comes_too_late_for_the_command_completes_its_stage_and_no_other_starts(tmp_path: Path) -> None:
+    """SIGTERM while a training writes its last checkpoint, or while it waits for a tracker: it still ends with 0."""
+    with pytest.raises(Interrupted):
+        run(tmp_path, dataclasses.replace(DONE, stopped_by=15))
+    assert last_failure(tmp_path / "example-0") is None
+    assert run(tmp_path) == 0, "it is complete"

@@ -1,4 +1,5 @@
-"""Which trials continue at a rung of a sweep: trials are ranked among those whose losses can be compared."""
+"""Which trials continue at a rung of a sweep: trials are ranked among those whose losses can be compared. What a trial
+makes, and what a sweep's name is."""
 
 from __future__ import annotations
 
@@ -11,8 +12,12 @@ import pytest
 
 from common.errors import UserError
 from pipeline.settings.sweep_file import Halving
+from pipeline.status import latest
 from pipeline.tasks import sweep
+from pipeline.tasks.runner import UpstreamMissing
+from pipeline.tasks.stage import Stage
 from pipeline.tasks.sweep import Decision
+from stages.directory.manifest import MANIFEST
 from stages.view import comparison
 from stages.view.comparison import scores
 
@@ -107,3 +112,73 @@ def test_a_loss_that_is_not_a_number_is_the_last() -> None:
     decision = Decision.of(Halving((200,), 0.5, ("lost",)), {"diverged": math.nan, "lost": 9.0, "good": 4.0}, TRAINING)
     assert list(decision.best) == ["good", "lost"]
     assert scores({}, {})[1] == {}
+
+
+def test_a_trial_makes_no_more_once_its_training_is_past_the_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run trains it, or the store has it: the rung's checkpoint is gone, so that no model can be made of it."""
+    made = list[str]()
+    fake: Any = SimpleNamespace(trial="a", rung=200, reached=lambda: "pretrain" in made, _make=made.append)
+    monkeypatch.setattr(sweep, "Stage", str)
+    monkeypatch.setattr(sweep, "would_run", lambda _: ["pretrain", "merge_shards", "evaluate"])
+    sweep.Trial.run(fake)
+    assert made == ["pretrain"]
+
+
+def test_a_trial_makes_itself_what_the_store_no_longer_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shards were to be fetched, so that the tokens were not needed."""
+    made = list[str]()
+    tokens: Any = SimpleNamespace(name="tokens", make=lambda: made.append("tokens"))
+    shards: Any = SimpleNamespace(name="shards", stored="its record")
+
+    def make() -> None:
+        if "tokens" not in made:
+            raise UpstreamMissing([tokens])
+        made.append("shards")
+
+    shards.make = make
+    monkeypatch.setattr(sweep, "Stage", SimpleNamespace)
+    monkeypatch.setattr(sweep, "is_complete", lambda stage: stage.name in made)
+    fake: Any = SimpleNamespace(trial="a")
+    fake._make = lambda stage: sweep.Trial._make(fake, stage)
+    sweep.Trial._make(fake, shards)
+    assert made == ["tokens", "shards"]
+    assert shards.stored is None
+
+
+@pytest.mark.parametrize("is_linked", [True, False])
+def test_a_rung_is_complete_without_a_manifest_and_is_not_the_latest_training(tmp_path: Path, is_linked: bool) -> None:
+    other = tmp_path / "pretrain-phase1-0"
+    other.mkdir()
+    (other / MANIFEST).touch()
+    if is_linked:
+        latest.link("pretrain-phase1", other)
+    directory = tmp_path / "pretrain-phase1-1"
+    rung: Any = SimpleNamespace(label="pretrain-phase1", directory=directory, why_incomplete=lambda: None, store=None)
+    assert Stage.complete(rung)
+    links = tmp_path / "latest"
+    assert [link.resolve() for link in (links.iterdir() if links.exists() else ())] == [other] * is_linked
+
+
+def test_another_file_with_the_name_of_a_sweep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sweep's folder, its page and its trials' failures have that name. A file that was moved is still the same."""
+    first, second = (tmp_path / folder / "rates.toml" for folder in ("a", "b"))
+    for path in (first, second):
+        path.parent.mkdir()
+        path.touch()
+    file = SimpleNamespace(trials={}, halving=HALF, name="rates")
+    directory = tmp_path / "work" / "sweeps" / "rates"
+
+    def given(path: Path) -> Any:
+        return SimpleNamespace(
+            file=file, directory=directory, grid=str(path), _stages=list, _trials=lambda names, rung=None: {}
+        )
+
+    next(sweep.Sweep.run(given(first)))
+    sweep.Sweep.complete(given(first))
+    with pytest.raises(SystemExit):
+        sweep.Sweep.complete(given(second))
+    assert capsys.readouterr().err == (
+        f"error: {second} has the same name as {first}, whose sweep is in {directory}; rename one of the files\n"
+    )
+    first.rename(first.with_name("old.toml"))
+    sweep.Sweep.complete(given(second))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyte
 import pytest
 
+from pipeline.console.events import Events
 from tests.helpers.chain import Chain, start_luigi, write_corpus
 from tests.helpers.support import ROOT
 from tests.pipeline.console.terminal import in_terminal
@@ -177,6 +178,19 @@ def test_json_lines_tell_a_program_what_happens(chain: Chain) -> None:
         recorded = json.loads((Path(directory) / "manifest.json").read_text())["seconds"]
         assert event["seconds"] == pytest.approx(recorded, abs=2)
     assert events[0]["event"] == "header"
+
+
+def test_a_monitor_that_dies_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`luigi … --Run-console json | monitor`: an error here would kill the stage before it has saved."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", encoding="utf-8") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        console = Events()
+        with console.running("pretrain-phase1", tmp_path) as said:
+            for step in range(2):
+                said(f"step {step}", False)
+        console.complete("pretrain-phase1", 1.0, "")
 
 
 def test_warnings_of_a_stage_are_shown_above_its_live_line(tmp_path: Path) -> None:

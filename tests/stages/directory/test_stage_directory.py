@@ -74,3 +74,13 @@ def test_a_missing_file_is_not_complete(finished: Path, name: str) -> None:
 def test_what_was_made_from_other_settings_is_not_complete(finished: Path) -> None:
     other = dataclasses.replace(IDENTITY, parameters={}).fingerprint
     assert str(why_incomplete(finished, other)).startswith("made with other settings")
+
+
+def test_a_damaged_stage_has_no_manifest_while_it_is_made_again(finished: Path) -> None:
+    """Whoever sees one takes the stage for complete: what pushes its checkpoints, and the other machines that make it.
+    If the run is killed, a new output of the old size does not count as the old one."""
+    (finished / "b").unlink()
+    with StageDirectory.begin(finished, lambda: IDENTITY):
+        assert not (finished / MANIFEST).exists()
+        (finished / "b").write_bytes(b"another 10")
+    assert why_incomplete(finished, IDENTITY.fingerprint) == "never finished"
