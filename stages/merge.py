@@ -25,6 +25,7 @@ from stages.checkpoints.source import (
     checkpoint_of,
     held_still,
     model_config,
+    new_folder,
     opened,
     source_identity,
     written,
@@ -123,8 +124,8 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
         if args.with_optimizer and not source.with_optimizer:
             raise UserError(f"{path} has no optimizer state to keep; leave --with-optimizer out")
         require_disk_space(work.path, bytes_needed(source, options), "the model needs")
+        new_folder(temporary)
         with disk_errors(temporary):
-            temporary.mkdir()
             for file in _tokenizer_files(args.tokenizer) if args.tokenizer else ():
                 shutil.copyfile(file, temporary / file.name)
         if args.vocab_file:

@@ -21,7 +21,7 @@ from common.secrets import Secret
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints
 from stages.directory.records import read_manifest
-from stages.transfer.partial import STATE
+from stages.transfer.partial import STATE, State
 from stages.transfer.urls import Transport, open_source
 from stages.transfer.urls import source_identity as url_identity
 from trainer.models.config import ModelConfig
@@ -72,18 +72,31 @@ def brought(source: Secret, work: StageDirectory, transport: Transport) -> Itera
 
     remote = open_source(source, transport)
     assert not isinstance(remote, Path)
-    # The step is read from the name.
-    path = work.path / DOWNLOAD / PurePosixPath(urlsplit(source).path).name
-    with disk_errors(path):
-        path.parent.mkdir(exist_ok=True)
-    fetch(
+    folder = work.path / DOWNLOAD
+    name = PurePosixPath(urlsplit(source).path).name  # the step is read from it
+    path = folder / (name if name not in ("", "..") else "checkpoint")
+    with disk_errors(folder):
+        folder.mkdir(exist_ok=True)
+    version = fetch(
         remote, work, path, connections=transport.connections, least_rate=transport.least_rate, sha256=None,
         begin=lambda version, missing, is_same: require_disk_space(work.path, missing, f"{source} needs"),
     )  # fmt: skip
-    yield path
+    try:
+        yield path
+    except CheckpointError:  # the next run looks whether the server has another one by now
+        State(remote.url, version, [(0, version.length)], refused=True).write(work.path)
+        raise
     with disk_errors(work.path):
-        shutil.rmtree(path.parent)
+        shutil.rmtree(folder)
         (work.path / STATE).unlink(missing_ok=True)
+
+
+def new_folder(path: Path) -> None:
+    """Make an empty folder, without what a killed attempt has left there. Raises `DiskError`."""
+    with disk_errors(path):
+        if path.exists():
+            shutil.rmtree(path)
+        path.mkdir()
 
 
 def local_source(source: Secret) -> Path:

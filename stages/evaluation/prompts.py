@@ -61,6 +61,10 @@ def suggest(
     frequent = set(np.argsort(-frequencies, kind="stable")[:FREQUENT].tolist())
     candidates = list(_candidates(tokenizer, _texts(reader, samples), frequent))
     width = min(_LONGEST + 2, model.config.max_position_embeddings)
+    # A model may have more ids than its tokenizer: they take their share of the probability, but are no answers.
+    known = _known(tokenizer)
+    unknown = torch.tensor([one not in known for one in range(model.config.vocab_size)])
+    unknown = unknown.to(device.torch_device)
     mask, found, all_answers = tokenizer.token_to_id(MASK), list[tuple[float, _Candidate]](), list[dict[str, Any]]()
     model.to(device.torch_device).eval()
     for start in range(0, len(candidates), _AT_ONCE):
@@ -71,7 +75,7 @@ def suggest(
         lengths, places = (np.array(values) for values in zip(*((len(c.ids), c.place) for c in part), strict=True))
         batch = device.put(masked_batch(ids, lengths, places, mask, _AT_ONCE))
         with torch.no_grad():
-            best = at_least_fp32(model.logits(batch)[0]).softmax(-1).topk(2)
+            best = at_least_fp32(model.logits(batch)[0]).softmax(-1).masked_fill(unknown, -1.0).topk(2)
             # One transfer: on a lazy device, each separate fetch compiles a graph of its own.
             rows = torch.cat([best.values.double(), best.indices.double()], dim=1).tolist()
         for candidate, (probability, second, answer, _) in zip(part, rows, strict=False):
@@ -115,9 +119,9 @@ def _texts(reader: BatchReader, samples: Samples) -> Iterator[list[int]]:
 
 def _candidates(tokenizer: Any, texts: Iterator[list[int]], frequent: set[int]) -> Iterator[_Candidate]:
     """Prompts of whole sentences of prose, two a sentence at most, evenly placed: `_TRIED` at most."""
-    cls, sep, tried = tokenizer.token_to_id(CLS), tokenizer.token_to_id(SEP), 0
+    cls, sep, tried, known = tokenizer.token_to_id(CLS), tokenizer.token_to_id(SEP), 0, _known(tokenizer)
     for text in texts:
-        for sentence in _sentences(tokenizer, text):
+        for sentence in _sentences(tokenizer, text, known):
             pieces = [tokenizer.id_to_token(one) for one in sentence]
             if not all(piece in _SIGNS or piece.removeprefix(CONTINUATION).isalnum() for piece in pieces):
                 continue
@@ -136,14 +140,20 @@ def _candidates(tokenizer: Any, texts: Iterator[list[int]], frequent: set[int]) 
                 return
 
 
-def _sentences(tokenizer: Any, text: list[int]) -> Iterator[list[int]]:
-    """The sentences of a row of one or two segments that are whole, as far as punctuation tells."""
+def _known(tokenizer: Any) -> set[int]:
+    """The ids of its pieces."""
+    return set(tokenizer.get_vocab().values())
+
+
+def _sentences(tokenizer: Any, text: list[int], known: set[int]) -> Iterator[list[int]]:
+    """The sentences of a row of one or two segments that are whole, as far as punctuation tells; all of their ids are
+    `known`."""
     special = {tokenizer.token_to_id(piece) for piece in (CLS, SEP, UNK)}
     ends = {tokenizer.token_to_id(piece) for piece in _ENDS}
     sentence: list[int] = []
     for token in text:
         sentence.append(token)
-        if token in ends or token in special:
+        if token in ends or token in special or token not in known:
             first = tokenizer.id_to_token(sentence[0])
             if token in ends and _SHORTEST <= len(sentence) <= _LONGEST and not first.startswith(CONTINUATION):
                 yield sentence

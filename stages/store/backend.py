@@ -91,5 +91,6 @@ class Backend(Protocol):
         ...
 
     def sweep(self, before: float) -> int:
-        """Remove what uploads begun before this time (seconds since 1970) have left unfinished; returns how many."""
+        """Remove what uploads begun before this time (seconds since 1970) have left unfinished under our keys;
+        returns how many."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import uuid
 from collections.abc import Collection, Iterator
@@ -16,6 +17,7 @@ from common.lock import exclusively
 from stages.store.backend import Altered, Conflict, Entry, Missing, Report
 from stages.store.digest import copy_hashed
 from stages.store.options import StoreOptions
+from stages.store.records import PREFIXES
 
 #: In each directory of small objects: locked while one of them is compared and replaced.
 _LOCK = ".lock"
@@ -90,7 +92,8 @@ class FolderBackend:
 
     def sweep(self, before: float) -> int:
         swept = 0
-        for parent, _, names in os.walk(self.root, onerror=_refuse):
+        walks = (os.walk(self.root / prefix, onerror=_refuse) for prefix in PREFIXES)
+        for parent, _, names in itertools.chain.from_iterable(walks):
             for path in (Path(parent) / name for name in names if name.endswith(TEMPORARY_SUFFIX)):
                 with contextlib.suppress(Missing), _readable(path):
                     is_left = path.stat().st_mtime < before

@@ -23,6 +23,8 @@ from typing import Any
 STAGES, OBJECTS, LEASES, CHECKPOINTS = "stages", "objects", "leases", "checkpoints"
 #: Small objects that are written to see whether writing works, then removed.
 PROBES = "probe"
+#: The first part of every key. Others may keep files beside them.
+PREFIXES = (STAGES, OBJECTS, LEASES, CHECKPOINTS, PROBES)
 #: Files beside a training run's checkpoints with which a resume on another machine continues.
 RESUMED_RECORDS = (
     *("metrics.jsonl", "attempts.jsonl", "train_time.json", "budget.json", "extended_from.json"),
@@ -98,6 +100,10 @@ class StageRecord:
             raise Damaged(f"it belongs to {content.get('label')} {str(content.get('fingerprint'))[:10]}")
         files = tuple(StoredFile.of_record(file) for file in content.get("files", ()))
         return cls(label, fingerprint, files, str(content.get("pushed")), str(content.get("host")))
+
+
+def is_ours(key: str) -> bool:
+    return key.partition("/")[0] in PREFIXES
 
 
 def stage_key(label: str, fingerprint: str) -> str:

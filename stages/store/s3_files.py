@@ -18,6 +18,7 @@ from common.files import disk_errors, failpoint, sha256_of
 from stages.store.backend import Altered, Conflict, Missing, Report
 from stages.store.digest import HashBehind
 from stages.store.options import StoreOptions
+from stages.store.records import is_ours
 from stages.store.s3_requests import S3Requests, base64_sha256
 from stages.transfer.remote import Transient, chunks_of
 
@@ -59,8 +60,7 @@ class S3Files(S3Requests):
                 self._upload_parts(key, path, size, moved.append, report)
             except Missing:  # completed by a request whose answer was lost, or by another machine
                 self._forget_upload(key)
-                if self.size_of(key) is None:
-                    raise UserError(f"{self.url}/{key}: its upload was removed; run the same again") from None
+                self._require_uploaded(key, path, size)
                 report(size - sum(moved))
             return
         data = path.read_bytes()
@@ -69,6 +69,19 @@ class S3Files(S3Requests):
         checked = {"ChecksumSHA256": base64.b64encode(bytes.fromhex(sha256)).decode(), **self._encryption}
         self._repeated(key, lambda: self._request("put_object", key, Body=data, **checked))
         report(size)
+
+    def _require_uploaded(self, key: str, path: Path, size: int) -> None:
+        """For an upload that was over before it was completed here. Raises `UserError` if the file is not there."""
+        removed = UserError(f"{self.url}/{key}: its upload was removed; run the same again")
+        if is_ours(key):  # the key has the sha256
+            if self.size_of(key) != size:
+                raise removed from None
+            return
+        try:  # under a plain name there may be an earlier file, even of this size
+            self._upload_parts(key, path, size)
+        except Missing:
+            self._forget_upload(key)
+            raise removed from None
 
     def _upload_parts(self, key: str, path: Path, size: int, *reports: Report) -> None:
         """Upload a large file in parts; those that an earlier, interrupted upload has sent are not sent again.
@@ -198,8 +211,8 @@ class S3Files(S3Requests):
     def sweep(self, before: float) -> int:
         swept = 0
         for found in self._unfinished():
-            if found["Initiated"].timestamp() < before:
-                key, ids = found["Key"][len(self._prefix) :], {"UploadId": found["UploadId"]}
+            key, ids = found["Key"][len(self._prefix) :], {"UploadId": found["UploadId"]}
+            if is_ours(key) and found["Initiated"].timestamp() < before:
                 with contextlib.suppress(Missing):
                     self._repeated(key, lambda k=key, ids=ids: self._request("abort_multipart_upload", k, **ids))  # type: ignore[misc]
                 swept += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -109,14 +110,40 @@ def find_files(specs: Iterable[str]) -> list[str]:
 def open_sources(specs: Iterable[str], hashes: InputHashes, *, document: str = BLANK_LINE) -> list[Source]:
     """Open and hash the sources named by `specs`. `document`, one of `DOCUMENT_ENDS`: what ends a plain-text document.
 
-    Raises `UserError` as `find_files` does, and for a file that cannot be read.
+    Raises `UserError` as `find_files` does, for one file under two names, and for a file that cannot be read.
     """
     found = find_files(specs)
-    files = iter(hashes.hash([name for name in found if name != BUILTIN]))
+    hashed = hashes.hash([name for name in found if name != BUILTIN])
+    _require_each_once(hashed)
+    files = iter(hashed)
     return [
         BuiltinSource() if name == BUILTIN else kind_of(name)(next(files), one_document=document == FILE)
         for name in found
     ]
+
+
+def _require_each_once(files: Sequence[InputFile]) -> None:
+    """Raise `UserError` if a file has two of the names: a.txt and ./a.txt, or a link to it."""
+    states, names = Counter(file.state for file in files), dict[str, str]()
+    for file in files:
+        # One file is in one state; to resolve 100,000 paths would take a second of every command.
+        if states[file.state] > 1 and (other := names.setdefault(os.path.realpath(file.path), file.path)) != file.path:
+            raise UserError(f"source {file.path} is the same file as {other}; name each file once")
+
+
+def _require_apart(sources: Sequence[Source], held_out_sources: Sequence[Source]) -> None:
+    """Raise `UserError` if the text of one of the `sources` is held out, too."""
+    names = {_content(source): source.name for source in sources} if held_out_sources else {}
+    for source in held_out_sources:
+        if source.size and (other := names.get(_content(source))):
+            raise UserError(
+                f"held-out source {source.name} has the same content as source {other}; a model is not evaluated on "
+                f"text that it is trained on: leave it out of one of them"
+            )
+
+
+def _content(source: Source) -> str:
+    return source.file.sha256 if isinstance(source, FileSource) else source.identity()
 
 
 def raw_documents(
@@ -191,7 +218,9 @@ class TokenizeOptions(BuildOptions):
     )
     document: str = option(BLANK_LINE, choices=DOCUMENT_ENDS, help="end of a plain-text document")
     exclude: Path | None = option(
-        None, metavar="DIR", help="leave out documents with the same tokens as one of DIR/tokens_test_*.hdf5"
+        None,
+        metavar="DIR",
+        help="leave out documents with the same tokens as one of DIR/tokens_test_*.hdf5; needs their --vocab-file",
     )
     vocab_file: Path | None = option(None, metavar="FILE", help="vocab.txt to use (default: learn one)")
     vocab_size: int = option(8192, unit="pieces", least=1, help="pieces of the vocabulary to learn")
@@ -215,12 +244,16 @@ class TokenizeOptions(BuildOptions):
         return Identity(self.stage, self.format_version, parameters=corpus.parameters(), inputs=corpus.inputs())
 
     def open(self, hashes: InputHashes) -> Corpus:
-        """Find and hash all files. Raises `UserError`."""
+        """Find and hash all files. Raises `UserError`, also if one is both a source and held out."""
         with no_garbage_collection():
+            sources, held_out_sources = (
+                open_sources(specs, hashes, document=self.document) for specs in (self.sources, self.held_out_sources)
+            )
+            _require_apart(sources, held_out_sources)
             return Corpus(
                 self,
-                open_sources(self.sources, hashes, document=self.document),
-                open_sources(self.held_out_sources, hashes, document=self.document),
+                sources,
+                held_out_sources,
                 None if self.vocab_file is None else hashes.hash([self.vocab_file])[0],
                 [] if self.exclude is None else hashes.hash(sorted(self.exclude.glob(HELD_OUT_TOKENS))),
             )

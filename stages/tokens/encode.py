@@ -83,23 +83,29 @@ class _EncodeProgress:
         self._size = max(sum(source.size for source in sources), 1)
         self._bar = bar
         self._shown = 0
-        self._read = self._done = 0
+        self._read = self._done = self._here = 0
 
     def reading(self, documents: Iterable[tuple[str, Document]]) -> Iterator[tuple[str, Document]]:
         for split, document in documents:
             self._read += len(document)
             yield split, document
 
-    def done(self, characters: int) -> None:
+    def done(self, characters: int, *, here: bool = False) -> None:
+        """Count characters that are encoded; `here`: by this process, not before it or by another machine."""
         self._done += characters
-        now = int(self.share * self._size)
+        self._here += characters if here else 0
+        now = int(self._share_of(self._done) * self._size)
         self._bar.update(now - self._shown)
         self._shown = now
 
     @property
-    def share(self) -> float:
+    def share_here(self) -> float:
+        """The share of the sources that this process has encoded."""
+        return self._share_of(self._here)
+
+    def _share_of(self, characters: int) -> float:
         position = sum(source.position for source in self._sources)
-        return position / self._size * self._done / max(self._read, 1)
+        return position / self._size * characters / max(self._read, 1)
 
 
 def tokenize_corpus(
@@ -140,10 +146,10 @@ def tokenize_corpus(
                     write_part(encoded.part, ready)
                     ready = []
                     parts.look()
-                progress.done(encoded.characters)
+                progress.done(encoded.characters, here=True)
                 seen.update(encoded.tokens.counts)
                 # Fail early: once over the limit for the whole corpus, no remaining text can bring the share down.
-                _check_unknown(seen, options.max_unknown_share, of_corpus=progress.share / builders.count)
+                _check_unknown(seen, options.max_unknown_share, of_corpus=progress.share_here)
             if not builders.is_first:
                 builders.wait_for_end(work)
                 return {}

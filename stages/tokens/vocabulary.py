@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
+from common.errors import UserError
 from common.workers import Workers
 from stages.directory.builders import Builders
 from stages.directory.manifest import StageDirectory
@@ -30,11 +31,13 @@ def make_tokenizer(
     work: StageDirectory, corpus: Corpus, share: float, workers: Workers, builders: Builders
 ) -> list[str]:
     """Write the tokenizer's files, learning a vocabulary if none is given or learned yet; returns the vocabulary. All
-    but the first of several machines wait for it."""
+    but the first of several machines wait for it. Raises `UserError`."""
     directory, options = work.path / TOKENIZER, corpus.options
     if not builders.is_first:
         builders.wait_for((directory / LAST_FILE).exists, "machine 0 to make the vocabulary")
         return read_vocabulary(directory / "vocab.txt")
+    if options.exclude is not None:
+        _require_same_vocabulary(options.exclude, options.vocab_file)
     if corpus.vocabulary is not None:
         vocabulary = read_vocabulary(Path(corpus.vocabulary.path))
         corpus.vocabulary.require_unchanged()
@@ -47,6 +50,19 @@ def make_tokenizer(
     directory.mkdir(exist_ok=True)
     save_tokenizer(directory, vocabulary, lower_case=options.lower_case)
     return vocabulary
+
+
+def _require_same_vocabulary(exclude: Path, vocabulary: Path | None) -> None:
+    """Documents are compared by their ids: raise `UserError` if those in `exclude` are, or may be, of other pieces."""
+    theirs = exclude / TOKENIZER / "vocab.txt"
+    if vocabulary is None:
+        seen = "no --vocab-file is given"
+    elif theirs.exists() and read_vocabulary(theirs) != read_vocabulary(vocabulary):
+        seen = f"{vocabulary} is another vocabulary"
+    else:
+        return
+    needed = theirs if theirs.exists() else "FILE, the vocabulary of its tokens"
+    raise UserError(f"--exclude {exclude} compares token ids, and {seen}; give --vocab-file {needed}")
 
 
 def _words(work: StageDirectory, corpus: Corpus, share: float, workers: Workers) -> Counter[str]:

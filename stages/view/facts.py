@@ -33,6 +33,7 @@ _EVALUATION: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("next-sentence accuracy", "next_sentence_accuracy", percent),
     ("next-sentence loss", "next_sentence_loss", _nats),
     ("BLiMP (chance: 50%)", "blimp_accuracy", percent),
+    ("pairs of BLiMP", "blimp_pairs", number),
     ("sequences", "samples", number),
     ("masked tokens", "masked_tokens", number),
 )

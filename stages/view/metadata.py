@@ -36,7 +36,10 @@ def metadata(run: Run, name: str) -> ModelCardData:
     given = run.settings.get("card", {})
     known = list(_known(run.settings))
     datasets = given.get("datasets", "").split() or [name for name, _ in known if name]
-    results = list(_results(run.counts("evaluate")))
+    evaluation = run.stage("evaluate")
+    # Of a subset of the pairs, the accuracy is not BLiMP's.
+    is_subset = evaluation is not None and evaluation.record.get("parameters", {}).get("blimp_samples")
+    results = list(_results(run.counts("evaluate"), with_blimp=not is_subset))
     return ModelCardData(
         license=_few(given.get("license", "").split()),
         language=_few(given.get("language", "").split() or [one for _, one in known if one]),
@@ -68,7 +71,7 @@ def _known(settings: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str
                 yield name, language or found[1].replace("simple", "en")
 
 
-def _results(counts: Mapping[str, Any]) -> Iterator[EvalResult]:
+def _results(counts: Mapping[str, Any], *, with_blimp: bool) -> Iterator[EvalResult]:
     from huggingface_hub.repocard_data import EvalResult
 
     for count, (metric, title) in _MEASURED.items() if counts.get("samples") else ():
@@ -77,7 +80,7 @@ def _results(counts: Mapping[str, Any]) -> Iterator[EvalResult]:
                 task_type=_TASK, task_name=_TASK_NAME, dataset_type="held-out", dataset_name="held-out examples",
                 metric_type=metric, metric_name=title, metric_value=float(f"{counts[count]:.6g}"),
             )  # fmt: skip
-    if "blimp_accuracy" in counts:
+    if with_blimp and "blimp_accuracy" in counts:
         yield EvalResult(
             task_type=_TASK, task_name=_TASK_NAME, dataset_type="nyu-mll/blimp", dataset_name="BLiMP",
             metric_type="accuracy", metric_name="accuracy", metric_value=float(f"{counts['blimp_accuracy']:.6g}"),

@@ -7,16 +7,19 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from common.errors import UserError
 from pipeline.commands.try_model import newest_model, suggestions
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.summary import print_phase2
 from stages.evaluation.prompts import _candidates as prompts_of
+from stages.evaluation.prompts import suggest
 from stages.predict import load, predict
 from stages.tokens.wordpiece import build_tokenizer, save_tokenizer
 from stages.view import facts
@@ -140,6 +143,33 @@ def test_a_prompt_is_spelled_so_that_it_is_read_as_the_same_tokens() -> None:
     assert prompts("[CLS] the [UNK] sees it x x . [SEP]") == []
     assert prompts("[CLS] the cat , sees 7 x . [SEP]") == ["the cat, [MASK] 7 x.", "the cat, sees 7 [MASK]."]
     assert prompts("[CLS] the cat _ sees it x . [SEP]") == []  # code, not prose
+
+
+def test_ids_that_the_tokenizer_lacks_end_sentences_and_are_no_answers() -> None:
+    """A model may have more ids than its tokenizer: shards of a larger vocabulary were downloaded."""
+    vocabulary = [*SPECIAL, "the", "cat", "sees", "it", "x", "."]
+    ids, beyond = {piece: number for number, piece in enumerate(vocabulary)}, len(vocabulary) + 30
+    tokenizer = build_tokenizer(vocabulary, lower_case=True)
+    sentence = [ids[piece] for piece in ("the", "cat", "sees", "it", "x", "x", ".")]
+    row = np.array([ids["[CLS]"], beyond, *sentence, *sentence[:3], beyond, *sentence[3:], ids["[SEP]"]])[None]
+    zeros = np.zeros((1, 1), np.int64)
+    arrays = {
+        "input_ids": row, "input_mask": np.ones_like(row), "masked_lm_positions": zeros, "masked_lm_ids": zeros,
+    }  # fmt: skip
+    logits = torch.zeros(50, beyond + 1)
+    logits[:, ids["sees"]], logits[:, beyond] = 4.0, 5.0
+    config = SimpleNamespace(max_position_embeddings=S, vocab_size=beyond + 1)
+    model: Any = SimpleNamespace(config=config, logits=lambda batch: (logits, None), eval=lambda: None)
+    model.to = lambda device: model
+    reader: Any = SimpleNamespace(read=lambda samples: arrays)
+    device: Any = SimpleNamespace(torch_device=torch.device("cpu"), put=lambda batch: batch)
+    samples: Any = np.zeros(1)
+    frequencies = np.zeros(beyond + 1, np.int64)
+    frequencies[len(vocabulary) :] = 1  # no word of the sentence is frequent
+    found = suggest(model, tokenizer, reader, samples, frequencies, device)
+    probability = round(float(logits.softmax(-1)[0, ids["sees"]]), 6)
+    assert [one["answer"] for one in found["answers"]] == ["sees", "sees"]
+    assert found["prompts"] == [{"prompt": "the cat [MASK] it x x.", "answer": "sees", "probability": probability}]
 
 
 def test_the_most_frequent_words_are_no_answers(trained: Path, prompts: list[dict[str, Any]], tmp_path: Path) -> None:

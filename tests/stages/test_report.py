@@ -260,6 +260,19 @@ def test_the_card_is_one_that_the_hub_reads(small: list[Path], tmp_path: Path) -
     assert "hunter2" not in loaded.text
 
 
+def test_the_score_of_a_subset_of_blimp_is_not_published_as_its_accuracy(run: list[Path]) -> None:
+    """The table says how many pairs there were."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    for samples, published in ((0, {"held-out examples", "BLiMP"}), (100, {"held-out examples"})):
+        view = view_of(run, {})
+        evaluation = view.stage("evaluate")
+        assert evaluation is not None
+        evaluation.record["parameters"]["blimp_samples"] = samples
+        made = huggingface_hub.ModelCard(card(view))
+        assert {one.dataset_name for one in made.data.eval_results} == published
+        assert "| pairs of BLiMP | 2,000 |" in made.text
+
+
 @pytest.mark.parametrize(
     ("source", "datasets", "language"),
     [

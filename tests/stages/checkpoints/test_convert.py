@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -14,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from common.errors import CheckpointError
 from tests.helpers.checkpoints import CONFIG, contents, snapshot, write_config, write_native
 from tests.helpers.support import assert_one_line_error, forked, tensors
+from trainer.checkpoint.interop import open_checkpoint
 from trainer.models.config import ModelConfig
 from trainer.state import TrainState
 
@@ -97,6 +100,25 @@ def test_hugging_faces_model_and_a_torch_optimizer_resume_from_it(tmp_path: Path
     assert saved["scheduler"]["base_lrs"] == [3e-4, 3e-4]
     assert saved["files"][0] == 0
     assert sorted(saved["files"][1:]) == sorted(map(str, data.iterdir()))
+
+
+def test_moments_of_an_earlier_training_keep_their_number_of_updates(tmp_path: Path) -> None:
+    """After 4 steps on other data and 7 of the phase (--new_data): those of 11; the schedule is at 7."""
+    was = snapshot(step=7)
+    was = dataclasses.replace(was, state=dataclasses.replace(was.state, steps_before=4))
+    saved = torch.load(
+        converted(write_native(tmp_path, was), tmp_path / "out", "--to", "pt") / "ckpt_7.pt", weights_only=True
+    )
+    assert {moments["step"] for moments in saved["optimizer"]["state"].values()} == {11}
+    assert saved["scheduler"]["last_epoch"] == 7
+
+
+def test_another_model_than_bert_is_one_line(tmp_path: Path) -> None:
+    was = snapshot()
+    mlp = dataclasses.replace(was.state, model={"architecture": "MLP", "layers": [784, 120, 84, 10]})
+    native = write_native(tmp_path, dataclasses.replace(was, state=mlp))
+    with pytest.raises(CheckpointError, match="ckpt_7 holds no BERT .* has architecture = MLP; give"):
+        open_checkpoint(native)
 
 
 def test_any_size_from_any_size(tmp_path: Path) -> None:

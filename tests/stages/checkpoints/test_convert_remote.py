@@ -6,10 +6,18 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from common.errors import CheckpointError
+from common.secrets import Secret
+from stages.checkpoints.source import brought
+from stages.directory.manifest import Identity, StageDirectory
+from stages.transfer.urls import Transport
 from tests.helpers.checkpoints import CONFIG, snapshot, write_native
 from tests.helpers.support import assert_one_line_error, forked, tensors
 from tests.helpers.web import serving, status
+
+IDENTITY = Identity("convert_checkpoint", 1)
 
 
 def test_a_checkpoint_is_fetched_and_its_name_says_the_step(tmp_path: Path) -> None:
@@ -43,3 +51,27 @@ def test_what_reads_local_files_only_says_so(tmp_path: Path) -> None:
     url = "https://example.com/ckpt_7.pt"
     assert_one_line_error(forked("stages.convert", "--inspect", url), url, "not on this machine", "stages.convert")
     assert_one_line_error(forked("stages.merge", url, tmp_path / "out"), url, "not on this machine", "stages.convert")
+
+
+@pytest.mark.parametrize("path", ["/?file=ckpt_7.pt", "/a/.."])
+def test_an_address_that_names_no_file_costs_nothing_but_the_download(tmp_path: Path, path: str) -> None:
+    """What the stage has made beside the download stays."""
+    with serving(b"a checkpoint", path) as web, StageDirectory.begin(tmp_path, lambda: IDENTITY) as work:
+        with brought(Secret.address(web.url), work, Transport()) as fetched:
+            assert fetched.read_bytes() == b"a checkpoint"
+            (tmp_path / "checkpoint").mkdir()
+        assert (tmp_path / "checkpoint").is_dir()
+        assert not list(tmp_path.glob("download*"))
+
+
+def test_a_damaged_checkpoint_is_fetched_again_once_the_server_has_another(tmp_path: Path) -> None:
+    with serving(b"damaged", "/ckpt_7.pt") as web, StageDirectory.begin(tmp_path, lambda: IDENTITY) as work:
+        source = Secret.address(web.url)
+        for is_fetched in (True, False):  # the same one only once
+            web.parts.clear()
+            with pytest.raises(CheckpointError, match="it is damaged"), brought(source, work, Transport()):
+                raise CheckpointError("it is damaged")
+            assert bool(web.parts) is is_fetched
+        web.replace(b"whole")
+        with brought(source, work, Transport()) as fetched:
+            assert fetched.read_bytes() == b"whole"

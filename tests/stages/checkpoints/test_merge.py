@@ -16,7 +16,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.secrets import Secret
 from stages.checkpoints.source import opened
+from stages.convert import ConvertOptions, convert
+from stages.directory.manifest import StageDirectory
+from stages.merge import MergeOptions, merge
 from tests.conftest import Disk
 from tests.helpers.checkpoints import CONFIG, contents, rewrite, snapshot, write_config, write_native
 from tests.helpers.support import ROOT, assert_one_line_error, forked
@@ -352,3 +356,24 @@ def test_tensors_that_are_read_in_many_pieces_are_whole(
             for name, pieces in found.items():
                 assert torch.equal(torch.cat(pieces), expected[name]), name
             assert found.keys() == expected.keys()
+
+
+def test_a_second_attempt_replaces_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    """After a hang the runner starts the command again in a directory that is still locked: nothing is swept before."""
+    source = Secret.address(str(write_native(tmp_path, snapshot())))
+    merging, converting = MergeOptions(source=source), ConvertOptions(source=source)
+    with StageDirectory.begin(tmp_path / "merged", merging.identity) as work:
+        leave_half_a_file(work.path / "model.tmp")
+        merge(work, merging)
+    with StageDirectory.begin(tmp_path / "converted", converting.identity) as work:
+        leave_half_a_file(work.path / "checkpoint.tmp")
+        convert(work, converting)
+    for made in (tmp_path / "merged" / "model", tmp_path / "converted" / "checkpoint"):
+        assert made.is_dir()
+        assert not (made / "half").exists()
+        assert not list(made.parent.glob("*.tmp"))
+
+
+def leave_half_a_file(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "half").write_text("hal")

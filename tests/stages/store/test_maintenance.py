@@ -229,6 +229,23 @@ def test_files_without_a_record_stay_for_a_day(backend: Backend, tmp_path: Path)
     assert not maintenance.read(backend).files
 
 
+def test_unfinished_files_of_others_in_a_shared_folder_stay(backend: Backend, tmp_path: Path) -> None:
+    stage(backend, tmp_path, 1)
+    store = tmp_path / "store"
+    ours = [store / folder / "x.tmp" for folder in ("stages/a", "objects/aa", "leases", "checkpoints/a/1", "probe")]
+    theirs = [store / "letter.tmp", store / "texts" / "a.tmp"]
+    for path in (*ours, *theirs):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half a file")
+    age(store, 0.9 * GRACE_S / DAY)
+    prune(backend)
+    assert all(path.exists() for path in (*ours, *theirs))
+    age(store, 0.2 * GRACE_S / DAY)
+    prune(backend)
+    assert [path.exists() for path in ours] == [False] * len(ours)
+    assert all(path.exists() for path in theirs)
+
+
 @pytest.fixture
 def training(backend: Backend, tmp_path: Path) -> Lease:
     """Two checkpoints of a training run whose machine is gone."""

@@ -63,6 +63,29 @@ def test_an_upload_that_was_removed_meanwhile_is_one_line(s3: S3, bucket: Bucket
     check_upload(bucket, tmp_path / "file")
 
 
+def test_another_object_under_the_key_is_no_completed_upload(s3: S3, bucket: Bucket, tmp_path: Path) -> None:
+    """The store's keys have the sha256, so an object of another size is damaged."""
+    bucket.put("objects/x", SMALL)
+    s3.fail(error(404, "NoSuchUpload"), "complete_multipart_upload")
+    with pytest.raises(UserError, match="its upload was removed; run the same again"):
+        bucket.upload(LARGE, tmp_path / "file")
+
+
+def test_an_earlier_file_of_a_published_name_is_no_completed_upload(s3: S3, bucket: Bucket, tmp_path: Path) -> None:
+    """Not even one of the same size: the upload is begun anew, once."""
+    name, over = "model.safetensors", error(404, "NoSuchUpload")
+    for operation in ("upload_part", "complete_multipart_upload"):
+        bucket.put(name, LARGE[::-1])
+        s3.fail(over, operation)
+        assert bucket.upload(LARGE, tmp_path / "file", name) == len(LARGE)
+        assert bucket.get(name) == LARGE
+    bucket.put(name, LARGE[::-1])
+    s3.fail(over, "complete_multipart_upload", times=2)
+    with pytest.raises(UserError, match=f"{name}: its upload was removed; run the same again"):
+        bucket.upload(LARGE, tmp_path / "file", name)
+    assert bucket.get(name) == LARGE[::-1]
+
+
 def test_an_interrupted_upload_goes_on_with_the_parts_that_are_missing(s3: S3, tmp_path: Path) -> None:
     bucket, data = Bucket(s3, connections=2), os.urandom(12 * PART - 5)
     s3.fail(error(500), lambda request: request.query.get("partNumber") == "7", times=100)

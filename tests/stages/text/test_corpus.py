@@ -139,6 +139,35 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
     assert f"source {path} is named 2 times" in refused(path, path)
 
 
+def test_one_file_under_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy, or a hard link, is another file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("One.")
+    (tmp_path / "copy.txt").write_text("One.")
+    (tmp_path / "hard.txt").hardlink_to("a.txt")
+    (tmp_path / "link").symlink_to("a.txt")
+    assert read("a.txt", "copy.txt", "hard.txt")[0] == ["One."] * 3
+    for other in ("./a.txt", tmp_path / "a.txt", "link"):
+        assert f"source {other} is the same file as a.txt; name each file once" in refused("a.txt", other)
+
+
+def test_training_text_is_not_held_out(tmp_path: Path) -> None:
+    """Whatever the file's name: [corpus] source = data/*.txt, and held_out_source = data/valid.txt. Empty files are
+    alike."""
+    for name, text in (("train.txt", "One."), ("valid.txt", "Two."), ("copy", "Two."), ("empty", ""), ("none.txt", "")):
+        (tmp_path / name).write_text(text)
+    glob = str(tmp_path / "*.txt")
+    for held_out in ("valid.txt", "copy"):
+        options = TokenizeOptions(sources=(glob,), held_out_sources=(str(tmp_path / held_out),))
+        with pytest.raises(UserError) as error:
+            options.identity()
+        said = f"held-out source {tmp_path / held_out} has the same content as source {tmp_path / 'valid.txt'}; "
+        assert str(error.value).startswith(said)
+    (tmp_path / "valid.txt").write_text("Three.")
+    apart = tuple(str(tmp_path / name) for name in ("copy", "empty"))
+    assert TokenizeOptions(sources=(glob,), held_out_sources=apart).identity().inputs["held_out_sources"]
+
+
 def test_files_without_text_are_counted_beside_others(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Text.\n\x00\x01\n\nMore.")
     (tmp_path / "b.txt").write_text("")

@@ -46,3 +46,17 @@ def test_what_cannot_be_excluded_is_told(tmp_path: Path) -> None:
     vocabulary = ("--vocab-file", first / "tokenizer" / "vocab.txt")
     done = tokenized(tmp_path / "a.txt", tmp_path / "out", *vocabulary, "--held-out", 0, "--exclude", first)
     assert_one_line_error(done, "no document of the corpus has any text in it (documents: held out 4)")
+
+
+def test_another_vocabulary_is_refused_as_its_ids_exclude_nothing(tmp_path: Path) -> None:
+    """None given, so that a new one would be learned; and another one than that of the excluded tokens."""
+    write_corpus(tmp_path / "a.txt", documents=12)
+    first = tmp_path / "first"
+    done = tokenized(tmp_path / "a.txt", first, "--held-out", 0.25, "--vocab-size", 300)
+    assert done.returncode == 0, done.stderr
+    theirs, other = first / "tokenizer" / "vocab.txt", tmp_path / "vocab.txt"
+    other.write_text(theirs.read_text() + "more\n")
+    for words, seen in (((), "no --vocab-file is given"), (("--vocab-file", other), f"{other} is another vocabulary")):
+        done = tokenized(tmp_path / "a.txt", tmp_path / "out", *words, "--held-out", 0, "--exclude", first)
+        assert_one_line_error(done, f"--exclude {first} compares token ids, and {seen}; give --vocab-file {theirs}")
+        assert not list((tmp_path / "out").glob("*.hdf5"))

@@ -303,6 +303,30 @@ def test_too_many_unknown_words_are_refused_early_and_never_wrongly(
     assert run("strange first", strange * (many // 30) + known * many) > 10 > early
 
 
+def test_a_part_made_after_a_restart_is_weighed_by_its_share_of_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The words of the last part are unknown, which are 2 % of the corpus; all other parts exist already."""
+    monkeypatch.setattr(parts, "_PART_CHARACTERS", 100_000)
+    text, out = tmp_path / "text", tmp_path / "tokens"
+    text.write_text("known known known known known.\n\n" * 30_000 + "Strange strange words.\n\n" * 1000)
+    vocabulary = vocabulary_of(tmp_path / "vocab", "known", ".")
+    options = TokenizeOptions(sources=(str(text),), vocab_file=vocabulary, held_out=0.0)
+
+    def run() -> None:
+        with StageDirectory.begin(out, options.identity) as work:
+            tokenize_corpus(work, options, processes=1)
+
+    run()
+    made = outputs(out)
+    last = part_paths(out, TRAINING)[-1]
+    assert (read_part(last)["tokens"] == SPECIAL_TOKENS.index("[UNK]")).mean() > 0.5
+    for path in (last, out / "manifest.json"):
+        path.unlink()
+    run()
+    assert outputs(out) == made
+
+
 def test_other_settings_never_touch_a_finished_corpus(tmp_path: Path, stage: Stage) -> None:
     text = write_corpus(tmp_path / "text", documents=20)
     arguments = ("--source", text, "--vocab-size", 200, "--processes", 1, "--out", tmp_path / "o")
