@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from common.errors import CheckpointError
 from common.options import fields_of
 from trainer.build import LOADING_AT_ONCE
 from trainer.checkpoint.load import load_into
@@ -15,7 +16,7 @@ from trainer.checkpoint.resume_point import ResumePoint
 from trainer.config import TrainConfig
 from trainer.data.order import ORDER_VERSION
 from trainer.optim.schedule import DECAY_OPTIONS
-from trainer.optim.select import Optimizer
+from trainer.optim.select import Optimizer, takes_over
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
 from trainer.run import Run
@@ -54,6 +55,7 @@ def _precision_name(run: Run, start: ResumePoint | None) -> str:
 def initial_state(run: Run, start: ResumePoint | None, precision: Precision, skipped: Sequence[int]) -> TrainState:
     """The state before the first step of a phase that skips the batches `skipped`. Raises `UserError`."""
     config, workload, mesh = run.config, run.workload, run.mesh
+    _require_optimizer(config, start)
     return TrainState(
         phase=config.phase,
         step=0,
@@ -75,6 +77,17 @@ def initial_state(run: Run, start: ResumePoint | None, precision: Precision, ski
         settings=deciding_settings(config) | workload.settings(),
         origin="" if start is None else start.origin,
         skipped=sorted(skipped),
+    )
+
+
+def _require_optimizer(config: TrainConfig, start: ResumePoint | None) -> None:
+    """Raise `CheckpointError`, before anything is loaded, if the optimizer cannot go on with the state of `start`."""
+    if start is None or start.weights_only or takes_over(config.optimizer, start.state.optimizer):
+        return
+    raise CheckpointError(
+        f"{start.checkpoint} holds the state of optimizer {start.state.optimizer}, with which {config.optimizer} "
+        f"cannot continue; keep {start.state.optimizer}, or start from the weights alone in a new --output_dir, "
+        f"as another phase (--resume_ckpt_path)"
     )
 
 

@@ -63,8 +63,18 @@ class TrainState:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
-        """The state in a valid checkpoint directory."""
-        record = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        """The state in a valid checkpoint directory. Raises `CheckpointError` for one of another version."""
+        path = checkpoint / STATE
+        record = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        nothing = dataclasses.MISSING
+        needed = {name for name, one in known.items() if one.default is nothing and one.default_factory is nothing}
+        for verb, names in (("lacks", needed - record.keys()), ("holds an unknown", record.keys() - known.keys())):
+            if names:
+                raise CheckpointError(
+                    f"{path} {verb} {min(names)}: another version of this program wrote it; continue with that "
+                    f"version, or start anew in another output directory"
+                )
         return cls(**record)
 
     def advanced(self, epoch: int, samples: int) -> Self:

@@ -19,12 +19,15 @@ from common.duration import Duration
 from common.errors import AgreedError, Interrupted
 from tests.helpers.support import assert_one_line_error, assert_same_bytes, losses, metrics, train
 from trainer.build import mask_rate_steps
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.resume_point import agree_on_start, checkpoint_directory
 from trainer.config import TrainConfig
 from trainer.data.batch_ramp import BatchRamp
 from trainer.data.mask_rate import MaskRate
 from trainer.data.masking import Masking
 from trainer.metrics import rehearsal
-from trainer.metrics.budget import BUDGET, Pace, fixed_steps, require_enough, steps_within
+from trainer.metrics.budget import BUDGET, Pace, fixed_steps, recorded_steps, require_enough, steps_within
+from trainer.parallel.mesh import Mesh
 from trainer.registry import SCHEDULES
 from trainer.run import Run
 
@@ -292,6 +295,27 @@ def test_steps_are_timed_at_the_mean_masking_rate_and_with_as_many_positions_at_
     assert [rate.at(step, mask_rate_steps(run.config)) for step in (0, 1000)] == pytest.approx([mean] * 2, rel=1e-3)
     assert rate.most(128, 2) == workload.masking.rate.most(128, 2)
     assert workload.masking.rate == MaskRate(0.3, 0.15)
+
+
+def test_phase_2_is_measured_in_phase_1s_directory(tmp_path: Path) -> None:
+    """The rehearsal begins with initial weights, whatever checkpoints are there: damaged ones are not even read."""
+    (tmp_path / "checkpoints" / "ckpt_6").mkdir(parents=True)
+    config = TrainConfig(
+        phase=2, phase1_end_step=6, resume=True, budget=Duration.parse("20m"), output_dir=tmp_path, warmup_steps=0
+    )
+    assert recorded_steps(config, {}) is None
+    said: list[str] = []
+
+    def make_trainer(run: Run, requests: Any) -> Any:
+        manager = CheckpointManager(checkpoint_directory(run.config), keep=2, log=said.append)
+        assert agree_on_start(run.config, manager, Mesh(), said.append) is None
+        raise Interrupted("")
+
+    nothing: Any = SimpleNamespace()
+    workload: Any = SimpleNamespace(masking=None)
+    with pytest.raises(Interrupted):
+        rehearsal._measure(Run(config, workload, nothing, nothing, print), nothing, make_trainer)
+    assert not said
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("8h", 28800), ("1d", 86400), ("7m", 420)])

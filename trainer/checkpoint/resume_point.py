@@ -102,7 +102,7 @@ def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[ResumeP
     if config.new_data and config.resume_ckpt_path is None:
         raise UserError("--new_data needs a checkpoint to take weights and optimizer from; add --resume_ckpt_path")
     if not config.resume:
-        if manager.paths():
+        if not config.trial and manager.paths():  # a trial, such as the rehearsal of a budget, leaves them as they are
             raise UserError(
                 f"{manager.directory} holds checkpoints up to step {manager.paths()[0][0]}; add --resume_ckpt to "
                 f"resume from there, or give another --output_dir"
@@ -190,6 +190,11 @@ def _beginning(config: TrainConfig, path: Path) -> ResumePoint:
         raise CheckpointError(
             f"{path} is of step {state.global_step}, but phase 1 is said to end at step {config.phase1_end_step}; "
             f"give --phase1_end_step {state.global_step}, or another checkpoint"
+        )
+    if config.new_data and state.phase != config.phase:
+        raise CheckpointError(
+            f"--new_data continues weights and optimizer within a phase, but {path} is of phase {state.phase} and this "
+            f"run is phase {config.phase}; leave --new_data out, or give a checkpoint of phase {config.phase}"
         )
     same_phase = state.phase == config.phase
     return ResumePoint(

@@ -23,6 +23,11 @@ def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
     device = kind.of(mesh, options)
     if options.compile:
         device.compiler = device.make_compiler(options.compile_cache)
+        if mesh.tensor_parallel_size > 1 and device.compiler.whole_graph:
+            raise UserError(
+                f"device {name} compiles the model as one graph, which the sums over tensor_parallel_size = "
+                f"{mesh.tensor_parallel_size} workers would break: leave compile off, or tensor_parallel_size at 1"
+            )
         device.operations = device.compiled_operations
     return device
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
+from common.console import write_to
 from common.files import SAVE_REQUEST
 from common.process import heeded_signals, save_when_parent_dies
 
@@ -52,6 +54,8 @@ class Interruptions:
         self._must_save = False
         self._file = output_dir / SAVE_REQUEST if is_root else None
         self._looked = 0.0
+        #: Whether it was said that the file cannot be removed.
+        self._refused = False
         self._watch = _SpotWatch(self) if watches_spot else None
         self._watches_parent = watches_parent
 
@@ -63,6 +67,8 @@ class Interruptions:
             save_when_parent_dies()
             self._watches_parent = False
         if self._watch is not None and not self._watch.is_alive():
+            if self._watch.ident is not None:  # it has ended, and a thread cannot be started twice
+                self._watch = _SpotWatch(self)
             self._watch.start()
 
     def end(self) -> None:
@@ -88,6 +94,11 @@ class Interruptions:
         try:
             self._file.unlink()
         except FileNotFoundError:
+            return False
+        except OSError as error:
+            if not self._refused:
+                _say(f"{self._file} asks for a checkpoint, but cannot be removed: {error.strerror}; remove it by hand")
+            self._refused = True
             return False
         return True
 
@@ -118,13 +129,13 @@ class _SpotWatch(threading.Thread):
                     notice = self._read(session, path)
                     if notice is not None and seen.get(path) != notice:
                         seen[path] = notice
-                        what = "saving and stopping" if stop else "saving and continuing"
-                        print(f"notice of {path}: {' '.join(notice.split())}; {what}", flush=True)
                         self._interruptions.ask(stop=stop)
+                        what = "saving and stopping" if stop else "saving and continuing"
+                        _say(f"notice of {path}: {' '.join(notice.split())}; {what}")
                 silent = False
             except RequestException as error:
                 if not silent:
-                    print(f"no answer from the instance metadata at {self._url}: {error}; still trying", flush=True)
+                    _say(f"no answer from the instance metadata at {self._url}: {error}; still trying")
                 silent = True
             self.over.wait(_POLL_S)
 
@@ -142,3 +153,8 @@ class _SpotWatch(threading.Thread):
             return None
         answer.raise_for_status()
         return str(answer.text)
+
+
+def _say(line: str) -> None:
+    """Print a line, unless nobody reads any more."""
+    write_to(sys.stdout, line + "\n")

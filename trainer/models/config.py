@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,6 +22,8 @@ PRESETS: dict[str, tuple[int, int, int, int]] = {
     "base": (12, 768, 12, 3072),
     "large": (24, 1024, 16, 4096),
 }
+#: Values in a config.json that our model computes; others are refused.
+_COMPUTES = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,13 @@ class ModelConfig:
     next_sentence: bool = True
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _require_kind(field.name, getattr(self, field.name), type(field.default))
         if self.hidden_size % self.num_attention_heads:
             raise UserError(
                 f"hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads} is not a whole "
                 f"number; choose a hidden size that its heads divide"
             )
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"{name} = {getattr(self, name)} is not a probability; allowed: 0 ≤ p < 1")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
@@ -62,7 +65,11 @@ class ModelConfig:
 
     @classmethod
     def of_hugging_face(cls, config: dict[str, Any]) -> Self:
-        """From the object in a Hugging Face `config.json`; unused keys are ignored."""
+        """From the object in a Hugging Face `config.json`; unused keys are ignored. Raises `UserError` for a value that
+        is not allowed, and for another model."""
+        for key, value in _COMPUTES.items():
+            if config.get(key, value) != value:
+                raise UserError(f"{key} is {config[key]}; only a BERT with {key} = {value} can be read or trained")
         return cls(**{f.name: config[f.name] for f in dataclasses.fields(cls) if f.name in config})
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -93,3 +100,18 @@ class ModelConfig:
                     f"tensor_parallel_size = {size} does not divide {name} = {value}: {value} / {size} = "
                     f"{value / size:g}; choose a size that does"
                 )
+
+
+def _require_kind(name: str, value: Any, kind: type) -> None:
+    """Raise `UserError` unless the value of a field is of its `kind` and in its range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is bool:
+        allowed, fits = "true or false", isinstance(value, bool)
+    elif kind is int:
+        allowed, fits = "a whole number 1 or more", is_number and isinstance(value, int) and value >= 1
+    elif name.endswith("_prob"):
+        allowed, fits = "0 ≤ p < 1", is_number and 0 <= value < 1
+    else:
+        allowed, fits = "a number 0 or more", is_number and 0 <= value < math.inf
+    if not fits:
+        raise UserError(f"{name} is {json.dumps(value, default=str)}; allowed: {allowed}")

@@ -45,6 +45,8 @@ class Moments:
 class AdamW:
     """Loshchilov and Hutter, arXiv:1711.05101, as torch implements it; decay on the first group only."""
 
+    state_form = "moments"
+
     def __init__(
         self,
         parameters: Parameters,

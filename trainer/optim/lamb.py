@@ -20,6 +20,8 @@ class Lamb:
     Parameters without weight decay (biases, LayerNorms) have trust ratio 1, as in timm's default.
     """
 
+    state_form = "moments"
+
     def __init__(
         self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
     ) -> None:

@@ -43,6 +43,7 @@ class Muon:
     """
 
     separates_matrices = True
+    state_form = "momenta of the matrices, moments of the others"
 
     def __init__(
         self, parameters: Parameters, *, weight_decay: float, adamw_lr_ratio: float,

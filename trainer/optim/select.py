@@ -36,6 +36,18 @@ def separates_matrices(name: str) -> bool:
     return bool(getattr(registry.load(registry.OPTIMIZERS[name]), "separates_matrices", False))
 
 
+def takes_over(name: str, other: str) -> bool:
+    """Whether the optimizer called `name` can go on with the state of the one called `other`: both keep the same, or
+    the first keeps none."""
+    return _state_form(name) in ("", _state_form(other))
+
+
+def _state_form(name: str) -> str:
+    """What its class says that the state consists of; without that, it is like no other's."""
+    kind = registry.load(registry.OPTIMIZERS[name]) if name in registry.OPTIMIZERS else None
+    return str(getattr(kind, "state_form", name))
+
+
 def make_optimizer(
     name: str, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None,
     adamw_lr_ratio: float = 1.0,

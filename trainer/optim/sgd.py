@@ -13,6 +13,8 @@ from trainer.optim.parameters import Parameters
 class SGD:
     """Like torch's without momentum, so without state. Weight decay is an L2 penalty on the first group only."""
 
+    state_form = ""
+
     def __init__(
         self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
     ) -> None:

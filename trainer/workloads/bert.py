@@ -243,7 +243,10 @@ def model_of(options: BertOptions) -> ModelConfig:
             raise UserError(
                 f"--model_config {options.model_config} is not a JSON object; give a Hugging Face config.json"
             )
-        model = ModelConfig.of_hugging_face({**config, **changes})
+        try:
+            model = ModelConfig.of_hugging_face({**config, **changes})
+        except UserError as error:
+            raise UserError(f"--model_config {options.model_config}: {error}") from error
     else:
         model = ModelConfig.preset("debug" if options.debug else options.model, **changes)
     model = dataclasses.replace(model, next_sentence=options.next_sentence)

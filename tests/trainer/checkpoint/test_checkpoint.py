@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -19,6 +20,7 @@ from trainer.checkpoint.directory import why_invalid
 from trainer.checkpoint.format import read_tensors, write_tensors
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import Snapshot
+from trainer.checkpoint.stable import stable_step
 from trainer.state import TrainState
 
 
@@ -174,3 +176,16 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path: Path, failpoint
     assert newest == ("ckpt_2" if failpoint == "rename-after:ckpt_2" else "ckpt_1")
     assert next(save(tmp_path, 2, keep=1).valid()).name == "ckpt_2"
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt_2"]
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "said"),
+    [("optimizer", "", "state.json lacks optimizer: another"), ("", "momenta", "holds an unknown momenta: another")],
+)
+def test_the_state_of_another_version_is_one_line(tmp_path: Path, removed: str, added: str, said: str) -> None:
+    """And no training is continued from such a checkpoint by itself."""
+    record = {name: value for name, value in snapshot(7).state.to_json().items() if name != removed}
+    (tmp_path / "state.json").write_text(json.dumps({**record, **({added: 1} if added else {})}))
+    with pytest.raises(CheckpointError, match=said):
+        TrainState.read(tmp_path)
+    assert stable_step(tmp_path) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,30 @@ def test_a_step_that_is_not_finite_is_not_saved(data: Path, model: Path, tmp_pat
     assert done.returncode, done.stdout
     assert "lost the connection" in done.stdout
     assert names(tmp_path) == []
+
+
+def test_weights_or_moments_that_are_not_finite_are_not_saved(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They broke in a step whose loss was still finite; the other worker is lost before the workers compare them."""
+    trainer, _ = trainer_here(data, tmp_path, steps=6, warmup_steps=1)
+    monkeypatch.setattr(trainer.checkpointer, "_mesh", Mesh(world_size=2, local_world_size=2))
+    usual, calls = trainer.optimizer.prepare, []
+    broken, moment = next(iter(trainer.tensors[1].items()))
+
+    def fails() -> None:
+        usual()
+        calls.append(1)
+        if len(calls) == 4:
+            moment.fill_(math.nan)
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+
+    monkeypatch.setattr(trainer.optimizer, "prepare", fails)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        trainer.train()
+    trainer.metrics.abandon()
+    assert names(tmp_path) == []
+    assert f"could not save step 3: {broken} is no longer finite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["prepare", "step"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.errors import CheckpointError
+from tests.helpers.checkpoints import save, snapshot
 from tests.helpers.support import (
     assert_one_line_error,
     assert_same_bytes,
@@ -16,6 +19,10 @@ from tests.helpers.support import (
     write_dataset,
     write_model_config,
 )
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.resume_point import agree_on_start, checkpoint_directory
+from trainer.config import TrainConfig
+from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
 
 #: A batch is the whole data set: every step of any epoch sees the same samples.
@@ -98,3 +105,20 @@ def test_what_cannot_be_continued_is_refused_with_one_line(data: Path, model: Pa
     without = refused(resume_ckpt_path=minimal / "checkpoints" / "ckpt_3")
     assert_one_line_error(without, "has no optimizer-00-of-01.safetensors")
     assert not list((tmp_path / "new" / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_of_another_phase_is_refused(tmp_path: Path) -> None:
+    """Only its weights would be taken. One of the same phase gives its optimizer's state, too."""
+    (tmp_path / "first").mkdir()
+    save(tmp_path / "first", snapshot(step=7))
+    config = TrainConfig(
+        phase1_end_step=7, output_dir=tmp_path / "out", resume=True, resume_ckpt_path=tmp_path / "first" / "ckpt_7",
+        new_data=True,
+    )  # fmt: skip
+    manager = CheckpointManager(checkpoint_directory(config), keep=2)
+    start = agree_on_start(config, manager, Mesh(), print)
+    assert start is not None
+    assert start.restarts
+    second = dataclasses.replace(config, phase=2)
+    with pytest.raises(CheckpointError, match="--new_data .*ckpt_7 is of phase 1 and this run is phase 2; leave"):
+        agree_on_start(second, manager, Mesh(), print)

@@ -9,21 +9,29 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from common.errors import CheckpointError
 from common.options import fields_of
 from stages.directory.manifest import Identity, Output, StartTime, finish
+from tests.helpers.checkpoints import snapshot
 from tests.helpers.support import (
     assert_one_line_error,
     losses,
     train,
     write_dataset,
 )
+from trainer import registry
 from trainer.checkpoint.format import write_manifest
+from trainer.checkpoint.resume_point import ResumePoint
 from trainer.config import CHANGEABLE, TrainConfig
 from trainer.data.identity import CACHE, content_identity
+from trainer.optim.select import takes_over
+from trainer.precision import Precision
+from trainer.resume import initial_state
 
 GIVEN: dict[str, Any] = {
     "batch_size": 4, "grad_accum_usteps": 4, "warmup_steps": 2, "max_pred_len": 5, "device": "cpu", "max_steps": 8,
@@ -185,3 +193,25 @@ def test_the_manifest_and_the_memory_are_believed_only_of_files_as_they_were(tmp
     assert content_identity(data, names, tmp_path / "cache", never_said) == second
     path.write_bytes(content)
     assert content_identity(data, names, tmp_path / "cache", never_said) == first
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("AdamW", "Muon"), ("LAMB", "Muon"), ("Muon", "AdamW"), ("SGD", "AdamW"), ("of a plugin", "LAMB")]
+)
+def test_an_optimizer_with_another_state_is_refused_before_anything_is_loaded(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    """Even if the change is allowed; without a model, a device or the checkpoint's files."""
+    start = ResumePoint(tmp_path, dataclasses.replace(snapshot().state, optimizer=old), weights_only=False)
+    config = TrainConfig(optimizer=new, allow_changes=("optimizer",))
+    run: Any = SimpleNamespace(config=config, workload=None, mesh=None)
+    said = f"holds the state of optimizer {old}, with which {new} cannot continue; keep {old}, or .* --output_dir"
+    with pytest.raises(CheckpointError, match=said):
+        initial_state(run, start, Precision("fp32"), [])
+
+
+def test_an_optimizer_takes_over_the_same_state_or_none() -> None:
+    names = registry.OPTIMIZERS
+    found = {name: {other for other in names if takes_over(name, other)} for name in names}
+    moments = {name for name in names if name.startswith("AdamW")} | {"LAMB"}
+    assert found == {**dict.fromkeys(moments, moments), "Muon": {"Muon"}, "SGD": set(names)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,28 @@ def test_what_cannot_be_opened_is_refused_in_one_line(tmp_path: Path) -> None:
     with h5py.File(path, "w") as file:
         file["input_ids"] = np.zeros((2, 4), np.int32)
     assert "has no dataset input_mask" in refused()
+
+
+@pytest.mark.parametrize("place", ["d", "d/manifest.json"])
+def test_a_directory_or_manifest_without_permission_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """As the system refuses them; root, who may run the tests, is refused nothing."""
+    (tmp_path / "d").mkdir()
+    write_shard(tmp_path / "d" / "x_training_0.hdf5", some_rows())
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / place))
+
+    def refuse(*_: Any) -> Any:
+        raise denied
+
+    if place == "d":
+        monkeypatch.setattr(os, "scandir", refuse)
+    else:
+        monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(UserError, match=r"cannot read the data set .*/d: .*Permission denied: .*; check") as error:
+        ShardSet.open(tmp_path / "d")
+    monkeypatch.undo()
+    assert str(tmp_path / place) in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import UserError
 from tests.helpers.neuron_machine import machine
 from tests.helpers.support import (
     assert_one_line_error,
@@ -24,7 +25,12 @@ from tests.helpers.support import (
     write_model_config,
 )
 from tests.standins.neuron_native.machine import native_machine
-from trainer.devices.neuron_native import NeuronNativeDevice
+from trainer import registry
+from trainer.devices.base import DeviceOptions
+from trainer.devices.cpu import CpuDevice
+from trainer.devices.neuron_native import NeuronCompiler, NeuronNativeDevice
+from trainer.devices.select import select
+from trainer.parallel.mesh import Mesh
 
 
 @pytest.fixture
@@ -205,6 +211,23 @@ def test_the_first_loss_is_not_scaled_before_the_backward_pass() -> None:
         torch.tensor(means, dtype=torch.float64), torch.tensor([1 / 301, 1 / 16], dtype=torch.float64)
     )
     assert NeuronNativeDevice.loss_factors(NeuronNativeDevice.__new__(NeuronNativeDevice), [0]) == ([1.0], 1)
+
+
+class _AnyMachine(CpuDevice):
+    """Compiles as the native lane does."""
+
+    def make_compiler(self, cache: str | None) -> NeuronCompiler:
+        return NeuronCompiler()
+
+
+def test_a_model_that_workers_share_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sums cannot be part of the one graph that this lane compiles; a whole model is compiled."""
+    monkeypatch.setattr(registry, "load", lambda reference: _AnyMachine)
+    options = DeviceOptions(compile=True)
+    with pytest.raises(UserError, match="neuron-native compiles the model as one graph.* = 2 workers.* leave compile"):
+        select("neuron-native", Mesh(world_size=2, tensor_parallel_size=2), options)
+    assert select("neuron-native", Mesh(), options).compiler is not None
+    assert select("neuron-native", Mesh(world_size=2, tensor_parallel_size=2), DeviceOptions()).compiler is None
 
 
 @pytest.mark.slow

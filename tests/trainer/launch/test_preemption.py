@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,8 @@ from tests.helpers.support import (
     write_dataset,
     write_model_config,
 )
+from trainer.launch import preemption
+from trainer.launch.preemption import Interruptions
 
 #: Seconds within which a checkpoint must be durable after a notice; Amazon takes the instance away after 120.
 DURABLE_S = 60
@@ -173,3 +177,45 @@ def test_a_stop_within_a_step_does_not_wait_for_its_end(
     assert train(workers, **straight).returncode == 0
     stopped, whole = (v["output_dir"] / "checkpoints" / "ckpt_3" for v in (values, straight))
     assert_same_bytes(stopped, whole)
+
+
+def test_a_notice_counts_although_nobody_reads_what_is_said_of_it(
+    metadata: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipe of stdout was closed; a watcher that has ended all the same is replaced."""
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata.url)
+    monkeypatch.setattr(preemption, "heeded_signals", lambda: ())  # the signals of the tests stay as they are
+    interruptions = Interruptions(tmp_path, is_root=True, watches_spot=True)
+    ended = interruptions._watch
+    assert ended is not None
+    ended.over.set()
+    interruptions.begin()
+    ended.join()
+    metadata.notices[SPOT] = json.dumps({"action": "terminate", "time": "2026-11-21T08:22:00Z"})
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as unread:
+        monkeypatch.setattr(sys, "stdout", unread)
+        interruptions.begin()
+        wait_until(lambda: interruptions.must_stop, timeout_s=10, every_s=0.01)
+        interruptions.end()
+        assert interruptions._watch is not None
+        interruptions._watch.join()
+        monkeypatch.undo()
+
+
+def test_a_request_that_cannot_be_removed_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is saved for it, at every step, and training goes on; requests from elsewhere still count."""
+    monkeypatch.setattr(preemption, "_FILE_POLL_S", 0.0)
+    (tmp_path / "save_now").mkdir()
+    interruptions = Interruptions(tmp_path, is_root=True, watches_spot=False)
+    assert [interruptions.take_save() for _ in range(3)] == [False] * 3
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{tmp_path / 'save_now'} asks for a checkpoint, but cannot be removed: ")
+    interruptions.ask(stop=False)
+    assert interruptions.take_save()
+    (tmp_path / "save_now").rmdir()
+    (tmp_path / "save_now").touch()
+    assert interruptions.take_save()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, UserError
 from common.files import read_json
 from trainer.checkpoint.interop.contents import Contents
 from trainer.checkpoint.interop.foreign import sizes_of, untie
@@ -23,8 +23,6 @@ _WEIGHTS = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-#: Config values that our BertForPreTraining implements; others are refused.
-_COMPUTES = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
 
 
 def recognise(path: Path) -> bool:
@@ -91,7 +89,7 @@ def _config(path: Path) -> ModelConfig | None:
         if path.exists():
             raise CheckpointError(f"{path} is not a JSON object; copy it again")
         return None
-    for key, value in _COMPUTES.items():
-        if config.get(key, value) != value:
-            raise CheckpointError(f"{path}: {key} is {config[key]}; only a BERT with {key} = {value} can be read")
-    return ModelConfig.of_hugging_face(config)
+    try:
+        return ModelConfig.of_hugging_face(config)
+    except UserError as error:
+        raise CheckpointError(f"{path}: {error}") from error

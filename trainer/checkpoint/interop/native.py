@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, UserError
 from common.files import sha256_of
 from trainer.checkpoint.directory import MANIFEST, why_invalid
 from trainer.checkpoint.format import MASTER
@@ -35,6 +36,7 @@ def read(path: Path, *, optimizer: bool) -> Contents:
     if STATE not in entries or sha256_of(path / STATE) != entries[STATE]["sha256"]:
         raise CheckpointError(f"checkpoint {path} cannot be used: {STATE} is damaged or not in its {MANIFEST}")
     state = TrainState.read(path)
+    config = _model_of(path, state)
     looks_for_master = Precision(state.precision).keeps_master
     kinds = KINDS if optimizer or looks_for_master else (MODEL,)
     shards: dict[str, list[TensorFile]] = {MODEL: [], OPTIMIZER: []}
@@ -64,11 +66,25 @@ def read(path: Path, *, optimizer: bool) -> Contents:
         step=manifest["step"],
         model=model,
         optimizer=moments if optimizer else (),
-        config=ModelConfig(**state.model),
+        config=config,
         state=state,
         epoch=state.epoch,
         files={path / name: entry["bytes"] for name, entry in entries.items()},
     )
+
+
+def _model_of(path: Path, state: TrainState) -> ModelConfig:
+    """The checkpoint's BERT. Raises `CheckpointError` for another model, such as the workload mnist's."""
+    unknown = state.model.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
+    if unknown:
+        raise CheckpointError(
+            f"{path} holds no BERT that this version knows: its model has {min(unknown)} = "
+            f"{state.model[min(unknown)]}; give the checkpoint of a BERT"
+        )
+    try:
+        return ModelConfig(**state.model)
+    except UserError as error:
+        raise CheckpointError(f"{path}: its model's {error}") from error
 
 
 def _with_master(shards: dict[str, list[TensorFile]]) -> tuple[Sequence[Source], Sequence[Source]]:

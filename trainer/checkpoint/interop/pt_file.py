@@ -104,11 +104,14 @@ def write(
     }
     saved: dict[str, Any] = {"model": _state_dict(model)}
     if OPTIMIZER in kinds:
-        # Steps within the phase, which the script uses for bias correction of the moments.
+        # The schedule counts the steps of the phase; the bias correction of the moments counts all updates behind them.
         state = source.contents.state
-        steps = step if state is None else state.step
+        steps, updates = (step, step) if state is None else (state.step, state.optimizer_steps)
         groups = _groups(source, settings, steps)
-        saved |= {"optimizer": _optimizer(model, moments, groups, steps), "scheduler": _schedule(source, groups, steps)}
+        saved |= {
+            "optimizer": _optimizer(model, moments, groups, updates),
+            "scheduler": _schedule(source, groups, steps),
+        }
     saved |= {"files": _files(source, settings), "epoch": source.contents.epoch}
     pickled = io.BytesIO()
     _Pickler(pickled, protocol=2).dump(saved)
@@ -165,14 +168,14 @@ def _state_dict(model: dict[str, _Placeholder]) -> dict[str, _Placeholder]:
 
 
 def _optimizer(
-    model: dict[str, _Placeholder], moments: dict[str, _Placeholder], groups: list[dict[str, Any]], steps: int
+    model: dict[str, _Placeholder], moments: dict[str, _Placeholder], groups: list[dict[str, Any]], updates: int
 ) -> dict[str, Any]:
     unknown = next((name for name in moments if name.split(".", 1)[0] not in MOMENTS), None)
     if unknown:
         raise CheckpointError(f"the script's AdamW has no place for {unknown}; leave the optimizer out: --no-optimizer")
     parts = [[n for n in model if has_weight_decay(n)], [n for n in model if not has_weight_decay(n)]]
     numbers = {name: number for number, name in enumerate([*parts[0], *parts[1]])}
-    state = {n: {"step": steps, **{m: moments[f"{m}.{name}"] for m in MOMENTS}} for name, n in numbers.items()}
+    state = {n: {"step": updates, **{m: moments[f"{m}.{name}"] for m in MOMENTS}} for name, n in numbers.items()}
     numbered = [{**group, "params": [numbers[n] for n in part]} for group, part in zip(groups, parts, strict=True)]
     return {"state": state, "param_groups": numbered}
 
