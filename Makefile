@@ -21,7 +21,7 @@ INSTALLED := $(VENV)/.installed
 run: $(RUNTIME)
 	$(BIN)/luigi --module pipeline BertPhase2
 
-# Two workers more than there are cores: most tests wait for processes of their own (10 min 54 s, with one more 12 min 50 s).
+# Two workers more than there are cores: most tests wait for processes of their own.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 2)')
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 MARK ?= not slow

@@ -38,6 +38,11 @@ def write(text: str) -> None:
     write_to(sys.stderr, text)
 
 
+def print_line(line: str) -> None:
+    """Print a line to stdout, whose reader may have been killed."""
+    write_to(sys.stdout, line + "\n")
+
+
 def write_to(stream: TextIO, text: str) -> None:
     """Print `text`. A closed console does not stop the run: the log files have everything."""
     try:

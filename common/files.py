@@ -91,6 +91,13 @@ def fsync_directory(path: Path) -> None:
             os.close(fd)
 
 
+def fresh_directory(path: Path, *, parents: bool = False) -> None:
+    """Make an empty directory, without what a killed attempt has left there. Raises OSError."""
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=parents)
+
+
 def rename_durably(temporary: Path, final: Path) -> None:
     """Give `temporary` (already fsynced) its final name and make that durable; raises `DiskError`.
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from common.disk_space import require_disk_space
 from common.errors import UserError
-from common.files import TEMPORARY_SUFFIX, rename_durably
+from common.files import TEMPORARY_SUFFIX, disk_errors, fresh_directory, rename_durably
 from common.hashing import InputHashes
 from common.options import from_namespace, option
 from stages.checkpoints.source import (
@@ -22,7 +22,6 @@ from stages.checkpoints.source import (
     brought,
     checkpoint_of,
     model_config,
-    new_folder,
     opened,
     source_identity,
     written,
@@ -114,7 +113,8 @@ def convert(work: StageDirectory, args: ConvertOptions) -> dict[str, Any]:
         else:
             target = work.path / RESULT[args.to]
             temporary = target.with_name(target.name + TEMPORARY_SUFFIX)
-            new_folder(temporary)
+            with disk_errors(temporary):
+                fresh_directory(temporary)
             found, counts = written(work, source, temporary, args.to, options)
             rename_durably(temporary, target)
             outputs = [Output(f"{target.name}/{output.path}", output.bytes, output.sha256) for output in found]

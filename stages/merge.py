@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from common.disk_space import require_disk_space
 from common.errors import UserError
-from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably
+from common.files import TEMPORARY_SUFFIX, disk_errors, fresh_directory, rename_durably
 from common.hashing import InputHashes
 from common.options import option
 from common.size import parse_size
@@ -25,7 +25,6 @@ from stages.checkpoints.source import (
     checkpoint_of,
     held_still,
     model_config,
-    new_folder,
     opened,
     source_identity,
     written,
@@ -124,8 +123,8 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
         if args.with_optimizer and not source.with_optimizer:
             raise UserError(f"{path} has no optimizer state to keep; leave --with-optimizer out")
         require_disk_space(work.path, bytes_needed(source, options), "the model needs")
-        new_folder(temporary)
         with disk_errors(temporary):
+            fresh_directory(temporary)
             for file in _tokenizer_files(args.tokenizer) if args.tokenizer else ():
                 shutil.copyfile(file, temporary / file.name)
         if args.vocab_file:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from common.console import write_to
+from common.console import print_line
 from common.errors import EXIT_INTERRUPTED, AgreedError, Interrupted, UserError
 from common.lock import hold, is_held_for_us
 from common.process import die_with_starter, stop_early_on_signals
@@ -95,7 +95,7 @@ def _run(config: TrainConfig, workload: Workload, trackers: TrackerOptions, devi
     from trainer.run import Run
 
     device.start(mesh)
-    log = _print_line if mesh.is_root else _ignore
+    log = print_line if mesh.is_root else _ignore
     log(f"device {device.describe()}; {mesh.world_size} worker(s)")
     log(
         f"{config.optimizer} at {config.lr:g}, {config.schedule} schedule, batches of "
@@ -110,10 +110,6 @@ def _run(config: TrainConfig, workload: Workload, trackers: TrackerOptions, devi
     if not done:
         log(f"stopped as asked; {stopped}")
     return 0 if done else EXIT_INTERRUPTED
-
-
-def _print_line(line: str) -> None:
-    write_to(sys.stdout, line + "\n")  # its reader may have been killed
 
 
 def _ignore(line: str) -> None:

@@ -171,6 +171,7 @@ class Trainer:
         """After the loss of another worker: save the last whole step, if this one can still read it."""
         if self._is_whole and self.device.outlives_collectives and not self.metrics.saw_non_finite:
             try:
+                self.replicas.require_finite()
                 self.checkpointer.save_alone(self.state, self.metrics.record_alone)
             except UserError as error:
                 sys.stderr.write(f"worker {self.mesh.rank} could not save step {self.state.global_step}: {error}\n")

@@ -8,9 +8,12 @@ import hashlib
 import torch
 from torch import Tensor
 
-from common.errors import NonFiniteStep, ReplicasDiffer
+from common.errors import CheckpointError, NonFiniteStep, ReplicasDiffer
 from trainer.run import Run
 from trainer.state import TrainState
+
+#: Of a tensor: its checksum, and whether all values are finite.
+Summary = tuple[int, bool]
 
 
 class ReplicaCheck:
@@ -28,15 +31,20 @@ class ReplicaCheck:
         interval = self._config.replica_check_steps
         return self._mesh.data_parallel_size > 1 and interval > 0 and state.step % interval == 0
 
+    def require_finite(self) -> None:
+        """The part of the check that needs no other worker. Raises `CheckpointError`."""
+        if broken := _not_finite(self._summaries()):
+            raise CheckpointError(f"{broken} is no longer finite; training resumes from the previous checkpoint")
+
     def require_equal(self, state: TrainState) -> None:
         """Raises, on all workers, `ReplicasDiffer` naming the ranks that differ from the majority, or `NonFiniteStep`.
         A trial is not checked."""
         if self._config.trial:
             return
         mesh, step = self._mesh, f"step {state.global_step}"
-        summaries = dict(zip(self._tensors, self._device.summaries(list(self._tensors.values())), strict=True))
+        summaries = self._summaries()
         digest = hashlib.sha256(repr([summaries[name][0] for name in self._alike]).encode()).hexdigest()
-        broken = next((name for name, (_, is_finite) in summaries.items() if not is_finite), "")
+        broken = _not_finite(summaries)
         found = mesh.all_gather_object((digest, broken))
         odd = sorted(rank for ranks in mesh.data_parallel_group.ranks for rank in _odd_ones(ranks, found))
         if odd:
@@ -50,6 +58,15 @@ class ReplicaCheck:
         for rank, (_, name) in enumerate(found):
             if name:
                 raise NonFiniteStep(f"{step}: {name} of worker {rank} is no longer finite", step=state.step - 1)
+
+    def _summaries(self) -> dict[str, Summary]:
+        """Of this worker's tensors, by name."""
+        return dict(zip(self._tensors, self._device.summaries(list(self._tensors.values())), strict=True))
+
+
+def _not_finite(summaries: dict[str, Summary]) -> str:
+    """The first tensor with a value that is not finite; "" if there is none."""
+    return next((name for name, (_, is_finite) in summaries.items() if not is_finite), "")
 
 
 def _odd_ones(ranks: list[int], found: list[tuple[str, str]]) -> list[int]:

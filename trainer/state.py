@@ -66,6 +66,8 @@ class TrainState:
         """The state in a valid checkpoint directory. Raises `CheckpointError` for one of another version."""
         path = checkpoint / STATE
         record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, dict):
+            raise CheckpointError(f"{path} is not a JSON object; use another checkpoint")
         known = {field.name: field for field in dataclasses.fields(cls)}
         nothing = dataclasses.MISSING
         needed = {name for name, one in known.items() if one.default is nothing and one.default_factory is nothing}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.console import write_to
+from common.console import print_line
 from common.files import utc_now
 from pipeline.console.base import Console, Said, is_chatter
 from stages.directory.records import read_progress
@@ -48,5 +47,4 @@ class Events(Console):
         self._write("complete", stage=label, seconds=round(seconds, 3), result=result)
 
     def _write(self, event: str, **values: object) -> None:
-        line = json.dumps({"event": event, "time": utc_now(), **values}, ensure_ascii=False)
-        write_to(sys.stdout, line + "\n")
+        print_line(json.dumps({"event": event, "time": utc_now(), **values}, ensure_ascii=False))

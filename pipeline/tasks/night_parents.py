@@ -13,7 +13,7 @@ from typing import Any
 
 from common.console import log
 from common.errors import UserError
-from common.files import TEMPORARY_SUFFIX, disk_errors, rename_durably, sha256_of, write_json
+from common.files import TEMPORARY_SUFFIX, disk_errors, fresh_directory, rename_durably, sha256_of, write_json
 from pipeline.settings.sections import Settings
 from pipeline.status.stage_dirs import StageDir, StageDirs
 from pipeline.tasks import parent as names
@@ -165,8 +165,7 @@ def take_over(night: Path, accepted: Sequence[Path]) -> Parent | None:
     final, temporary = night / PARENT, night / f"{PARENT}{TEMPORARY_SUFFIX}"
     with disk_errors(final):
         shutil.rmtree(final, ignore_errors=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        fresh_directory(temporary)
         for found in _candidates(accepted):
             reason = why_invalid(found.checkpoint)
             if reason is None:

@@ -91,14 +91,6 @@ def brought(source: Secret, work: StageDirectory, transport: Transport) -> Itera
         (work.path / STATE).unlink(missing_ok=True)
 
 
-def new_folder(path: Path) -> None:
-    """Make an empty folder, without what a killed attempt has left there. Raises `DiskError`."""
-    with disk_errors(path):
-        if path.exists():
-            shutil.rmtree(path)
-        path.mkdir()
-
-
 def local_source(source: Secret) -> Path:
     """The path of a local checkpoint; raises `CheckpointError` if it is remote or missing."""
     if is_remote(source):

@@ -62,8 +62,7 @@ def suggest(
     candidates = list(_candidates(tokenizer, _texts(reader, samples), frequent))
     width = min(_LONGEST + 2, model.config.max_position_embeddings)
     # A model may have more ids than its tokenizer: they take their share of the probability, but are no answers.
-    known = _known(tokenizer)
-    unknown = torch.tensor([one not in known for one in range(model.config.vocab_size)])
+    unknown = torch.tensor([tokenizer.id_to_token(one) is None for one in range(model.config.vocab_size)])
     unknown = unknown.to(device.torch_device)
     mask, found, all_answers = tokenizer.token_to_id(MASK), list[tuple[float, _Candidate]](), list[dict[str, Any]]()
     model.to(device.torch_device).eval()
@@ -119,9 +118,9 @@ def _texts(reader: BatchReader, samples: Samples) -> Iterator[list[int]]:
 
 def _candidates(tokenizer: Any, texts: Iterator[list[int]], frequent: set[int]) -> Iterator[_Candidate]:
     """Prompts of whole sentences of prose, two a sentence at most, evenly placed: `_TRIED` at most."""
-    cls, sep, tried, known = tokenizer.token_to_id(CLS), tokenizer.token_to_id(SEP), 0, _known(tokenizer)
+    cls, sep, tried = tokenizer.token_to_id(CLS), tokenizer.token_to_id(SEP), 0
     for text in texts:
-        for sentence in _sentences(tokenizer, text, known):
+        for sentence in _sentences(tokenizer, text):
             pieces = [tokenizer.id_to_token(one) for one in sentence]
             if not all(piece in _SIGNS or piece.removeprefix(CONTINUATION).isalnum() for piece in pieces):
                 continue
@@ -140,20 +139,15 @@ def _candidates(tokenizer: Any, texts: Iterator[list[int]], frequent: set[int]) 
                 return
 
 
-def _known(tokenizer: Any) -> set[int]:
-    """The ids of its pieces."""
-    return set(tokenizer.get_vocab().values())
-
-
-def _sentences(tokenizer: Any, text: list[int], known: set[int]) -> Iterator[list[int]]:
-    """The sentences of a row of one or two segments that are whole, as far as punctuation tells; all of their ids are
-    `known`."""
+def _sentences(tokenizer: Any, text: list[int]) -> Iterator[list[int]]:
+    """The sentences of a row of one or two segments that are whole, as far as punctuation tells, and have only ids that
+    the tokenizer knows."""
     special = {tokenizer.token_to_id(piece) for piece in (CLS, SEP, UNK)}
     ends = {tokenizer.token_to_id(piece) for piece in _ENDS}
     sentence: list[int] = []
     for token in text:
         sentence.append(token)
-        if token in ends or token in special or token not in known:
+        if token in ends or token in special or tokenizer.id_to_token(token) is None:
             first = tokenizer.id_to_token(sentence[0])
             if token in ends and _SHORTEST <= len(sentence) <= _LONGEST and not first.startswith(CONTINUATION):
                 yield sentence

@@ -18,6 +18,7 @@ from common.files import (
     TEMPORARY_SUFFIX,
     disk_errors,
     failpoint,
+    fresh_directory,
     fsync_directory,
     rename_durably,
     sha256_of,
@@ -148,8 +149,7 @@ def _fetch(backend: Backend, checkpoint: StoredCheckpoint, name: str, directory:
     every = (*checkpoint.files, *checkpoint.records)
     require_disk_space(directory, sum(file.bytes for file in every), f"{checkpoint.name} of the store needs")
     with disk_errors(final):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        fresh_directory(temporary, parents=True)
     targets: dict[str, list[Path]] = {}
     for file in checkpoint.files:
         targets.setdefault(f"{place}/{file.sha256}", []).append(temporary / file.path)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.errors import DiskError, UserError
-from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, sha256_of
+from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fresh_directory, sha256_of
 from common.lock import exclusively
 from stages.store.backend import Altered, Backend, Missing, Report, one_at_a_time
 from stages.store.records import StoredFile
@@ -118,10 +118,9 @@ def snapshot(directory: Path, names: Iterable[str], place: Path, *, copies: bool
     """Copies of files of `directory`, or hard links where those will do, in the new directory `place`, by name: they
     persist when the files change or are removed. Raises FileNotFoundError, `DiskError`."""
     place = place.with_name(place.name + TEMPORARY_SUFFIX)
-    shutil.rmtree(place, ignore_errors=True)
     try:
         with disk_errors(place):
-            place.mkdir()
+            fresh_directory(place)
         found = {name: place / str(number) for number, name in enumerate(names)}
         for name, path in found.items():
             if copies or not _link(directory / name, path):

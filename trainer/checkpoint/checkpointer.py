@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from common.errors import CheckpointError, UserError
+from common.errors import UserError
 from common.files import METRICS
 from trainer.checkpoint.gather import OptimizerShares
 from trainer.checkpoint.manager import CheckpointManager
@@ -115,16 +115,11 @@ class Checkpointer:
         The remaining workers no longer communicate: among those that hold the same state, the first to get here saves
         it. One of them calls `record` first, to record the steps up to `state`. At most the step under way is then
         repeated (just-in-time checkpointing: Gupta et al. 2024, doi:10.1145/3627703.3650085).
-        Raises `CheckpointError` if this worker's own tensors are not finite, `DiskError`.
+        Raises `DiskError`.
         """
         directory, mesh = self._manager.directory, self._mesh
         if self._live is None or mesh.data_parallel_size == 1 or state.step == 0 or not directory.is_dir():
             return
-        names = [name for tensors in self._live for name in tensors]
-        found = self._device.summaries([tensor for tensors in self._live for tensor in tensors.values()])
-        broken = next((name for name, (_, is_finite) in zip(names, found, strict=True) if not is_finite), None)
-        if broken is not None:
-            raise CheckpointError(f"{broken} is no longer finite; training resumes from the previous checkpoint")
         if mesh.tensor_parallel_size == 1:  # else a write under way may wait for a lost worker
             with contextlib.suppress(UserError):
                 self._manager.finish()

@@ -12,7 +12,7 @@ def stable_step(checkpoint: Path) -> int | None:
     """The step, within its phase, of a checkpoint of a stable part; None if it is of none, or cannot be continued."""
     try:
         state = TrainState.read(checkpoint)
-    except (OSError, ValueError, TypeError, AttributeError, CheckpointError):  # damaged, or of another version
+    except (OSError, ValueError, CheckpointError):  # damaged, or of another version
         return None
     is_minimal = not any(checkpoint.glob("optimizer-*"))
     return None if is_minimal or state.step > state.stable_steps else state.step

@@ -153,14 +153,14 @@ class ShardSet:
         Raises `UserError`: no directory, no matching file, a file that cannot be used, lengths other than asked for
         (`max_pred_len` is an upper limit).
         """
+        absent = f"there is no data set directory {directory}; make the data set, or name another directory"
         try:
-            is_there = directory.is_dir()
-            there = {entry.name for entry in os.scandir(directory)} if is_there else set[str]()
-            known = _recorded_rows(directory) if is_there else {}
+            there = {entry.name for entry in os.scandir(directory)}
+            known = _recorded_rows(directory)
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(absent) from None
         except OSError as error:
             raise UserError(f"cannot read the data set {directory}: {error}; check the permissions") from error
-        if not is_there:
-            raise UserError(f"there is no data set directory {directory}; make the data set, or name another directory")
         missing = sorted(fnmatch.filter(known.keys() - there, pattern))
         if missing:
             raise UserError(f"{directory / missing[0]} is in the manifest but missing; make the data set again")

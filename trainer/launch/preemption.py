@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from common.console import write_to
+from common.console import print_line
 from common.files import SAVE_REQUEST
 from common.process import heeded_signals, save_when_parent_dies
 
@@ -97,7 +96,9 @@ class Interruptions:
             return False
         except OSError as error:
             if not self._refused:
-                _say(f"{self._file} asks for a checkpoint, but cannot be removed: {error.strerror}; remove it by hand")
+                print_line(
+                    f"{self._file} asks for a checkpoint, but cannot be removed: {error.strerror}; remove it by hand"
+                )
             self._refused = True
             return False
         return True
@@ -131,11 +132,11 @@ class _SpotWatch(threading.Thread):
                         seen[path] = notice
                         self._interruptions.ask(stop=stop)
                         what = "saving and stopping" if stop else "saving and continuing"
-                        _say(f"notice of {path}: {' '.join(notice.split())}; {what}")
+                        print_line(f"notice of {path}: {' '.join(notice.split())}; {what}")
                 silent = False
             except RequestException as error:
                 if not silent:
-                    _say(f"no answer from the instance metadata at {self._url}: {error}; still trying")
+                    print_line(f"no answer from the instance metadata at {self._url}: {error}; still trying")
                 silent = True
             self.over.wait(_POLL_S)
 
@@ -153,8 +154,3 @@ class _SpotWatch(threading.Thread):
             return None
         answer.raise_for_status()
         return str(answer.text)
-
-
-def _say(line: str) -> None:
-    """Print a line, unless nobody reads any more."""
-    write_to(sys.stdout, line + "\n")
