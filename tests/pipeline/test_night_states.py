@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +24,15 @@ from tests.helpers.support import assert_one_line_error
 from tests.pipeline.test_nightly import chain, night_of, old_night, post, provide, words
 
 __all__ = ["chain", "post"]
-TODAY = datetime.date.today()
 LONGER = ("--Phase1-lr", "0.002", "--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "0")
+
+
+@pytest.fixture
+def today() -> datetime.date:
+    """Today, with two minutes left of it at least: the test and its commands then agree on the date."""
+    while (later := datetime.datetime.now() + datetime.timedelta(minutes=2)).date() != datetime.date.today():
+        time.sleep(1)
+    return later.date()
 
 
 @pytest.fixture
@@ -51,10 +59,12 @@ def test_a_running_tensorboard_keeps_no_night(chain: Chain, finished: Chain) -> 
     assert night_of(chain, "2026-11-02").exists()
 
 
-def test_a_night_in_the_future_is_refused_and_old_ones_of_it_count_for_nothing(chain: Chain, finished: Chain) -> None:
-    late = TODAY + datetime.timedelta(days=2)
+def test_a_night_in_the_future_is_refused_and_old_ones_of_it_count_for_nothing(
+    chain: Chain, finished: Chain, today: datetime.date
+) -> None:
+    late = today + datetime.timedelta(days=2)
     done = chain.run(*words(chain, "Nightly", "--date", str(late)), status=35)
-    assert f"night {late} is in the future; allowed: up to {TODAY + datetime.timedelta(days=1)}" in done.stderr
+    assert f"night {late} is in the future; allowed: up to {today + datetime.timedelta(days=1)}" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert not night_of(chain, str(late)).exists()
     # A night that was made before such dates were refused.
@@ -137,14 +147,14 @@ def test_a_night_that_another_holds_up_is_told_once(chain: Chain, post: Post) ->
     assert len(post.mails) == 2
 
 
-def test_the_check_tells_of_a_night_that_is_missing(chain: Chain, post: Post) -> None:
+def test_the_check_tells_of_a_night_that_is_missing(chain: Chain, post: Post, today: datetime.date) -> None:
     done = chain.ask("nights", "--check", status=1)
-    assert_one_line_error(done, f"night {TODAY}: missing: it was never started")
+    assert_one_line_error(done, f"night {today}: missing: it was never started")
     (facts,) = post.hooks
-    assert (facts["event"], facts["date"], facts["status"]) == ("check", str(TODAY), "missing")
-    assert post.subjects() == [f"Luigi: Nightly {TODAY} is missing"]
+    assert (facts["event"], facts["date"], facts["status"]) == ("check", str(today), "missing")
+    assert post.subjects() == [f"Luigi: Nightly {today} is missing"]
     (chain.work / "nights").mkdir(parents=True)
-    (chain.work / "nights" / f"{TODAY}.json").write_text(json.dumps({"started": "2026-11-21T01:00:00Z"}))
+    (chain.work / "nights" / f"{today}.json").write_text(json.dumps({"started": "2026-11-21T01:00:00Z"}))
     assert "complete" in chain.ask("nights", "--check").stdout
     assert len(post.hooks) == 1
     refused = chain.ask("nights", "--check", "--date", "yesterday", status=35)
