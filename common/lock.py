@@ -37,13 +37,10 @@ def hold(directory: Path) -> Iterator[int]:
     Raises `LockHeld`, which names the holder, or `DiskError`.
 
     The lock belongs to the open file: it is released when this process and every child that inherited the descriptor
-    have exited, for whatever reason. The file itself stays.
+    have exited, for whatever reason. The file itself stays, unless its holder removes the directory.
     """
-    with disk_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fd = _open_and_lock(directory)
     try:
-        _lock(fd, directory)
         record = {"host": socket.gethostname(), "pid": os.getpid(), "started": utc_now()}
         with disk_errors(directory / LOCK):
             os.ftruncate(fd, 0)
@@ -97,6 +94,24 @@ def is_alive(pid: object) -> bool:
         return isinstance(pid, int) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _open_and_lock(directory: Path) -> int:
+    """The descriptor of the lock that is held. If the holder that it waited for has removed the directory, it is made
+    anew."""
+    while True:
+        with disk_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            _lock(fd, directory)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(directory / LOCK)):
+                    return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
 
 
 def _lock(fd: int, directory: Path) -> None:

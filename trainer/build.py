@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -12,7 +12,6 @@ from trainer.checkpoint.format import MASTER
 from trainer.checkpoint.load import load_into
 from trainer.checkpoint.resume_point import ResumePoint
 from trainer.config import TrainConfig
-from trainer.data.batch_ramp import BatchRamp
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device
@@ -48,15 +47,17 @@ def build_tensor_parallel(device: Device, mesh: Mesh) -> TensorParallel:
     )
 
 
-def build_dataloader(run: Run, precision: Precision, skipped: Sequence[int], doctor: Doctor | None) -> Loader:
-    """This worker's share of all batches except the `skipped` ones; `doctor` observes it."""
+def build_dataloader(run: Run, precision: Precision, state: TrainState, doctor: Doctor | None) -> Loader:
+    """This worker's share of all batches that `state` does not skip; `doctor` observes it."""
     config, mesh, without_padding = run.config, run.mesh, run.device.needs_no_padding(precision)
+    *earlier, sizes = state.batch_sizes()
     order = SampleOrder(
         run.workload.rows_per_shard,
         seed=config.seed,
-        global_batch_size=config.global_batch_size(mesh.data_parallel_size),
-        skipped=skipped,
-        ramp=BatchRamp(config.batch_ramp_steps, config.batch_ramp_parts),
+        global_batch_size=sizes.whole,
+        skipped=state.skipped,
+        ramp=sizes.ramp,
+        earlier=earlier,
     )
     return Loader(
         run.workload.reader(

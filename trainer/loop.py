@@ -52,7 +52,7 @@ class Trainer:
         shares = OptimizerShares(run.mesh, optimizer, are_shared=run.config.shard_optimizer)
         self.state = resume(run, self.state, start, self.optimizer, self.tensor_parallel, shares.elsewhere)
         doctor = build.build_doctor(run, self.model, self.parameters)
-        self.dataloader = build.build_dataloader(run, self.precision, self.state.skipped, doctor)
+        self.dataloader = build.build_dataloader(run, self.precision, self.state, doctor)
         self.checkpointer.begin(start, self.state, model, shares, run.workload.vocab_size, self.tensor_parallel)
         self.replicas = ReplicaCheck(run, model, optimizer, are_shared=shares.are_shared)
         self.metrics = Metrics(run, self.state, doctor)

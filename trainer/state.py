@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,14 @@ from typing import Any, Self
 
 from common.errors import CheckpointError
 from trainer.config import CHANGEABLE
+from trainer.data.batch_ramp import BatchRamp, BatchSizes
 from trainer.models.config import ModelConfig
 from trainer.optim.schedule import DECAY_OPTIONS
 from trainer.registry import stable_steps
 
 #: Name of the file in a checkpoint directory.
 STATE = "state.json"
+_BATCH_OPTIONS = ("global_batch_size", "batch_ramp_steps", "batch_ramp_parts")
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,17 @@ class TrainState:
         mine = {name: getattr(self, name) for name in names}
         return {**self.model, **self.settings, **mine}
 
+    def batch_sizes(self) -> list[BatchSizes]:
+        """The sizes of this phase's global batches, in order: the last ones are this run's."""
+        options = {name: self.deciding[name] for name in _BATCH_OPTIONS}
+        found, end, before = list[BatchSizes](), None, self.global_step - self.step
+        for step, changes in itertools.groupby(reversed(self.changes), key=lambda change: change["step"]):
+            old = {change["name"]: change["old"] for change in changes if change["name"] in _BATCH_OPTIONS}
+            if old:
+                found.append(_sizes(options, end))
+                options, end = {**options, **old}, step - before
+        return [_sizes(options, end), *reversed(found)]
+
     @property
     def stable_steps(self) -> int:
         """Steps of the phase that do not depend on `DECAY_OPTIONS`; 0 in old checkpoints."""
@@ -165,6 +179,11 @@ class TrainState:
                     f"{checkpoint} holds another model: its {name} is {theirs}, this run's is {mine}; "
                     f"give the model it was trained with, or another checkpoint"
                 )
+
+
+def _sizes(options: dict[str, int], end: int | None) -> BatchSizes:
+    whole, steps, parts = (options[name] for name in _BATCH_OPTIONS)
+    return BatchSizes(whole, BatchRamp(steps, parts), end)
 
 
 def _advice(names: list[str], before: int, shared: int) -> str:

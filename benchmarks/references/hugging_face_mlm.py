@@ -69,7 +69,8 @@ class Clock(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.times.append(time.monotonic())
-        control.should_training_stop = self.times[-1] > self._end
+        if self.times[-1] > self._end:  # else it stays what Trainer has decided
+            control.should_training_stop = True
 
 
 def train(args: argparse.Namespace, shards: ShardSet, *, steps: int, clock: Clock) -> transformers.Trainer:

@@ -55,7 +55,7 @@ class Builders:
     def begin(self, out: Path, identity: Callable[[], Identity]) -> Iterator[StageDirectory]:
         """`StageDirectory.begin`: the first machine takes the lock, and the others wait until it has."""
         if self.is_first:
-            with StageDirectory.begin(out, identity) as work:
+            with StageDirectory.begin(out, identity, alone=self.count == 1) as work:
                 yield work
             return
         wanted = os.environ.get(HELD_FINGERPRINT_VARIABLE) or identity().fingerprint

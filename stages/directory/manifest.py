@@ -171,8 +171,8 @@ class StageDirectory:
 
     @classmethod
     @contextlib.contextmanager
-    def begin(cls, path: Path, identity: Callable[[], Identity]) -> Iterator[StageDirectory]:
-        """Lock `path` and write its identity.
+    def begin(cls, path: Path, identity: Callable[[], Identity], *, alone: bool = True) -> Iterator[StageDirectory]:
+        """Lock `path` and write its identity. `alone`: no other machine is writing files there.
 
         If the pipeline started this process, the pipeline holds the lock and has written the identity; `identity`,
         which may have to read all inputs, is then not called.
@@ -189,7 +189,7 @@ class StageDirectory:
             return
         made = identity()
         with hold(path):
-            claim(path, made)
+            claim(path, made, sweep=alone)
             yield cls(path, made)
 
     def progress(self, label: str, total: int, unit: str, *, done: int = 0) -> Progress:
@@ -201,9 +201,9 @@ class StageDirectory:
         finish(self.path, self.identity, outputs, counts, start=self._start, present=present)
 
 
-def claim(path: Path, identity: Identity) -> None:
-    """Write `identity` to `path`, whose lock is held, and remove temporary files of earlier runs and the manifest of a
-    damaged stage: whoever sees one takes the stage for complete.
+def claim(path: Path, identity: Identity, *, sweep: bool = True) -> None:
+    """Write `identity` to `path`, whose lock is held, and remove the manifest of a damaged stage: whoever sees one
+    takes the stage for complete. `sweep`: also remove temporary files, all of which dead runs left.
 
     Raises: `AlreadyComplete`; `UserError` if `path` holds something else; `DiskError`.
     """
@@ -226,7 +226,8 @@ def claim(path: Path, identity: Identity) -> None:
         )
     if why_incomplete(path, identity.fingerprint) is None:
         raise AlreadyComplete
-    sweep_temporaries(path)
+    if sweep:
+        sweep_temporaries(path)
     with disk_errors(path / MANIFEST):
         (path / MANIFEST).unlink(missing_ok=True)
     fsync_directory(path)

@@ -64,13 +64,13 @@ def write_model_config(directory: Path, **changes: Any) -> Path:
 
 
 def options(**values: Any) -> list[str]:
-    """`--name value` for each; True: a flag, False: left out."""
+    """`--name value` for each; True: a flag, False: left out; a tuple: several values."""
     words: list[str] = []
     for name, value in values.items():
         if value is True:
             words.append(f"--{name}")
         elif value is not False:
-            words += [f"--{name}", str(value)]
+            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return words
 
 

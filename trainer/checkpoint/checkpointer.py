@@ -139,8 +139,14 @@ class Checkpointer:
         self._manager.check()
 
     def wait(self) -> None:
-        """Wait until no worker is writing a checkpoint."""
-        self._mesh.wait_while(lambda: self._manager.is_writing)
+        """Wait until no worker is writing a checkpoint. Raises the error of this worker's write, without waiting for
+        the others: they may be waiting for its share."""
+
+        def is_writing() -> bool:
+            self._manager.check()
+            return self._manager.is_writing
+
+        self._mesh.wait_while(is_writing)
 
     def finish(self) -> None:
         """Wait until this worker's last checkpoint is durable. Raises the write's error."""

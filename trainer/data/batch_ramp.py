@@ -29,3 +29,16 @@ class BatchRamp:
                 f"global_batch_size / batch_ramp_parts = {whole} / {self.parts} is not a multiple of {unit}, which "
                 f"all workers execute at once; change one of the three"
             )
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The sizes of global batches up to step `end` (from 0), where a resumed run changed them; None: of the rest."""
+
+    whole: int
+    ramp: BatchRamp = BatchRamp()
+    end: int | None = None
+
+    def __getitem__(self, batch: int) -> int:
+        """Samples in batch `batch`, from 0."""
+        return self.ramp.size(batch, self.whole)

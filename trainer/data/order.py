@@ -1,4 +1,4 @@
-"""Which samples make up which step: a pure function of (seed, epoch, data set, global batch size and its ramp).
+"""Which samples make up which step: a pure function of (seed, epoch, data set, sizes of the global batches).
 
 An epoch goes through the shards in a shuffled order, `BLOCK_ROWS` rows or more at a time; the rows of such a block
 are shuffled together. So a reader needs only a few shards at hand, a data set smaller than a block is shuffled as
@@ -10,6 +10,8 @@ is the same under every version of every library, on every machine.
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
-from trainer.data.batch_ramp import BatchRamp
+from trainer.data.batch_ramp import BatchRamp, BatchSizes
 from trainer.seeds import derive_seed
 
 #: Rows shuffled together, at least: about 120 MB of phase-1 rows.
@@ -75,6 +77,17 @@ class _Epoch:
     rows: Int64s
 
 
+@dataclass(frozen=True)
+class _Stretch:
+    """The batches from `first` on, up to the next stretch: the place (epoch, position in it) of each batch of the ramp,
+    and where the ramp ends."""
+
+    first: int
+    sizes: BatchSizes
+    ramp: list[tuple[int, int]]
+    after_ramp: tuple[int, int]
+
+
 class SampleOrder:
     """Where the samples of each step are. An epoch ends when too few rows for the next batch are left: those rows,
     different ones each epoch, are its documented tail and sit that epoch out.
@@ -88,8 +101,10 @@ class SampleOrder:
         global_batch_size: int,
         skipped: Sequence[int] = (),
         ramp: BatchRamp = NO_RAMP,
+        earlier: Sequence[BatchSizes] = (),
     ) -> None:
-        """`skipped`: batches, counted from 0, that no step uses. `ramp`: for all batches, skipped or not.
+        """`skipped`: batches, counted from 0, that no step uses. `ramp`: for all batches, skipped or not. `earlier`:
+        the sizes, in order, with which earlier runs began; where they end, the next ones continue in the same epoch.
 
         Raises `UserError` if the data set has fewer rows than one global batch."""
         total = int(rows_per_shard.sum())
@@ -104,8 +119,10 @@ class SampleOrder:
         self._skipped = sorted(set(skipped))
         #: Steps in an epoch after the ramp.
         self.steps_per_epoch = total // global_batch_size
-        self._rows, self._ramp = total, ramp
-        self._ramp_places, self._after_ramp = self._plan_ramp()
+        self._rows = total
+        self._stretches = list[_Stretch]()
+        for sizes in (*earlier, BatchSizes(global_batch_size, ramp)):
+            self._stretches.append(self._plan_stretch(sizes))
         self._epoch = functools.lru_cache(maxsize=2)(self._plan_epoch)
         self._block = functools.lru_cache(maxsize=2)(self._shuffle_block)
 
@@ -115,7 +132,7 @@ class SampleOrder:
 
     def batch_size(self, step: int) -> int:
         """Samples of step `step` (from 0)."""
-        return self._ramp.size(self.batch_of(step), self.global_batch_size)
+        return self._size(self.batch_of(step))
 
     def batch_of(self, step: int) -> int:
         """The number of the batch, from 0, that step `step` (from 0) uses: steps pass over skipped batches."""
@@ -148,31 +165,44 @@ class SampleOrder:
                 yield from self._pieces(epoch, start, end)
                 epoch, start = place
                 end = start
-            end += self._ramp.size(batch, self.global_batch_size)
+            end += self._size(batch)
         yield from self._pieces(epoch, start, end)
+
+    def _size(self, batch: int) -> int:
+        return self._stretch(batch).sizes[batch]
+
+    def _stretch(self, batch: int) -> _Stretch:
+        return self._stretches[bisect.bisect_right(self._stretches, batch, key=lambda stretch: stretch.first) - 1]
 
     def _place(self, batch: int) -> tuple[int, int]:
         """The epoch of batch `batch`, and its first sample's position in the epoch."""
-        if batch < len(self._ramp_places):
-            return self._ramp_places[batch]
-        epoch, position = self._after_ramp
-        batch -= len(self._ramp_places)
-        left = (self._rows - position) // self.global_batch_size
+        stretch = self._stretch(batch)
+        batch -= stretch.first
+        if batch < len(stretch.ramp):
+            return stretch.ramp[batch]
+        (epoch, position), whole = stretch.after_ramp, stretch.sizes.whole
+        batch -= len(stretch.ramp)
+        left = (self._rows - position) // whole
         if batch < left:
-            return epoch, position + batch * self.global_batch_size
-        later, step_in_epoch = divmod(batch - left, self.steps_per_epoch)
-        return epoch + 1 + later, step_in_epoch * self.global_batch_size
+            return epoch, position + batch * whole
+        later, step_in_epoch = divmod(batch - left, self._rows // whole)
+        return epoch + 1 + later, step_in_epoch * whole
 
-    def _plan_ramp(self) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-        """The place of each batch of the ramp, and where the ramp ends."""
-        places, epoch, position = list[tuple[int, int]](), 0, 0
-        for batch in range(self._ramp.steps):
-            size = self._ramp.size(batch, self.global_batch_size)
-            if position + size > self._rows:
+    def _plan_stretch(self, sizes: BatchSizes) -> _Stretch:
+        """The batches after those planned so far, which they continue."""
+        # A resumed run may have fewer rows, too, than a batch had before.
+        sizes = dataclasses.replace(sizes, whole=min(sizes.whole, self._rows))
+        first, epoch, position = 0, 0, 0
+        if self._stretches and (first := self.batch_of(self._stretches[-1].sizes.end or 0)):
+            epoch, position = self._place(first - 1)
+            position += self._size(first - 1)
+        ramp = list[tuple[int, int]]()
+        for batch in range(first, sizes.ramp.steps):
+            if position + sizes[batch] > self._rows:
                 epoch, position = epoch + 1, 0
-            places.append((epoch, position))
-            position += size
-        return places, (epoch, position)
+            ramp.append((epoch, position))
+            position += sizes[batch]
+        return _Stretch(first, sizes, ramp, (epoch, position))
 
     def _pieces(self, epoch: int, position: int, end: int) -> Iterator[Samples]:
         """The samples from `position` to `end` in the order of an epoch, block by block."""

@@ -15,7 +15,7 @@ import pytest
 
 from stages.directory import builders as builders_module
 from stages.directory.builders import ALONE, Builders
-from stages.directory.manifest import AlreadyComplete
+from stages.directory.manifest import AlreadyComplete, Identity
 from stages.examples import plans, shard_writer
 from stages.shard import ShardOptions, shard_dataset
 from stages.text.corpus import TokenizeOptions
@@ -131,6 +131,15 @@ def test_a_lost_machines_files_are_made_again(
     assert all(other.is_alive() for other in others)
     assert ended([start(made, out, source, Builders(rank, COUNT)), *others]) == [0, 0, 0]
     assert files(out) == files(one)
+
+
+@pytest.mark.parametrize("count", [1, COUNT])
+def test_what_other_machines_are_writing_stays_when_the_first_starts_again(tmp_path: Path, count: int) -> None:
+    out, writing = tmp_path / "made", tmp_path / "made" / "tokens_training_00001.bin.tmp"
+    for again in (False, True):
+        with Builders(0, count).begin(out, lambda: Identity("tokenize", 1)):
+            assert writing.exists() is (again and count > 1)
+            writing.touch()
 
 
 def test_a_file_that_another_machine_renames_meanwhile_is_no_error(tmp_path: Path, alone: tuple[Path, Path]) -> None:

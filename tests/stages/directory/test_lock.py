@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -64,6 +66,19 @@ def test_a_second_runner_is_told_who_the_first_is(start: Start, tmp_path: Path) 
         assert is_held(tmp_path)
         assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     assert not is_held(tmp_path)
+
+
+def test_a_lock_that_is_removed_with_its_directory_is_taken_anew(start: Start, tmp_path: Path) -> None:
+    """A removal ends while another process waits for the lock: the file that it waits for has no name any more."""
+    stage = tmp_path / "stage"
+    first = start(stage, 1)
+    first.kill()
+    first.wait()
+    removal = threading.Timer(0.3, shutil.rmtree, [stage])
+    removal.start()
+    with hold(stage):
+        removal.join()
+        assert is_held(stage)
 
 
 def test_a_killed_holder_whose_child_is_about_to_end_is_waited_for(start: Start, tmp_path: Path) -> None:

@@ -8,7 +8,10 @@ import random
 import resource
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -16,11 +19,13 @@ import torch
 
 from common.errors import CheckpointError, DiskError
 from tests.helpers.support import FORKS
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.directory import why_invalid
 from trainer.checkpoint.format import read_tensors, write_tensors
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.stable import stable_step
+from trainer.config import TrainConfig
 from trainer.state import TrainState
 
 
@@ -150,6 +155,22 @@ def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path) -> None:
     assert not list(first.valid())
     first.prepare()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_whose_write_fails_ends_although_others_wait_for_it(tmp_path: Path) -> None:
+    """It cannot leave a note either, so only its end ends the others: at the last checkpoint, no step follows."""
+
+    def others_are_busy(is_busy: Callable[[], bool]) -> None:
+        for _ in range(3000):
+            is_busy()
+            time.sleep(0.01)
+        pytest.fail("it waits with the others")
+
+    mesh = SimpleNamespace(is_root=False, tensor_parallel_rank=1, tensor_parallel_size=2, wait_while=others_are_busy)
+    checkpointer = Checkpointer(TrainConfig(output_dir=tmp_path), None, mesh, lambda line: None)  # type: ignore
+    checkpointer._manager.save(snapshot(1))  # into a directory that does not exist
+    with pytest.raises(DiskError, match="cannot write .*ckpt_1.tmp"):
+        checkpointer.close()
 
 
 def _save_2(directory: Path, failpoint: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.support import assert_one_line_error, assert_same_bytes, metrics, train
-from trainer.data.batch_ramp import BatchRamp
+from trainer.data.batch_ramp import BatchRamp, BatchSizes
 from trainer.data.order import SampleOrder
 
 GIVEN: dict[str, Any] = {
@@ -21,10 +21,10 @@ GIVEN: dict[str, Any] = {
 SIZES = [4, 4, 8, 8, 12, 12, *[16] * 8]
 
 
-def positions(rows: int) -> list[tuple[int, range]]:
-    """The epoch of each step, and its samples' positions in the epoch: a batch that does not fit ends the epoch."""
+def positions(rows: int, sizes: list[int] = SIZES) -> list[tuple[int, range]]:
+    """The epoch of each batch, and its samples' positions in the epoch: a batch that does not fit ends the epoch."""
     found, epoch, at = [], 0, 0
-    for size in SIZES:
+    for size in sizes:
         if at + size > rows:
             epoch, at = epoch + 1, 0
         found.append((epoch, range(at, at + size)))
@@ -45,6 +45,56 @@ def test_the_samples_of_each_step_are_those_of_an_independent_count(rows: list[i
         assert (order.epoch_of(step), order.batch_size(step)) == (epoch, SIZES[step])
     together = order.steps(0, len(SIZES))
     np.testing.assert_array_equal(together.row, np.concatenate([order.step(step).row for step in range(len(SIZES))]))
+
+
+def test_batches_of_another_size_continue_in_the_epoch() -> None:
+    """Skipped batches, in the ramp and after a change, keep the sizes that they had: steps 0 to 8 use batches 0 to 9
+    without batch 4, steps 9 to 14 batches 10 to 16 without batch 11."""
+    rows, sizes = [37, 40, 23, 31], [*SIZES[:10], *[12] * 7, *[6] * 30]
+    single = SampleOrder(np.array(rows), seed=3, global_batch_size=1)
+    earlier = [BatchSizes(16, BatchRamp(6, 4), end=9), BatchSizes(12, end=15)]
+    order = SampleOrder(np.array(rows), seed=3, global_batch_size=6, skipped=[4, 11], earlier=earlier)
+    used = [(size, *place) for batch, (size, place) in enumerate(zip(sizes, positions(131, sizes), strict=True))
+            if batch not in (4, 11)]  # fmt: skip
+    for step, (size, epoch, places) in enumerate(used):
+        wanted = [single.step(epoch * 131 + place) for place in places]
+        found = order.step(step)
+        assert list(zip(found.shard, found.row, strict=True)) == [(s.shard[0], s.row[0]) for s in wanted]
+        assert (order.epoch_of(step), order.batch_size(step)) == (epoch, size)
+
+
+def test_a_resumed_run_with_another_batch_and_less_data_has_an_order() -> None:
+    """The earlier batch is larger than the whole data set."""
+    order = SampleOrder(np.array([10]), seed=3, global_batch_size=4, earlier=[BatchSizes(16, end=3)])
+    for step in range(3, 9):
+        assert len(set(order.step(step).row.tolist())) == 4
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_resumed_run_may_change_the_batch_and_reads_on_where_it_was(
+    data: Path, model: Path, tmp_path: Path, workers: int
+) -> None:
+    """Twice: in the middle of the ramp, and after it. Each change is recorded, so a later resume is exact, too."""
+    allowed = ("global_batch_size", "batch_ramp_steps", "lr")
+    out, options = tmp_path / "out", {"record_samples": True, "allow_changes": allowed}
+    whole, smaller = {"batch_ramp_steps": 0, "grad_accum_usteps": 8 // workers}, {"grad_accum_usteps": 4 // workers}
+    run(data, model, out, workers, steps_this_run=3, record_samples=True)
+    for values in (whole, {**whole, **smaller, "lr": 1e-3}):
+        for _ in range(2):
+            before = metrics(out)[-1]["step"]
+            run(data, model, out, workers, **{**values, **options, "steps_this_run": before + 2, "resume_ckpt": True})
+    sizes = [4, 4, 8, *[16] * 4, *[8] * 4]
+    assert [record["samples"] for record in metrics(out)] == np.cumsum(sizes).tolist()
+    single = SampleOrder(np.array([37, 40, 23, 31]), seed=12349, global_batch_size=1)
+    wanted = [
+        [[int(s.shard[0]), int(s.row[0])] for s in (single.step(epoch * 131 + place) for place in places)]
+        for epoch, places in positions(131, sizes)
+    ]
+    read = dict[int, list[list[int]]]()
+    for rank in range(workers):
+        for record in map(json.loads, (out / f"samples-{rank}.jsonl").read_text().splitlines()):
+            read.setdefault(record["step"], []).extend(record["samples"])
+    assert {step: sorted(samples) for step, samples in read.items()} == dict(enumerate(map(sorted, wanted)))
 
 
 def run(data: Path, model: Path, out: Path, workers: int = 1, **values: Any) -> Path:
