@@ -18,7 +18,7 @@ from benchmarks.results import VARIABLE, machine, read, write_table
 from benchmarks.work import ROOT, others_cores
 
 ALL = (
-    "train_cpu", "packed", "xla", "utilization", "data_wait", "startup", "workers", "gpu", "compile",
+    "train_cpu", "packed", "xla", "utilization", "data_wait", "startup", "memory", "workers", "gpu", "compile",
     "checkpoint", "data", "merge", "mlp", "precision", "packing", "scale", "faults.recovery", "faults.goodput",
     "faults.store_fetch", "faults.store_shards", "faults.store_training", "quality",
 )  # fmt: skip

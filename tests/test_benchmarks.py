@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.faults.schedule import FAULTS
 from benchmarks.faults.training import Training
+from benchmarks.memory import peak_mb
 from benchmarks.quality import Trained, compared
 from benchmarks.results import Result, ratio, write_table
 from benchmarks.work import A2, Work, half_padding_lengths, packed, random_rows, write_rows
@@ -87,6 +88,28 @@ def test_quality_claims_fail_with_more_time_than_berts_and_against_a_better_trai
         "mini: time to BERT's loss": "yes", "mini: loss in that time": "yes", "mini: accuracy in BERT's time": "yes",
         "mini: time of that": met, "mini: loss of Trainer after 15 × our time": met,
     }  # fmt: skip
+
+
+def test_trainer_decides_when_it_has_done_its_steps() -> None:
+    """The clock that ends it after a time leaves its own decision as it is."""
+    from transformers import TrainerControl
+
+    from benchmarks.references.hugging_face_mlm import Clock
+
+    for is_over in (False, True):
+        for end in (math.inf, 0.0):
+            control = TrainerControl(should_training_stop=is_over)
+            Clock(end).on_step_end(None, None, control)
+            assert control.should_training_stop is (is_over or end == 0)
+
+
+HOLDING = "import time; held = bytearray(b'x') * 100_000_000; time.sleep(1)"
+
+
+def test_peak_memory_counts_children_and_nothing_twice() -> None:
+    """100 MB each in a process and its child at the same time; a bare Python takes 10 MB."""
+    program = f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {HOLDING!r}]); {HOLDING}"
+    assert 200 < peak_mb("-c", f"{program}; child.wait()") < 240
 
 
 def test_rows_of_a_benchmark_are_replaced_and_others_stay(tmp_path: Path) -> None:
