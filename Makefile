@@ -15,6 +15,9 @@ INSTALL = $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python
 RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
 
+# Images often set it: then each of the thousands of commands that tests start would compile all of its modules.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: run test test-slow style check bench mutants docs test-newest test-lowest constraints clean
 .DELETE_ON_ERROR:
 

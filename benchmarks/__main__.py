@@ -19,8 +19,8 @@ from benchmarks.work import ROOT, others_cores
 
 ALL = (
     "train_cpu", "packed", "xla", "utilization", "data_wait", "startup", "memory", "workers", "gpu", "compile",
-    "checkpoint", "data", "merge", "mlp", "precision", "packing", "scale", "faults.recovery", "faults.goodput",
-    "faults.store_fetch", "faults.store_shards", "faults.store_training", "quality",
+    "checkpoint", "mlp", "precision", "scale", "stages.data", "stages.merge", "stages.packing", "faults.recovery",
+    "faults.goodput", "faults.store_fetch", "faults.store_shards", "faults.store_training", "quality",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ A small chain is made, whose model is then padded with random bytes. `luigi Bert
 fetches it and makes nothing. A folder is compared with `cp -r` and `sync` of the same files; S3 (moto's server) with
 boto3's `download_file` of the same objects, one at a time and several at once, and `sync`. Ratios are given with and
 without luigi's start (a run with everything there), which is the same for every size. Both sides begin equally long
-after the last large deletion (see `benchmarks.merge`).
+after the last large deletion (see `benchmarks.stages.merge`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.stores import KINDS, Place, client, place
-from benchmarks.merge import SETTLE_S
 from benchmarks.results import Result, say
+from benchmarks.stages.merge import SETTLE_S
 from benchmarks.work import ROOT, python
 from common.files import read_json, sha256_of, write_json
 from stages.directory.manifest import MANIFEST

@@ -127,12 +127,14 @@ def main() -> None:
 
 def compare(directory: Path, pairs: int) -> None:
     def merged(source: str, out: Path) -> dict[str, float]:
-        words = ("-m", "benchmarks.merge", "--merge", str(directory / source / "split" / "checkpoint"), str(out))
+        words = ("-m", "benchmarks.stages.merge", "--merge", str(directory / source / "split" / "checkpoint"), str(out))
         found: dict[str, float] = json.loads(python(*words).splitlines()[-1])
         return found
 
     for size in ("small", "large"):
-        python("-m", "benchmarks.merge", "--make", str(directory / size), *(["--small"] if size == "small" else []))
+        python(
+            "-m", "benchmarks.stages.merge", "--make", str(directory / size), *(["--small"] if size == "small" else [])
+        )
     baseline = merged("small", directory / "out-small")["peak"]
     source, out = directory / "large" / "split" / "checkpoint", directory / "out"
     total = sum(path.stat().st_size for path in source.iterdir())

@@ -1,0 +1,1 @@
+"""Stages beside what others do the same work with: building data, packing, merging."""
