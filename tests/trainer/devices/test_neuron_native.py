@@ -56,7 +56,7 @@ def train_there(env: dict[str, str], workers: int = 1, **given: object) -> subpr
 
 @pytest.fixture
 def work(tmp_path: Path) -> dict[str, object]:
-    data, model = write_dataset(tmp_path / "data", [60]), write_model_config(tmp_path)
+    data, model = write_dataset(tmp_path / "data", [60]), write_model_config(tmp_path, num_hidden_layers=1)
     return {
         "data_dir": data, "model_config": model, "batch_size": 4, "max_steps": 6, "warmup_steps": 1, "max_pred_len": 5,
         "precision": "fp32", "lr": 1e-3, "grad_accum_usteps": 2,

@@ -44,7 +44,7 @@ from trainer.parallel.mesh import Mesh
 @pytest.fixture
 def work(tmp_path: Path) -> list[str]:
     """The options of a short training."""
-    data, model = write_dataset(tmp_path / "data", [40]), write_model_config(tmp_path)
+    data, model = write_dataset(tmp_path / "data", [40]), write_model_config(tmp_path, num_hidden_layers=1)
     return options(
         data_dir=data, model_config=model, output_dir=tmp_path / "out", device="neuron", batch_size=4,
         grad_accum_usteps=2, max_steps=3, warmup_steps=1, max_pred_len=5,

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from tests.helpers.support import assert_one_line_error, assert_same_bytes, losses, metrics, tensors, train
+from tests.helpers.support import (
+    assert_one_line_error,
+    assert_same_bytes,
+    losses,
+    metrics,
+    tensors,
+    train,
+    write_model_config,
+)
 from trainer.devices.xla import XlaDevice
 from trainer.metrics.budget import fixed_steps
 from trainer.parallel.mesh import Mesh
@@ -19,6 +27,12 @@ pytestmark = pytest.mark.usefixtures("torch_xla")
 A_USERS_FLAGS = "--xla_cpu_enable_fast_math=false"
 
 COMMON = {"batch_size": 4, "lr": 3e-3, "warmup_steps": 5, "max_pred_len": 5, "ckpt_interval_steps": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer: graphs of two take twice as long to compile."""
+    return write_model_config(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
 def run(data: Path, model: Path, out: Path, *, workers: int = 1, flags: str | None = None, **values: object) -> Path:
