@@ -149,7 +149,7 @@ def test_no_damage_makes_a_traceback(
             try:
                 assert ask(chain, words) in (0, 1, 35), (words, done)
             except Exception as error:
-                raise AssertionError(f"try {tries} of seed {seed}: {words} after {done}") from error
+                raise AssertionError(f"try {tries}: {words} after {done}") from error
         capsys.readouterr()
         shutil.rmtree(chain.directory)
         tries += 1
