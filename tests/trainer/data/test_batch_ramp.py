@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.checkpoints import snapshot
 from tests.helpers.support import assert_one_line_error, assert_same_bytes, metrics, train
 from trainer.data.batch_ramp import BatchRamp, BatchSizes
 from trainer.data.order import SampleOrder
@@ -61,6 +63,29 @@ def test_batches_of_another_size_continue_in_the_epoch() -> None:
         found = order.step(step)
         assert list(zip(found.shard, found.row, strict=True)) == [(s.shard[0], s.row[0]) for s in wanted]
         assert (order.epoch_of(step), order.batch_size(step)) == (epoch, size)
+
+
+def test_the_sizes_before_each_change_are_those_of_the_record() -> None:
+    """Steps are counted from the start of the phase; of two changes at one step only the last has had any effect."""
+    state = snapshot(110).state
+    state = dataclasses.replace(
+        state,
+        step=10,
+        global_batch_size=8,
+        settings={"batch_ramp_steps": 0, "batch_ramp_parts": 4},
+        changes=[
+            {"step": 105, "name": "batch_ramp_steps", "old": 6, "new": 0},
+            {"step": 105, "name": "lr", "old": 1e-3, "new": 1e-4},
+            {"step": 107, "name": "weight_decay", "old": 0.1, "new": 0.0},
+            {"step": 108, "name": "global_batch_size", "old": 16, "new": 12},
+            {"step": 108, "name": "global_batch_size", "old": 12, "new": 8},
+        ],
+    )
+    assert state.batch_sizes() == [
+        BatchSizes(16, BatchRamp(6, 4), end=5),
+        BatchSizes(16, BatchRamp(0, 4), end=8),
+        BatchSizes(8, BatchRamp(0, 4)),
+    ]
 
 
 def test_a_resumed_run_with_another_batch_and_less_data_has_an_order() -> None:
