@@ -139,6 +139,7 @@ def test_the_parts_of_a_timed_step_are_there_and_within_it(tmp_path: Path) -> No
     assert end["save"] > 0
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_small_on_a_cpu(tmp_path: Path) -> None:
     results = {"BENCHMARK_RESULTS": str(tmp_path / "r")}
     done = command("-m", "benchmarks.gpu", "--device", "cpu", "--steps", "4", env=results)

@@ -47,6 +47,7 @@ def test_the_lock_is_free_again_after_a_kill(data: Path, model: Path, tmp_path: 
     assert train(**given).returncode == 0
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_second_ends_with_the_same_line_and_status(data: Path, model: Path, tmp_path: Path) -> None:
     words = options(**GIVEN, data_dir=data, model_config=model, output_dir=tmp_path)
     torchrun = ["-m", "trainer.launch.torchrun", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2"]

@@ -45,6 +45,7 @@ def assert_like_scratch(chain: Chain, scratch: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_more_steps_go_on_from_the_last_stable_checkpoint(prepared: Chain, scratch: Path, tmp_path: Path) -> None:
     """This includes dynamic masks with a falling rate."""
     chain = prepared.copy(tmp_path / "chain")
@@ -110,6 +111,7 @@ def test_a_constant_training_is_finished_with_a_short_decay(prepared: Chain, tmp
     assert_same_bytes(chain.latest("pretrain-phase1") / ckpt, other.latest("pretrain-phase1") / ckpt)
 
 
+@pytest.mark.slow
 def test_a_trial_of_a_sweep_goes_on_from_no_step_after_its_rung(prepared: Chain, tmp_path: Path) -> None:
     """The earlier training's stable checkpoint is that of step 4."""
     chain = prepared.copy(tmp_path / "chain")
@@ -156,6 +158,7 @@ def test_what_differs_earlier_is_trained_anew(prepared: Chain, tmp_path: Path, c
     assert "continues from" not in out.stdout + out.stderr
 
 
+@pytest.mark.slow
 def test_phase_2_is_extended_alone_and_after_phase_1(tmp_path: Path) -> None:
     """A longer phase 2 continues the earlier phase 2; a longer phase 1 makes phase 2 another training."""
     write_corpus(tmp_path / "corpus.txt")

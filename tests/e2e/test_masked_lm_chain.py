@@ -23,6 +23,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chain, str]:
     return chain, chain.run("BertPhase2").stderr
 
 
+@pytest.mark.slow
 def test_the_merged_model_loads_as_bert_for_masked_lm_and_gives_the_recorded_scores(ran: tuple[Chain, str]) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     chain, _ = ran

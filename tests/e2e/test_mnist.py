@@ -91,6 +91,7 @@ def test_the_chain_trains_and_evaluates_on_an_xla_device(images: Path, tmp_path:
     assert evaluated["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_chain_ends_with_the_same_bytes(images: Path, tmp_path: Path) -> None:
     """A worker is killed: the chain restarts it. Luigi is killed: the same command resumes."""
     values = {**SMALL, "url": images}
@@ -111,6 +112,7 @@ def test_a_killed_chain_ends_with_the_same_bytes(images: Path, tmp_path: Path) -
     assert len(set(accuracies)) == 1
 
 
+@pytest.mark.slow
 def test_workers_and_learning_rate_make_another_model(images: Path, tmp_path: Path) -> None:
     values = {**SMALL, "url": images}
     luigi(tmp_path, **values)
@@ -162,6 +164,7 @@ def test_other_files_are_not_taken_for_mnist(images: Path, tmp_path: Path) -> No
     assert "nowhere/train-images-idx3-ubyte.gz; give the folder or address that has MNIST's files" in missing.stderr
 
 
+@pytest.mark.slow
 def test_downloading_killed_at_every_point(images: Path, tmp_path: Path) -> None:
     log = tmp_path / "points"
     words = ("stages.mnist", images, "--checksums", "none", "--out")

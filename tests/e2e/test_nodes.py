@@ -88,6 +88,7 @@ def test_a_node_that_never_comes_is_one_line(nodes: Nodes, rank: int) -> None:
     assert "starting again" not in said
 
 
+@pytest.mark.slow
 def test_nodes_with_different_commands_are_refused(tmp_path: Path) -> None:
     port = free_port()
 

@@ -77,6 +77,7 @@ def test_a_night_in_the_future_is_refused_and_old_ones_of_it_count_for_nothing(
     assert night_of(chain, "2099-01-01").exists()
 
 
+@pytest.mark.slow
 def test_the_next_night_tells_of_one_that_was_killed_once(chain: Chain, post: Post, finished: Chain) -> None:
     night = provide(chain, "2026-11-20", finished)
     process = chain.start(*words(chain, "Nightly", "--date", "2026-11-20"), *LONGER)
@@ -123,6 +124,7 @@ def test_a_night_is_running_while_it_prepares(tmp_path: Path) -> None:
     assert (state.status, state.pid) == ("running", os.getpid())
 
 
+@pytest.mark.slow
 def test_a_night_that_another_holds_up_is_told_once(chain: Chain, post: Post) -> None:
     for date in ("2026-11-20", "2026-11-21"):
         provide(chain, date)

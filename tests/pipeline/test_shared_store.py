@@ -81,6 +81,7 @@ def stored(store: Path) -> set[str]:
     return {path.parent.name for path in (store / "stages").rglob("*.json")}
 
 
+@pytest.mark.slow
 def test_everything_but_compiled_graphs_is_in_the_store(first: Chain) -> None:
     store = first.directory.parent / "store"
     assert stored(store) == STORED
@@ -105,6 +106,7 @@ def test_pickles_are_told_apart(tmp_path: Path) -> None:
     assert not is_pickle((tmp_path / "a.safetensors").read_bytes())
 
 
+@pytest.mark.slow
 def test_a_finished_chain_is_fetched_and_nothing_is_made(first: Chain, tmp_path: Path) -> None:
     other = machine(tmp_path / "other", first.directory.parent / "store")
     rows = other.status()
@@ -127,6 +129,7 @@ def test_a_finished_chain_is_fetched_and_nothing_is_made(first: Chain, tmp_path:
     assert other.manifest("pretrain-phase1") == first.manifest("pretrain-phase1")
 
 
+@pytest.mark.slow
 def test_what_follows_a_fetched_stage_is_made_from_it(first: Chain, tmp_path: Path) -> None:
     """For each stage in turn: the store has it and what it is made from, and nothing that is made from it."""
     store = tmp_path / "store"
@@ -188,6 +191,7 @@ def test_what_is_poisoned_is_made_here_with_the_same_bytes(first: Chain, tmp_pat
     assert "is intact" in other.ask("store", "verify", "--read").stdout
 
 
+@pytest.mark.slow
 def test_what_was_removed_is_pushed_again_when_asked(first: Chain, tmp_path: Path) -> None:
     store = tmp_path / "store"
     other = machine(tmp_path / "other", store)
@@ -263,6 +267,7 @@ def test_an_interrupted_run_leaves_its_newest_checkpoint_in_the_store(start: Sta
     assert "nobody is making it now" in listing
 
 
+@pytest.mark.slow
 def test_of_two_machines_that_train_the_same_one_waits_and_fetches(start: Start, tmp_path: Path) -> None:
     machines = [machine(tmp_path / name, tmp_path / "store") for name in ("a", "b")]
     processes = [start(chain, "Pretrain", "--phase", "1") for chain in machines]
@@ -393,6 +398,7 @@ def test_a_store_that_cannot_be_used_is_one_line_before_anything_starts(tmp_path
 WSD = ("--Phase1-schedule", "wsd", "--Phase1-decay-share", "0.5", "--Phase1-num-ckpts-to-keep", "1")
 
 
+@pytest.mark.slow
 def test_a_fetched_training_is_gone_on_with_like_one_that_was_made_here(tmp_path: Path) -> None:
     """By phase 2, and by a longer training that starts from the checkpoint before the decay."""
     made, other = (machine(tmp_path / name, tmp_path / "store") for name in ("made", "other"))

@@ -21,6 +21,7 @@ def trained(chain: Chain) -> Path:
     return chain.latest("pretrain-phase2") / str(counts["checkpoint"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_phase_2_from_a_given_checkpoint_is_that_from_phase_1(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, form: str

@@ -122,6 +122,7 @@ def made(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "embeddings.safetensors"
 
 
+@pytest.mark.slow
 def test_the_stage_embeds_words_that_are_used_alike_alike(shards: Path, made: Path) -> None:
     found = load_file(made)
     vectors, bias = found[WORD_EMBEDDINGS].numpy(), found[OUTPUT_BIAS].numpy()

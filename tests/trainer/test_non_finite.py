@@ -57,6 +57,7 @@ def test_a_bad_batch_is_left_out_and_said(data: Path, model: Path, tmp_path: Pat
             np.testing.assert_array_equal(found, np.stack([wanted.shard, wanted.row], axis=1))
 
 
+@pytest.mark.slow
 def test_going_back_to_another_checkpoint_or_resuming_ends_with_the_same_bytes(
     data: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -200,6 +200,7 @@ def test_what_bf16_checkpoints_hold(data: Path, model: Path, tmp_path: Path) -> 
             assert name.endswith(("bias", "LayerNorm.weight")) or not torch.equal(weights[name].float(), master), name
 
 
+@pytest.mark.slow
 def test_everything_goes_on_from_the_master_copy(data: Path, model: Path, tmp_path: Path) -> None:
     """Phase 2 from the checkpoint, from a minimal one, from a converted one and from the split and joined one; and the
     merged model."""

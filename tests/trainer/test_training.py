@@ -49,6 +49,7 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, status: int = 0
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-8), ("fp32", 1e-4)])
 def test_workers_do_not_change_the_loss_curve(
     data: Path, model: Path, tmp_path: Path, precision: str, tolerance: float

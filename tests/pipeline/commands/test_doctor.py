@@ -219,6 +219,7 @@ def make_bucket(address: str, name: str) -> None:
     boto3.client("s3", endpoint_url=address, region_name="us-east-1", **names).create_bucket(Bucket=name)  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 def test_5_bad_credentials(chain: Chain, weed: str) -> None:
     """SeaweedFS answers 403 to keys that it does not know."""
     make_bucket(weed, "doctor")

@@ -142,6 +142,7 @@ def test_its_values_are_those_of_the_projects_configuration(
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_what_is_seen_here_is_chosen(tmp_path: Path, bare: dict[str, str], corpus: Path) -> None:
     gpus = "NVIDIA A10G, 23028\n" * 4
     nodes = {"items": [{"metadata": {"labels": {}}, "status": {"allocatable": {"nvidia.com/gpu": "8"}}}]}

@@ -201,6 +201,7 @@ def test_what_only_the_store_has_is_listed_as_it_was_here(tmp_path: Path) -> Non
     assert len(done.stdout.splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_training_of_a_machine_that_was_lost_is_listed_with_its_last_checkpoint(tmp_path: Path) -> None:
     lost = machine(tmp_path / "lost", tmp_path / "store")
     words = ("Pretrain", "--phase", "1", "--Phase1-max-steps", "100000", "--Phase1-lr", "0.125")

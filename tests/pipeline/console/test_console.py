@@ -217,6 +217,7 @@ def test_warnings_of_a_stage_are_shown_above_its_live_line(tmp_path: Path) -> No
     assert live == "pretrain-phase1"
 
 
+@pytest.mark.slow
 def test_no_dump_of_settings_and_no_warning_of_a_library_is_shown(chain: Chain) -> None:
     said = chain.run("BertPhase2", "--Cluster-nproc-per-node", "2").stderr
     assert "BERT is pretrained.\n" in said

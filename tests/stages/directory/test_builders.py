@@ -107,6 +107,7 @@ def alone(tmp_path: Path, text: Path) -> tuple[Path, Path]:
     return tokens, shards
 
 
+@pytest.mark.slow
 def test_three_machines_make_the_bytes_of_one(tmp_path: Path, text: Path, alone: tuple[Path, Path]) -> None:
     """The last machine begins first, and waits."""
     tokens, shards = tmp_path / "tokens", tmp_path / "shards"

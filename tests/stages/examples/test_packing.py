@@ -55,6 +55,7 @@ def test_every_sequence_is_in_one_row_and_no_row_holds_more_than_it_can(form: Fo
     assert masked.sum(1).max() <= form.max_pred_len
 
 
+@pytest.mark.slow
 def test_rows_are_as_few_as_a_search_of_all_ways_finds() -> None:
     """With few sequences every assignment can be tried. Packing may need one row more than the best of them:
     best-fit decreasing needs at most 11/9 of the best and 6/9 of a row (Dósa 2007)."""

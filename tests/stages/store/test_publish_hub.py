@@ -206,6 +206,7 @@ def test_a_password_in_the_address_is_not_shown(publish: Publisher) -> None:
     assert "hunter2" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached_or_answers_nonsense_is_one_line(publish: Publisher, hub: Hub) -> None:
     nobody = f"http://127.0.0.1:{free_port()}"
     done = publish(f"hf://{NAME}", status=35, HF_ENDPOINT=nobody, HF_TOKEN=WRITER)

@@ -166,6 +166,7 @@ def test_the_learned_vocabulary_is_the_same_every_time_and_the_librarys_in_all_b
     assert len(set(learned) & set(reference.get_vocab())) > 1950
 
 
+@pytest.mark.slow
 def test_processes_do_not_show_in_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = write_corpus(tmp_path / "text", documents=400)
     monkeypatch.setattr(parts, "_PART_CHARACTERS", 40_000)

@@ -425,6 +425,7 @@ POINTS = {
 }
 
 
+@pytest.mark.slow
 def test_wherever_it_is_killed_nothing_is_fetched_twice(web: Web, shards: Path, tmp_path: Path) -> None:
     wanted = bytes_of(shards)
     for point, missing in POINTS.items():

@@ -131,6 +131,7 @@ def test_dropout_keeps_bits_as_they_are(dtype: torch.dtype) -> None:
     assert 0 < int(is_kept[0, 0].sum()) < 40
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_other_thread_of_training_has_threads_of_its_own(data: Path, tmp_path: Path) -> None:
     """With more threads than cores, those that train sleep at every wait: a step took 1.5 times as long."""

@@ -374,6 +374,7 @@ def test_a_runtime_that_sees_other_workers_is_refused(work: list[str], tmp_path:
     assert "of 2, the process group of backend xla calls it 0 of 1; start all" in done.stderr
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_in_buckets_from_the_last_on() -> None:
     """In the graph that XLA gets: all-reduces of at most two floats each, unless a tensor is larger."""
     code = """

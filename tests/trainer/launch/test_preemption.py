@@ -71,6 +71,7 @@ def recorded(out: Path) -> int:
     return len((out / "metrics.jsonl").read_text().splitlines()) if (out / "metrics.jsonl").exists() else 0
 
 
+@pytest.mark.slow
 def test_notices_make_it_save_and_the_last_one_ends_it(metadata: Metadata, values: dict[str, Any]) -> None:
     """Two workers, one of which watches. On a recommendation to move, the run saves once and continues. On the notice
     that the instance goes away, it saves its last step and stops with 75, all within a minute."""

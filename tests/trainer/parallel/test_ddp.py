@@ -31,6 +31,7 @@ def run(out: Path, workers: int, **values: object) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "micro_steps", "optimizer"),
     [("bert", 1, "AdamW"), ("bert", 3, "AdamW"), ("bert", 2, "Muon"), ("mnist", 1, "SGD"), ("mnist", 2, "SGD")],

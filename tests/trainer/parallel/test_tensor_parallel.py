@@ -66,6 +66,7 @@ def test_losses_and_gradient_norms_are_those_of_one_rank(
         np.testing.assert_allclose(curves[layout], curves[1, 1], rtol=tolerance, err_msg=str(layout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["LAMB", "Muon"])
 def test_an_optimizer_of_whole_matrices_updates_them_as_one_rank_does(
     data: Path, model: Path, tmp_path: Path, optimizer: str
@@ -114,6 +115,7 @@ def test_a_joined_checkpoint_is_that_of_one_rank_and_goes_on_with_any_number(
     np.testing.assert_allclose(ours, [record["loss"] for record in metrics(alone)][6:], rtol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "failpoint"),
     [

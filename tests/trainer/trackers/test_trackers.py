@@ -188,6 +188,7 @@ def test_of_several_workers_the_root_alone_sends(server: MlflowServer, data: Pat
     assert run.parameters["data_parallel_size"] == "2"
 
 
+@pytest.mark.slow
 def test_no_key_or_password_of_a_tracker_is_written_or_said(
     server: MlflowServer, data: Path, model: Path, tmp_path: Path
 ) -> None:
