@@ -232,6 +232,11 @@ def parse_utc(text: str) -> datetime:
     return datetime.strptime(text, _UTC_FORMAT).replace(tzinfo=UTC)
 
 
+def local_time(text: str) -> str:
+    """The time that `utc` wrote in this machine's time zone, to the minute. Raises ValueError."""
+    return parse_utc(text).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
 def utc_now() -> str:
     return utc(time.time())
 

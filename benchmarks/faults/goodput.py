@@ -87,9 +87,9 @@ def goodput(
     """(goodput, steps reached, faults)."""
     rng, count, step_s = random.Random(seed), 0, 0.0
     undo: Undo | None = None
-    following = (began := time.time()) + period
+    following = (began := time.monotonic()) + period
     try:
-        while (now := time.time()) - began < seconds:
+        while (now := time.monotonic()) - began < seconds:
             training.keep_running()
             time.sleep(0.1)
             if undo is not None and now >= following - 2 * period / 3:
@@ -98,7 +98,7 @@ def goodput(
             if now >= following and (step_s := step_s or _step_time(training)):
                 undo = faults[count % len(faults)](training, rng)
                 count, following = count + 1, max(following, now - 1) + period
-        ended = time.time()
+        ended = time.monotonic()
     finally:
         if undo is not None:
             undo()

@@ -8,6 +8,7 @@ import datetime
 
 from common.console import log
 from common.errors import UserError
+from common.files import local_time
 from pipeline.settings.load import load
 from pipeline.tasks import night_records, night_states, nights, notify
 from pipeline.tasks.night_states import NightState
@@ -29,7 +30,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trend", action="store_true", help="loss, accuracy, time and text of all complete nights, also as a page"
     )
-    parser.add_argument("--date", default=None, help="with --check: the night, such as 2026-11-21 (today)")
+    parser.add_argument(
+        "--date", default=None, help="with --check: the night, such as 2026-11-21 (today, by the clock here)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,10 +74,10 @@ def _date(text: str | None) -> datetime.date:
 
 
 def _line(date: datetime.date, state: NightState) -> str:
-    """`night 2026-11-21: failed: … (started …)`."""
+    """`night 2026-11-21: failed: … (started …)`, in local time, like the night's date."""
     said = {
         "missing": "missing: it was never started",
         "killed": f"killed before it could say why, process {state.pid} on {state.host}; its log may tell",
     }.get(state.status, state.status)
-    started = f" (started {state.started})" if state.started else ""
+    started = f" (started {local_time(state.started)})" if state.started else ""
     return f"night {date}: {said}{': ' if state.line else ''}{state.line}{started}"

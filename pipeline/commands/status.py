@@ -10,7 +10,7 @@ import shutil
 import textwrap
 
 from common.console import clock
-from common.files import parse_utc
+from common.files import local_time
 from pipeline.commands.watch import watch
 from pipeline.status.live_report import view
 from pipeline.status.states import statuses
@@ -21,13 +21,6 @@ from stages.view.status import StageStatus
 SUMMARY = "one table: each stage, its state, when, how long, where"
 
 
-def _local(when: str | None) -> str:
-    """Convert a UTC time to local time, to the minute."""
-    if when is None:
-        return ""
-    return parse_utc(when).astimezone().strftime("%Y-%m-%d %H:%M")
-
-
 def table(found: list[StageStatus], width: int) -> str:
     """Format the table in at most `width` characters per line, as far as words allow.
 
@@ -36,7 +29,7 @@ def table(found: list[StageStatus], width: int) -> str:
     columns: dict[str, list[str]] = {
         "stage": [row.stage for row in found],
         "state": [row.state for row in found],
-        "when": [_local(row.when) for row in found],
+        "when": ["" if row.when is None else local_time(row.when) for row in found],
         "how long": ["" if row.seconds is None else clock(row.seconds) for row in found],
         "where": [str(row.directory or "") for row in found],
     }

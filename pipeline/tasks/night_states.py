@@ -14,10 +14,10 @@ import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from common.errors import DiskError
-from common.files import read_json, utc_now, write_json
+from common.files import parse_utc, read_json, utc_now, write_json
 from common.secrets import redact
 from pipeline.tasks import night_records
 from stages.directory.lock import LOCK, is_held
@@ -66,16 +66,24 @@ def recorded(nights: Path, date: datetime.date) -> NightState | None:
     """The last state that the night itself recorded."""
     record = read_json(nights / f"{date}{_SUFFIX}")
     try:
-        return None if record is None else NightState(**record)
+        return None if record is None else NightState(**{**record, "started": _valid(record.get("started"))})
     except TypeError:
         return None
+
+
+def _valid(started: Any) -> str:
+    """The time that a record tells; empty if it tells none."""
+    with contextlib.suppress(TypeError, ValueError):
+        parse_utc(started)
+        return str(started)
+    return ""
 
 
 def state_of(nights: Path, date: datetime.date) -> NightState:
     """The night's state now; changes nothing."""
     complete = read_json(nights / f"{date}.json")
     if complete is not None:
-        started = str(complete.get("started", ""))
+        started = _valid(complete.get("started"))
         if night_records.is_accepted(complete):
             return NightState("complete", started)
         return NightState("rejected", started, line=night_records.rejection(complete["gate"]))

@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,8 @@ from stages.view import comparison
 from stages.view.curves import MetricsFile
 from stages.view.text import number
 
-#: When this run of luigi began; its worker processes inherit it. A trial that has failed since is not tried again.
-_BEGAN = time.time()
+#: This run of luigi; its worker processes inherit it. A trial that has failed in it is not tried again.
+_RUN = uuid.uuid4().hex
 #: Seconds between attempts to start a stage that another trial is making.
 _WAIT_S = 1.0
 #: In the work directory: a folder for each sweep, with its file's place, the fingerprints of its stages and its trials'
@@ -69,10 +70,10 @@ class Trial(ChainTask):
     def error(self) -> str | None:
         """The error that the trial has failed with in this run, if any."""
         record = self.failure()
-        return str(record["error"]) if record.get("at", 0) >= _BEGAN else None
+        return str(record["error"]) if record.get("run") == _RUN else None
 
     def failure(self) -> dict[str, Any]:
-        """What it last failed with, and when; {} if it never failed."""
+        """What it last failed with, and in which run; {} if it never failed."""
         return read_json(self._failure) or {}
 
     @property
@@ -95,7 +96,7 @@ class Trial(ChainTask):
                     self._make(stage)
             except UserError as error:
                 log(f"trial {self.trial} failed: {error}")
-                write_json(self._failure, {"trial": self.trial, "at": time.time(), "error": str(error)})
+                write_json(self._failure, {"trial": self.trial, "run": _RUN, "error": str(error)})
 
     def _make(self, stage: Stage) -> None:
         """Make a stage, or wait for the process that is making it; first what the store had promised and lacks."""

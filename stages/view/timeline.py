@@ -160,7 +160,7 @@ def _ticks(stretch: Stretch) -> list[tuple[float, str]]:
     about = max(1.0, (stretch.right - stretch.left) / 90)
     raw = (stretch.ended - stretch.began) / about
     step = next((seconds for seconds in _TICK_SECONDS if seconds >= raw), _TICK_SECONDS[-1])
-    zone = datetime.fromtimestamp(stretch.began).astimezone()
+    zone = datetime.fromtimestamp(stretch.began)
     midnight = zone.replace(hour=0, minute=0, second=0, microsecond=0)
     time = midnight + timedelta(seconds=(int((zone - midnight).total_seconds()) // step) * step)
     ticks: list[tuple[float, str]] = []

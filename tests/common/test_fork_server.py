@@ -50,7 +50,8 @@ def test_a_lost_server_takes_its_commands_along_and_the_next_one_starts_all_the_
 def test_one_that_is_stopped_before_it_is_forked_never_runs(tmp_path: Path) -> None:
     """While the server imports torch, a signal ends the command that is waiting for it."""
     (tmp_path / "slow.py").write_text(
-        f"import pathlib, time\npathlib.Path({str(tmp_path)!r}, 'up').touch()\ntime.sleep(2)"
+        f"import pathlib, time\nhere = pathlib.Path({str(tmp_path)!r})\n(here / 'up').touch()\n"
+        f"while not (here / 'signalled').exists(): time.sleep(0.01)"
     )
     program = f"""
 import os, signal, sys, time
@@ -62,7 +63,8 @@ while not Path({str(tmp_path)!r}, "up").exists():
 process = start_python(["-m", "program"], environment=os.environ, output=1, directory=Path({str(tmp_path)!r}))
 process.signal_group(signal.SIGTERM)
 assert process.wait() == -signal.SIGTERM
-time.sleep(4)
+Path({str(tmp_path)!r}, "signalled").touch()
+time.sleep(2)
 """
     (tmp_path / "program.py").write_text("open('ran', 'w')")
     done = subprocess.run(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
+import luigi
 import pytest
+from luigi.tools.range import RangeDailyBase
 
 from stages.directory.lock import hold
 from tests.helpers.chain import Chain, finished_chain, wait_until, write_corpus
 from tests.helpers.luigid import luigid
 from tests.helpers.post import SETTINGS, Post, receiving
-from tests.helpers.support import assert_one_line_error, command
+from tests.helpers.support import ROOT, assert_one_line_error, command
 
 
 @pytest.fixture
@@ -112,6 +116,30 @@ def test_a_range_goes_on_where_a_night_has_no_text(chain: Chain, post: Post, fin
     refused, complete = post.subjects()
     assert "Nightly(date=2026-11-19) failed scheduling" in refused
     assert complete == "Luigi: Nightly 2026-11-20 is complete"
+
+
+class Undone(luigi.Task):
+    date: luigi.DateParameter[datetime.date] = luigi.DateParameter()
+
+    def complete(self) -> bool:
+        return False
+
+
+@pytest.mark.filterwarnings("ignore:Parameter .param_name")  # luigi's own default
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "Asia/Tokyo", "Pacific/Kiritimati", "America/Los_Angeles"])
+@pytest.mark.parametrize("month", [1, 7])
+def test_the_documented_range_ends_with_the_local_date_at_any_hour(zone: str, month: int) -> None:
+    """RangeDaily itself counts days in UTC."""
+    text = (ROOT / "docs" / "overnight.md").read_text()
+    assert 'RangeDaily --of Nightly --start 2026-11-01 --stop "$(date -d tomorrow +%F)" --days-forward 1' in text
+    for hour in range(24):
+        now = datetime.datetime(2026, month, 15, hour, 30, tzinfo=ZoneInfo(zone))
+        today = now.date()
+        nights = RangeDailyBase(
+            of=Undone, start=today - datetime.timedelta(days=3), stop=today + datetime.timedelta(days=1),
+            days_forward=1, now=int(now.timestamp()),
+        ).requires()  # fmt: skip
+        assert [night.date for night in nights] == [today - datetime.timedelta(days=back) for back in (3, 2, 1, 0)]
 
 
 def test_a_failed_night_has_tried_twice_and_tells_once(chain: Chain, post: Post) -> None:

@@ -46,11 +46,11 @@ STORED = {stage for stage in STAGES if not stage.startswith("precompile")}
 LONG = ("--Phase1-max-steps", "60", "--Phase1-ckpt-interval-steps", "5")
 
 
-def machine(directory: Path, store: Path, extra: str = "") -> Chain:
+def machine(directory: Path, store: Path, extra: str = "", *, lease_s: int = 3) -> Chain:
     """A machine with the same text and configuration, and a work directory of its own."""
     directory.mkdir(parents=True, exist_ok=True)
     write_corpus(directory / "corpus.txt")
-    return Chain(directory, f"\n[store]\nurl = {store}\nlease_s = 3\n{extra}")
+    return Chain(directory, f"\n[store]\nurl = {store}\nlease_s = {lease_s}\n{extra}")
 
 
 @pytest.fixture
@@ -269,7 +269,8 @@ def test_an_interrupted_run_leaves_its_newest_checkpoint_in_the_store(start: Sta
 
 @pytest.mark.slow
 def test_of_two_machines_that_train_the_same_one_waits_and_fetches(start: Start, tmp_path: Path) -> None:
-    machines = [machine(tmp_path / name, tmp_path / "store") for name in ("a", "b")]
+    # A lease that outlasts any pause of a busy machine.
+    machines = [machine(tmp_path / name, tmp_path / "store", lease_s=30) for name in ("a", "b")]
     processes = [start(chain, "Pretrain", "--phase", "1") for chain in machines]
     assert [process.wait() for process in processes] == [0, 0], [_log(chain) for chain in machines]
     logs = [_log(chain) for chain in machines]

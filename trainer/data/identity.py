@@ -84,8 +84,12 @@ def _hashed(directory: Path, names: list[str], stamps: dict[str, list[int]]) -> 
 
 
 def _remember(cache: Path, directory: Path, entries: dict[str, list[Any]], remembered: dict[str, Any]) -> None:
-    settled = time.time_ns() - int(_SETTLED_S * 1e9)
-    entries = {str((directory / name).absolute()): entry for name, entry in entries.items() if entry[1] < settled}
+    now = time.time_ns()
+    entries = {
+        str((directory / name).absolute()): entry
+        for name, entry in entries.items()
+        if abs(now - entry[1]) > _SETTLED_S * 1e9  # a file server's clock may be ahead
+    }
     with disk_errors(cache / CACHE):
         cache.mkdir(parents=True, exist_ok=True)
         replace_json(cache / CACHE, {**remembered, **entries})
