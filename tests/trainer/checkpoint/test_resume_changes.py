@@ -173,6 +173,8 @@ def test_the_identity_is_the_same_wherever_the_hashes_come_from(tmp_path: Path) 
     assert content_identity(data, names, tmp_path / "cache", never_said) == wanted
     assert len(json.loads((tmp_path / "cache" / CACHE).read_text())) == 3
     assert content_identity(data, names, tmp_path / "cache", never_said) == wanted
+    for name in names:
+        os.utime(data / name, (1e9, 1e9))
     made = shutil.copytree(data, tmp_path / "made")
     make_stage(made)
     assert content_identity(made, names, tmp_path / "unused", never_said) == wanted
