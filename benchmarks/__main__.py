@@ -1,21 +1,26 @@
 """`make bench` runs all benchmarks; `python -m benchmarks NAME … [OPTIONS]` runs the named ones with further options.
 
-Each prints its claims and measurements, which replace its rows in the table benchmarks/results/<machine>.md; rows of
-other benchmarks stay.
+Each prints its claims and measurements. In the table benchmarks/results/<machine>.md they replace the former rows of
+the same figures; other rows stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
-import os
-import subprocess
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
+import psutil
+
 from benchmarks.results import VARIABLE, machine, read, write_table
-from benchmarks.work import ROOT, others_cores
+from benchmarks.work import ROOT, others_cores, start
+from common.process import heeded_signals
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 ALL = (
     "train_cpu", "packed", "xla", "utilization", "data_wait", "startup", "memory", "workers", "gpu", "compile",
@@ -24,23 +29,51 @@ ALL = (
 )  # fmt: skip
 
 
+def adopt_orphans() -> None:
+    """Have Linux make this process the parent of those whose parent has died, so that `run` can wait for them, too."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def run(*words: str, results: Path) -> int:
+    """Run a benchmark to its end, and end all that it leaves: only the time of processes that were waited for is known.
+
+    Returns its status. If a stop signal ends this process, it is ended, too.
+    """
+    process = start(*words, environment={VARIABLE: str(results)})
+    try:
+        return process.wait()
+    except SystemExit:
+        process.terminate()
+        raise
+    finally:
+        process.wait()  # it cleans up
+        while left := psutil.Process().children():
+            for orphan in left:
+                orphan.kill()
+                orphan.wait()
+
+
 def main() -> int:
     p = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     p.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(ALL)}; default: all")
     args, options = p.parse_known_args()
     if unknown := set(args.names) - set(ALL):
         p.error(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(ALL)}")
+    for signum in heeded_signals():
+        signal.signal(signum, lambda signum, _: sys.exit(128 + signum))
+    adopt_orphans()
     said, slug = machine()
     table, failed = ROOT / "benchmarks" / "results" / f"{slug}.md", []
     for name in args.names or ALL:
         print(f"== {name}", flush=True)
         with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
             path = Path(directory) / "results"
-            command = [sys.executable, "-m", f"benchmarks.{name}", *options]
             with others_cores() as others:
-                done = subprocess.run(command, cwd=ROOT, env={**os.environ, VARIABLE: str(path)}, check=False)
+                status = run("-m", f"benchmarks.{name}", *options, results=path)
             results = read(path)
-        if done.returncode:
+        if status:
             failed.append(name)
         if results:
             when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

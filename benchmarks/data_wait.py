@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from pathlib import Path
 
 import h5py
@@ -53,13 +54,13 @@ def main() -> None:
         assert len(of_workers) == args.workers
         waits = [(sum(step["data"] for step in steps), sum(step["wall"] for step in steps)) for steps in of_workers]
         found.append(max(waits, key=lambda wait: wait[0] / wait[1]))
-    shares = sorted(100 * wait / wall for wait, wall in found)
-    wait, wall = found[-1]
+    shares = tuple(100 * wait / wall for wait, wall in found)
+    wait, wall = (statistics.median(each) for each in zip(*found, strict=True))
     steps = args.steps - WARM_UP
     said = (f"{1000 * wait / steps:.2f} ms a step of waiting", f"a step {1000 * wall / steps:.0f} ms")
     form = ", gzip'd shards" if args.gzip else ""
     what = f"data wait, {args.workers} workers on {args.cores} cores, work A{form}"
-    say(Result(what, *said, shares[len(shares) // 2], " %", at_most=MOST, each=tuple(shares)))
+    say(Result(what, *said, statistics.median(shares), " %", at_most=MOST, each=shares))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import tempfile
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from benchmarks.work import (
     phase1_lengths,
     random_rows,
     steady,
+    step_count,
     write_rows,
 )
 
@@ -45,13 +45,14 @@ def works(device: str, micro_batch_sizes: list[int]) -> dict[int, Work]:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    p.add_argument("--steps", type=int, default=12, help="optimizer steps of each phase")
+    p.add_argument("--steps", type=step_count, default=12, help="optimizer steps of each phase")
     p.add_argument("--precision", default="auto", help="as in the trainer; auto is bf16 where the GPU has it")
     p.add_argument("--compile", action="store_true", help="with torch.compile")
     p.add_argument("--micro-batch-sizes", type=int, nargs=2, default=[256, 64], help="rows, of phase 1 and of phase 2")
     args = p.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("error: torch sees no GPU; run this where there is one, or with --device cpu to try the command")
+        print("left out: torch sees no GPU; run this where there is one, or with --device cpu to try the command")
+        return
     for phase, work in works(args.device, args.micro_batch_sizes).items():
         count = 8 * work.sequences_per_step
         lengths = (half_padding_lengths if phase == 2 else phase1_lengths)(work, count)

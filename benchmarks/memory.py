@@ -4,7 +4,6 @@ shards, model, batch and threads. With --beside also that of the whole embedded 
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.results import Result, say, short
-from benchmarks.work import ROOT, A, on_cores, pairs_parser, scratch, trainer_options
+from benchmarks.work import ROOT, A, on_cores, pairs_parser, scratch, start, trainer_options
 
 #: Claimed: how many times as much memory Trainer takes.
 LESS = 1.0
@@ -50,11 +49,8 @@ class Peak:
 
 def peak_mb(*words: str, directory: Path = ROOT) -> float:
     """Run `python words…` in `directory` and return its peak memory; exits if the command fails."""
-    environment = {**os.environ, "USE_TORCH_XLA": "0"}  # as in `benchmarks.work.python`
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, *words], cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
+        process = start(*words, cwd=directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         peak = Peak(process.pid)
         status = process.wait()
         mb = peak.end()

@@ -1,5 +1,6 @@
 """The MLP on the CPU: `python -m trainer --workload mnist` against the tutorial's loop with DataLoader, iterations/s of
-the last epoch; same data (random images in MNIST's files), model, batch, optimizer and workers, one thread per worker.
+the last epoch; same data (random images in MNIST's files), model, batch, optimizer and workers, one core and one thread
+per worker.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.results import ratio, say
-from benchmarks.work import launcher, python
+from benchmarks.work import launcher, on_cores, python
 
 #: Workers → the ratio to the tutorial's loop that is claimed.
 CLAIMS = {1: 2.0, 2: 1.0}
@@ -51,7 +52,7 @@ def main() -> None:
     args = p.parse_args()
     for workers in args.workers:
         rates = []
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as name, on_cores(workers, threads=1):
             data = Path(name)
             write_images(data)
             for pair in range(args.pairs):

@@ -1,8 +1,9 @@
 """Time to quality: mini BERT on WikiText-2 with BERT's vocabulary. This project's recipe against BERT's (AdamW, static
 masks, dropout 0.1) and against Hugging Face's Trainer; and the disk space that both recipes' examples take.
 
-Losses are those of the masked tokens of held-out rows, of which 15 % are masked. Seconds are those of whole processes,
-start-up and initial word embeddings included; the examples are made beforehand. It takes hours: with --work, what an
+Losses are those of the masked tokens of held-out rows, of which 15 % are masked. Our seconds are those of whole
+processes, start-up and initial word embeddings included; Trainer's begin with its first step. The examples are made
+beforehand. It takes hours: with --work, what an
 interrupted run has finished is not done again.
 """
 
@@ -19,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.results import Result, say
+from benchmarks.results import Result, machine, say, versions
 from benchmarks.work import SHARED, on_cores, python
+from trainer.devices.cpu import CpuDevice
 from trainer.models.config import ModelConfig
 
 TEXT, VOCABULARY = SHARED / "data" / "wikitext-2", SHARED / "data" / "vocab" / "bert-uncased.txt"
@@ -79,11 +81,23 @@ LONG = Recipe(
     "dynamic",
     embeds=True,
 )
-#: Trainer's own defaults, and the best settings that we found for it.
-TRAINER = {
-    "Trainer, its defaults": ("--batch-size=8", "--lr=5e-5"),
-    "Trainer, tuned": ("--batch-size=16", "--lr=5e-4", "--warmup-steps=100", "--bf16"),
-}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Trainer's: words of `benchmarks.references.hugging_face_mlm`."""
+
+    words: tuple[str, ...]
+    dropout: float
+
+
+def trainers() -> dict[str, Settings]:
+    """Its own defaults, and the best settings of those in docs/recipe.md."""
+    bf16 = ("--bf16",) if CpuDevice().automatic_precision()[0] == "autocast" else ()
+    return {
+        "Trainer, its defaults": Settings(("--batch-size=8", "--lr=5e-5"), dropout=0.1),
+        "Trainer, tuned": Settings(("--batch-size=16", "--lr=1e-3", "--warmup-steps=100", *bf16), dropout=0.0),
+    }
 
 
 @dataclass
@@ -92,6 +106,7 @@ class WikiText:
 
     directory: Path
     samples: int
+    cores: int
     shards: dict[str, Path] = field(default_factory=dict)
 
     def make(self) -> None:
@@ -111,10 +126,15 @@ class WikiText:
         return path
 
     def once(self, what: Mapping[str, object], run: Callable[[], Trained]) -> Trained:
-        """What `run` returns, or what it returned earlier for the same training."""
-        record, key = self.directory / "runs.jsonl", json.dumps({**what, "samples": self.samples})
-        lines = record.read_text().splitlines() if record.exists() else []
-        found = [entry["trained"] for entry in map(json.loads, lines) if entry["what"] == key]
+        """What `run` returns, or what it returned earlier for the same training on a machine and with libraries like
+        these."""
+        record, here = self.directory / "runs.jsonl", f"{machine()[0]}, {self.cores} used, {versions()}"
+        key = json.dumps({**what, "samples": self.samples, "where": here})
+        found = []
+        for line in record.read_text().splitlines() if record.exists() else []:
+            with contextlib.suppress(ValueError):  # the last one, if it was being written
+                entry = json.loads(line)
+                found += [entry["trained"]] if entry["what"] == key else []
         trained = Trained(**found[-1]) if found else run()
         if not found:
             with record.open("a") as file:
@@ -149,14 +169,15 @@ class WikiText:
 
     def train_theirs(self, name: str, seed: int, seconds: float) -> Trained:
         """Hugging Face's Trainer for `seconds`, with a schedule of as many steps as fit."""
-        words = (*TRAINER[name], f"--seed={seed}", f"--samples={self.samples}", f"--seconds={seconds}")
-        where = (str(self.shards["dynamic"]), str(self.model(0.1)))
+        settings = trainers()[name]
+        words = (*settings.words, f"--seed={seed}", f"--samples={self.samples}", f"--seconds={seconds}")
+        where = (str(self.shards["dynamic"]), str(self.model(settings.dropout)))
 
         def run() -> Trained:
             found = json.loads(python("-m", "benchmarks.references.hugging_face_mlm", *where, *words).splitlines()[-1])
             return Trained(found["seconds"], found["loss"], found["accuracy"])
 
-        return self.once({"name": name, "options": words, "seed": seed}, run)
+        return self.once({"name": name, "options": words, "dropout": settings.dropout, "seed": seed}, run)
 
     def bytes(self, masking: str) -> int:
         return sum(path.stat().st_size for path in self.shards[masking].glob("*_training_*.hdf5"))
@@ -208,11 +229,11 @@ def main() -> None:
         return
     seeds = range(1, args.seeds + 1)
     runs: list[tuple[Trained, Trained, Trained]] = []
-    theirs: dict[str, list[Trained]] = {} if args.no_trainer else {name: [] for name in TRAINER}
+    theirs: dict[str, list[Trained]] = {} if args.no_trainer else {name: [] for name in trainers()}
     with contextlib.ExitStack() as stack:
         stack.enter_context(on_cores(args.cores))
         work = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-")))
-        data = WikiText(work, args.samples)
+        data = WikiText(work, args.samples, args.cores)
         data.make()
         for seed in seeds:
             runs.append((data.train(BERT, seed), data.train(SHORT, seed), data.train(LONG, seed)))

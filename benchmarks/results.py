@@ -126,18 +126,21 @@ def versions() -> str:
 
 
 def write_table(path: Path, said: str, benchmark: str, results: list[Result], *, when: str, others: float) -> None:
-    """Replace the rows of one benchmark in a machine's file; other rows stay unless measured with other versions."""
+    """Replace a benchmark's rows of the same figures in a machine's file; others stay unless of other versions."""
     head = f"{versions()}. Made by `python -m benchmarks`, which docs/benchmarks.md explains."
     former = path.read_text().splitlines() if path.exists() else []
     rows = [line for line in former if line.startswith("| ") and head in former]
-    kept = [row for row in rows if _benchmark_of(row) not in (benchmark, *COLUMNS)]
+    new = []
     for r in results:
         cells = (benchmark, r.what, r.ours, r.beside, r.measured, r.claimed, r.met, when, f"{others:.1f}")
-        kept.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+        new.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
     titles = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    replaced = [_figure_of(row) for row in (*titles, *new)]
+    kept = sorted([*(row for row in rows if _figure_of(row) not in replaced), *new], key=lambda row: _figure_of(row)[0])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([f"# {said}", "", head, "", *titles, *sorted(kept, key=_benchmark_of), ""]))
+    path.write_text("\n".join([f"# {said}", "", head, "", *titles, *kept, ""]))
 
 
-def _benchmark_of(row: str) -> str:
-    return row[2:].split(" | ")[0]
+def _figure_of(row: str) -> list[str]:
+    """Benchmark and what."""
+    return row[2:].split(" | ")[:2]

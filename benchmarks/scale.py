@@ -9,6 +9,7 @@ the disk is.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import multiprocessing
@@ -37,6 +38,7 @@ from benchmarks.work import (
     trainer_options,
     write_rows,
 )
+from stages.directory.manifest import Output
 from trainer.data.order import SampleOrder
 from trainer.parallel.host_sum import messages, sum_over_hosts
 
@@ -44,12 +46,13 @@ TINY = Work("tiny", 2, 128, 2, 512, 8192, 128, 20, 16, 1)
 #: Rows of a shard of 64 MB and of a small one.
 LARGE_SHARD, SMALL_SHARD = 150_000, 64
 SHARDS = (1, 10, 100, 1_000, 10_000)
+PARTS = ("arithmetic", "agreement", "resume", "memory", "start")
 STEPS_DONE = (0, 1_000, 10_000, 100_000, 1_000_000)
 
 
 @contextmanager
 def data_set(*, shards: int, rows: int, manifest: bool = True) -> Iterator[tuple[Path, Path]]:
-    """Links to one shard, with a manifest that lists their rows, as ShardDataset leaves it; and a model."""
+    """Links to one shard, with a manifest that has their rows and hashes, as ShardDataset leaves it; and a model."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         directory = Path(name) / "data"
         write_rows(directory, random_rows(TINY, phase1_lengths(TINY, rows)))
@@ -57,8 +60,10 @@ def data_set(*, shards: int, rows: int, manifest: bool = True) -> Iterator[tuple
         for shard in range(1, shards):
             os.link(first, directory / f"random_training_{shard}.hdf5")
         if manifest:
-            counts = {path.name: rows for path in directory.iterdir()}
-            (directory / "manifest.json").write_text(json.dumps({"counts": {"rows": counts}}))
+            names, output = [path.name for path in directory.iterdir()], Output.of(directory, first)
+            outputs = [dataclasses.replace(output, path=name).record() for name in names]
+            record = {"outputs": outputs, "counts": {"rows": dict.fromkeys(names, rows)}}
+            (directory / "manifest.json").write_text(json.dumps(record))
         yield Path(name), model_config(TINY, Path(name))
 
 
@@ -148,7 +153,7 @@ def most_in_a_row(workers: int) -> int:
 def agreement() -> None:
     """Microseconds of a sum over hosts, by gloo's own ring and by ours, on this machine; and messages in a row."""
     for workers in AGREEING:
-        with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as name, on_cores(2):
             found = Path(name) / "found.json"
             words = (workers, f"{name}/store", found)
             processes = [SPAWN.Process(target=_agree, args=(rank, *words)) for rank in range(workers)]
@@ -200,11 +205,11 @@ def arithmetic() -> None:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument(
-        "parts", nargs="*", default=["arithmetic", "agreement", "resume", "memory", "start"], help="default: all"
-    )
+    p.add_argument("parts", nargs="*", default=PARTS, metavar="PART", help=f"any of {', '.join(PARTS)}; default: all")
     p.add_argument("--steps", type=int, default=60, help="of each run that measures memory")
     args = p.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
+        p.error(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(PARTS)}")
     if "arithmetic" in args.parts:
         arithmetic()
     if "agreement" in args.parts:

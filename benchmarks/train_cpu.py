@@ -6,7 +6,8 @@ from benchmarks.results import ratio, say
 from benchmarks.work import A, on_cores, our_step_times, pairs_parser, scratch, steady, their_step_times
 from trainer.devices.cpu import CpuDevice
 
-#: Our precision, theirs, and the ratio that is claimed. Trainer's default is fp32; ours is auto.
+#: Our precision, theirs, and the ratio that is claimed. Trainer's default is fp32; ours is auto, for which nothing is
+#: claimed where it is fp32 too.
 COMPARISONS = [("auto", "fp32", 3.2), ("autocast", "autocast", 2.3), ("fp32", "fp32", 1.7)]
 
 
@@ -27,9 +28,10 @@ def main() -> None:
     for mine, other, least in COMPARISONS:
         resolved = auto if mine == "auto" else mine
         named = f"{mine} ({resolved})" if mine == "auto" else mine
+        claim = None if (mine, auto) == ("auto", "fp32") else least
         pairs = list(zip(ours[resolved], theirs[other], strict=True))
         what = f"phase 1, work A, {args.cores} cores"
-        say(ratio(what, pairs, ours=named, beside=f"Trainer, {other}", at_least=least))
+        say(ratio(what, pairs, ours=named, beside=f"Trainer, {other}", at_least=claim))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def main() -> None:
     p = pairs_parser(__doc__, pairs=1, steps=7)
     args = p.parse_args()
     os.environ[MATRIX_RATE] = "1"
-    shares, outside, parts = [], [], {}
+    rates, peaks, saves, outside, parts = [], [], [], [], []
     for _ in range(args.pairs):
         with scratch(BASE, rows=1024) as (directory, data, model), on_cores(args.cores):
             options = trainer_options(BASE, data, model, directory / "out", steps=args.steps, precision="fp32")
@@ -35,15 +35,17 @@ def main() -> None:
             recorded = metrics(directory / "out")
         *taken, end = steps
         taken = taken[WARM_UP:]
-        peak = end["matrix_flops_per_s"]
         # Every step has the same work: padded rows count in full, and masked positions vary by little.
         flops = recorded[0]["flops_per_s"] * recorded[0]["step_time_s"]
         wall = sum(step["wall"] for step in taken)
-        parts = {name: sum(step.get(name, 0.0) for step in taken) / wall for name in (*INSIDE, "data", "logging")}
-        shares.append(100 * flops * len(taken) / wall / peak)
-        saving = end["save"] / CHECKPOINT_INTERVAL_S
-        outside.append(100 * (1 - sum(parts[name] for name in INSIDE) + saving))
-    rate = flops * len(taken) / wall
+        rates.append(flops * len(taken) / wall)
+        peaks.append(end["matrix_flops_per_s"])
+        saves.append(end["save"])
+        part = {name: sum(step.get(name, 0.0) for step in taken) / wall for name in (*INSIDE, "data", "logging")}
+        parts.append(part)
+        outside.append(100 * (1 - sum(part[name] for name in INSIDE) + end["save"] / CHECKPOINT_INTERVAL_S))
+    shares = [100 * rate / peak for rate, peak in zip(rates, peaks, strict=True)]
+    rate, peak, save_s = (statistics.median(each) for each in (rates, peaks, saves))
     what = f"BERT-Base, S=128, fp32, {args.cores} cores"
     said = (f"model {rate / 1e9:.0f} GFLOP/s", f"mm {peak / 1e9:.0f} GFLOP/s")
     say(
@@ -51,8 +53,8 @@ def main() -> None:
                at_most=100, each=tuple(shares))
     )  # fmt: skip
     said = (
-        ", ".join(f"{name} {100 * share:.2g} %" for name, share in parts.items()),
-        f"a checkpoint {end['save']:.1f} s every {CHECKPOINT_INTERVAL_S / 60:g} minutes",
+        ", ".join(f"{name} {100 * statistics.median(part[name] for part in parts):.2g} %" for name in parts[0]),
+        f"a checkpoint {save_s:.1f} s every {CHECKPOINT_INTERVAL_S / 60:g} minutes",
     )
     say(
         Result(f"{what}: time outside forward, backward, optimizer", *said, statistics.median(outside), " %",

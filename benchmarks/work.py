@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import resource
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
+import psutil
 
+from common.process import STOP_SIGNALS, die_with_parent, fork_without_warning, heeded_signals
 from stages.examples.form import RowCapacity
 from stages.examples.packing import pack, pack_masked, pack_tokens
 from trainer.data.shards import LENGTHS_KEY, TOKEN_KEYS, ShardSet, write_shard
@@ -28,6 +34,8 @@ ROOT = Path(__file__).parent.parent
 #: Folder with sample data and files of other tools; it may be missing.
 SHARED = Path(os.environ.get("BERT_SHARED_DIR", ROOT.parent / "shared"))
 Arrays = dict[str, np.ndarray[Any, Any]]
+#: The first steps of a run, which are slower.
+WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ def on_cores(count: int, *, threads: int | None = None) -> Iterator[None]:
     """Restrict processes started in the block to `count` cores, with `threads` OpenMP threads (None: one per core)."""
     cores = sorted(os.sched_getaffinity(0))
     if count > len(cores):
-        sys.exit(f"error: {count} cores were requested, but there are {len(cores)}; give --cores {len(cores)} or fewer")
+        sys.exit(f"error: {count} cores were requested, but there are {len(cores)}; give {len(cores)} or fewer")
     former = os.environ.get("OMP_NUM_THREADS")
     os.sched_setaffinity(0, cores[-count:])
     os.environ["OMP_NUM_THREADS"] = str(threads or count)
@@ -182,16 +190,40 @@ def on_cores(count: int, *, threads: int | None = None) -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = former
 
 
+def start(
+    *words: str, environment: Mapping[str, str] | None = None, cwd: Path = ROOT, **files: Any
+) -> subprocess.Popen[Any]:
+    """Start `python words…`, which dies with this process; `files`: stdin, stdout, stderr, text."""
+    # If torch-xla is installed, Hugging Face's Trainer uses it by default.
+    variables = {**os.environ, "USE_TORCH_XLA": "0", **(environment or {})}
+    dies = functools.partial(die_with_parent, os.getpid())
+    with fork_without_warning():
+        return subprocess.Popen([sys.executable, *words], cwd=cwd, env=variables, preexec_fn=dies, **files)
+
+
 def python(*words: str) -> str:
     """Run `python words…` from the repository root and return its stdout; exits if the command fails."""
-    # If torch-xla is installed, Hugging Face's Trainer uses it by default.
-    environment = {**os.environ, "USE_TORCH_XLA": "0"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout
+    with start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        output, errors = process.communicate()
+    if process.returncode:
+        sys.exit(f"{' '.join(words)} failed:\n{output}{errors}")
+    return str(output)
+
+
+def end_all(signum: int, frame: FrameType | None) -> None:
+    """On the first stop signal: end all that this process has started, then exit, which cleans up."""
+    for other in STOP_SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    sys.exit(128 + signum)
+
+
+# In every benchmark, but neither in tests of it nor in what it starts.
+if (_main := sys.modules["__main__"].__spec__) is not None and _main.name.startswith("benchmarks."):
+    for _signum in heeded_signals():
+        signal.signal(_signum, end_all)
 
 
 def launcher(workers: int) -> tuple[str, ...]:
@@ -234,9 +266,16 @@ def their_step_times(module: str, work: Work, data: Path, model: Path, *more: st
     return times
 
 
-def steady(times: list[float], *, warm_up: int = 3) -> float:
-    """The median step time after `warm_up` steps."""
-    return statistics.median(times[warm_up:])
+def steady(times: list[float]) -> float:
+    """The median step time after the first steps."""
+    return statistics.median(times[WARM_UP:])
+
+
+def step_count(text: str) -> int:
+    """Read --steps: enough for `steady`."""
+    if int(text) <= WARM_UP:
+        raise argparse.ArgumentTypeError(f"{text} is too few, as the first {WARM_UP} do not count")
+    return int(text)
 
 
 def pairs_parser(
@@ -246,7 +285,7 @@ def pairs_parser(
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--pairs", type=int, default=pairs, help="runs of each side, alternating")
     if steps is not None:
-        p.add_argument("--steps", type=int, default=steps, help="optimizer steps of each run")
+        p.add_argument("--steps", type=step_count, default=steps, help="optimizer steps of each run")
     p.add_argument("--cores", type=int, default=cores, help="cores for each side, one thread per core")
     return p
 

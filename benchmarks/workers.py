@@ -16,7 +16,10 @@ def main() -> None:
     p = pairs_parser(__doc__, cores=2)
     p.add_argument("--precision", default="auto", help="as in the trainer")
     args = p.parse_args()
-    halves = A.but(grad_accum_usteps=A.grad_accum_usteps // args.cores)
+    usteps = A.grad_accum_usteps
+    if args.cores < 1 or usteps % args.cores:
+        p.error(f"--cores {args.cores} does not divide the {usteps} micro-steps of a step; give 1, 2 or 4")
+    halves = A.but(grad_accum_usteps=usteps // args.cores)
     rates, most = [], []
     for _ in range(args.pairs):
         with scratch(A, shards=2) as (directory, data, model):
@@ -33,8 +36,9 @@ def main() -> None:
         rates.append((A.sequences_per_step / steady(several), alone))
         most.append((sum(A.sequences_per_step / steady(times) for times in apart), alone))
     what = f"{args.cores} workers on {args.cores} cores, work A, {args.precision}"
-    say(ratio(what, rates, ours=f"{args.cores} workers", beside="one on one core", at_least=LEAST))
-    say(ratio(f"the same, {args.cores} trainings apart", most, ours="both", beside="one on one core"))
+    least = LEAST if args.cores == 2 else None
+    say(ratio(what, rates, ours=f"{args.cores} workers", beside="one on one core", at_least=least))
+    say(ratio(f"the same, {args.cores} trainings apart", most, ours="together", beside="one on one core"))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import math
+import os
 import random
+import shutil
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +20,18 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks import xla
+from benchmarks.faults import goodput
 from benchmarks.faults.schedule import FAULTS
 from benchmarks.faults.training import Training
 from benchmarks.memory import peak_mb
 from benchmarks.quality import Trained, compared
 from benchmarks.results import Result, ratio, write_table
-from benchmarks.work import A2, Work, half_padding_lengths, packed, random_rows, write_rows
+from benchmarks.work import A2, ROOT, Work, half_padding_lengths, packed, pairs_parser, random_rows, write_rows
+from common.forked import start_python
 from tests.conftest import Disk
 from tests.helpers.chain import wait_until
-from tests.helpers.support import assert_one_line_error, command, forked, options, write_dataset, write_model_config
+from tests.helpers.support import command, forked, options, start_fork_server, write_dataset, write_model_config
 from trainer.data.shards import KEYS
 from trainer.data.validation import validate_file
 
@@ -112,13 +122,22 @@ def test_peak_memory_counts_children_and_nothing_twice() -> None:
     assert 200 < peak_mb("-c", f"{program}; child.wait()") < 240
 
 
-def test_rows_of_a_benchmark_are_replaced_and_others_stay(tmp_path: Path) -> None:
+def test_rows_of_a_figure_are_replaced_and_others_stay_unless_of_other_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = tmp_path / "results" / "machine.md"
-    for name, value in (("b", 1.0), ("a", 2.0), ("b", 3.0)):
-        result = Result(f"what {value}", "ours", "theirs", value, " ×")
+
+    def rows() -> list[tuple[str, ...]]:
+        lines = [line[2:].split(" | ") for line in table.read_text().splitlines() if line.startswith("| ")]
+        return [(line[0], line[1], line[4]) for line in lines[1:]]
+
+    for name, what, value in (("b", "x|y", 1.0), ("a", "x|y", 2.0), ("b", "z", 3.0), ("b", "x|y", 4.0)):
+        result = Result(what, "ours", "theirs", value, " ×")
         write_table(table, "a machine", name, [result, result], when="now", others=0.25)
-    rows = [line.split(" | ")[:2] for line in table.read_text().splitlines() if line.startswith("| ")][1:]
-    assert rows == [["| a", "what 2.0"]] * 2 + [["| b", "what 3.0"]] * 2
+    assert rows() == [("a", "x/y", "2 ×")] * 2 + [("b", "z", "3 ×")] * 2 + [("b", "x/y", "4 ×")] * 2
+    monkeypatch.setattr("benchmarks.results.versions", lambda: "newer ones")
+    write_table(table, "a machine", "b", [result], when="now", others=0.25)
+    assert rows() == [("b", "x/y", "4 ×")]
 
 
 def test_the_parts_of_a_timed_step_are_there_and_within_it(tmp_path: Path) -> None:
@@ -149,9 +168,90 @@ def test_the_gpu_benchmark_runs_small_on_a_cpu(tmp_path: Path) -> None:
     assert all(one["value"] > 0 and one["at_least"] is None for one in found)
 
 
-def test_the_gpu_benchmark_is_refused_without_a_gpu() -> None:
+def test_the_gpu_benchmark_is_left_out_without_a_gpu() -> None:
     done = command("-m", "benchmarks.gpu", env={"CUDA_VISIBLE_DEVICES": ""})
-    assert_one_line_error(done, "no GPU", "--device cpu")
+    assert (done.returncode, done.stdout.count("\n")) == (0, 1), done.stderr
+    assert "left out: torch sees no GPU" in done.stdout
+
+
+def test_the_xla_benchmark_is_left_out_without_torch_xla(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["xla"])
+    xla.main()
+    assert capsys.readouterr().out == "left out: torch-xla is not installed\n"
+
+
+def test_steps_that_are_all_warm_up_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pairs_parser(None).parse_args(["--steps", "4"]).steps == 4
+    with pytest.raises(SystemExit):
+        pairs_parser(None).parse_args(["--steps", "3"])
+    assert "--steps: 3 is too few" in capsys.readouterr().err
+
+
+#: Leaves two orphans, and ends with the first, which computes for 0.3 s.
+ORPHANS = """
+import os, time
+reader, writer = os.pipe()
+for is_short in (False, True):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            if is_short:
+                while time.process_time() < 0.3:
+                    pass
+                os._exit(0)
+            os.close(writer)
+            time.sleep(60)
+        os._exit(0)
+os.close(writer)
+os.read(reader, 1)
+"""
+#: Runs that as `python -m benchmarks` does; prints the status, the processor time of all children, and those left.
+RUN = """
+import os, psutil, resource, sys
+from pathlib import Path
+from benchmarks.__main__ import adopt_orphans, run
+adopt_orphans()
+status = run("-c", sys.argv[1], results=Path(os.devnull))
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(status, used.ru_utime + used.ru_stime, len(psutil.Process().children()))
+"""
+
+
+def test_orphans_are_ended_and_their_time_is_known() -> None:
+    began = time.monotonic()
+    done = command("-c", RUN, ORPHANS)
+    status, seconds, left = done.stdout.split()
+    assert (status, left) == ("0", "0"), done.stderr
+    assert float(seconds) >= 0.3
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("words", "signum"),
+    [(("benchmarks.faults.recovery",), signal.SIGTERM), (("benchmarks", "faults.recovery"), signal.SIGINT)],
+)
+def test_a_signal_ends_all_that_a_benchmark_has_started(
+    tmp_path: Path, words: tuple[str, ...], signum: signal.Signals
+) -> None:
+    def started() -> list[psutil.Process]:
+        """What runs with this folder for its temporary files."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                found += [process] if process.environ().get("TMPDIR") == str(tmp_path) else []
+        return found
+
+    start_fork_server()
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with open(os.devnull, "wb") as output:
+        process = start_python(["-m", *words], environment=environment, output=output.fileno(), directory=ROOT)
+    wait_until(lambda: any(tmp_path.glob("*/luigi.log")))
+    assert started()
+    os.kill(process.pid, signum)
+    assert process.wait() == 128 + signum
+    assert (started(), list(tmp_path.iterdir())) == ([], [])
 
 
 def test_many_shards_are_pushed_and_listed_in_few_requests(tmp_path: Path) -> None:
@@ -200,6 +300,40 @@ def test_faults_befall_a_training_and_end(training: Sleeper) -> None:
         FAULTS[fault](training, rng)()
         assert training.has_ended
         assert training.disk.exists() is is_left
+
+
+def test_a_side_without_steps_is_given_up(training: Sleeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goodput, "NO_STEP_S", 0.2)
+    with pytest.raises(goodput.CannotTrain, match=r"no step in 0\.2 s"):
+        goodput.goodput(training, [], seconds=60, period=0.1, seed=0)
+    assert training.has_ended
+
+
+def test_what_some_sides_reached_is_said_though_others_cannot_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(training: Training, *args: object, **kwargs: object) -> tuple[float, int, int]:
+        if training.disk.name == "theirs":
+            raise goodput.CannotTrain("no step")
+        return 0.93, 100, 5
+
+    monkeypatch.setattr(goodput, "goodput", measured)
+    monkeypatch.setattr(shutil, "which", lambda *args, **kwargs: None)
+    monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path / "r"))
+    monkeypatch.setattr(sys, "argv", ["goodput", "--workers=1", "--sides", "trainer", "torchft", "ours"])
+    with pytest.raises(SystemExit, match="error: Trainer under torchrun: no step"):
+        goodput.main()
+    assert "torchft: left out" in capsys.readouterr().out
+    assert json.loads((tmp_path / "r").read_text())["value"] == 93
+
+
+def test_workers_that_do_not_divide_a_step_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["goodput", "--workers=3"])
+    with pytest.raises(SystemExit):
+        goodput.main()
+    assert "error: --workers is 3" in capsys.readouterr().err
 
 
 def test_a_disk_is_full_for_a_while(disk: Disk) -> None:

@@ -5,8 +5,9 @@ all of them: the workers, what started them, the command itself, which is restar
 what is left is killed first). stop: one gets SIGSTOP, and SIGCONT a third of the period later. full-disk: no byte is
 free for that long (needs root). lost-machine: all processes die at once. lost-disk: the same, and everything that the
 run has written is lost; ours has a store in another folder. The same schedule hits torchrun with Hugging Face's Trainer
-and its checkpoints, and torchft, if it is installed, with the same model and batch. A step is worth the median step
-time before the first fault; that takes at least eight steps.
+and its checkpoints, and torchft, with the same model, batch, precision and cores. A side is left out if it is not
+installed, and given up if it makes no steps. A step is worth the median step time before the first fault; that takes at
+least eight steps.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import importlib.util
 import itertools
 import random
+import shutil
 import statistics
 import sys
 import time
@@ -22,17 +24,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.faults.schedule import FAULTS, Fault, Undo, disk_for
-from benchmarks.faults.training import Steps, Training, luigi_training
+from benchmarks.faults.training import Steps, Training, latest_steps, luigi_training
 from benchmarks.results import Result, say
-from benchmarks.work import A, scratch
+from benchmarks.work import A, on_cores, scratch
 
 LEAST, LEAST_RATIO = 0.9, 1.5
-#: The choices of --sides.
+#: The choices of --sides, and the package that each needs.
 SIDES = {"ours": "luigi", "trainer": "Trainer under torchrun", "torchft": "torchft"}
+NEEDED = {"ours": "luigi", "trainer": "accelerate", "torchft": "torchft"}
 #: Steps before the first fault.
 WARM_UP = 8
+#: Seconds without a step after which a side is given up.
+NO_STEP_S = 300.0
 #: More steps than there is time for.
 MOST_STEPS = 1_000_000
+
+
+class CannotTrain(Exception):
+    """A side makes no steps."""
+
+
+def is_installed(side: str) -> bool:
+    """Whether a side's package is there, and torchft's lighthouse, which is a command."""
+    if side == "torchft" and shutil.which("torchft_lighthouse", path=Path(sys.executable).parent) is None:
+        return False
+    return importlib.util.find_spec(NEEDED[side]) is not None
 
 
 def ours(directory: Path, data: Path, *, workers: int, interval: int, store: str) -> Training:
@@ -41,6 +57,7 @@ def ours(directory: Path, data: Path, *, workers: int, interval: int, store: str
         f"log_interval = 1\n[dataset]\nphase1_url = {data}\nphase2_url = {data}\n"
         f"[model]\nvocab_size = {A.vocab_size}\nnum_hidden_layers = {A.layers}\nhidden_size = {A.hidden}\n"
         f"num_attention_heads = {A.heads}\nintermediate_size = {A.intermediate}\n"
+        f"hidden_dropout_prob = 0.1\nattention_probs_dropout_prob = 0.1\n[precision]\nmode = fp32\n"
         f"[phase1]\nseq_len = {A.seq_len}\nmax_pred_len = {A.max_pred_len}\nmax_steps = {MOST_STEPS}\n"
         f"global_batch_size = {A.sequences_per_step}\nmicro_batch_size = {A.micro_batch_size}\n"
         f"ckpt_interval_steps = {interval}\nword_embeddings = random\ninitial_attention = random\n"
@@ -84,10 +101,13 @@ def torchft(directory: Path, data: Path, model: Path, *, workers: int, interval:
 def goodput(
     training: Training, faults: Sequence[Fault], *, seconds: float, period: float, seed: int
 ) -> tuple[float, int, int]:
-    """(goodput, steps reached, faults)."""
+    """(goodput, steps reached, faults). Raises `CannotTrain`."""
     rng, count, step_s = random.Random(seed), 0, 0.0
     undo: Undo | None = None
-    following = (began := time.monotonic()) + period
+    known: Steps = []
+    began = look = seen = time.monotonic()
+    following = began + period
+    patience = max(NO_STEP_S, period)  # a process may be stopped for a third of the period
     try:
         while (now := time.monotonic()) - began < seconds:
             training.keep_running()
@@ -95,6 +115,12 @@ def goodput(
             if undo is not None and now >= following - 2 * period / 3:
                 undo()
                 undo = None
+            if now >= look:
+                steps, look = latest_steps(training), now + patience / 30
+                if steps and steps != known:
+                    known, seen = steps, now
+                if now - seen > patience:
+                    raise CannotTrain(f"no step in {patience:g} s:\n{training.said}")
             if now >= following and (step_s := step_s or _step_time(training)):
                 undo = faults[count % len(faults)](training, rng)
                 count, following = count + 1, max(following, now - 1) + period
@@ -104,7 +130,7 @@ def goodput(
             undo()
         training.end()
     if not step_s:
-        sys.exit(f"fewer than {WARM_UP} steps in {seconds:.0f} s; give more --minutes:\n{training.said}")
+        raise CannotTrain(f"fewer than {WARM_UP} steps in {seconds:.0f} s; give more --minutes:\n{training.said}")
     reached = max((step for step, _ in training.steps(None)), default=0)
     return reached * step_s / (ended - began), reached, count
 
@@ -121,7 +147,7 @@ def say_shares(shares: dict[str, float], what: str) -> None:
     others = {side: f"{SIDES[side]} {share:.1%}" for side, share in shares.items() if side != "ours"}
     say(Result(what, luigi, ", ".join(others.values()), 100 * mine, " %", at_least=100 * LEAST))
     for side, beside in others.items():
-        say(Result(f"the same, beside {SIDES[side]}", luigi, beside, mine / shares[side], " ×",
+        say(Result(f"{what}, beside {SIDES[side]}", luigi, beside, mine / shares[side], " ×",
                    at_least=LEAST_RATIO if side == "trainer" else None))  # fmt: skip
 
 
@@ -134,9 +160,11 @@ def main() -> None:
     p.add_argument("--interval", type=int, default=4, help="steps between checkpoints, on all sides")
     p.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES], help="which of them to run")
     args = p.parse_args()
-    shares = {}
+    if args.workers < 1 or A.grad_accum_usteps % args.workers:
+        p.error(f"--workers is {args.workers}; it must divide the {A.grad_accum_usteps} micro-steps of a step")
+    shares, failed = {}, []
     is_filled = "full-disk" in args.faults
-    with scratch(A, shards=2) as (scratched, data, model):
+    with scratch(A, shards=2) as (scratched, data, model), on_cores(args.workers, threads=1):
         given = {"workers": args.workers, "interval": args.interval}
         store = str(scratched / "store") if "lost-disk" in args.faults else ""
         made: dict[str, Callable[[Path], Training]] = {
@@ -145,12 +173,18 @@ def main() -> None:
             "torchft": lambda disk: torchft(disk, data, model, **given),
         }
         for side in args.sides:
-            if side == "torchft" and importlib.util.find_spec("torchft") is None:
-                print("torchft: left out, as it is not installed", flush=True)
+            if not is_installed(side):
+                print(f"{SIDES[side]}: left out, as it is not installed", flush=True)
                 continue
-            with disk_for(scratched, is_filled=is_filled) as disk:
-                training, every = made[side](disk), [FAULTS[name] for name in args.faults]
-                share, steps, count = goodput(training, every, seconds=60 * args.minutes, period=args.period, seed=0)
+            try:
+                with disk_for(scratched, is_filled=is_filled) as disk:
+                    training, every = made[side](disk), [FAULTS[name] for name in args.faults]
+                    share, steps, count = goodput(
+                        training, every, seconds=60 * args.minutes, period=args.period, seed=0
+                    )
+            except CannotTrain as error:
+                failed.append(f"error: {SIDES[side]}: {error}")
+                continue
             shares[side] = share
             said = f"{count} faults, the command started {training.starts} times"
             print(f"{SIDES[side]}: goodput {share:.1%}, {steps} steps, {said}", flush=True)
@@ -158,6 +192,8 @@ def main() -> None:
         what = "a process killed" if args.faults == ["kill"] else f"{', '.join(args.faults)} in turn,"
         times = f"{what} every {args.period:g} s for {args.minutes:g} min"
         say_shares(shares, f"goodput, {times}, {args.workers} workers")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":

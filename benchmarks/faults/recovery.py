@@ -24,6 +24,8 @@ from benchmarks.results import Result, say
 from benchmarks.work import ROOT
 
 MOST_S, MOST_STEPS = 3.0, 1
+#: By how much the clock may move during a training: steps are recorded with the time of day.
+MOST_MOVED_S = 0.1
 #: Steps between a recovery and the next kill.
 BETWEEN = 30
 CONFIG = """
@@ -71,6 +73,7 @@ def main() -> None:
     args = p.parse_args()
     for count in args.workers:
         rng, seconds, again = random.Random(count), [], []
+        clock = time.time() - time.monotonic()
         with tempfile.TemporaryDirectory() as directory:
             settings = CONFIG.format(root=ROOT, workers=count, interval=args.interval, batch=8 * count)
             training = luigi_training(Path(directory), settings)
@@ -89,11 +92,13 @@ def main() -> None:
                     again.append(max(0.0, killed - kept[-1]) / step_s)
             finally:
                 training.end()
+        if abs(moved := time.time() - time.monotonic() - clock) > MOST_MOVED_S:
+            sys.exit(f"error: the clock was set by {moved:.1f} s meanwhile, so the times are wrong; run it again")
         what = f"SIGKILL of one of {count} workers to the next step, {os.cpu_count()} cores"
         beside = "restarted from the step that another worker has saved"
         say(Result(what, f"checkpoints every {args.interval} steps", beside, statistics.median(seconds), " s",
                    at_most=MOST_S, each=tuple(sorted(seconds))))  # fmt: skip
-        say(Result("the same: steps' worth of work done again", "median of all kills", f"at most {max(again):.2g}",
+        say(Result(f"{what}: steps' worth of work done again", "median of all kills", f"at most {max(again):.2g}",
                    statistics.median(again), " steps", at_most=MOST_STEPS, each=tuple(sorted(again))))  # fmt: skip
 
 

@@ -81,15 +81,15 @@ def disk_for(directory: Path, *, is_filled: bool) -> Iterator[Path]:
     """A folder in `directory`, on a file system of its own if that is to be filled."""
     place = directory / "disk"
     place.mkdir()
-    if is_filled:
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_MIB}m", "tmpfs", str(place)]
-        mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-        if mounted.returncode:
-            sys.exit(f"error: full-disk fills a file system of its own, and none can be mounted: {mounted.stderr}")
     try:
+        if is_filled:
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_MIB}m", "tmpfs", str(place)]
+            mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
+            if mounted.returncode:
+                sys.exit(f"error: full-disk fills a file system of its own, and none can be mounted: {mounted.stderr}")
         yield place
     finally:
-        if is_filled:
+        if place.is_mount():
             subprocess.run(["umount", "-l", place], check=True)
         shutil.rmtree(place, ignore_errors=True)
 

@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks.faults.stores import KINDS, Place, place
 from benchmarks.results import Result, say
-from benchmarks.work import ROOT, A, metrics, on_cores, phase1_lengths, random_rows, write_rows
+from benchmarks.work import ROOT, A, metrics, on_cores, phase1_lengths, random_rows, start, write_rows
 
 MOST_PERCENT = 1.0
 WARM_UP = 3
@@ -87,15 +87,15 @@ class Work:
 
 def luigi(config: Path, work: Path, *words: str) -> float:
     """Run it to its end. Returns the processor seconds of the process that pushes during training."""
-    command = [sys.executable, "-m", "luigi", "--module", "pipeline", *words, "--Run-work-dir", str(work)]
-    environment = {**os.environ, "LUIGI_CONFIG_PATH": str(config)}
+    command = ("-m", "luigi", "--module", "pipeline", *words, "--Run-work-dir", str(work))
+    environment = {"LUIGI_CONFIG_PATH": str(config)}
     pushing_s, log = 0.0, config.with_suffix(".log")
     with log.open("wb") as file:
-        process = psutil.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
+        process = start(*command, environment=environment, stdout=file, stderr=file)
         while process.poll() is None:
             time.sleep(0.2)
             with contextlib.suppress(psutil.NoSuchProcess):
-                for child in process.children():
+                for child in psutil.Process(process.pid).children():
                     if "accompany" in child.cmdline():
                         used = child.cpu_times()
                         pushing_s = max(pushing_s, used.user + used.system)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.work import start
 from common.process import free_port
 from common.secrets import Secret
 from stages.store.options import StoreOptions
@@ -67,8 +68,8 @@ def client(endpoint: str) -> Any:
 def _moto(cores: Collection[int]) -> Iterator[str]:
     """A running moto server; yields its address."""
     port = free_port()
-    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    words = ("-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
+    process = start(*words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         if cores:
             os.sched_setaffinity(process.pid, cores)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.work import ROOT
+from benchmarks.work import start
 
 #: Bytes at the end of metrics.jsonl that hold the latest steps: a hundred or so.
 _TAIL = 40_000
@@ -41,7 +39,7 @@ class Training:
         self._ends_by_itself = ends_by_itself
         self._words, self._log, self.steps, self.disk = list(words), log, steps, disk
         self._mark = uuid.uuid4().hex
-        self._environment = {**os.environ, "USE_TORCH_XLA": "0", **environment, "BENCHMARK_MARK": self._mark}
+        self._environment = {**environment, "BENCHMARK_MARK": self._mark}
         self._process: subprocess.Popen[bytes] | None = None
         #: How often its command has been started.
         self.starts = 0
@@ -53,9 +51,7 @@ class Training:
                 self.end()
             self.starts += 1
             with self._log.open("ab") as file:
-                self._process = subprocess.Popen(
-                    [sys.executable, *self._words], cwd=ROOT, stdout=file, stderr=file, env=self._environment
-                )
+                self._process = start(*self._words, environment=self._environment, stdout=file, stderr=file)
 
     @property
     def has_ended(self) -> bool:

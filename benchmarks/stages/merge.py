@@ -141,7 +141,7 @@ def compare(directory: Path, pairs: int) -> None:
     print(f"BERT-Large, {total / 1e9:.2f} GB in {SPLIT} shards, {os.cpu_count()} cores")
     extras = []
     for where in ("on the disk", "in the page cache"):
-        ratios, same_work = [], []
+        runs = []
         for _ in range(pairs):
             if where == "on the disk":
                 evict(source)
@@ -152,13 +152,14 @@ def compare(directory: Path, pairs: int) -> None:
             found = merged("large", out)
             largest = largest_bytes(out)
             shutil.rmtree(out)
-            ratios.append(found["seconds"] / copied)
-            same_work.append(found["seconds"] / worked)
+            runs.append((found["seconds"], copied, worked))
             extras.append((found["peak"] - baseline - largest) / 1e6)
-        for beside, each, asked in (("cp", ratios, None), ("cp, sync and sha256sum", same_work, ASKED_RATIO)):
+        merge_s, cp_s, all_s = (statistics.median(each) for each in zip(*runs, strict=True))
+        for beside, side, asked in (("cp", 1, None), ("cp, sync and sha256sum", 2, ASKED_RATIO)):
             what = f"merging BERT-Large's {SPLIT} shards, {where}, beside {beside}"
-            said = (f"merge {found['seconds']:.2f} s", f"cp {copied:.2f} s, with sync and sha256sum {worked:.2f} s")
-            say(Result(what, *said, statistics.median(each), " ×", at_most=asked, each=tuple(each)))
+            said = (f"merge {merge_s:.2f} s", f"cp {cp_s:.2f} s, with sync and sha256sum {all_s:.2f} s")
+            each = tuple(run[0] / run[side] for run in runs)
+            say(Result(what, *said, statistics.median(each), " ×", at_most=asked, each=each))
     said = (
         f"{max(extras) + largest / 1e6:.0f} MB more than a small model's",
         f"largest tensor {largest / 1e6:.0f} MB",
