@@ -66,6 +66,9 @@ def test_compiled_gradients_are_right_and_have_the_same_bits_every_time(
     found = [torch.autograd.grad(sum(call(batch)), parameters) for _ in range(8)]
     for again in found[1:]:
         assert all(map(torch.equal, found[0], again))
-    # Fused kernels sum in another order: some ten roundings of fp32, relative to each gradient's largest element.
-    for ours, theirs in zip(found[0], torch.autograd.grad(sum(model(batch)), parameters), strict=True):
-        assert (ours - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+    # Fused kernels sum in another order: some ten roundings of fp32 (6e-8) of each gradient's largest element. Those of
+    # the keys' biases are 0 but for rounding, as softmax ignores what is added to a row.
+    plain = torch.autograd.grad(sum(model(batch)), parameters)
+    rounding = 1e-7 * max(float(gradient.abs().max()) for gradient in plain)
+    for ours, theirs in zip(found[0], plain, strict=True):
+        assert (ours - theirs).abs().max() <= max(rounding, 1e-6 * float(theirs.abs().max()))
