@@ -104,12 +104,12 @@ def test_trainer_decides_when_it_has_done_its_steps() -> None:
     """The clock that ends it after a time leaves its own decision as it is."""
     from transformers import TrainerControl
 
-    from benchmarks.references.hugging_face_mlm import Clock
+    from benchmarks.references.hugging_face_mlm import End
 
     for is_over in (False, True):
         for end in (math.inf, 0.0):
             control = TrainerControl(should_training_stop=is_over)
-            Clock(end).on_step_end(None, None, control)
+            End(end).on_step_end(None, None, control)
             assert control.should_training_stop is (is_over or end == 0)
 
 

@@ -21,8 +21,8 @@ from trainer.data.shards import MASKED_KEYS, ShardSet
 #: transformers' names for our settings.
 NAMES = {"input_ids": "input_ids", "input_mask": "attention_mask", "segment_ids": "token_type_ids"}
 IGNORED = -100
-#: Steps from which the time of one is estimated.
-TRIAL_STEPS = 12
+#: More steps than there is time for.
+MOST_STEPS = 1_000_000
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -60,32 +60,51 @@ def held_out(model: Any, rows: torch.utils.data.Dataset[dict[str, Any]], batch_s
     return loss / masked, right / masked
 
 
-class Clock(transformers.TrainerCallback):
-    """Notes when each step ends, and stops training at a given time."""
+class End(transformers.TrainerCallback):
+    """Ends training at a given time."""
 
-    def __init__(self, end: float = float("inf")) -> None:
-        self._end = end
-        self.times: list[float] = []
+    def __init__(self, at: float) -> None:
+        self._at = at
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.times.append(time.monotonic())
-        if self.times[-1] > self._end:  # else it stays what Trainer has decided
+        if time.monotonic() > self._at:  # else it stays what Trainer has decided
             control.should_training_stop = True
 
 
-def train(args: argparse.Namespace, shards: ShardSet, *, steps: int, clock: Clock) -> transformers.Trainer:
-    """Train a new model."""
+class TimedTrainer(transformers.Trainer):
+    """Its rate falls linearly with the time, as by default it does with the steps: how many fit is not known."""
+
+    def __init__(self, model: Any, settings: transformers.TrainingArguments, *, seconds: float, **named: Any) -> None:
+        self._began, self._seconds = time.monotonic(), seconds
+        super().__init__(model, settings, **{**named, "callbacks": [End(self._began + seconds)]})
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """As a share of the peak rate."""
+        chosen = optimizer or self.optimizer
+        assert chosen is not None
+        warmup_steps = max(1, self.args.warmup_steps)
+
+        def share(step: int) -> float:
+            left = max(0.0, 1 - (time.monotonic() - self._began) / self._seconds)
+            return left * min(1.0, (step + 1) / warmup_steps)
+
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, share)
+        return self.lr_scheduler
+
+
+def train(args: argparse.Namespace, shards: ShardSet) -> transformers.Trainer:
+    """Train a new model for `args.seconds`."""
     transformers.set_seed(args.seed)
     tokenizer = transformers.BertTokenizer.from_pretrained(args.data)
     model = transformers.BertForMaskedLM(transformers.BertConfig(**json.loads(args.model.read_text())))
     with tempfile.TemporaryDirectory(prefix="benchmark-") as out:
         settings = transformers.TrainingArguments(
             output_dir=out, use_cpu=True, bf16=args.bf16, per_device_train_batch_size=args.batch_size,
-            max_steps=steps, warmup_steps=min(args.warmup_steps, steps), learning_rate=args.lr, seed=args.seed,
-            save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=steps,
+            max_steps=MOST_STEPS, warmup_steps=args.warmup_steps, learning_rate=args.lr, seed=args.seed,
+            save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=MOST_STEPS,
         )  # fmt: skip
-        trainer = transformers.Trainer(
-            model, settings, train_dataset=Rows(shards), callbacks=[clock],
+        trainer = TimedTrainer(
+            model, settings, train_dataset=Rows(shards), seconds=args.seconds,
             data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15),
         )  # fmt: skip
         trainer.train()
@@ -96,7 +115,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("data", type=Path)
     p.add_argument("model", type=Path, help="config.json")
-    p.add_argument("--seconds", type=float, required=True, help="time to train; the schedule has the steps that fit")
+    p.add_argument("--seconds", type=float, required=True, help="time to train, which its schedule follows")
     p.add_argument("--batch-size", type=int, default=8)
     p.add_argument("--lr", type=float, default=5e-5)
     p.add_argument("--warmup-steps", type=int, default=0)
@@ -105,21 +124,14 @@ def main() -> None:
     p.add_argument("--samples", type=int, required=True, help="held-out rows")
     args = p.parse_args()
     shards = ShardSet.open(args.data)
-    trial = Clock()
-    train(args, shards, steps=TRIAL_STEPS, clock=trial)
-    steps = max(1, int(args.seconds / float(np.median(np.diff(trial.times)))))
-    while True:
-        began = time.monotonic()
-        trainer = train(args, shards, steps=steps, clock=Clock(began + args.seconds))
-        seconds, done = time.monotonic() - began, trainer.state.global_step
-        if done > 0.98 * steps:
-            break
-        steps = done  # its schedule was cut before the rate was low: plan as many as fit
+    began = time.monotonic()
+    trainer = train(args, shards)
+    seconds, done = time.monotonic() - began, trainer.state.global_step
     rows = Rows(ShardSet.open(args.data, "*_test_*.hdf5"))
     chosen = shuffled(len(rows), 0)[: args.samples]  # as `python -m stages.evaluate` does
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)  # as ours is evaluated
     loss, accuracy = held_out(model, torch.utils.data.Subset(rows, chosen.tolist()))
-    print(json.dumps({"seconds": seconds, "loss": loss, "accuracy": accuracy, "steps": done, "planned": steps}))
+    print(json.dumps({"seconds": seconds, "loss": loss, "accuracy": accuracy, "steps": done}))
 
 
 if __name__ == "__main__":
