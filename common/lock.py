@@ -105,7 +105,7 @@ def _open_and_lock(directory: Path) -> int:
             fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             _lock(fd, directory)
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # it is gone, or was removed on another machine (ESTALE)
                 if os.path.samestat(os.fstat(fd), os.stat(directory / LOCK)):
                     return fd
         except BaseException:

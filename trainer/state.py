@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from common.errors import CheckpointError
 from trainer.config import CHANGEABLE
-from trainer.data.batch_ramp import BatchRamp, BatchSizes
+from trainer.data.batch_ramp import BatchRamp, BatchSizes, batch_of
 from trainer.models.config import ModelConfig
 from trainer.optim.schedule import DECAY_OPTIONS
 from trainer.registry import stable_steps
@@ -50,7 +50,8 @@ class TrainState:
     torch_version: str
     #: The other deciding options of the configuration, by name. Empty in old checkpoints.
     settings: dict[str, Any] = field(default_factory=dict)
-    #: Changes to them made by resumed runs: {"step", "name", "old", "new"}, by global step.
+    #: Changes to them made by resumed runs: {"step", "name", "old", "new"}, by global step; those of the batch's size
+    #: also have the "batch" of this phase from which they hold.
     changes: list[dict[str, Any]] = field(default_factory=list)
     #: Batches of this phase's data, counted from 0, that were left out because their steps were not finite.
     skipped: list[int] = field(default_factory=list)
@@ -114,13 +115,12 @@ class TrainState:
 
     def batch_sizes(self) -> list[BatchSizes]:
         """The sizes of this phase's global batches, in order: the last ones are this run's."""
-        options = {name: self.deciding[name] for name in _BATCH_OPTIONS}
-        found, end, before = list[BatchSizes](), None, self.global_step - self.step
-        for step, changes in itertools.groupby(reversed(self.changes), key=lambda change: change["step"]):
-            old = {change["name"]: change["old"] for change in changes if change["name"] in _BATCH_OPTIONS}
-            if old:
-                found.append(_sizes(options, end))
-                options, end = {**options, **old}, step - before
+        options, end = {name: self.deciding[name] for name in _BATCH_OPTIONS}, None
+        found = list[BatchSizes]()
+        changes = reversed([change for change in self.changes if "batch" in change])
+        for batch, at_once in itertools.groupby(changes, key=lambda change: change["batch"]):
+            found.append(_sizes(options, end))
+            options, end = {**options, **{change["name"]: change["old"] for change in at_once}}, batch
         return [_sizes(options, end), *reversed(found)]
 
     @property
@@ -157,8 +157,16 @@ class TrainState:
         theirs = other.deciding
         shared = min(self.stable_steps, other.stable_steps)
         undecided = DECAY_OPTIONS if other.step <= shared else ()
+        # A converted checkpoint has no batch size.
+        batch = {"batch": batch_of(other.step, other.skipped)} if other.global_batch_size else {}
         differ = [
-            {"step": other.global_step, "name": name, "old": theirs[name], "new": mine}
+            {
+                "step": other.global_step,
+                "name": name,
+                "old": theirs[name],
+                "new": mine,
+                **(batch if name in _BATCH_OPTIONS else {}),
+            }
             for name, mine in self.deciding.items()
             if name in theirs and theirs[name] != mine and name not in undecided
         ]

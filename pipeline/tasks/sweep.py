@@ -69,12 +69,11 @@ class Trial(ChainTask):
 
     def error(self) -> str | None:
         """The error that the trial has failed with in this run, if any."""
-        record = self.failure()
-        return str(record["error"]) if record.get("run") == _RUN else None
+        return self.failures().get(_RUN)
 
-    def failure(self) -> dict[str, Any]:
-        """What it last failed with, and in which run; {} if it never failed."""
-        return read_json(self._failure) or {}
+    def failures(self) -> dict[str, str]:
+        """The error of each run in which it has failed: several may be at work."""
+        return dict((read_json(self._failure) or {}).get("errors", {}))
 
     @property
     def _failure(self) -> Path:
@@ -96,7 +95,8 @@ class Trial(ChainTask):
                     self._make(stage)
             except UserError as error:
                 log(f"trial {self.trial} failed: {error}")
-                write_json(self._failure, {"trial": self.trial, "run": _RUN, "error": str(error)})
+                errors = {**self.failures(), _RUN: str(error)}
+                write_json(self._failure, {"trial": self.trial, "errors": errors})
 
     def _make(self, stage: Stage) -> None:
         """Make a stage, or wait for the process that is making it; first what the store had promised and lacks."""
@@ -236,7 +236,7 @@ class Sweep(PipelineTask):
             going = [name for name in goals if name not in notes]
             trials = self._trials(going, rung)
             reached = {name: trial for name, trial in trials.items() if trial.reached()}
-            if any(name not in reached and not trial.failure() for name, trial in trials.items()):
+            if any(name not in reached and not trial.failures() for name, trial in trials.items()):
                 break  # not decided yet
             for name in reached.keys() - self._decide(reached).going:
                 goals[name], notes[name] = trials[name], f"stopped at step {rung}"

@@ -166,7 +166,8 @@ def _ticks(stretch: Stretch) -> list[tuple[float, str]]:
     ticks: list[tuple[float, str]] = []
     day = None
     while time.timestamp() <= stretch.ended and len(ticks) < 40:
-        if time.timestamp() >= stretch.began:
+        exists = datetime.fromtimestamp(time.timestamp()) == time  # not in the hour that summer time leaves out
+        if exists and time.timestamp() >= stretch.began:
             form = "%H:%M:%S" if step < 60 else "%H:%M"
             label = time.strftime(form) if step < 86400 else time.strftime("%m-%d")
             if step < 86400 and step >= 3600 and time.date() != day:

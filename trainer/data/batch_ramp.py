@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from common.errors import UserError
@@ -33,7 +34,7 @@ class BatchRamp:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The sizes of global batches up to step `end` (from 0), where a resumed run changed them; None: of the rest."""
+    """The sizes of global batches up to batch `end` (from 0), where a resumed run changed them; None: of the rest."""
 
     whole: int
     ramp: BatchRamp = BatchRamp()
@@ -42,3 +43,10 @@ class BatchSizes:
     def __getitem__(self, batch: int) -> int:
         """Samples in batch `batch`, from 0."""
         return self.ramp.size(batch, self.whole)
+
+
+def batch_of(step: int, skipped: Collection[int]) -> int:
+    """The number of the batch, from 0, that step `step` (from 0) uses: steps pass over skipped batches."""
+    for batch in sorted(set(skipped)):
+        step += batch <= step
+    return step

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
-from trainer.data.batch_ramp import BatchRamp, BatchSizes
+from trainer.data.batch_ramp import BatchRamp, BatchSizes, batch_of
 from trainer.seeds import derive_seed
 
 #: Rows shuffled together, at least: about 120 MB of phase-1 rows.
@@ -135,10 +135,8 @@ class SampleOrder:
         return self._size(self.batch_of(step))
 
     def batch_of(self, step: int) -> int:
-        """The number of the batch, from 0, that step `step` (from 0) uses: steps pass over skipped batches."""
-        for skipped in self._skipped:
-            step += skipped <= step
-        return step
+        """The number of the batch, from 0, that step `step` (from 0) uses."""
+        return batch_of(step, self._skipped)
 
     def step(self, step: int) -> Samples:
         """The `batch_size` samples of step `step` (from 0), in order."""
@@ -193,7 +191,7 @@ class SampleOrder:
         # A resumed run may have fewer rows, too, than a batch had before.
         sizes = dataclasses.replace(sizes, whole=min(sizes.whole, self._rows))
         first, epoch, position = 0, 0, 0
-        if self._stretches and (first := self.batch_of(self._stretches[-1].sizes.end or 0)):
+        if self._stretches and (first := self._stretches[-1].sizes.end or 0):
             epoch, position = self._place(first - 1)
             position += self._size(first - 1)
         ramp = list[tuple[int, int]]()

@@ -50,14 +50,14 @@ def test_the_samples_of_each_step_are_those_of_an_independent_count(rows: list[i
 
 
 def test_batches_of_another_size_continue_in_the_epoch() -> None:
-    """Skipped batches, in the ramp and after a change, keep the sizes that they had: steps 0 to 8 use batches 0 to 9
-    without batch 4, steps 9 to 14 batches 10 to 16 without batch 11."""
+    """Skipped batches, in the ramp and right after a change, keep the sizes that they had: steps 0 to 8 use batches 0
+    to 9 without batch 4, steps 9 to 14 batches 10 to 16 without batch 10."""
     rows, sizes = [37, 40, 23, 31], [*SIZES[:10], *[12] * 7, *[6] * 30]
     single = SampleOrder(np.array(rows), seed=3, global_batch_size=1)
-    earlier = [BatchSizes(16, BatchRamp(6, 4), end=9), BatchSizes(12, end=15)]
-    order = SampleOrder(np.array(rows), seed=3, global_batch_size=6, skipped=[4, 11], earlier=earlier)
+    earlier = [BatchSizes(16, BatchRamp(6, 4), end=10), BatchSizes(12, end=17)]
+    order = SampleOrder(np.array(rows), seed=3, global_batch_size=6, skipped=[4, 10], earlier=earlier)
     used = [(size, *place) for batch, (size, place) in enumerate(zip(sizes, positions(131, sizes), strict=True))
-            if batch not in (4, 11)]  # fmt: skip
+            if batch not in (4, 10)]  # fmt: skip
     for step, (size, epoch, places) in enumerate(used):
         wanted = [single.step(epoch * 131 + place) for place in places]
         found = order.step(step)
@@ -66,7 +66,7 @@ def test_batches_of_another_size_continue_in_the_epoch() -> None:
 
 
 def test_the_sizes_before_each_change_are_those_of_the_record() -> None:
-    """Steps are counted from the start of the phase; of two changes at one step only the last has had any effect."""
+    """Of two changes at one batch only the last has had any effect."""
     state = snapshot(110).state
     state = dataclasses.replace(
         state,
@@ -74,16 +74,16 @@ def test_the_sizes_before_each_change_are_those_of_the_record() -> None:
         global_batch_size=8,
         settings={"batch_ramp_steps": 0, "batch_ramp_parts": 4},
         changes=[
-            {"step": 105, "name": "batch_ramp_steps", "old": 6, "new": 0},
+            {"step": 105, "name": "batch_ramp_steps", "old": 6, "new": 0, "batch": 6},
             {"step": 105, "name": "lr", "old": 1e-3, "new": 1e-4},
             {"step": 107, "name": "weight_decay", "old": 0.1, "new": 0.0},
-            {"step": 108, "name": "global_batch_size", "old": 16, "new": 12},
-            {"step": 108, "name": "global_batch_size", "old": 12, "new": 8},
+            {"step": 108, "name": "global_batch_size", "old": 16, "new": 12, "batch": 9},
+            {"step": 108, "name": "global_batch_size", "old": 12, "new": 8, "batch": 9},
         ],
     )
     assert state.batch_sizes() == [
-        BatchSizes(16, BatchRamp(6, 4), end=5),
-        BatchSizes(16, BatchRamp(0, 4), end=8),
+        BatchSizes(16, BatchRamp(6, 4), end=6),
+        BatchSizes(16, BatchRamp(0, 4), end=9),
         BatchSizes(8, BatchRamp(0, 4)),
     ]
 
@@ -120,6 +120,10 @@ def test_a_resumed_run_may_change_the_batch_and_reads_on_where_it_was(
         for record in map(json.loads, (out / f"samples-{rank}.jsonl").read_text().splitlines()):
             read.setdefault(record["step"], []).extend(record["samples"])
     assert {step: sorted(samples) for step, samples in read.items()} == dict(enumerate(map(sorted, wanted)))
+    changes = json.loads((out / "results.json").read_text())["changes"]
+    assert {change["name"]: change.get("batch") for change in changes} == {
+        "batch_ramp_steps": 3, "global_batch_size": 7, "lr": None,
+    }  # fmt: skip
 
 
 def run(data: Path, model: Path, out: Path, workers: int = 1, **values: Any) -> Path:
