@@ -96,7 +96,7 @@ def trainers() -> dict[str, Settings]:
     bf16 = ("--bf16",) if CpuDevice().automatic_precision()[0] == "autocast" else ()
     return {
         "Trainer, its defaults": Settings(("--batch-size=8", "--lr=5e-5"), dropout=0.1),
-        "Trainer, tuned": Settings(("--batch-size=16", "--lr=1e-3", "--warmup-steps=100", *bf16), dropout=0.0),
+        "Trainer, tuned": Settings(("--batch-size=8", "--lr=1e-3", "--warmup-steps=100", *bf16), dropout=0.0),
     }
 
 
