@@ -18,7 +18,7 @@ from benchmarks.work import ROOT, A, on_cores, pairs_parser, scratch, start, tra
 
 #: Claimed: how many times as much memory Trainer takes.
 LESS = 1.0
-_SAMPLE_EVERY_S = 0.05
+_SAMPLE_EVERY_S = 0.2
 
 
 class Peak:
