@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.processes import ROOT, others_cores, start
 from benchmarks.results import VARIABLE, machine, read, write_table
-from benchmarks.work import ROOT, others_cores, start
 from common.process import heeded_signals
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

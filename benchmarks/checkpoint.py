@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.processes import ROOT
 from benchmarks.results import Result, say
-from benchmarks.work import ROOT
 from common.files import write_json
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import HostCopy

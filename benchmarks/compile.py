@@ -8,8 +8,9 @@ import os
 
 import torch
 
+from benchmarks.processes import on_cores
 from benchmarks.results import Result, ratio, say
-from benchmarks.work import A, on_cores, our_step_times, scratch, steady, step_count
+from benchmarks.work import A, our_step_times, scratch, steady, step_count
 
 
 def main() -> None:

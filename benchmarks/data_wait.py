@@ -15,8 +15,9 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from benchmarks.processes import launcher, on_cores, python
 from benchmarks.results import Result, say
-from benchmarks.work import A, launcher, on_cores, pairs_parser, python, scratch, trainer_options
+from benchmarks.work import A, pairs_parser, scratch, trainer_options
 
 MOST = 1.0
 WARM_UP = 2

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.processes import on_cores
 from benchmarks.results import Result, say
 from benchmarks.work import (
     Work,
     half_padding_lengths,
     model_config,
-    on_cores,
     our_step_times,
     packed,
     phase1_lengths,

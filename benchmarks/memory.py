@@ -13,8 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.processes import ROOT, on_cores, start
 from benchmarks.results import Result, say, short
-from benchmarks.work import ROOT, A, on_cores, pairs_parser, scratch, start, trainer_options
+from benchmarks.work import A, pairs_parser, scratch, trainer_options
 
 #: Claimed: how many times as much memory Trainer takes.
 LESS = 1.0

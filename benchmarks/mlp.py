@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.processes import launcher, on_cores, python
 from benchmarks.results import ratio, say
-from benchmarks.work import launcher, on_cores, python
 
 #: Workers → the ratio to the tutorial's loop that is claimed.
 CLAIMS = {1: 2.0, 2: 1.0}

@@ -10,13 +10,13 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from benchmarks.processes import on_cores
 from benchmarks.results import ratio, say
 from benchmarks.work import (
     A2,
     half_padding_lengths,
     model_config,
     nvidia_lengths,
-    on_cores,
     our_step_times,
     packed,
     pairs_parser,

@@ -9,8 +9,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
+from benchmarks.processes import python
 from benchmarks.results import Result, say
-from benchmarks.work import python
 
 MODES = ("fp32", "autocast", "bf16-sr", "bf16-master")
 #: Means are over this many last steps.

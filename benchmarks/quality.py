@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.processes import on_cores, python
 from benchmarks.results import Result, machine, say, versions
-from benchmarks.work import SHARED, on_cores, python
+from benchmarks.work import SHARED
 from trainer.devices.cpu import CpuDevice
 from trainer.models.config import ModelConfig
 

@@ -26,19 +26,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.processes import on_cores, python
 from benchmarks.results import Result, say
 from benchmarks.startup import first_step_s
-from benchmarks.work import (
-    Work,
-    model_config,
-    on_cores,
-    phase1_lengths,
-    python,
-    random_rows,
-    trainer_options,
-    write_rows,
-)
+from benchmarks.work import Work, model_config, phase1_lengths, random_rows, trainer_options, write_rows
 from stages.directory.manifest import Output
+from trainer.data.batch_ramp import BatchSizes
 from trainer.data.order import SampleOrder
 from trainer.parallel.host_sum import messages, sum_over_hosts
 
@@ -92,7 +85,7 @@ def resume_s(steps_done: int) -> float:
     """Seconds to find the samples after `steps_done` of English Wikipedia's phase 1: 60 million rows, 1,500 shards."""
     times = []
     for _ in range(5):
-        order = SampleOrder(np.full(1_500, 40_000), seed=1, global_batch_size=16_384)
+        order = SampleOrder(np.full(1_500, 40_000), seed=1, sizes=[BatchSizes(16_384)])
         began = time.perf_counter()
         order.step(steps_done)
         times.append(time.perf_counter() - began)

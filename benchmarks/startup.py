@@ -8,17 +8,18 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.processes import on_cores, python, start
 from benchmarks.results import Result, say
-from benchmarks.work import ROOT, A, Work, metrics, on_cores, pairs_parser, python, scratch, trainer_options
+from benchmarks.work import A, Work, metrics, pairs_parser, scratch, trainer_options
 
 MOST = 6.0
 
 
 def first_step_s(data: Path, model: Path, out: Path, *, work: Work = A) -> float:
     """Seconds from the start of the command to the start of the first step: its log time minus its duration."""
-    command = [sys.executable, "-m", "trainer", *trainer_options(work, data, model, out, steps=1, warmup_steps=0)]
+    words = ("-m", "trainer", *trainer_options(work, data, model, out, steps=1, warmup_steps=0))
     began = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = start(*words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = []
     for line in process.stdout:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from benchmarks.processes import on_cores
 from benchmarks.results import ratio, say
-from benchmarks.work import A, on_cores, our_step_times, pairs_parser, scratch, steady, their_step_times
+from benchmarks.work import A, our_step_times, pairs_parser, scratch, steady, their_step_times
 from trainer.devices.cpu import CpuDevice
 
 #: Our precision, theirs, and the ratio that is claimed. Trainer's default is fp32; ours is auto, for which nothing is

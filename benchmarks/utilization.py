@@ -13,9 +13,10 @@ import json
 import os
 import statistics
 
+from benchmarks.processes import on_cores, python
 from benchmarks.references.timed import INSIDE, MATRIX_RATE
 from benchmarks.results import Result, say
-from benchmarks.work import BASE, metrics, on_cores, pairs_parser, python, scratch, trainer_options
+from benchmarks.work import BASE, metrics, pairs_parser, scratch, trainer_options
 
 LEAST_SHARE, MOST_OUTSIDE = 75.0, 2.0
 WARM_UP = 2

@@ -1,36 +1,26 @@
-"""Benchmark workloads, and helpers that run both sides on the same cores with the same number of threads."""
+"""Benchmark workloads, the trainings of both sides on them, and the options that benchmarks share."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import functools
 import json
 import os
-import resource
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
-import psutil
 
-from common.process import STOP_SIGNALS, die_with_parent, fork_without_warning, heeded_signals
+from benchmarks.processes import ROOT, launcher, python
 from stages.examples.form import RowCapacity
 from stages.examples.packing import pack, pack_masked, pack_tokens
 from trainer.data.shards import LENGTHS_KEY, TOKEN_KEYS, ShardSet, write_shard
 
-ROOT = Path(__file__).parent.parent
 #: Folder with sample data and files of other tools; it may be missing.
 SHARED = Path(os.environ.get("BERT_SHARED_DIR", ROOT.parent / "shared"))
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -172,67 +162,6 @@ def model_config(work: Work, directory: Path) -> Path:
     return path
 
 
-@contextmanager
-def on_cores(count: int, *, threads: int | None = None) -> Iterator[None]:
-    """Restrict processes started in the block to `count` cores, with `threads` OpenMP threads (None: one per core)."""
-    cores = sorted(os.sched_getaffinity(0))
-    if count > len(cores):
-        sys.exit(f"error: {count} cores were requested, but there are {len(cores)}; give {len(cores)} or fewer")
-    former = os.environ.get("OMP_NUM_THREADS")
-    os.sched_setaffinity(0, cores[-count:])
-    os.environ["OMP_NUM_THREADS"] = str(threads or count)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-        os.environ.pop("OMP_NUM_THREADS")
-        if former is not None:
-            os.environ["OMP_NUM_THREADS"] = former
-
-
-def start(
-    *words: str, environment: Mapping[str, str] | None = None, cwd: Path = ROOT, **files: Any
-) -> subprocess.Popen[Any]:
-    """Start `python words…`, which dies with this process; `files`: stdin, stdout, stderr, text."""
-    # If torch-xla is installed, Hugging Face's Trainer uses it by default.
-    variables = {**os.environ, "USE_TORCH_XLA": "0", **(environment or {})}
-    dies = functools.partial(die_with_parent, os.getpid())
-    with fork_without_warning():
-        return subprocess.Popen([sys.executable, *words], cwd=cwd, env=variables, preexec_fn=dies, **files)
-
-
-def python(*words: str) -> str:
-    """Run `python words…` from the repository root and return its stdout; exits if the command fails."""
-    with start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        output, errors = process.communicate()
-    if process.returncode:
-        sys.exit(f"{' '.join(words)} failed:\n{output}{errors}")
-    return str(output)
-
-
-def end_all(signum: int, frame: FrameType | None) -> None:
-    """On the first stop signal: end all that this process has started, then exit, which cleans up."""
-    for other in STOP_SIGNALS:
-        signal.signal(other, signal.SIG_IGN)
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    sys.exit(128 + signum)
-
-
-# In every benchmark, but neither in tests of it nor in what it starts.
-if (_main := sys.modules["__main__"].__spec__) is not None and _main.name.startswith("benchmarks."):
-    for _signum in heeded_signals():
-        signal.signal(_signum, end_all)
-
-
-def launcher(workers: int) -> tuple[str, ...]:
-    """The arguments before `-m trainer` that start `workers` workers on this machine."""
-    if workers == 1:
-        return ()
-    return ("-m", "trainer.launch.torchrun", "--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={workers}")
-
-
 def trainer_options(work: Work, data: Path, model: Path, out: Path, *, steps: int, **more: object) -> list[str]:
     """The trainer's options for this workload, without intermediate checkpoints."""
     options = {
@@ -288,26 +217,3 @@ def pairs_parser(
         p.add_argument("--steps", type=step_count, default=steps, help="optimizer steps of each run")
     p.add_argument("--cores", type=int, default=cores, help="cores for each side, one thread per core")
     return p
-
-
-def busy_s() -> float:
-    """Total busy time of all cores since boot, in seconds; 0 without /proc/stat."""
-    try:
-        user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
-    except OSError:
-        return 0.0
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
-@contextmanager
-def others_cores() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns, after the block, the average number of cores used by unrelated programs."""
-
-    def own_s() -> float:
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
-
-    began, busy, own = time.monotonic(), busy_s(), own_s()
-    found = 0.0
-    yield lambda: found
-    found = max(0.0, (busy_s() - busy - (own_s() - own)) / (time.monotonic() - began))

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+from benchmarks.processes import on_cores
 from benchmarks.results import ratio, say
-from benchmarks.work import A, on_cores, our_step_times, pairs_parser, scratch, steady
+from benchmarks.work import A, our_step_times, pairs_parser, scratch, steady
 
 LEAST = 1.85
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 
+from benchmarks.processes import on_cores
 from benchmarks.results import Result, ratio, say
-from benchmarks.work import A, on_cores, our_step_times, pairs_parser, scratch, steady, their_step_times
+from benchmarks.work import A, our_step_times, pairs_parser, scratch, steady, their_step_times
 
 LEAST = 1.4
 

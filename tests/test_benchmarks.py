@@ -25,9 +25,10 @@ from benchmarks.faults import goodput
 from benchmarks.faults.schedule import FAULTS
 from benchmarks.faults.training import Training
 from benchmarks.memory import peak_mb
+from benchmarks.processes import ROOT
 from benchmarks.quality import Trained, compared
 from benchmarks.results import Result, ratio, write_table
-from benchmarks.work import A2, ROOT, Work, half_padding_lengths, packed, pairs_parser, random_rows, write_rows
+from benchmarks.work import A2, Work, half_padding_lengths, packed, pairs_parser, random_rows, write_rows
 from common.forked import start_python
 from tests.conftest import Disk
 from tests.helpers.chain import wait_until

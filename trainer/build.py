@@ -50,15 +50,7 @@ def build_tensor_parallel(device: Device, mesh: Mesh) -> TensorParallel:
 def build_dataloader(run: Run, precision: Precision, state: TrainState, doctor: Doctor | None) -> Loader:
     """This worker's share of all batches that `state` does not skip; `doctor` observes it."""
     config, mesh, without_padding = run.config, run.mesh, run.device.needs_no_padding(precision)
-    *earlier, sizes = state.batch_sizes()
-    order = SampleOrder(
-        run.workload.rows_per_shard,
-        seed=config.seed,
-        global_batch_size=sizes.whole,
-        skipped=state.skipped,
-        ramp=sizes.ramp,
-        earlier=earlier,
-    )
+    order = SampleOrder(run.workload.rows_per_shard, seed=config.seed, sizes=state.batch_sizes(), skipped=state.skipped)
     return Loader(
         run.workload.reader(
             static_shapes=run.device.static_shapes,

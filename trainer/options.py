@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from common.errors import UserError
 from common.options import add_options, check, fields_of, from_namespace, name_of, option
 from trainer.config import CHANGEABLE, TrainConfig
-from trainer.data.batch_ramp import BatchRamp
+from trainer.data.batch_ramp import BatchRamp, BatchSizes
 from trainer.data.order import SampleOrder
 from trainer.devices.base import DeviceOptions
 from trainer.metrics.trackers.options import TrackerOptions
@@ -138,9 +138,10 @@ def to_config(given: CommandLine, mesh: Mesh) -> tuple[TrainConfig, Workload]:
     elif config.trial:  # a trial is not measured, nor does its length matter
         config = dataclasses.replace(config, schedule="linear")  # any warm-up fits
         config = config.lasting(max(config.max_steps, config.warmup_steps))
-    SampleOrder(workload.rows_per_shard, seed=0, global_batch_size=config.global_batch_size(workers))
+    whole = config.global_batch_size(workers)
+    SampleOrder(workload.rows_per_shard, seed=0, sizes=[BatchSizes(whole)])
     BatchRamp(config.batch_ramp_steps, config.batch_ramp_parts).require_whole_parts(
-        config.global_batch_size(workers), config.micro_batch_size * config.batches_per_execution * workers
+        whole, config.micro_batch_size * config.batches_per_execution * workers
     )
     return config, workload
 

@@ -25,8 +25,9 @@ from pathlib import Path
 
 from benchmarks.faults.schedule import FAULTS, Fault, Undo, disk_for
 from benchmarks.faults.training import Steps, Training, latest_steps, luigi_training
+from benchmarks.processes import on_cores
 from benchmarks.results import Result, say
-from benchmarks.work import A, on_cores, scratch
+from benchmarks.work import A, scratch
 
 LEAST, LEAST_RATIO = 0.9, 1.5
 #: The choices of --sides, and the package that each needs.

@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults.training import Training, latest_steps, luigi_training
+from benchmarks.processes import ROOT
 from benchmarks.results import Result, say
-from benchmarks.work import ROOT
 
 MOST_S, MOST_STEPS = 3.0, 1
 #: By how much the clock may move during a training: steps are recorded with the time of day.

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.stores import KINDS, Place, client, place
+from benchmarks.processes import ROOT, python
 from benchmarks.results import Result, say
 from benchmarks.stages.merge import SETTLE_S
-from benchmarks.work import ROOT, python
 from common.files import read_json, sha256_of, write_json
 from stages.directory.manifest import MANIFEST
 

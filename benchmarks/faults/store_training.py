@@ -26,8 +26,9 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults.stores import KINDS, Place, place
+from benchmarks.processes import ROOT, on_cores, start
 from benchmarks.results import Result, say
-from benchmarks.work import ROOT, A, metrics, on_cores, phase1_lengths, random_rows, start, write_rows
+from benchmarks.work import A, metrics, phase1_lengths, random_rows, write_rows
 
 MOST_PERCENT = 1.0
 WARM_UP = 3

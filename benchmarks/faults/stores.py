@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.work import start
+from benchmarks.processes import start
 from common.process import free_port
 from common.secrets import Secret
 from stages.store.options import StoreOptions

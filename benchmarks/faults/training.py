@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.work import start
+from benchmarks.processes import start
 
 #: Bytes at the end of metrics.jsonl that hold the latest steps: a hundred or so.
 _TAIL = 40_000

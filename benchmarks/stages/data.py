@@ -26,8 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.processes import ROOT, busy_s, on_cores, start
 from benchmarks.results import Result, ratio, say
-from benchmarks.work import ROOT, SHARED, busy_s, on_cores
+from benchmarks.work import SHARED
 from common.hashing import InputHashes
 from stages.text.base import text_of
 from stages.text.corpus import BUILTIN, open_sources, raw_documents
@@ -96,10 +97,10 @@ class Text:
 
 def timed(stage: str, *words: object, processes: int, out: Path) -> Ran:
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", f"stages.{stage}", *map(str, words), "--processes", str(processes)]
+    command = ("-m", f"stages.{stage}", *map(str, words), "--processes", str(processes), "--out", str(out))
     with tempfile.TemporaryFile() as errors:
         busy, began, peak_mb = busy_s(), time.monotonic(), 0.0
-        process = subprocess.Popen([*command, "--out", str(out)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors)
+        process = start(*command, stdout=subprocess.DEVNULL, stderr=errors)
         while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
             peak_mb = max(peak_mb, _peak_mb(process.pid))
             time.sleep(0.05)
@@ -133,8 +134,8 @@ def tokenizers_alone(text: Text, tokenizer: Path) -> tuple[float, float]:
     rates = []
     for lines in (text.lines, [sentence for line in text.lines for sentence in sentences(line)]):
         began = time.monotonic()
-        for start in range(0, len(lines), 1000):
-            library.encode_batch(lines[start : start + 1000], add_special_tokens=False)
+        for first in range(0, len(lines), 1000):
+            library.encode_batch(lines[first : first + 1000], add_special_tokens=False)
         rates.append(sum(len(line.encode()) + 1 for line in lines) / _MB / (time.monotonic() - began))
     return rates[0], rates[1]
 

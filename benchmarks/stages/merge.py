@@ -23,8 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.processes import ROOT, python
 from benchmarks.results import Result, say
-from benchmarks.work import ROOT, python
 from common.secrets import Secret
 
 SPLIT = 8

@@ -129,7 +129,7 @@ class Runner:
         if job is not None:
             start = StartTime.of(job.submitted)
         else:
-            claim(stage.directory, stage.identity, sweep=stage.nodes == 1)
+            claim(stage.directory, stage.identity, alone=stage.nodes == 1)
             shown().started(stage.label, stage.directory)
             start = StartTime.now()
         with stage.making(attached=job is not None) as was_fetched:

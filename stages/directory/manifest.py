@@ -189,7 +189,7 @@ class StageDirectory:
             return
         made = identity()
         with hold(path):
-            claim(path, made, sweep=alone)
+            claim(path, made, alone=alone)
             yield cls(path, made)
 
     def progress(self, label: str, total: int, unit: str, *, done: int = 0) -> Progress:
@@ -201,9 +201,9 @@ class StageDirectory:
         finish(self.path, self.identity, outputs, counts, start=self._start, present=present)
 
 
-def claim(path: Path, identity: Identity, *, sweep: bool = True) -> None:
+def claim(path: Path, identity: Identity, *, alone: bool = True) -> None:
     """Write `identity` to `path`, whose lock is held, and remove the manifest of a damaged stage: whoever sees one
-    takes the stage for complete. `sweep`: also remove temporary files, all of which dead runs left.
+    takes the stage for complete. `alone`: no other machine is writing there, so all temporary files go, too.
 
     Raises: `AlreadyComplete`; `UserError` if `path` holds something else; `DiskError`.
     """
@@ -226,7 +226,7 @@ def claim(path: Path, identity: Identity, *, sweep: bool = True) -> None:
         )
     if why_incomplete(path, identity.fingerprint) is None:
         raise AlreadyComplete
-    if sweep:
+    if alone:
         sweep_temporaries(path)
     with disk_errors(path / MANIFEST):
         (path / MANIFEST).unlink(missing_ok=True)

@@ -160,9 +160,9 @@ def _ticks(stretch: Stretch) -> list[tuple[float, str]]:
     about = max(1.0, (stretch.right - stretch.left) / 90)
     raw = (stretch.ended - stretch.began) / about
     step = next((seconds for seconds in _TICK_SECONDS if seconds >= raw), _TICK_SECONDS[-1])
-    zone = datetime.fromtimestamp(stretch.began)
-    midnight = zone.replace(hour=0, minute=0, second=0, microsecond=0)
-    time = midnight + timedelta(seconds=(int((zone - midnight).total_seconds()) // step) * step)
+    began = datetime.fromtimestamp(stretch.began)
+    midnight = began.replace(hour=0, minute=0, second=0, microsecond=0)
+    time = midnight + timedelta(seconds=(int((began - midnight).total_seconds()) // step) * step)
     ticks: list[tuple[float, str]] = []
     day = None
     while time.timestamp() <= stretch.ended and len(ticks) < 40:
@@ -175,4 +175,4 @@ def _ticks(stretch: Stretch) -> list[tuple[float, str]]:
             day = time.date()
             ticks.append((time.timestamp(), label))
         time += timedelta(seconds=step)
-    return ticks or [(stretch.began, zone.strftime("%H:%M:%S" if step < 60 else "%H:%M"))]
+    return ticks or [(stretch.began, began.strftime("%H:%M:%S" if step < 60 else "%H:%M"))]

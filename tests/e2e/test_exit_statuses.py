@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.support import ROOT, TORCHRUN, options, synthetic_rows, write_dataset, write_model_config
+from trainer.data.batch_ramp import BatchSizes
 from trainer.data.order import SampleOrder
 from trainer.data.shards import write_shard
 
@@ -47,7 +48,7 @@ def test_an_exception_and_a_kill(tmp_path: Path, rank: int, action: str, status:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_bad_data_in_the_share_of_one_worker(tmp_path: Path, rank: int) -> None:
     """The order itself says which row that worker reads."""
-    order = SampleOrder(np.array([80]), seed=12349, global_batch_size=16)
+    order = SampleOrder(np.array([80]), seed=12349, sizes=[BatchSizes(16)])
     row = int(order.step(3).row[4 * rank])  # the micro-batches go to the workers in turn
     arrays = synthetic_rows(80, seq_len=32, max_pred_len=5, seed=0)
     arrays["input_ids"][row, 1] = 250

@@ -16,6 +16,7 @@ from torch import nn
 from common.process import free_port
 from tests.helpers.images import write_idx, write_images
 from tests.helpers.support import ROOT, assert_one_line_error, command, losses, metrics, options, tensors, train
+from trainer.data.batch_ramp import BatchSizes
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.models.mlp import MLP
@@ -55,7 +56,7 @@ def reference(
     for theirs, ours in zip(model.parameters(), start.parameters(), strict=True):
         theirs.data.copy_(ours.data)
     optimizer, loss_of = torch.optim.SGD(model.parameters(), lr=0.05 * workers), nn.NLLLoss()
-    order = SampleOrder(np.array([IMAGES]), seed=12349, global_batch_size=8 * workers)
+    order = SampleOrder(np.array([IMAGES]), seed=12349, sizes=[BatchSizes(8 * workers)])
     curve = []
     for step in range(epochs * (IMAGES // (8 * workers))):
         rows = torch.from_numpy(order.step(step).row)
@@ -184,7 +185,7 @@ def test_two_nodes_of_one_worker_are_two_workers(data: Path, tmp_path: Path) -> 
 
 def test_small_steps_are_read_together_and_stay_the_same(data: Path) -> None:
     """The loader reads many steps at once, also across an epoch's end (37 steps), for each of two workers."""
-    order = SampleOrder(np.array([IMAGES]), seed=3, global_batch_size=8)
+    order = SampleOrder(np.array([IMAGES]), seed=3, sizes=[BatchSizes(8)])
     images = Images(data, TRAINING)
     for rank in (0, 1):
         loader = Loader(images, order, micro_batch_size=2, rank=rank, size=2)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.support import assert_one_line_error, assert_same_bytes, losses, metrics, train
+from trainer.data.batch_ramp import BatchSizes
 from trainer.data.order import SampleOrder
 
 GIVEN: dict[str, Any] = {
@@ -51,7 +52,7 @@ def test_a_bad_batch_is_left_out_and_said(data: Path, model: Path, tmp_path: Pat
     assert [record["step"] for record in metrics(out)] == list(range(1, 11))
     assert np.isfinite(losses(out)).all()
     if workers == 1:
-        order = SampleOrder(np.array([37, 40, 23, 31]), seed=12349, global_batch_size=16)
+        order = SampleOrder(np.array([37, 40, 23, 31]), seed=12349, sizes=[BatchSizes(16)])
         for step, found in enumerate(samples(out)):
             wanted = order.step(step + (step >= 4))
             np.testing.assert_array_equal(found, np.stack([wanted.shard, wanted.row], axis=1))
@@ -118,8 +119,8 @@ def test_a_killed_run_that_is_resumed_goes_back_at_the_bad_batch(data: Path, mod
 
 def test_skipped_batches_leave_no_gap_in_the_order() -> None:
     rows = np.array([20, 21])
-    plain = SampleOrder(rows, seed=3, global_batch_size=5)
-    order = SampleOrder(rows, seed=3, global_batch_size=5, skipped=[7, 2, 3, 8])
+    plain = SampleOrder(rows, seed=3, sizes=[BatchSizes(5)])
+    order = SampleOrder(rows, seed=3, sizes=[BatchSizes(5)], skipped=[7, 2, 3, 8])
     left = [batch for batch in range(30) if batch not in (2, 3, 7, 8)]
     for first, last in ((0, 20), (1, 2), (2, 6), (4, 9)):
         found = order.steps(first, last)

@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.chance import assert_mean_zero, assert_uncorrelated
 from tests.helpers.support import Workers, options, write_model_config
+from trainer.data.batch_ramp import BatchSizes
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.select import select
@@ -194,7 +195,7 @@ def test_no_epoch_is_shuffled_like_another() -> None:
     rows = 2000
     found = {}
     for seed in (0, 1, 12349, 2**31 - 1):
-        order = SampleOrder(np.array([rows]), seed=seed, global_batch_size=rows)
+        order = SampleOrder(np.array([rows]), seed=seed, sizes=[BatchSizes(rows)])
         for epoch in range(25):
             found[f"seed {seed}, epoch {epoch}"] = order.step(epoch).row
     ranks = (np.stack(list(found.values())) - (rows - 1) / 2) / np.sqrt((rows**2 - 1) / 12)

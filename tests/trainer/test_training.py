@@ -22,6 +22,7 @@ from tests.helpers.support import (
     write_dataset,
     write_model_config,
 )
+from trainer.data.batch_ramp import BatchSizes
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
 from trainer.data.reader import BatchReader
@@ -127,7 +128,7 @@ def test_phase_2_begins_with_the_loss_of_phase_1s_weights(data: Path, model: Pat
     network = BertForPreTraining(ModelConfig.of_hugging_face(json.loads(model.read_text())))
     network.load_state_dict({name: torch.from_numpy(tensors(first)[name]) for name, _ in network.named_parameters()})
     shards = ShardSet.open(data)
-    order = SampleOrder(shards.rows_per_shard, seed=12349, global_batch_size=16)
+    order = SampleOrder(shards.rows_per_shard, seed=12349, sizes=[BatchSizes(16)])
     (step,) = Loader(BatchReader(shards, vocab_size=200), order, micro_batch_size=16).load(0, 1)
     masked_lm, next_sentence = network.eval()(step.micro_batches[0])
     expected = (masked_lm / step.counts[0] + next_sentence / 16).item()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import UserError
@@ -45,8 +45,9 @@ class BatchSizes:
         return self.ramp.size(batch, self.whole)
 
 
-def batch_of(step: int, skipped: Collection[int]) -> int:
-    """The number of the batch, from 0, that step `step` (from 0) uses: steps pass over skipped batches."""
-    for batch in sorted(set(skipped)):
+def batch_of(step: int, skipped: Sequence[int]) -> int:
+    """The number of the batch, from 0, that step `step` (from 0) uses: steps pass over skipped batches, in ascending
+    order."""
+    for batch in skipped:
         step += batch <= step
     return step

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import UserError
-from trainer.data.batch_ramp import BatchRamp, BatchSizes, batch_of
+from trainer.data.batch_ramp import BatchSizes, batch_of
 from trainer.seeds import derive_seed
 
 #: Rows shuffled together, at least: about 120 MB of phase-1 rows.
@@ -32,7 +32,6 @@ ORDER_VERSION = 2
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 Int64s = NDArray[np.int64]
-NO_RAMP = BatchRamp()
 
 
 def hash64(*words: int, index: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -98,16 +97,14 @@ class SampleOrder:
         rows_per_shard: Int64s,
         *,
         seed: int,
-        global_batch_size: int,
+        sizes: Sequence[BatchSizes],
         skipped: Sequence[int] = (),
-        ramp: BatchRamp = NO_RAMP,
-        earlier: Sequence[BatchSizes] = (),
     ) -> None:
-        """`skipped`: batches, counted from 0, that no step uses. `ramp`: for all batches, skipped or not. `earlier`:
-        the sizes, in order, with which earlier runs began; where they end, the next ones continue in the same epoch.
+        """`sizes`: of all batches, skipped or not, in order; where some end, the next ones continue in the same epoch.
+        `skipped`: batches, counted from 0, that no step uses.
 
         Raises `UserError` if the data set has fewer rows than one global batch."""
-        total = int(rows_per_shard.sum())
+        total, global_batch_size = int(rows_per_shard.sum()), sizes[-1].whole
         if total < global_batch_size:
             raise UserError(
                 f"the data set has {total} samples, fewer than one global batch of {global_batch_size}; "
@@ -121,8 +118,8 @@ class SampleOrder:
         self.steps_per_epoch = total // global_batch_size
         self._rows = total
         self._stretches = list[_Stretch]()
-        for sizes in (*earlier, BatchSizes(global_batch_size, ramp)):
-            self._stretches.append(self._plan_stretch(sizes))
+        for one in sizes:
+            self._stretches.append(self._plan_stretch(one))
         self._epoch = functools.lru_cache(maxsize=2)(self._plan_epoch)
         self._block = functools.lru_cache(maxsize=2)(self._shuffle_block)
 

@@ -37,8 +37,8 @@ def positions(rows: int, sizes: list[int] = SIZES) -> list[tuple[int, range]]:
 @pytest.mark.parametrize("rows", [[131], [37, 40, 23, 31], [16], [19]])
 def test_the_samples_of_each_step_are_those_of_an_independent_count(rows: list[int]) -> None:
     """Compared with the order of single samples, which knows nothing of batches."""
-    single = SampleOrder(np.array(rows), seed=3, global_batch_size=1)
-    order = SampleOrder(np.array(rows), seed=3, global_batch_size=16, ramp=BatchRamp(6, 4))
+    single = SampleOrder(np.array(rows), seed=3, sizes=[BatchSizes(1)])
+    order = SampleOrder(np.array(rows), seed=3, sizes=[BatchSizes(16, BatchRamp(6, 4))])
     total = sum(rows)
     for step, (epoch, places) in enumerate(positions(total)):
         wanted = [single.step(epoch * total + place) for place in places]
@@ -53,9 +53,9 @@ def test_batches_of_another_size_continue_in_the_epoch() -> None:
     """Skipped batches, in the ramp and right after a change, keep the sizes that they had: steps 0 to 8 use batches 0
     to 9 without batch 4, steps 9 to 14 batches 10 to 16 without batch 10."""
     rows, sizes = [37, 40, 23, 31], [*SIZES[:10], *[12] * 7, *[6] * 30]
-    single = SampleOrder(np.array(rows), seed=3, global_batch_size=1)
+    single = SampleOrder(np.array(rows), seed=3, sizes=[BatchSizes(1)])
     earlier = [BatchSizes(16, BatchRamp(6, 4), end=10), BatchSizes(12, end=17)]
-    order = SampleOrder(np.array(rows), seed=3, global_batch_size=6, skipped=[4, 10], earlier=earlier)
+    order = SampleOrder(np.array(rows), seed=3, sizes=[*earlier, BatchSizes(6)], skipped=[4, 10])
     used = [(size, *place) for batch, (size, place) in enumerate(zip(sizes, positions(131, sizes), strict=True))
             if batch not in (4, 10)]  # fmt: skip
     for step, (size, epoch, places) in enumerate(used):
@@ -90,7 +90,7 @@ def test_the_sizes_before_each_change_are_those_of_the_record() -> None:
 
 def test_a_resumed_run_with_another_batch_and_less_data_has_an_order() -> None:
     """The earlier batch is larger than the whole data set."""
-    order = SampleOrder(np.array([10]), seed=3, global_batch_size=4, earlier=[BatchSizes(16, end=3)])
+    order = SampleOrder(np.array([10]), seed=3, sizes=[BatchSizes(16, end=3), BatchSizes(4)])
     for step in range(3, 9):
         assert len(set(order.step(step).row.tolist())) == 4
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_may_change_the_batch_and_reads_on_where_it_was(
             run(data, model, out, workers, **{**values, **options, "steps_this_run": before + 2, "resume_ckpt": True})
     sizes = [4, 4, 8, *[16] * 4, *[8] * 4]
     assert [record["samples"] for record in metrics(out)] == np.cumsum(sizes).tolist()
-    single = SampleOrder(np.array([37, 40, 23, 31]), seed=12349, global_batch_size=1)
+    single = SampleOrder(np.array([37, 40, 23, 31]), seed=12349, sizes=[BatchSizes(1)])
     wanted = [
         [[int(s.shard[0]), int(s.row[0])] for s in (single.step(epoch * 131 + place) for place in places)]
         for epoch, places in positions(131, sizes)
@@ -148,7 +148,7 @@ def test_workers_share_the_same_growing_batches(data: Path, model: Path, tmp_pat
     """They take micro-batches in turn; the losses differ only by rounding."""
     values = {"record_samples": True, "disable_dropout": True, "precision": "fp64"}
     one, many = run(data, model, tmp_path / "1", **values), run(data, model, tmp_path / "n", workers, **values)
-    order = SampleOrder(np.array([37, 40, 23, 31]), seed=12349, global_batch_size=16, ramp=BatchRamp(6, 4))
+    order = SampleOrder(np.array([37, 40, 23, 31]), seed=12349, sizes=[BatchSizes(16, BatchRamp(6, 4))])
     for rank in range(workers):
         for record in map(json.loads, (many / f"samples-{rank}.jsonl").read_text().splitlines()):
             samples = order.step(record["step"])

@@ -10,6 +10,7 @@ import pytest
 from common.errors import UserError
 from trainer.build import mask_rate_steps
 from trainer.config import TrainConfig
+from trainer.data.batch_ramp import BatchSizes
 from trainer.data.bert_batch import IGNORED
 from trainer.data.loader import Loader
 from trainer.data.mask_rate import MaskRate
@@ -150,7 +151,7 @@ def test_a_mask_depends_on_the_sample_and_not_on_its_batch(shards: ShardSet) -> 
 
 
 def test_workers_and_micro_batches_see_the_same_masks(shards: ShardSet) -> None:
-    order = SampleOrder(shards.rows_per_shard, seed=1, global_batch_size=16)
+    order = SampleOrder(shards.rows_per_shard, seed=1, sizes=[BatchSizes(16)])
 
     def chosen(size: int, micro_batch: int) -> dict[tuple[int, int], list[int]]:
         found: dict[tuple[int, int], list[int]] = {}

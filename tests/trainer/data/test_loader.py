@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.support import VOCAB
 from trainer.data.batch import Batch
+from trainer.data.batch_ramp import BatchSizes
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder, Samples
 from trainer.data.reader import BatchReader
@@ -38,7 +39,7 @@ def addresses(samples: Samples) -> Addresses:
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_the_number_of_workers_does_not_change_what_shares_a_micro_batch(workers: int) -> None:
     """A step's global batch in pieces of 3, dealt out in turn."""
-    order = SampleOrder(np.array([50, 60, 30]), seed=5, global_batch_size=24)
+    order = SampleOrder(np.array([50, 60, 30]), seed=5, sizes=[BatchSizes(24)])
     loaders = [
         Loader(NoData(), order, micro_batch_size=3, rank=rank, size=workers) for rank in range(workers)
     ]  # fmt: skip

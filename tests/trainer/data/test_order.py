@@ -7,6 +7,7 @@ import pytest
 
 from common.errors import UserError
 from trainer.data import order as module
+from trainer.data.batch_ramp import BatchSizes
 from trainer.data.order import SampleOrder, hash64
 
 
@@ -17,7 +18,7 @@ def addresses(order: SampleOrder, steps: range) -> list[tuple[int, int]]:
 
 
 def make(rows: list[int], batch: int = 7, seed: int = 3) -> SampleOrder:
-    return SampleOrder(np.array(rows), seed=seed, global_batch_size=batch)
+    return SampleOrder(np.array(rows), seed=seed, sizes=[BatchSizes(batch)])
 
 
 @pytest.mark.parametrize("block_rows", [1, 20, 1 << 18])
