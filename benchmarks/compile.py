@@ -10,13 +10,13 @@ import torch
 
 from benchmarks.processes import on_cores
 from benchmarks.results import Result, ratio, say
-from benchmarks.work import A, our_step_times, scratch, steady, step_count
+from benchmarks.work import LEAST_STEPS, A, at_least, our_step_times, scratch, steady
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    p.add_argument("--steps", type=step_count, default=8, help="optimizer steps of each run")
+    p.add_argument("--steps", type=at_least(LEAST_STEPS), default=8, help="optimizer steps of each run")
     p.add_argument("--precision", default="autocast", help="as in the trainer")
     args = p.parse_args()
     given = {"steps": args.steps, "precision": args.precision, "device": args.device}

@@ -16,7 +16,9 @@ import torch
 from benchmarks.processes import on_cores
 from benchmarks.results import Result, say
 from benchmarks.work import (
+    LEAST_STEPS,
     Work,
+    at_least,
     half_padding_lengths,
     model_config,
     our_step_times,
@@ -24,7 +26,6 @@ from benchmarks.work import (
     phase1_lengths,
     random_rows,
     steady,
-    step_count,
     write_rows,
 )
 
@@ -45,7 +46,7 @@ def works(device: str, micro_batch_sizes: list[int]) -> dict[int, Work]:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    p.add_argument("--steps", type=step_count, default=12, help="optimizer steps of each phase")
+    p.add_argument("--steps", type=at_least(LEAST_STEPS), default=12, help="optimizer steps of each phase")
     p.add_argument("--precision", default="auto", help="as in the trainer; auto is bf16 where the GPU has it")
     p.add_argument("--compile", action="store_true", help="with torch.compile")
     p.add_argument("--micro-batch-sizes", type=int, nargs=2, default=[256, 64], help="rows, of phase 1 and of phase 2")

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.processes import launcher, on_cores, python
 from benchmarks.results import ratio, say
+from benchmarks.work import at_least
 
 #: Workers → the ratio to the tutorial's loop that is claimed.
 CLAIMS = {1: 2.0, 2: 1.0}
@@ -46,7 +47,7 @@ def plain_rate(data: Path, *flags: str, workers: int, epochs: int) -> float:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--pairs", type=int, default=5, help="runs of each side, alternating")
+    p.add_argument("--pairs", type=at_least(1), default=5, help="runs of each side, alternating")
     p.add_argument("--epochs", type=int, default=2, help="of each run; the last one counts")
     p.add_argument("--workers", type=int, nargs="+", default=list(CLAIMS), choices=CLAIMS)
     args = p.parse_args()

@@ -8,7 +8,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ SHARED = Path(os.environ.get("BERT_SHARED_DIR", ROOT.parent / "shared"))
 Arrays = dict[str, np.ndarray[Any, Any]]
 #: The first steps of a run, which are slower.
 WARM_UP = 3
+LEAST_STEPS = WARM_UP + 1
 
 
 @dataclass(frozen=True)
@@ -200,11 +201,15 @@ def steady(times: list[float]) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def step_count(text: str) -> int:
-    """Read --steps: enough for `steady`."""
-    if int(text) <= WARM_UP:
-        raise argparse.ArgumentTypeError(f"{text} is too few, as the first {WARM_UP} do not count")
-    return int(text)
+def at_least(least: int) -> Callable[[str], int]:
+    """Reads an option that is a number of `least` or more."""
+
+    def count(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is too few; allowed: {least} or more")
+        return int(text)
+
+    return count
 
 
 def pairs_parser(
@@ -212,8 +217,8 @@ def pairs_parser(
 ) -> argparse.ArgumentParser:
     """A parser with the common options; `steps` None omits --steps."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--pairs", type=int, default=pairs, help="runs of each side, alternating")
+    p.add_argument("--pairs", type=at_least(1), default=pairs, help="runs of each side, alternating")
     if steps is not None:
-        p.add_argument("--steps", type=step_count, default=steps, help="optimizer steps of each run")
+        p.add_argument("--steps", type=at_least(LEAST_STEPS), default=steps, help="optimizer steps of each run")
     p.add_argument("--cores", type=int, default=cores, help="cores for each side, one thread per core")
     return p

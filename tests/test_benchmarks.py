@@ -184,11 +184,14 @@ def test_the_xla_benchmark_is_left_out_without_torch_xla(
     assert capsys.readouterr().out == "left out: torch-xla is not installed\n"
 
 
-def test_steps_that_are_all_warm_up_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pairs_parser(None).parse_args(["--steps", "4"]).steps == 4
+@pytest.mark.parametrize(("option", "least"), [("steps", 4), ("pairs", 1)])
+def test_steps_that_are_all_warm_up_and_no_pairs_are_refused(
+    option: str, least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vars(pairs_parser(None).parse_args([f"--{option}", str(least)]))[option] == least
     with pytest.raises(SystemExit):
-        pairs_parser(None).parse_args(["--steps", "3"])
-    assert "--steps: 3 is too few" in capsys.readouterr().err
+        pairs_parser(None).parse_args([f"--{option}", str(least - 1)])
+    assert f"--{option}: {least - 1} is too few" in capsys.readouterr().err
 
 
 #: Leaves two orphans, and ends with the first, which computes for 0.3 s.

@@ -25,6 +25,7 @@ from benchmarks.faults.stores import KINDS, Place, client, place
 from benchmarks.processes import ROOT, python
 from benchmarks.results import Result, say
 from benchmarks.stages.merge import SETTLE_S
+from benchmarks.work import at_least
 from common.files import read_json, sha256_of, write_json
 from stages.directory.manifest import MANIFEST
 
@@ -186,7 +187,7 @@ def compare(kind: str, directory: Path, pairs: int, megabytes: int) -> None:
 def main() -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.faults.store_fetch", description=__doc__)
     p.add_argument("--stores", nargs="+", default=list(KINDS), choices=KINDS)
-    p.add_argument("--pairs", type=int, default=7, help="runs of each side, alternating")
+    p.add_argument("--pairs", type=at_least(1), default=7, help="runs of each side, alternating")
     p.add_argument("--megabytes", type=int, default=1340, help="of the model: BERT-Large's")
     p.add_argument("--download", nargs=4, help=argparse.SUPPRESS)
     args = p.parse_args()

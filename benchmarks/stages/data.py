@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.processes import ROOT, busy_s, on_cores, start
 from benchmarks.results import Result, ratio, say
-from benchmarks.work import SHARED
+from benchmarks.work import SHARED, at_least
 from common.hashing import InputHashes
 from stages.text.base import text_of
 from stages.text.corpus import BUILTIN, open_sources, raw_documents
@@ -162,7 +162,7 @@ def at_once(text: Text) -> list[float]:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--pairs", type=int, default=3, help="runs with one process and with two, alternating")
+    p.add_argument("--pairs", type=at_least(1), default=3, help="runs with one process and with two, alternating")
     p.add_argument("--megabytes", type=float, default=100, help="text to measure speeds on")
     p.add_argument("--memory-megabytes", type=float, default=20, help="text to measure memory on, and ten times that")
     args = p.parse_args()

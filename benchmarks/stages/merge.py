@@ -25,6 +25,7 @@ from pathlib import Path
 
 from benchmarks.processes import ROOT, python
 from benchmarks.results import Result, say
+from benchmarks.work import at_least
 from common.secrets import Secret
 
 SPLIT = 8
@@ -110,7 +111,7 @@ def largest_bytes(merged: Path) -> int:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--pairs", type=int, default=5, help="runs of each side, alternating")
+    p.add_argument("--pairs", type=at_least(1), default=5, help="runs of each side, alternating")
     p.add_argument("--merge", nargs=2, type=Path, metavar=("IN", "OUT"), help=argparse.SUPPRESS)
     p.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     p.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
