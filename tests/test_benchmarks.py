@@ -322,7 +322,7 @@ def test_what_some_sides_reached_is_said_though_others_cannot_train(
         return 0.93, 100, 5
 
     monkeypatch.setattr(goodput, "goodput", measured)
-    monkeypatch.setattr(shutil, "which", lambda *args, **kwargs: None)
+    monkeypatch.setattr(goodput, "is_installed", lambda side: side != "torchft")
     monkeypatch.setenv("BENCHMARK_RESULTS", str(tmp_path / "r"))
     monkeypatch.setattr(sys, "argv", ["goodput", "--workers=1", "--sides", "trainer", "torchft", "ours"])
     with pytest.raises(SystemExit, match="error: Trainer under torchrun: no step"):
