@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import shutil
 import signal
 import sys
 import time

@@ -55,6 +55,10 @@ def main() -> int:
             return self_test(given, mesh)
         given.trackers.require_installed()
         return _train(*to_config(given, mesh), given.trackers, mesh)
+    except Interrupted as error:
+        if mesh.is_root:
+            print_line(f"stopped as asked; {error}")
+        return EXIT_INTERRUPTED
     except Exception as error:
         return end(error, mesh)
 

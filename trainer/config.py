@@ -67,8 +67,9 @@ class TrainConfig:
         2, **_TRAIN, least=2, omit_default=True, help="equal parts of the global batch, each of whole micro-batches"
     )
     max_steps: int = option(
-        28125, **_TRAIN, least=1, unit="steps", help="optimizer steps in the phase; the learning rate is 0 at the last"
-    )
+        28125, **_TRAIN, least=1, unit="steps",
+        help="optimizer steps in the phase; the learning rate is 0 at the last, but with --schedule constant",
+    )  # fmt: skip
     budget: Duration | None = option(
         None, **_TRAIN_HOW, metavar="TIME",
         help="train for a time such as 20m instead of --max_steps: the steps that fit are measured and then fixed",
@@ -226,6 +227,11 @@ class TrainConfig:
         if self.precision == "auto" and self.optimizer in NAMED_PRECISIONS:
             return NAMED_PRECISIONS[self.optimizer][1][0]
         return self.precision
+
+    @property
+    def allowed_fallbacks(self) -> tuple[str, ...]:
+        """The operations that `allow_fallbacks` names."""
+        return tuple(filter(None, (self.allow_fallbacks or "").split(",")))
 
     def global_batch_size(self, data_parallel_size: int) -> int:
         """Samples in one optimizer step of all workers, after the ramp."""

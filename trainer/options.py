@@ -165,7 +165,7 @@ def device_options(config: TrainConfig, workload: Workload, mesh: Mesh) -> Devic
         reports=config.output_dir if mesh.is_root and config.graphs is not None else None,
         count_operations=config.trial,
         compile=config.compile,
-        allow_fallbacks=tuple(filter(None, (config.allow_fallbacks or "").split(","))),
+        allow_fallbacks=config.allowed_fallbacks,
         threads=workload.threads,
         rounding_seed=derive_seed(config.seed, "Neuron stochastic rounding"),
     )
@@ -181,7 +181,11 @@ def markdown() -> str:
         "their names in the tutorials' scripts. A switch is on with its name and off with `--no-NAME`. An option "
         "marked *decides* decides the result: a resumed run that changes it is refused, and the error names it.",
         "",
-        f"`--allow_changes` permits a resumed run to change {', '.join(f'`{name}`' for name in CHANGEABLE)}.",
+        "A micro-step is one forward and backward pass of one worker; an optimizer step sums several.",
+        "",
+        f"`--allow_changes` permits a resumed run to change {', '.join(f'`{name}`' for name in CHANGEABLE)}. Of these, "
+        "`micro_batch_size` is `--batch_size`, `global_batch_size` the samples in an optimizer step of all workers, "
+        "and `data` the content of `--data_dir`.",
     ]
     groups: dict[str, list[str]] = {}
     for cls in (RunOptions, bert.options, TrainConfig, TrackerOptions):

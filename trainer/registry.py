@@ -29,6 +29,8 @@ OPTIMIZERS = {
     "Muon": "trainer.optim.muon:Muon",
     "SGD": "trainer.optim.sgd:SGD",
 }
+#: Those without state, so without a file of it in checkpoints.
+STATELESS_OPTIMIZERS = frozenset(("SGD",))
 #: Implementations of `trainer.metrics.trackers.base.Tracker`. All but the first, which the training itself writes, are
 #: a `RemoteTracker`, and their names are also those of the packages and of the extras that install them.
 TENSORBOARD = "tensorboard"

@@ -1,14 +1,16 @@
-"""Checks that data-parallel workers hold identical weights and moments, and finite ones."""
+"""Checks that workers hold alike the weights and moments that they should hold alike, and finite ones."""
 
 from __future__ import annotations
 
 import collections
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from common.errors import CheckpointError, NonFiniteStep, ReplicasDiffer
+from trainer.parallel.shares import split_like
 from trainer.run import Run
 from trainer.state import TrainState
 
@@ -25,11 +27,13 @@ class ReplicaCheck:
         self._config, self._device, self._mesh = run.config, run.device, run.mesh
         self._tensors = {**model, **optimizer}
         self._alike = model if are_shared else self._tensors
+        #: Those that tensor-parallel ranks do not split.
+        self._unsplit = [name for name in self._alike if split_like(name) is None]
 
     def is_due(self, state: TrainState) -> bool:
         """Whether `--replica_check_steps` asks for a check of `state`."""
         interval = self._config.replica_check_steps
-        return self._mesh.data_parallel_size > 1 and interval > 0 and state.step % interval == 0
+        return self._mesh.world_size > 1 and interval > 0 and state.step % interval == 0
 
     def require_finite(self) -> None:
         """The part of the check that needs no other worker. Raises `CheckpointError`."""
@@ -37,19 +41,28 @@ class ReplicaCheck:
             raise CheckpointError(f"{broken} is no longer finite; training resumes from the previous checkpoint")
 
     def require_equal(self, state: TrainState) -> None:
-        """Raises, on all workers, `ReplicasDiffer` naming the ranks that differ from the majority, or `NonFiniteStep`.
-        A trial is not checked."""
+        """Data-parallel workers hold everything alike, tensor-parallel ranks what they do not split.
+
+        Raises, on all workers, `ReplicasDiffer` naming the ranks that differ from the majority, or `NonFiniteStep`. A
+        trial is not checked.
+        """
         if self._config.trial:
             return
         mesh, step = self._mesh, f"step {state.global_step}"
         summaries = self._summaries()
-        digest = hashlib.sha256(repr([summaries[name][0] for name in self._alike]).encode()).hexdigest()
-        broken = _not_finite(summaries)
-        found = mesh.all_gather_object((digest, broken))
-        odd = sorted(rank for ranks in mesh.data_parallel_group.ranks for rank in _odd_ones(ranks, found))
+        digests = [_digest(summaries, names) for names in (self._alike, self._unsplit)]
+        found = mesh.all_gather_object((digests, _not_finite(summaries)))
+        groups = mesh.data_parallel_group.ranks, mesh.tensor_parallel_group.ranks
+        by_data, by_tensor = (
+            {rank for ranks in group for rank in _odd_ones(ranks, [digests[which] for digests, _ in found])}
+            for which, group in enumerate(groups)
+        )
+        # A worker that differs in both groups is the one, where neither has a majority.
+        odd = sorted(by_data & by_tensor or by_data | by_tensor)
         if odd:
             who = f"of worker{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} differ"
-            others = "" if mesh.data_parallel_size == len(odd) else " from those of the others"
+            has_majority = odd not in (*groups[0], *groups[1]) or len(odd) == 1
+            others = " from those of the others" if has_majority else ""
             raise ReplicasDiffer(
                 f"{step}: the weights or moments {who}{others}; nothing of this step is saved: run the same "
                 f"command again to resume from the last checkpoint, and if a worker is named again, replace its "
@@ -64,15 +77,19 @@ class ReplicaCheck:
         return dict(zip(self._tensors, self._device.summaries(list(self._tensors.values())), strict=True))
 
 
+def _digest(summaries: dict[str, Summary], names: Iterable[str]) -> str:
+    return hashlib.sha256(repr([summaries[name][0] for name in names]).encode()).hexdigest()
+
+
 def _not_finite(summaries: dict[str, Summary]) -> str:
     """The first tensor with a value that is not finite; "" if there is none."""
     return next((name for name, (_, is_finite) in summaries.items() if not is_finite), "")
 
 
-def _odd_ones(ranks: list[int], found: list[tuple[str, str]]) -> list[int]:
+def _odd_ones(ranks: list[int], digests: list[str]) -> list[int]:
     """Those of `ranks` that differ from the majority; all of them if there is none."""
-    digest, count = collections.Counter(found[rank][0] for rank in ranks).most_common(1)[0]
-    return [rank for rank in ranks if found[rank][0] != digest or 2 * count <= len(ranks) != count]
+    digest, count = collections.Counter(digests[rank] for rank in ranks).most_common(1)[0]
+    return [rank for rank in ranks if digests[rank] != digest or 2 * count <= len(ranks) != count]
 
 
 def flip_a_bit(tensor: Tensor) -> None:

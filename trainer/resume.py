@@ -47,9 +47,17 @@ def _precision_name(run: Run, start: ResumePoint | None) -> str:
         return config.wanted_precision
     if start is not None and start.state.phase == config.phase:
         return start.state.precision
-    name, reason = run.device.automatic_precision()
+    # The root's for all: machines may differ.
+    name, reason = run.mesh.by_root(run.device.automatic_precision)
     run.log(f"precision {name}: {reason}")
     return name
+
+
+def _data_of(run: Run, start: ResumePoint | None) -> str:
+    """The identity of the data set. A trial trains on some of it only and does not read all, which may take long."""
+    if run.config.trial:
+        return "" if start is None else start.state.data
+    return run.workload.identity(run.config.output_dir, run.log)
 
 
 def initial_state(run: Run, start: ResumePoint | None, precision: Precision, skipped: Sequence[int]) -> TrainState:
@@ -64,8 +72,7 @@ def initial_state(run: Run, start: ResumePoint | None, precision: Precision, ski
         epoch=0,
         seed=config.seed,
         global_batch_size=config.global_batch_size(mesh.data_parallel_size),
-        # A trial is never resumed, and reading all of the data may take long.
-        data=mesh.by_root(lambda: "" if config.trial else workload.identity(config.output_dir, run.log)),
+        data=mesh.by_root(lambda: _data_of(run, start)),
         order_version=ORDER_VERSION,
         optimizer=config.optimizer,
         precision=precision.name,

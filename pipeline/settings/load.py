@@ -39,7 +39,8 @@ _LUIGI_SECTIONS = frozenset(
         *("email", "smtp", "sendgrid", "task_history", "task_status", "metrics", "prometheus", "cors"),
     )
 )
-
+#: Those of luigi's sections whose keys are all parameters of the class with the section's name.
+_CHECKED_LUIGI_SECTIONS = frozenset(("scheduler", "worker", "email", "smtp"))
 
 #: Secret settings of this process as JSON: {section: {key: value}}.
 SECRETS_VARIABLE = "SETTINGS_SECRETS"
@@ -166,14 +167,18 @@ def _refuse_unknown() -> None:
     ours = {section_name(section): {name for name, _ in section.get_params()} for section in SECTIONS}
     tasks = set(Register.task_names()) - {section.__name__ for section in SECTIONS}
     for section in config.sections():
-        if section not in ours:
-            if section not in _LUIGI_SECTIONS | tasks:
-                near = suggestion(section, [*ours, *sorted(_LUIGI_SECTIONS)])
-                raise UserError(f"[{section}] is not a section of luigi.cfg; {near}")
+        if section in ours:
+            known = ours[section]
+        elif section in _CHECKED_LUIGI_SECTIONS:
+            known = {name for name, _ in Register.get_task_cls(section).get_params()}
+        elif section in _LUIGI_SECTIONS | tasks:
             continue
+        else:
+            near = suggestion(section, [*ours, *sorted(_LUIGI_SECTIONS)])
+            raise UserError(f"[{section}] is not a section of luigi.cfg; {near}")
         for key in config.options(section):
-            if key not in ours[section]:
-                raise UserError(f"[{section}] {key} is not a setting; {suggestion(key, sorted(ours[section]))}")
+            if key not in known and (section in ours or key.replace("-", "_") not in known):
+                raise UserError(f"[{section}] {key} is not a setting; {suggestion(key, sorted(known))}")
 
 
 def _check_together(settings: Settings) -> None:

@@ -42,6 +42,7 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
     [
         ("[phase3]\nlr = 1", ["[phase3] is not a section", "did you mean phase"]),
         ("[Phase1]\nlr = 1", ["[Phase1] is not a section", "did you mean phase1"]),
+        ("[scheduler]\nretry_dely = 5", ["[scheduler] retry_dely is not a setting; did you mean retry_delay?"]),
         ("[phase1]\nlearning_rate = 1", ["[phase1] learning_rate is not a setting", "allowed: "]),
         ("[phase1]\nmax_step = 1", ["did you mean max_steps?"]),
         ("[phase1]\nlr = fast", ["[phase1] lr = 'fast'", "a number, 0 or more"]),

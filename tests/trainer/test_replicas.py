@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from common.errors import ReplicasDiffer
 from tests.helpers.support import assert_same_bytes, metrics, train
 from trainer.devices.cpu import CpuDevice
+from trainer.parallel.mesh import Mesh
+from trainer.replicas import ReplicaCheck, flip_a_bit
 
 GIVEN: dict[str, Any] = {
     "batch_size": 2, "grad_accum_usteps": 2, "warmup_steps": 1, "max_pred_len": 5, "device": "cpu", "max_steps": 8,
@@ -69,6 +74,63 @@ def test_ranks_that_share_a_model_are_compared_with_those_of_the_same_share(
     done = train(4, resume_ckpt=True, **given)
     assert done.returncode == 0, done.stdout
     assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 9))
+
+
+class Incomplete(Exception):
+    """Not every worker has said what it holds."""
+
+
+@dataclass(frozen=True)
+class Meeting(Mesh):
+    """The mesh of one worker in a process that plays all of them, one after the other."""
+
+    said: dict[int, Any] = field(default_factory=dict)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self.said[self.rank] = value
+        if len(self.said) < self.world_size:
+            raise Incomplete
+        return [self.said[rank] for rank in range(self.world_size)]
+
+
+SPLIT, UNSPLIT = "bert.encoder.layer.0.attention.self.query.weight", "bert.pooler.dense.bias"
+
+
+@pytest.mark.parametrize(
+    ("workers", "size", "rank", "name", "who"),
+    [
+        (2, 2, 1, UNSPLIT, "workers 0, 1 differ;"),
+        (2, 2, 1, f"exp_avg.{UNSPLIT}", "workers 0, 1 differ;"),
+        (4, 4, 2, UNSPLIT, "worker 2 differ from those of the others;"),
+        (4, 2, 3, UNSPLIT, "worker 3 differ from those of the others;"),
+        (4, 2, 3, SPLIT, "workers 1, 3 differ;"),
+        (4, 1, 2, SPLIT, "worker 2 differ from those of the others;"),
+        (2, 2, 1, SPLIT, ""),
+    ],
+)
+def test_who_differs_in_what_is_split_and_what_is_not(workers: int, size: int, rank: int, name: str, who: str) -> None:
+    """Ranks of one model always differ in what they split."""
+    config = SimpleNamespace(trial=False)
+    state: Any = SimpleNamespace(global_step=7, step=7)
+    said: dict[int, Any] = {}
+    checks = []
+    for each in range(workers):
+        model = {SPLIT: torch.full((3,), float(each % size)), UNSPLIT: torch.zeros(2)}
+        optimizer = {f"exp_avg.{UNSPLIT}": torch.ones(2)}
+        if each == rank:
+            flip_a_bit({**model, **optimizer}[name])
+        mesh = Meeting(each, each, workers, workers, size, said=said)
+        run: Any = SimpleNamespace(config=config, device=CpuDevice(), mesh=mesh)
+        checks.append(ReplicaCheck(run, model, optimizer, are_shared=False))
+    for check in checks[:-1]:
+        with pytest.raises(Incomplete):
+            check.require_equal(state)
+    for check in reversed(checks):
+        if not who:
+            check.require_equal(state)
+            continue
+        with pytest.raises(ReplicasDiffer, match=f"step 7: the weights or moments of {who}"):
+            check.require_equal(state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

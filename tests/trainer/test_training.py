@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from tests.helpers.support import (
+    Workers,
     assert_one_line_error,
     assert_same_bytes,
     forked,
     losses,
     metrics,
+    options,
     synthetic_rows,
     tensors,
     train,
@@ -169,6 +171,24 @@ def test_a_minimal_checkpoint_ends_a_phase_that_can_be_interrupted(data: Path, m
 def test_old_checkpoints_go_and_the_newest_stay(data: Path, model: Path, tmp_path: Path) -> None:
     out = run(data, model, tmp_path, max_steps=9, ckpt_interval_steps=2, num_ckpts_to_keep=2)
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["ckpt_8", "ckpt_9"]
+
+
+def test_a_trial_of_a_resumed_run_writes_nothing(data: Path, model: Path, tmp_path: Path) -> None:
+    """As the variable of AWS's compilers makes of the command that resumes; not all of the data is read for it."""
+    out = run(data, model, tmp_path / "out", max_steps=6, steps_this_run=2)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    run(data, model, out, max_steps=6, trial=True, resume_ckpt=True, record_samples=True)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_the_root_chooses_the_precision_of_all(data: Path, model: Path, tmp_path: Path) -> None:
+    """Machines may differ. The same bytes as with the precision named."""
+    given = {**COMMON, "data_dir": data, "model_config": model, "max_steps": 5, "grad_accum_usteps": 2}
+    words = options(**{**given, "device": "cpu", "precision": "auto", "output_dir": tmp_path / "auto"})
+    done = Workers(2, "tests.helpers.faulty.devices", ["UnlikeTheRoots", *words], {}).wait()
+    assert done.returncode == 0, done.stdout
+    assert train(2, **{**given, "precision": "autocast", "output_dir": tmp_path / "named"}).returncode == 0
+    assert_same_bytes(*(tmp_path / name / "checkpoints" / "ckpt_5" for name in ("auto", "named")))
 
 
 def test_bad_input_is_one_line(data: Path, model: Path, tmp_path: Path) -> None:

@@ -99,8 +99,11 @@ def _named(config: TrainConfig, directory: Path) -> tuple[Path | None, int]:
 
 def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[ResumePoint | None]:
     """Yield candidates to start from, best first; a final None means initial weights. Raises `UserError`."""
-    if config.new_data and config.resume_ckpt_path is None:
-        raise UserError("--new_data needs a checkpoint to take weights and optimizer from; add --resume_ckpt_path")
+    if config.new_data and _named(config, manager.directory)[0] is None:
+        raise UserError(
+            "--new_data needs a checkpoint of another --output_dir to take weights and optimizer from; name one with "
+            "--resume_ckpt_path"
+        )
     if not config.resume:
         if not config.trial and manager.paths():  # a trial, such as the rehearsal of a budget, leaves them as they are
             raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import CheckpointError
+from trainer.registry import STATELESS_OPTIMIZERS
 from trainer.state import TrainState
 
 
@@ -14,5 +15,5 @@ def stable_step(checkpoint: Path) -> int | None:
         state = TrainState.read(checkpoint)
     except (OSError, ValueError, CheckpointError):  # damaged, or of another version
         return None
-    is_minimal = not any(checkpoint.glob("optimizer-*"))
+    is_minimal = state.optimizer not in STATELESS_OPTIMIZERS and not any(checkpoint.glob("optimizer-*"))
     return None if is_minimal or state.step > state.stable_steps else state.step

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,24 +58,33 @@ def _recorded(directory: Path, names: Sequence[str]) -> dict[str, str]:
     for output in record.get("outputs") or []:
         name = output["path"]
         if name in wanted:
-            stat = (directory / name).stat()
+            with _readable(directory / name):
+                stat = (directory / name).stat()
             if stat.st_size == output["bytes"] and stat.st_mtime_ns <= written:
                 found[name] = str(output["sha256"])
     return found
 
 
 def _stamp(path: Path) -> list[int]:
-    stat = path.stat()
+    """Raises `UserError`."""
+    with _readable(path):
+        stat = path.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; fetch or make this file again") from error
 
 
 def _hashed(directory: Path, names: list[str], stamps: dict[str, list[int]]) -> dict[str, str]:
     def digest(name: str) -> str:
         path = directory / name
-        try:
+        with _readable(path):
             found = sha256_of(path)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}; fetch or make this file again") from error
         if _stamp(path) != stamps[name]:
             raise UserError(f"{path} was changed while it was read; wait until the data set is complete")
         return found

@@ -203,6 +203,8 @@ class NeuronXlaDevice(XlaDevice):
         return _AUTOMATIC, "NeuronCores multiply in bf16"
 
     def require_precision(self, name: str) -> None:
+        if name == "fp64":
+            raise UserError(f"precision fp64 on {XLA}, which computes in fp32 at most; use fp32")
         if name in _ROUNDED and os.environ.get(_ROUNDING) != "1":
             raise UserError(
                 f"precision {name} needs {_ROUNDING}=1, but it is {os.environ.get(_ROUNDING, 'unset')}; unset it if it "

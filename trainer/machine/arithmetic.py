@@ -174,12 +174,13 @@ def check_throughput(subject: Subject) -> Iterator[Finding]:
 
 
 def check_fallbacks(subject: Subject) -> Iterator[Finding]:
-    """Operations that ran on the CPU although their tensors are the device's."""
+    """Operations that ran on the CPU although their tensors are the device's, unless the options allow them."""
     found = subject.device.fallbacks()
     if found is None:
         yield Finding("this device has none, or cannot tell")
     else:
-        yield Finding(", ".join(found) or "none", float(len(found)))
+        refused = set(found) - set(subject.config.allowed_fallbacks)
+        yield Finding(", ".join(found) or "none", float(len(refused)))
 
 
 def _put(device: Device, tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import Interrupted, UserError
 from common.files import disk_errors, write_json
 from trainer.config import TrainConfig
 from trainer.devices.base import Device, DeviceOptions
@@ -68,7 +68,8 @@ class Outcome:
 
 
 def self_test(given: CommandLine, mesh: Mesh) -> int:
-    """Run all checks with the options `given`; returns the exit status. Raises `UserError`, `DiskError`."""
+    """Run all checks with the options `given`; returns the exit status. Raises `UserError`, `DiskError`, and
+    `Interrupted` after a signal."""
     if not isinstance(given.workload, BertOptions):
         raise UserError(f"--self-test trains BERT, not {given.run.workload}; leave --workload out")
     output_dir = given.config.output_dir.expanduser()
@@ -103,6 +104,8 @@ def run_checks(subject: Subject, log: Callable[[str], None]) -> dict[str, Outcom
         began = time.monotonic()
         try:
             mine = list(check(subject))
+        except Interrupted:
+            raise
         except Exception as error:
             traceback.print_exc()
             mine = [Finding(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", math.inf)]
@@ -126,8 +129,8 @@ def _alone(given: CommandLine) -> CommandLine:
             config, grad_accum_usteps=_USTEPS, batches_per_execution=1, batch_ramp_steps=0, max_steps=1, stop_step=1,
             warmup_steps=0, schedule="linear", resume=False, resume_step=-1, resume_ckpt_path=None, allow_changes=(),
             ckpt_interval_steps=0, ckpt_interval_minutes=0.0, minimal_ckpt=False, num_ckpts_to_keep=1, trial=True,
-            compile=False, data_parallel="allreduce", graphs=None, spot_watch=False, record_samples=False,
-            metrics_file=None, precision=config.wanted_precision,
+            compile=False, data_parallel="allreduce", grad_reduce_in_bf16=False, graphs=None, spot_watch=False,
+            record_samples=False, metrics_file=None, precision=config.wanted_precision,
             # The tutorials' names for AdamW imply a precision, which is given here.
             optimizer="AdamW" if config.optimizer.startswith("AdamW") else config.optimizer,
         ),
@@ -136,7 +139,12 @@ def _alone(given: CommandLine) -> CommandLine:
 
 
 def _device_options(config: TrainConfig, *, compiles: bool = False) -> DeviceOptions:
-    return DeviceOptions(precision=config.precision, compile_cache=config.compile_cache, compile=compiles)
+    return DeviceOptions(
+        precision=config.precision,
+        compile_cache=config.compile_cache,
+        compile=compiles,
+        allow_fallbacks=config.allowed_fallbacks,
+    )
 
 
 def _subject(given: CommandLine, device: Device, mesh: Mesh, folder: Path) -> Subject:
@@ -156,7 +164,7 @@ def _subject(given: CommandLine, device: Device, mesh: Mesh, folder: Path) -> Su
     mesh.by_root(write)
     precision = given.config.precision
     if precision == "auto":
-        precision = device.automatic_precision()[0]
+        precision = mesh.by_root(device.automatic_precision)[0]
     given = dataclasses.replace(
         given,
         workload=dataclasses.replace(options, data_dir=data),

@@ -51,7 +51,7 @@ class Finding:
 class Subject:
     """A started device, and the training it is to be used for."""
 
-    #: One optimizer step of one micro-step, without checkpoints or logs; its output directory is temporary.
+    #: One optimizer step of two micro-steps, without checkpoints or logs; its output directory is temporary.
     config: TrainConfig
     model: ModelConfig
     #: A data set of one global batch of random rows.

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.process import available_cores
+from common.errors import Interrupted
+from common.process import available_cores, stop_early_on_signals
 from trainer.checkpoint.resume_point import checkpoint_directory
 from trainer.data.bert_batch import IGNORED
 from trainer.data.shards import ShardSet
@@ -198,7 +199,9 @@ def check_resume(subject: Subject) -> Iterator[Finding]:
                     device, _small(subject.model), output_dir=folder, trial=False, max_steps=_STEPS, stop_step=stop,
                     resume=stop != stops[0], warmup_steps=2, ckpt_interval_steps=0,
                 )  # fmt: skip
-                train(run)
+                if not train(run):
+                    raise Interrupted("the self-test was not completed")
+                stop_early_on_signals()  # training has set handlers of its own
             ends.append(checkpoint_directory(run.config) / f"ckpt_{_STEPS}")
         subject.mesh.barrier()
         if subject.mesh.is_root:

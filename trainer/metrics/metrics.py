@@ -102,7 +102,7 @@ class Metrics:
             self._waited.clear()  # part of the start
             if self._is_root:
                 self._train_time.start()
-        if self._config.record_samples:
+        if self._config.record_samples and not self._config.trial:
             record_samples(step, self._config.output_dir / f"samples-{self._mesh.rank}.jsonl")
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from pipeline.settings.config_file import project_file
 
 SUMMARY = "a commented luigi.cfg for this machine, in this folder or another"
 #: What `--for` takes: the keys of `choices.CHOICES`.
-TARGETS = ("laptop", "gpu", "trn1", "trn2", "slurm", "kubernetes")
+TARGETS = ("laptop", "gpu", "trn1", "trn2", "trn3", "slurm", "kubernetes")
 _FILE = "luigi.cfg"
 
 

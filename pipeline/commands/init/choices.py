@@ -15,7 +15,7 @@ from stages.text.patterns import expand
 from trainer.models.config import ModelConfig
 
 _GPU_CONFIG, _SLURM_CONFIG = "configs/gpu-bert-large.cfg", "configs/slurm-two-nodes.cfg"
-_TRAINIUM = {"trn1": "configs/trn1-bert-large.cfg", "trn2": "configs/trn2-bert-large.cfg"}
+_TRAINIUM = {family: f"configs/{family}-bert-large.cfg" for family in ("trn1", "trn2", "trn3")}
 #: Examples made from text with the tutorial's numbers, instead of the tutorial's ready-made ones.
 _FROM_TEXT = "configs/trn1-wikipedia.cfg"
 _OF_TEXT = ("masked_lm_prob", "final_masked_lm_prob", "pack")
@@ -155,7 +155,7 @@ def _of_nodes(draft: Draft, nodes: Nodes) -> None:
         draft.take(_SLURM_CONFIG, "dataset", "model", "phase1", "phase2", "cluster", "evaluation")
         draft.drop("cluster", "launcher")
     elif family in _WORKERS:
-        draft.take(_TRAINIUM["trn2"])
+        draft.take(_TRAINIUM[family])
         draft.drop("cluster", "spot_watch")
     if family in _WORKERS:
         chips = (nodes.resources or {}).get("aws.amazon.com/neuron")
@@ -203,8 +203,7 @@ def _absent_files(draft: Draft, folder: Path) -> list[str]:
 CHOICES: dict[str, Callable[[Draft, Surroundings, Path], list[str]]] = {
     "laptop": _laptop,
     "gpu": _gpu,
-    "trn1": _trainium("trn1"),
-    "trn2": _trainium("trn2"),
+    **{family: _trainium(family) for family in _TRAINIUM},
     "slurm": _slurm,
     "kubernetes": _kubernetes,
 }

@@ -76,7 +76,7 @@ class Surroundings:
     def suggests(self) -> tuple[str, str]:
         """What to make a configuration for, and why."""
         if self.neuron_cores:
-            family = "trn1" if self.instance.startswith("trn1") else "trn2"
+            family = self.instance[:4] if self.instance[:4] in ("trn1", "trn3") else "trn2"
             return family, f"neuron-ls lists {self.neuron_cores} NeuronCores"
         if self.gpus:
             return "gpu", f"nvidia-smi lists {self.gpus.count} × {self.gpus.name}"

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,6 +136,28 @@ class LostUpdate(Sound):
     def start(self, mesh: Mesh) -> None:
         super().start(mesh)
         self.Loses().__enter__()
+
+
+class StoppedWhileItTrains(Sound):
+    """No fault; a stop signal arrives in the first step of the training that the self-test resumes."""
+
+    trains = False
+
+    def resumes_exactly(self, precision: str) -> bool:
+        self.trains = True
+        return super().resumes_exactly(precision)
+
+    def put(self, batch: B) -> B:
+        if self.trains:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().put(batch)
+
+
+class UnlikeTheRoots(Sound):
+    """No fault; workers other than the root's have no bf16."""
+
+    def automatic_precision(self) -> tuple[str, str]:
+        return ("fp32", "no bf16") if int(os.environ["RANK"]) else ("autocast", "bf16")
 
 
 if __name__ == "__main__":

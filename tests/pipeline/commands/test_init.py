@@ -88,7 +88,7 @@ def test_the_loader_takes_it_and_a_run_would_start(
     words = ["--for", target, *(["--text", str(corpus)] if text else [])]
     made = init(tmp_path / "run", *words, **bare)
     cluster = {"slurm": "slurm", "kubernetes": "kubernetes"}.get(target, "local")
-    device = {"gpu": "cuda", "laptop": "cpu", "trn2": "neuron-native"}.get(target, "neuron")
+    device = {"gpu": "cuda", "laptop": "cpu", "trn2": "neuron-native", "trn3": "neuron-native"}.get(target, "neuron")
     assert loaded(tmp_path / "run", "cluster.launcher", "cluster.device") == [cluster, device]
     if text:
         assert loaded(tmp_path / "run", "corpus.source", "dataset.phase1_url") == [f"'{corpus}'", ""]
@@ -124,7 +124,7 @@ def test_it_is_short_and_every_setting_has_its_comment(target: str, bare: dict[s
 
 @pytest.mark.parametrize(
     ("target", "config"),
-    [("trn1", "trn1-bert-large"), ("trn2", "trn2-bert-large"), ("gpu", "gpu-bert-large"), ("slurm", "slurm-two-nodes")],
+    [(name, f"{name}-bert-large") for name in ("gpu", "trn1", "trn2", "trn3")] + [("slurm", "slurm-two-nodes")],
 )
 def test_its_values_are_those_of_the_projects_configuration(
     target: str, config: str, bare: dict[str, str], tmp_path: Path
@@ -190,6 +190,7 @@ def test_workers_are_the_neuron_cores_here(tmp_path: Path) -> None:
         ("gpu:a100:8(S:0-1)", "(null)", "infinite", ("cuda", "8", "24:00:00")),
         ("(null)", "dynamic,trn1.32xlarge,trn", "4:00:00", ("neuron", "32", "4:00:00")),
         ("(null)", "static,trn2.48xlarge", "2-00:00:00", ("neuron-native", "64", "24:00:00")),
+        ("(null)", "trn3.48xlarge", "infinite", ("neuron-native", "64", "24:00:00")),
         ("(null)", "(null)", "30:00", ("cpu", "1", "0:30:00")),
     ],
 )
@@ -263,8 +264,8 @@ def test_the_projects_own_file_is_never_replaced(tmp_path: Path, bare: dict[str,
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
-        (("--for", "abc"), ["--for is abc", "allowed: laptop, gpu, trn1, trn2, slurm, kubernetes"]),
-        (("--for", "trn3"), ["--for is trn3; did you mean trn2?"]),
+        (("--for", "abc"), ["--for is abc", "allowed: laptop, gpu, trn1, trn2, trn3, slurm, kubernetes"]),
+        (("--for", "slrum"), ["--for is slrum; did you mean slurm?"]),
         (("--text", "nothing.txt"), ["nothing.txt matches no file"]),
         (("file",), ["file is a file; give a folder"]),
     ],

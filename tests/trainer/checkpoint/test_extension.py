@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.support import assert_one_line_error, assert_same_bytes, metrics, train
+from trainer import registry
+from trainer.checkpoint.stable import stable_step
 from trainer.optim.schedule import learning_rate
 from trainer.registry import stable_steps
 
@@ -70,6 +72,17 @@ def test_a_run_that_goes_on_from_a_stable_checkpoint_ends_with_the_bytes_of_one_
         assert_same_bytes(out / last, scratch / last)
     assert [record["step"] for record in metrics(first)] == list(range(1, after["max_steps"] + 1))
     assert (first / last / "state.json").read_bytes() == (scratch / last / "state.json").read_bytes()
+
+
+def test_a_checkpoint_without_a_state_of_the_optimizer_can_be_continued_if_there_is_none(
+    data: Path, model: Path, tmp_path: Path
+) -> None:
+    kinds = {name: registry.load(kind) for name, kind in registry.OPTIMIZERS.items()}
+    assert {name for name, kind in kinds.items() if not kind.state_form} == registry.STATELESS_OPTIMIZERS
+    for optimizer, minimal, step in (("SGD", False, 2), ("AdamW", False, 2), ("AdamW", True, None)):
+        out = tmp_path / f"{optimizer}-{minimal}"
+        run(data, model, out, schedule="constant", max_steps=2, optimizer=optimizer, minimal_ckpt=minimal)
+        assert stable_step(out / "checkpoints" / "ckpt_2") == step
 
 
 def test_a_checkpoint_of_the_decay_is_refused_with_the_step_to_go_on_from(

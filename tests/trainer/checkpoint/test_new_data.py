@@ -98,6 +98,8 @@ def test_what_cannot_be_continued_is_refused_with_one_line(data: Path, model: Pa
         return run(data, model, tmp_path / "new", status=1, new_data=True, **values)
 
     assert_one_line_error(refused(), "--new_data needs a checkpoint")
+    own = run(data, model, tmp_path / "first", status=1, new_data=True, resume_ckpt_path=given)
+    assert_one_line_error(own, "--new_data needs a checkpoint of another --output_dir")
     other = refused(resume_ckpt_path=given, optimizer="LAMB")
     assert_one_line_error(other, "was trained with optimizer = AdamW, this run has LAMB")
     other = refused(resume_ckpt_path=given, precision="autocast")

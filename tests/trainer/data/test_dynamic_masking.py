@@ -12,6 +12,7 @@ from trainer.build import mask_rate_steps
 from trainer.config import TrainConfig
 from trainer.data.batch_ramp import BatchSizes
 from trainer.data.bert_batch import IGNORED
+from trainer.data.identity import content_identity
 from trainer.data.loader import Loader
 from trainer.data.mask_rate import MaskRate
 from trainer.data.masking import DynamicMasking, Masking
@@ -227,3 +228,9 @@ def test_shards_without_masks_need_their_own_vocabulary(tmp_path: Path, shards: 
         BatchReader(
             shards, vocab_size=999, dynamic_masking=DynamicMasking(Masking(), VOCABULARY, seed=7, falling=range(1))
         )
+
+
+def test_a_missing_vocabulary_is_one_line(tmp_path: Path) -> None:
+    """As of shards that were copied without it. It is part of what identifies their data set."""
+    with pytest.raises(UserError, match=r"vocab.txt cannot be read: No such file or directory; fetch or make"):
+        content_identity(tmp_path, ["vocab.txt"], tmp_path, print)

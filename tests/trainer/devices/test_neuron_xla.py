@@ -155,6 +155,8 @@ def test_hardware_that_does_not_round_is_refused(precision: str, monkeypatch: py
     with pytest.raises(UserError, match=rf"{precision} needs NEURON_RT_STOCHASTIC_ROUNDING_EN=1, but it is 0; unset"):
         device.require_precision(precision)
     device.require_precision("autocast")
+    with pytest.raises(UserError, match="fp64 on neuron-xla, which computes in fp32 at most"):
+        device.require_precision("fp64")
     monkeypatch.setenv("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1")
     for allowed in (precision, "autocast", "fp32"):
         device.require_precision(allowed)

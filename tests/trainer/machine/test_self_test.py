@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.helpers.support import Workers, assert_one_line_error, command, options, write_model_config
-from trainer.machine.self_test import CHECKS, FILE
+from trainer.config import TrainConfig
+from trainer.machine.arithmetic import check_fallbacks
+from trainer.machine.self_test import CHECKS, FILE, _device_options
+from trainer.machine.subject import Subject
 
 
 def self_test(folder: Path, fault: str, workers: int = 1, **values: object) -> tuple[int, set[str], str]:
@@ -31,7 +36,10 @@ def self_test(folder: Path, fault: str, workers: int = 1, **values: object) -> t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "values"), [(1, {"optimizer": "Muon"}), (2, {}), (2, {"tensor_parallel_size": 2})])
+@pytest.mark.parametrize(
+    ("workers", "values"),
+    [(1, {"optimizer": "Muon"}), (2, {"grad_reduce_in_bf16": True}), (2, {"tensor_parallel_size": 2})],
+)
 def test_a_sound_device_passes(tmp_path: Path, workers: int, values: dict[str, Any]) -> None:
     status, failed, output = self_test(tmp_path, "Sound", workers, **values)
     assert (status, failed) == (0, set()), output
@@ -57,6 +65,30 @@ def test_each_fault_is_found(tmp_path: Path, fault: str, workers: int, found: se
     status, failed, output = self_test(tmp_path, fault, workers)
     assert (status, failed) == (1, found), output
     assert output.splitlines()[-1].startswith("self-test FAILED: ")
+
+
+def test_a_stop_signal_is_no_failure(tmp_path: Path) -> None:
+    """Not even while the self-test trains, when signals are requests to save."""
+    given = {"seq_len": 32, "max_pred_len": 5, "batch_size": 4, "device": "cpu", "precision": "fp32"}
+    words = options(model_config=write_model_config(tmp_path), output_dir=tmp_path / "out", **given)
+    done = Workers(1, "tests.helpers.faulty.devices", ["StoppedWhileItTrains", "--self-test", *words], {}).wait()
+    assert done.returncode == 75, done.stdout
+    assert "stopped as asked; the self-test was not completed" in done.stdout
+    assert "FAILED" not in done.stdout
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_operations_that_the_options_allow_on_the_cpu_are_no_failure() -> None:
+    device = SimpleNamespace(fallbacks=lambda: {"aten::gelu", "aten::sort"})
+
+    def passed(allowed: str) -> bool:
+        config = dataclasses.replace(TrainConfig(), allow_fallbacks=allowed)
+        assert ",".join(_device_options(config).allow_fallbacks) == allowed
+        (finding,) = check_fallbacks(cast("Subject", SimpleNamespace(device=device, config=config)))
+        return finding.passed
+
+    assert passed("aten::sort,aten::gelu")
+    assert not passed("aten::gelu")
 
 
 def test_another_workload_is_refused() -> None:
