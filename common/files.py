@@ -112,8 +112,8 @@ def rename_durably(temporary: Path, final: Path) -> None:
             os.replace(temporary, final)
         failpoint(f"rename-after:{final.name}")
         fsync_directory(final.parent)
-        if replaces:
-            shutil.rmtree(temporary)
+        if replaces:  # it is durable; what a reader on NFS still has open stays until the next sweep
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _exchange(temporary: Path, final: Path) -> None:

@@ -64,7 +64,9 @@ class EvaluateOptions(StageOptions):
     def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:
         inputs: dict[str, Any] = {}
         if "merge_shards" not in upstream:
-            inputs["model"] = {name: hashes.sha256(self.model / name) for name in ("config.json", "model.safetensors")}
+            names = ["config.json", "model.safetensors"]
+            names += ["tokenizer.json"] if (self.model / "tokenizer.json").exists() else []
+            inputs["model"] = {name: hashes.sha256(self.model / name) for name in names}
         if "dataset" not in upstream:
             from stages.statistics.rows import sampled_shards
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import functools
 import os
@@ -155,7 +156,12 @@ def remove(stage_dir: StageDir, work_dir: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+    # Not before the lock is closed: NFS keeps the name of an open file that was removed.
+    try:
         stage_dir.path.rmdir()
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:  # another run has begun there
+            raise UserError(f"cannot remove {stage_dir.path}: {error.strerror}; check its permissions") from error
 
 
 def remove_abandoned(stage_dir: StageDir, path: Path) -> None:

@@ -37,12 +37,25 @@ class _Exit(KeyboardInterrupt, SystemExit):
 
 @contextlib.contextmanager
 def while_scheduling() -> Iterator[None]:
-    """For a task's constructor and `complete`: a `UserError` is one line and ends luigi with `scheduling_error`."""
+    """For a task's constructor and `complete`: a `UserError`, or a file that cannot be read, is one line and ends luigi
+    with `scheduling_error`."""
     try:
         yield
+        return
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise _Exit(retcode().scheduling_error) from None
+        said = str(error)
+    except OSError as error:
+        said = (
+            f"cannot read {error.filename}: {error.strerror}; check its permissions" if error.filename else str(error)
+        )
+    print(f"error: {said}", file=sys.stderr)
+    raise _Exit(retcode().scheduling_error)
+
+
+def interrupt() -> NoReturn:
+    """End luigi with `EXIT_INTERRUPTED`, between or within tasks."""
+    print("interrupted; the same command continues", file=sys.stderr)
+    raise _Exit(EXIT_INTERRUPTED)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from luigi.worker import TaskProcess
 
 from common.errors import EXIT_INTERRUPTED
 from common.process import die_with_parent, is_ignored
-from pipeline.luigi_adapters.exits import exit_now
+from pipeline.luigi_adapters.exits import exit_now, interrupt
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -40,7 +40,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
     if _task_processes():
         _stop_all(EXIT_INTERRUPTED)
     elif signum == signal.SIGINT:
-        signal.default_int_handler(signum, frame)
+        interrupt()
     else:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)

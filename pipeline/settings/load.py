@@ -52,11 +52,22 @@ def load() -> Settings:
     path = os.environ.get("LUIGI_CONFIG_PATH")
     if path is not None and not Path(path).is_file():
         raise UserError(f"LUIGI_CONFIG_PATH = {path}: there is no such file; give a .cfg file, or unset it")
+    for file in get_config()._config_paths:
+        _require_readable(file)
     with named_places():
         _refuse_unknown()
         settings = Settings(**{section_name(section): _read(section) for section in SECTIONS})
         _check_together(settings)
     return settings
+
+
+def _require_readable(file: str) -> None:
+    """Luigi passes over a settings file that it cannot read, and would use the defaults. Raises `UserError`."""
+    if os.path.lexists(file):
+        try:
+            Path(file).open("rb").close()
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror}; check its permissions") from error
 
 
 def overlaid(overlay: Mapping[str, Mapping[str, str]]) -> Settings:

@@ -16,7 +16,7 @@ from common.files import read_json
 from pipeline.launchers import find_job
 from pipeline.launchers.jobs import Job, Unreachable
 from pipeline.status.latest import LATEST
-from stages.directory.lock import LOCK, is_held
+from stages.directory.lock import JOB, LOCK, is_held
 from stages.directory.manifest import IDENTITY, MANIFEST, stage_label, why_incomplete
 from stages.directory.records import read_identity, read_manifest
 from trainer.checkpoint.directory import CHECKPOINTS, abandoned, whole_checkpoints
@@ -98,7 +98,10 @@ def _stage_dirs(work_dir: Path) -> Iterator[StageDir]:
         if name is None or path.is_symlink() or not path.is_dir():
             continue
         for file, read in ((path / MANIFEST, read_manifest), (path / IDENTITY, read_identity)):
-            record = read(path)
+            try:
+                record = read(path)
+            except PermissionError:  # another user's; a run that needs it says so
+                break
             if record is not None:
                 label = stage_label(str(record.get("stage")), record.get("phase"))
                 if label == name["label"] and str(record.get("fingerprint"))[:10] == name["short"]:
@@ -138,7 +141,7 @@ def _state(job: Job) -> str | None:
     try:
         state = job.state()
     except (Unreachable, UserError) as error:
-        return f"{job}: unknown ({error})"
+        return f"{job}: unknown ({error}); if it is over, remove its {JOB}"
     return f"{job}: {state}" if state is not None and state.is_alive else None
 
 

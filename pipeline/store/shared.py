@@ -153,7 +153,7 @@ class SharedStore:
         try:
             # Another machine may have completed it meanwhile.
             was_fetched = not attached and self.fetch(stage)
-            if stage.resumes and not was_fetched and not attached:
+            if stage.resumes and self.pulls(stage) and not was_fetched and not attached:
                 self._fetch_checkpoint(stage, lease)
             yield was_fetched
         except BaseException as error:

@@ -20,7 +20,7 @@ from pipeline.launchers.restarts import RestartAfterHang, RestartPolicy, Restart
 from pipeline.status import latest
 from pipeline.status.chain import PlacedStage
 from stages.directory import attempts
-from stages.directory.lock import LOCK, hold
+from stages.directory.lock import JOB, LOCK, hold
 from stages.directory.manifest import MANIFEST, AlreadyComplete, StartTime, claim
 
 
@@ -141,7 +141,7 @@ class Runner:
         """The live job of an earlier run, if any. Raises `AlreadyComplete` if a finished one completed the stage."""
         stage = self._stage
         job = launchers.find_job(stage.directory)
-        if job is None or job.is_alive():
+        if job is None or self._is_alive(job):
             return job
         result = job.result()
         if result is not None and result.status == 0:
@@ -151,6 +151,15 @@ class Runner:
         if stage.why_incomplete() is None:
             raise AlreadyComplete
         return None
+
+    def _is_alive(self, job: Job) -> bool:
+        try:
+            return job.is_alive()
+        except UserError as error:
+            raise UserError(
+                f"{job} may still be running {self._stage.label}: {error}; if it is over, remove "
+                f"{self._stage.directory / JOB}"
+            ) from error
 
     def _run_command(self, lock: int, job: Job | None) -> None:
         """Run the command, or wait for the `job` that already runs it; restart it as the policy allows."""

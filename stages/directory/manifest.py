@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -48,6 +49,9 @@ from stages.directory.lock import hold
 from stages.directory.progress import Progress, signs_of_life
 from stages.directory.records import MANIFEST as MANIFEST
 from stages.directory.records import read_identity, read_manifest
+
+#: Errors that do not mean that a file is gone: permissions, a disk or a mount that does not answer.
+_UNREACHABLE = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN)
 
 
 def stage_label(stage: str, phase: int | None) -> str:
@@ -127,7 +131,9 @@ def _why_altered(path: Path, output: dict[str, Any], *, verify: bool) -> str | N
     """Why an output is not the file in the manifest, or None."""
     try:
         stat = path.stat()
-    except (OSError, ValueError):  # ValueError: no file can have such a name
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+        if isinstance(error, OSError) and error.errno in _UNREACHABLE:
+            raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions, and the mount") from error
         return f"{path} is missing"
     if stat.st_size != output["bytes"]:
         return f"{path} has {stat.st_size} bytes, its manifest says {output['bytes']}"
@@ -203,7 +209,8 @@ class StageDirectory:
 
 def claim(path: Path, identity: Identity, *, alone: bool = True) -> None:
     """Write `identity` to `path`, whose lock is held, and remove the manifest of a damaged stage: whoever sees one
-    takes the stage for complete. `alone`: no other machine is writing there, so all temporary files go, too.
+    takes the stage for complete. Its damaged files go as well: stages make what is missing. `alone`: no other machine
+    is writing there, so all temporary files go, too.
 
     Raises: `AlreadyComplete`; `UserError` if `path` holds something else; `DiskError`.
     """
@@ -229,6 +236,9 @@ def claim(path: Path, identity: Identity, *, alone: bool = True) -> None:
     if alone:
         sweep_temporaries(path)
     with disk_errors(path / MANIFEST):
+        for output in (read_manifest(path) or {}).get("outputs", ()):
+            if _why_altered(path / output["path"], output, verify=True) is not None:
+                (path / output["path"]).unlink(missing_ok=True)
         (path / MANIFEST).unlink(missing_ok=True)
     fsync_directory(path)
     if not same:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, Interrupted, LockHeld
+from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, Interrupted, LockHeld, UserError
 from pipeline.launchers.base import Detached, StageCommand
 from pipeline.launchers.process import ProcessResult
 from pipeline.launchers.restarts import MAX_RESTARTS
+from pipeline.status.stage_dirs import holder
 from pipeline.tasks.runner import CommandFailed, Runner
 from stages.directory.attempts import failures, last_failure
-from stages.directory.lock import hold
+from stages.directory.lock import JOB, hold
 from stages.directory.manifest import Identity, StartTime, finish, why_incomplete
 from tests.helpers.checkpoints import save, snapshot
 
@@ -113,6 +115,23 @@ def test_an_interruption_is_no_failure(tmp_path: Path, stopped: ProcessResult | 
     with pytest.raises(Interrupted):
         run(tmp_path, stopped)
     assert last_failure(tmp_path / "example-0") is None
+    assert run(tmp_path, DONE) == 1
+
+
+def test_a_job_that_nobody_here_can_ask_about_names_the_file_to_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a work directory that was copied from a cluster."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    directory = tmp_path / "example-0"
+    directory.mkdir()
+    (directory / JOB).write_text(json.dumps({"launcher": "slurm", "id": 17, "submitted": "2026-11-26T01:02:03Z"}))
+    wanted = f"slurm job 17 may still be running example: .*if it is over, remove {directory / JOB}"
+    with pytest.raises(UserError, match=wanted):
+        run(tmp_path, DONE)
+    assert "unknown (" in str(holder(directory))
+    assert str(holder(directory)).endswith("if it is over, remove its job.json")
+    (directory / JOB).unlink()
     assert run(tmp_path, DONE) == 1
 
 

@@ -123,6 +123,14 @@ def test_a_default_has_no_place(tmp_path: Path) -> None:
     assert done.stderr.strip().endswith("(max_steps: the command line)")
 
 
+@pytest.mark.parametrize("command", ["luigi", "-m pipeline status"])
+def test_a_file_that_cannot_be_read_is_not_passed_over(tmp_path: Path, command: str) -> None:
+    """A run with the defaults instead would end with 0."""
+    (tmp_path / "luigi.cfg").symlink_to("luigi.cfg")
+    words = LUIGI if command == "luigi" else command.split()
+    assert_one_line_error(run(tmp_path, *words), "luigi.cfg cannot be read: Too many levels", status=35)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

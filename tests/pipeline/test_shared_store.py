@@ -37,7 +37,7 @@ from stages.store.open import open_store
 from stages.store.options import StoreOptions
 from tests.helpers.chain import LUIGI, STAGES, Chain, wait_until, write_corpus
 from tests.helpers.stores.machine import checkpoint_of, write
-from tests.helpers.support import ROOT, assert_same_bytes
+from tests.helpers.support import ROOT, assert_same_bytes, metrics
 from trainer.checkpoint.directory import CHECKPOINTS
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -265,6 +265,14 @@ def test_an_interrupted_run_leaves_its_newest_checkpoint_in_the_store(start: Sta
     listing = chain.ask("store").stdout
     assert f"ckpt_{newest}" in listing
     assert "nobody is making it now" in listing
+    # Who pulls nothing begins at the first step, and pushes nevertheless.
+    other = machine(tmp_path / "second", tmp_path / "store")
+    process = start(other, "Pretrain", "--phase", "1", "--Phase1-max-steps", "100000", "--Store-pull", "none")
+    wait_until(lambda: any(len(metrics(path.parent)) > 2 for path in other.work.glob("*/metrics.jsonl")))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75, _log(other)
+    (directory,) = other.work.glob("pretrain-phase1-*")
+    assert metrics(directory)[0]["step"] == 1
 
 
 @pytest.mark.slow

@@ -208,6 +208,8 @@ def test_its_content_and_the_limit_identify_the_result(model: Path, archive: Pat
     write_archive(copy, {"agreement.jsonl": lines(PAIRS["agreement"])})
     assert len({scored, fingerprint(blimp=copy), fingerprint(), fingerprint(blimp=archive, blimp_samples=2)}) == 4
     assert fingerprint(blimp_samples=2) == fingerprint()
+    (model / "tokenizer.json").write_text("{}")
+    assert fingerprint(blimp=archive) != scored
 
 
 GOOD = b'{"sentence_good": "A cat.", "sentence_bad": "Cat a."}\n'

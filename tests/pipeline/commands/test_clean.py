@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from contextlib import ExitStack
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.commands.clean import remove
+from pipeline.status.stage_dirs import StageDirs
 from stages.directory import manifest
 from stages.directory.lock import hold
 from tests.helpers.chain import Chain, finished_chain
@@ -198,6 +201,25 @@ def test_what_is_no_stage_directory_is_never_touched(tmp_path: Path) -> None:
     assert before - {path.name for path in chain.work.iterdir()} == {superseded.name}
     assert (elsewhere / "stage.json").exists()
     assert (elsewhere / "output" / "file").exists()
+
+
+def test_a_folder_is_removed_when_none_of_its_files_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS keeps the name of an open file that was removed, so the folder would not be empty."""
+    place = made_up(tmp_path, random.Random(1))[0]
+    for link in (tmp_path / "latest").iterdir():
+        link.unlink()
+    (found,) = (one for one in StageDirs(tmp_path).all if one.path == place)
+    remove_folder = Path.rmdir
+
+    def rmdir(path: Path) -> None:
+        fds = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        opened = [os.readlink(fd) for fd in fds if fd.is_symlink()]
+        assert not [name for name in opened if name.startswith(f"{path}/")]
+        remove_folder(path)
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    remove(found, tmp_path)
+    assert not place.exists()
 
 
 def test_a_removal_that_was_cut_short_is_finished_by_the_next(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,16 @@ def test_without_a_model_it_says_how_to_get_one(chain: Chain, tmp_path: Path) ->
     assert_one_line_error(done, "no merged model in", "BertPhase2", "--model", status=35)
     done = command("-m", "pipeline", "try", "a [MASK]", "--model", str(tmp_path), env=env)
     assert_one_line_error(done, "has no config.json")
+
+
+def test_what_hugging_faces_trainer_leaves_beside_a_model_is_not_read(chain: Chain, tmp_path: Path) -> None:
+    source = chain.latest("merge_shards") / "model"
+    for path in source.iterdir():
+        shutil.copyfile(path, tmp_path / path.name)
+    (tmp_path / "training_args.bin").write_bytes(pickle.dumps(print))
+    load(tmp_path, tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(print))
+    load(tmp_path, tmp_path)  # from_pretrained prefers safetensors, too
 
 
 def test_a_model_that_is_not_whole_is_refused(chain: Chain, tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.errors import UserError
 from stages.directory.manifest import MANIFEST, Identity, Output, StageDirectory, why_incomplete
 
 IDENTITY = Identity(
@@ -74,6 +77,24 @@ def test_a_missing_file_is_not_complete(finished: Path, name: str) -> None:
 def test_what_was_made_from_other_settings_is_not_complete(finished: Path) -> None:
     other = dataclasses.replace(IDENTITY, parameters={}).fingerprint
     assert str(why_incomplete(finished, other)).startswith("made with other settings")
+
+
+def test_of_a_damaged_stage_only_whole_files_are_kept(finished: Path) -> None:
+    """One file was cut; the other has its old size."""
+    for name, content in (("a", b"9876543210"), ("b", b"0123")):
+        (finished / name).write_bytes(content)
+    with StageDirectory.begin(finished, lambda: IDENTITY):
+        assert sorted(path.name for path in finished.iterdir() if path.name in ("a", "b", "kept")) == ["kept"]
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_missing(finished: Path) -> None:
+    """As after a mount was lost: nothing is removed."""
+    lost = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "stat", lambda self, **_: (_ for _ in ()).throw(lost))
+        with pytest.raises(UserError, match="a cannot be read: Stale file handle; check its permissions"):
+            why_incomplete(finished, IDENTITY.fingerprint)
+    assert why_incomplete(finished, IDENTITY.fingerprint, verify=True) is None
 
 
 def test_a_damaged_stage_has_no_manifest_while_it_is_made_again(finished: Path) -> None:

@@ -328,6 +328,19 @@ def test_a_part_made_after_a_restart_is_weighed_by_its_share_of_the_text(
     assert outputs(out) == made
 
 
+@pytest.mark.parametrize("name", ["tokenizer/vocab.txt", "tokens_training_00000.hdf5"])
+def test_a_damaged_corpus_is_made_again_with_the_same_bytes(tmp_path: Path, stage: Stage, name: str) -> None:
+    """Not with the words that are left in its vocabulary."""
+    text, out = write_corpus(tmp_path / "text", documents=20), tmp_path / "o"
+    arguments = ("--source", text, "--vocab-size", 200, "--processes", 1, "--out", out)
+    assert stage("tokenize", *arguments).returncode == 0
+    before = outputs(out)
+    (out / name).write_bytes(before[name][: len(before[name]) // 2])
+    again = stage("tokenize", *arguments)
+    assert again.returncode == 0, again.stderr
+    assert outputs(out) == before
+
+
 def test_other_settings_never_touch_a_finished_corpus(tmp_path: Path, stage: Stage) -> None:
     text = write_corpus(tmp_path / "text", documents=20)
     arguments = ("--source", text, "--vocab-size", 200, "--processes", 1, "--out", tmp_path / "o")
