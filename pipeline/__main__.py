@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
@@ -20,6 +21,7 @@ from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
 from common.errors import UserError, suggestion
+from common.process import is_ignored
 from pipeline.commands import (
     cancel,
     clean,
@@ -183,4 +185,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if not is_ignored(signal.SIGINT):  # the handler that `import pipeline` installs is for luigi
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

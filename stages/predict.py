@@ -87,8 +87,9 @@ def load(directory: Path, tokenizer: Path) -> tuple[Any, Any]:
         raise UserError(
             f"{tokenizer} has no tokenizer (the data came without one); give the directory of one with --tokenizer"
         )
-    # Others, such as Trainer's training_args.bin, are not read.
-    for weights in sorted(directory.glob("pytorch_model*.bin")) if not any(directory.glob("*.safetensors")) else ():
+    # What transformers will load: not Trainer's training_args.bin, and no pickle beside safetensors.
+    pickles = [] if any(directory.glob("model*.safetensors")) else sorted(directory.glob("pytorch_model*.bin"))
+    for weights in pickles:
         from trainer.checkpoint.interop.sources import load_pickle
 
         load_pickle(weights)  # reports any fault in one line, and refuses contents that are too large

@@ -41,7 +41,8 @@ class ReplicaCheck:
             raise CheckpointError(f"{broken} is no longer finite; training resumes from the previous checkpoint")
 
     def require_equal(self, state: TrainState) -> None:
-        """Data-parallel workers hold everything alike, tensor-parallel ranks what they do not split.
+        """Data-parallel workers hold everything alike, tensor-parallel ranks what they do not split, unless the
+        hardware rounds at random: their programs differ, so their random numbers may.
 
         Raises, on all workers, `ReplicasDiffer` naming the ranks that differ from the majority, or `NonFiniteStep`. A
         trial is not checked.
@@ -50,19 +51,19 @@ class ReplicaCheck:
             return
         mesh, step = self._mesh, f"step {state.global_step}"
         summaries = self._summaries()
-        digests = [_digest(summaries, names) for names in (self._alike, self._unsplit)]
+        unsplit = self._unsplit if self._device.resumes_exactly(state.precision) else []
+        digests = [_digest(summaries, names) for names in (self._alike, unsplit)]
         found = mesh.all_gather_object((digests, _not_finite(summaries)))
-        groups = mesh.data_parallel_group.ranks, mesh.tensor_parallel_group.ranks
-        by_data, by_tensor = (
-            {rank for ranks in group for rank in _odd_ones(ranks, [digests[which] for digests, _ in found])}
-            for which, group in enumerate(groups)
-        )
-        # A worker that differs in both groups is the one, where neither has a majority.
-        odd = sorted(by_data & by_tensor or by_data | by_tensor)
-        if odd:
+        differing = [
+            (set(ranks), odd_ones)
+            for which, group in enumerate((mesh.data_parallel_group, mesh.tensor_parallel_group))
+            for ranks in group.ranks
+            if (odd_ones := _odd_ones(ranks, [digests[which] for digests, _ in found]))
+        ]
+        if differing:
+            odd = sorted(_suspects([odd_ones for _, odd_ones in differing]))
             who = f"of worker{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} differ"
-            has_majority = odd not in (*groups[0], *groups[1]) or len(odd) == 1
-            others = " from those of the others" if has_majority else ""
+            others = "" if all(ranks <= set(odd) for ranks, _ in differing) else " from those of the others"
             raise ReplicasDiffer(
                 f"{step}: the weights or moments {who}{others}; nothing of this step is saved: run the same "
                 f"command again to resume from the last checkpoint, and if a worker is named again, replace its "
@@ -86,10 +87,16 @@ def _not_finite(summaries: dict[str, Summary]) -> str:
     return next((name for name, (_, is_finite) in summaries.items() if not is_finite), "")
 
 
-def _odd_ones(ranks: list[int], digests: list[str]) -> list[int]:
+def _odd_ones(ranks: list[int], digests: list[str]) -> set[int]:
     """Those of `ranks` that differ from the majority; all of them if there is none."""
     digest, count = collections.Counter(digests[rank] for rank in ranks).most_common(1)[0]
-    return [rank for rank in ranks if digests[rank] != digest or 2 * count <= len(ranks) != count]
+    return {rank for rank in ranks if digests[rank] != digest or 2 * count <= len(ranks) != count}
+
+
+def _suspects(odd_ones: list[set[int]]) -> set[int]:
+    """The workers that the odd ones of all groups have in common, if that explains every group; else all odd ones."""
+    common = set.intersection(*odd_ones)
+    return common or set.union(*odd_ones)
 
 
 def flip_a_bit(tensor: Tensor) -> None:

@@ -62,10 +62,16 @@ def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
     """Superseded are directories that are needed neither by the present settings, nor by a link in `latest/`, nor by a
     running or interrupted stage; and interrupted ones that are `named`.
 
-    Raises `UserError` when the identity of a stage cannot be computed, because it is then unknown what is needed.
+    Raises `UserError` when the identity or the record of a stage cannot be read, because it is then unknown what is
+    needed.
     """
     tasks = chain(goal)
     stage_dirs = StageDirs(tasks[0].settings.work_dir)
+    if stage_dirs.unreadable:
+        raise UserError(
+            f"{stage_dirs.unreadable[0]} cannot be read, so it is not known what it needs; clean as a user who may "
+            f"read it"
+        )
     current = {task.identity.fingerprint: task for task in tasks}
     linked = stage_dirs.linked()
     reasons, interrupted = dict[str, str](), dict[str, str]()

@@ -37,24 +37,22 @@ class _Exit(KeyboardInterrupt, SystemExit):
 
 @contextlib.contextmanager
 def while_scheduling() -> Iterator[None]:
-    """For a task's constructor and `complete`: a `UserError`, or a file that cannot be read, is one line and ends luigi
-    with `scheduling_error`."""
+    """For a task's constructor and `complete`: a `UserError`, or a file that the user may not read, is one line and
+    ends luigi with `scheduling_error`."""
     try:
         yield
         return
     except UserError as error:
         said = str(error)
-    except OSError as error:
-        said = (
-            f"cannot read {error.filename}: {error.strerror}; check its permissions" if error.filename else str(error)
-        )
+    except PermissionError as error:
+        said = f"cannot read {error.filename}: {error.strerror}; check its permissions"
     print(f"error: {said}", file=sys.stderr)
     raise _Exit(retcode().scheduling_error)
 
 
 def interrupt() -> NoReturn:
-    """End luigi with `EXIT_INTERRUPTED`, between or within tasks."""
-    print("interrupted; the same command continues", file=sys.stderr)
+    """End luigi with `EXIT_INTERRUPTED`, between or within tasks. For signal handlers."""
+    os.write(2, b"interrupted; the same command continues\n")
     raise _Exit(EXIT_INTERRUPTED)
 
 

@@ -39,7 +39,7 @@ _LUIGI_SECTIONS = frozenset(
         *("email", "smtp", "sendgrid", "task_history", "task_status", "metrics", "prometheus", "cors"),
     )
 )
-#: Those of luigi's sections whose keys are all parameters of the class with the section's name.
+#: Those of luigi's sections that are checked: their keys are parameters.
 _CHECKED_LUIGI_SECTIONS = frozenset(("scheduler", "worker", "email", "smtp"))
 
 #: Secret settings of this process as JSON: {section: {key: value}}.
@@ -173,6 +173,15 @@ def _add_secrets() -> None:
             get_config().set(section, key, value.replace("%", "%%"))
 
 
+def _luigis_keys(section: str) -> set[str]:
+    """The parameters of the class with the section's name, and others that are read from the section."""
+    every = [(name, one) for task in ("core", *_CHECKED_LUIGI_SECTIONS, "sendgrid") for name, one in
+             Register.get_task_cls(task).get_params()]  # fmt: skip
+    elsewhere = (one._config_path or {} for _, one in every)
+    known = {place["name"] for place in elsewhere if place.get("section") == section}
+    return known | {name for name, _ in Register.get_task_cls(section).get_params()}
+
+
 def _refuse_unknown() -> None:
     config = get_config()
     ours = {section_name(section): {name for name, _ in section.get_params()} for section in SECTIONS}
@@ -181,7 +190,7 @@ def _refuse_unknown() -> None:
         if section in ours:
             known = ours[section]
         elif section in _CHECKED_LUIGI_SECTIONS:
-            known = {name for name, _ in Register.get_task_cls(section).get_params()}
+            known = _luigis_keys(section)
         elif section in _LUIGI_SECTIONS | tasks:
             continue
         else:

@@ -52,12 +52,27 @@ class StageDirs:
     def __init__(self, work_dir: Path, elsewhere: Iterable[StageDir] = ()) -> None:
         self.work_dir = work_dir
         self.by_label: dict[str, list[StageDir]] = defaultdict(list)
-        found = (*_stage_dirs(work_dir), *elsewhere)
+        #: Those that cannot be read: another user's.
+        self.unreadable: list[Path] = []
+        found = (*self._found(), *elsewhere)
         self.all = sorted(found, key=lambda stage_dir: stage_dir.written, reverse=True)
         self._by_fingerprint: dict[str, StageDir] = {}
         for stage_dir in self.all:
             self.by_label[stage_dir.label].append(stage_dir)
             self._by_fingerprint.setdefault(stage_dir.fingerprint, stage_dir)
+
+    def _found(self) -> Iterator[StageDir]:
+        for path in self.work_dir.iterdir() if self.work_dir.is_dir() else ():
+            name = _NAME.fullmatch(path.name)
+            if name is None or path.is_symlink() or not path.is_dir():
+                continue
+            try:
+                found = _stage_dir(path, name["label"], name["short"])
+            except PermissionError:
+                self.unreadable.append(path)
+                continue
+            if found is not None:
+                yield found
 
     def others(self, label: str, fingerprint: str) -> list[StageDir]:
         """Directories of a stage with other settings, newest first."""
@@ -92,21 +107,15 @@ class StageDirs:
         return {link.resolve() for link in links if link.is_symlink()}
 
 
-def _stage_dirs(work_dir: Path) -> Iterator[StageDir]:
-    for path in work_dir.iterdir() if work_dir.is_dir() else ():
-        name = _NAME.fullmatch(path.name)
-        if name is None or path.is_symlink() or not path.is_dir():
-            continue
-        for file, read in ((path / MANIFEST, read_manifest), (path / IDENTITY, read_identity)):
-            try:
-                record = read(path)
-            except PermissionError:  # another user's; a run that needs it says so
-                break
-            if record is not None:
-                label = stage_label(str(record.get("stage")), record.get("phase"))
-                if label == name["label"] and str(record.get("fingerprint"))[:10] == name["short"]:
-                    yield StageDir(path, label, record, file.stat().st_mtime)
-                break
+def _stage_dir(path: Path, label: str, short: str) -> StageDir | None:
+    """The stage in `path`, if its record agrees with the directory's name."""
+    for file, read in ((path / MANIFEST, read_manifest), (path / IDENTITY, read_identity)):
+        record = read(path)
+        if record is not None:
+            of_record = stage_label(str(record.get("stage")), record.get("phase"))
+            agrees = of_record == label and str(record.get("fingerprint"))[:10] == short
+            return StageDir(path, label, record, file.stat().st_mtime) if agrees else None
+    return None
 
 
 @dataclass(frozen=True)

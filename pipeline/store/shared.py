@@ -28,6 +28,7 @@ from pipeline.store.background import CompanionProcess, push_at_exit
 from stages.directory import attempts
 from stages.directory.manifest import MANIFEST
 from stages.store.options import StoreOptions
+from trainer.checkpoint.directory import CHECKPOINTS, abandoned, whole_checkpoints
 
 if TYPE_CHECKING:
     from stages.store.backend import Backend
@@ -153,8 +154,8 @@ class SharedStore:
         try:
             # Another machine may have completed it meanwhile.
             was_fetched = not attached and self.fetch(stage)
-            if stage.resumes and self.pulls(stage) and not was_fetched and not attached:
-                self._fetch_checkpoint(stage, lease)
+            if stage.resumes and not was_fetched and not attached:
+                (self._fetch_checkpoint if self.pulls(stage) else self._begin_without)(stage, lease)
             yield was_fetched
         except BaseException as error:
             companion.stop()
@@ -199,6 +200,20 @@ class SharedStore:
         if found is not None:
             attempts.record_wait(stage.directory, "downloading", began)
             log(f"{stage.label}: resumes from {found.name}, fetched from {self.backend.url}")
+
+    def _begin_without(self, stage: SharedStage, lease: Lease) -> None:
+        """The training here takes no checkpoint from the store."""
+        from stages.store.checkpoints import forget_newer
+
+        checkpoints = stage.directory / CHECKPOINTS
+        if abandoned(checkpoints):  # what it was rolled back from is in the store
+            forget_newer(self.backend, lease, f"{stage.label}-{stage.fingerprint}", stage.directory)
+        stored = max((one.step for one in lease.record.checkpoints), default=-1)
+        if stored > next((step for step, _ in whole_checkpoints(checkpoints)), -1):
+            log(
+                f"{stage.label}: {self.backend.url} has a checkpoint of step {stored}, which [store] pull = "
+                f"{self._settings.pull} leaves there; those made here are pushed after that step"
+            )
 
     def _hand_over(self, stage: SharedStage, lease: Lease, *, releases: bool = True) -> None:
         """Push the newest checkpoint; then, if `releases`, release the lease, so that another machine can take it. A

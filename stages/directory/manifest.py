@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import hashlib
 import json
@@ -34,7 +33,6 @@ from common.files import (
     ALIVE,
     PROGRESS,
     TEMPORARY_SUFFIX,
-    disk_errors,
     fsync_directory,
     parse_utc,
     sha256_of,
@@ -45,13 +43,11 @@ from common.files import (
 from common.lock import HELD_FINGERPRINT_VARIABLE, HOLDER, LOCK
 from common.lock import IDENTITY as IDENTITY
 from stages.directory.attempts import ATTEMPTS
+from stages.directory.damaged import DAMAGED, remove_damaged
 from stages.directory.lock import hold
 from stages.directory.progress import Progress, signs_of_life
 from stages.directory.records import MANIFEST as MANIFEST
-from stages.directory.records import read_identity, read_manifest
-
-#: Errors that do not mean that a file is gone: permissions, a disk or a mount that does not answer.
-_UNREACHABLE = (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN)
+from stages.directory.records import read_identity, read_manifest, why_altered
 
 
 def stage_label(stage: str, phase: int | None) -> str:
@@ -118,29 +114,12 @@ def why_incomplete(directory: Path, fingerprint: str, *, verify: bool = False) -
     if manifest["fingerprint"] != fingerprint:
         return f"made with other settings (fingerprint {manifest['fingerprint'][:10]}, expected {fingerprint[:10]})"
     for output in manifest["outputs"]:
-        reason = _why_altered(directory / output["path"], output, verify=verify)
+        reason = why_altered(directory / output["path"], output, verify=verify)
         if reason is not None:
             return reason
     for name in manifest.get("present", ()):
         if not os.path.exists(directory / name):
             return f"{os.path.normpath(directory / name)} is missing"
-    return None
-
-
-def _why_altered(path: Path, output: dict[str, Any], *, verify: bool) -> str | None:
-    """Why an output is not the file in the manifest, or None."""
-    try:
-        stat = path.stat()
-    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
-        if isinstance(error, OSError) and error.errno in _UNREACHABLE:
-            raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions, and the mount") from error
-        return f"{path} is missing"
-    if stat.st_size != output["bytes"]:
-        return f"{path} has {stat.st_size} bytes, its manifest says {output['bytes']}"
-    if output.get("mtime_ns", stat.st_mtime_ns) != stat.st_mtime_ns:
-        return f"{path} was altered: it is a hard link to a file that was edited since"
-    if verify and (not path.is_file() or sha256_of(path) != output["sha256"]):
-        return f"{path} was altered: its sha256 is not the manifest's"
     return None
 
 
@@ -219,6 +198,7 @@ def claim(path: Path, identity: Identity, *, alone: bool = True) -> None:
         LOCK,
         ATTEMPTS,
         HOLDER,
+        DAMAGED,
         *(name + end for name in (IDENTITY, PROGRESS, ALIVE) for end in ("", TEMPORARY_SUFFIX)),
     }
     ours = (".log", TEMPORARY_SUFFIX) if before is not None else (".log",)
@@ -235,11 +215,7 @@ def claim(path: Path, identity: Identity, *, alone: bool = True) -> None:
         raise AlreadyComplete
     if alone:
         sweep_temporaries(path)
-    with disk_errors(path / MANIFEST):
-        for output in (read_manifest(path) or {}).get("outputs", ()):
-            if _why_altered(path / output["path"], output, verify=True) is not None:
-                (path / output["path"]).unlink(missing_ok=True)
-        (path / MANIFEST).unlink(missing_ok=True)
+    remove_damaged(path)
     fsync_directory(path)
     if not same:
         write_json(path / IDENTITY, identity.record())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.files import PROGRESS, parse_utc, read_json
+from common.files import PROGRESS, parse_utc, read_json, sha256_of
 from common.lock import IDENTITY
 
 MANIFEST = "manifest.json"
@@ -25,15 +25,30 @@ def read_identity(directory: Path) -> dict[str, Any] | None:
     return record if _is(record, _IDENTITY) else None
 
 
-def read_manifest(directory: Path) -> dict[str, Any] | None:
+def read_manifest(directory: Path, name: str = MANIFEST) -> dict[str, Any] | None:
     """manifest.json, or None if it is missing or invalid."""
-    record = read_json(directory / MANIFEST)
+    record = read_json(directory / name)
     if record is None or not _is(record, _MANIFEST) or not _is_time(record["started"]):
         return None
     present, versions = record.get("present", []), record.get("versions", {})
     is_whole = isinstance(present, list) and all(isinstance(name, str) for name in present)
     is_whole &= isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values())
     return record if is_whole and all(_is(output, _OUTPUT) for output in record["outputs"]) else None
+
+
+def why_altered(path: Path, output: dict[str, Any], *, verify: bool) -> str | None:
+    """Why an output is not the file in the manifest, or None."""
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):  # ValueError: no file can have such a name
+        return f"{path} is missing"
+    if stat.st_size != output["bytes"]:
+        return f"{path} has {stat.st_size} bytes, its manifest says {output['bytes']}"
+    if output.get("mtime_ns", stat.st_mtime_ns) != stat.st_mtime_ns:
+        return f"{path} was altered: it is a hard link to a file that was edited since"
+    if verify and (not path.is_file() or sha256_of(path) != output["sha256"]):
+        return f"{path} was altered: its sha256 is not the manifest's"
+    return None
 
 
 def read_progress(directory: Path) -> dict[str, Any]:

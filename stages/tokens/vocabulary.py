@@ -34,7 +34,8 @@ def make_tokenizer(
     but the first of several machines wait for it. Raises `UserError`."""
     directory, options = work.path / TOKENIZER, corpus.options
     if not builders.is_first:
-        builders.wait_for((directory / LAST_FILE).exists, "machine 0 to make the vocabulary")
+        files = [directory / "vocab.txt", directory / LAST_FILE]  # of a damaged tokenizer, either may be left
+        builders.wait_for(lambda: all(file.exists() for file in files), "machine 0 to make the vocabulary")
         return read_vocabulary(directory / "vocab.txt")
     if options.exclude is not None:
         _require_same_vocabulary(options.exclude, options.vocab_file)

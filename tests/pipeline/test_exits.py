@@ -57,7 +57,6 @@ def test_ctrl_c_outside_a_command_has_the_status_of_a_stop() -> None:
             PermissionError(errno.EACCES, os.strerror(errno.EACCES), "work/x/manifest.json"),
             "error: cannot read work/x/manifest.json: Permission denied; check its permissions\n",
         ),
-        (OSError("no more"), "error: no more\n"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(error: Exception, line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -265,7 +265,7 @@ def test_an_interrupted_run_leaves_its_newest_checkpoint_in_the_store(start: Sta
     listing = chain.ask("store").stdout
     assert f"ckpt_{newest}" in listing
     assert "nobody is making it now" in listing
-    # Who pulls nothing begins at the first step, and pushes nevertheless.
+    # Who pulls nothing begins at the first step, and pushes what is newer than what is there.
     other = machine(tmp_path / "second", tmp_path / "store")
     process = start(other, "Pretrain", "--phase", "1", "--Phase1-max-steps", "100000", "--Store-pull", "none")
     wait_until(lambda: any(len(metrics(path.parent)) > 2 for path in other.work.glob("*/metrics.jsonl")))
@@ -273,6 +273,9 @@ def test_an_interrupted_run_leaves_its_newest_checkpoint_in_the_store(start: Sta
     assert process.wait() == 75, _log(other)
     (directory,) = other.work.glob("pretrain-phase1-*")
     assert metrics(directory)[0]["step"] == 1
+    assert f"has a checkpoint of step {newest}, which [store] pull = none leaves there" in _log(other)
+    stored = int(_lease(tmp_path / "store")["checkpoints"][-1]["name"].removeprefix("ckpt_"))
+    assert stored == max(newest, *(int(path.name.removeprefix("ckpt_")) for path in directory.glob("checkpoints/*")))
 
 
 @pytest.mark.slow

@@ -106,18 +106,21 @@ SPLIT, UNSPLIT = "bert.encoder.layer.0.attention.self.query.weight", "bert.poole
         (4, 2, 3, SPLIT, "workers 1, 3 differ;"),
         (4, 1, 2, SPLIT, "worker 2 differ from those of the others;"),
         (2, 2, 1, SPLIT, ""),
+        (4, 2, (1, 3), UNSPLIT, "workers 0, 1, 2, 3 differ;"),  # the same in both copies of the model
     ],
 )
-def test_who_differs_in_what_is_split_and_what_is_not(workers: int, size: int, rank: int, name: str, who: str) -> None:
+def test_who_differs_in_what_is_split_and_what_is_not(
+    workers: int, size: int, rank: int | tuple[int, int], name: str, who: str
+) -> None:
     """Ranks of one model always differ in what they split."""
     config = SimpleNamespace(trial=False)
-    state: Any = SimpleNamespace(global_step=7, step=7)
+    state: Any = SimpleNamespace(global_step=7, step=7, precision="fp32")
     said: dict[int, Any] = {}
     checks = []
     for each in range(workers):
         model = {SPLIT: torch.full((3,), float(each % size)), UNSPLIT: torch.zeros(2)}
         optimizer = {f"exp_avg.{UNSPLIT}": torch.ones(2)}
-        if each == rank:
+        if each in np.atleast_1d(rank):
             flip_a_bit({**model, **optimizer}[name])
         mesh = Meeting(each, each, workers, workers, size, said=said)
         run: Any = SimpleNamespace(config=config, device=CpuDevice(), mesh=mesh)

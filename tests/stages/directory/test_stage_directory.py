@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.errors import UserError
+from stages.directory import damaged
 from stages.directory.manifest import MANIFEST, Identity, Output, StageDirectory, why_incomplete
 
 IDENTITY = Identity(
@@ -87,14 +85,34 @@ def test_of_a_damaged_stage_only_whole_files_are_kept(finished: Path) -> None:
         assert sorted(path.name for path in finished.iterdir() if path.name in ("a", "b", "kept")) == ["kept"]
 
 
-def test_a_file_that_cannot_be_looked_at_is_not_missing(finished: Path) -> None:
-    """As after a mount was lost: nothing is removed."""
-    lost = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "stat", lambda self, **_: (_ for _ in ()).throw(lost))
-        with pytest.raises(UserError, match="a cannot be read: Stale file handle; check its permissions"):
-            why_incomplete(finished, IDENTITY.fingerprint)
-    assert why_incomplete(finished, IDENTITY.fingerprint, verify=True) is None
+@pytest.mark.parametrize("name", ["../outside", "{tmp}/outside", "a/b", "a\0b"])
+def test_a_manifest_that_names_other_files_removes_none_of_them(finished: Path, name: str) -> None:
+    """A foreign or damaged one."""
+    outside = finished.parent / "outside"
+    outside.write_text("x")
+    manifest = json.loads((finished / MANIFEST).read_text())
+    manifest["outputs"][0]["path"] = name.replace("{tmp}", str(finished.parent))
+    (finished / MANIFEST).write_text(json.dumps(manifest))
+    with StageDirectory.begin(finished, lambda: IDENTITY):
+        assert outside.read_text() == "x"
+        assert (finished / "b").exists()
+        assert not (finished / MANIFEST).exists()
+
+
+def _killed(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_killed_removal_of_damaged_files_is_gone_on_with(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (finished / "a").write_bytes(b"0123")
+    with monkeypatch.context() as patch:
+        patch.setattr(damaged, "why_altered", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            StageDirectory.begin(finished, lambda: IDENTITY).__enter__()
+    assert why_incomplete(finished, IDENTITY.fingerprint) == "never finished"
+    with StageDirectory.begin(finished, lambda: IDENTITY):
+        assert not (finished / "a").exists()
+        assert (finished / "b").exists()
 
 
 def test_a_damaged_stage_has_no_manifest_while_it_is_made_again(finished: Path) -> None:
