@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from common.errors import UserError
-from trainer.build import mask_rate_steps
+from tests.helpers.support import options
+from trainer.build import build_dataloader, mask_rate_steps
 from trainer.config import TrainConfig
 from trainer.data.batch_ramp import BatchSizes
 from trainer.data.bert_batch import IGNORED
@@ -20,6 +21,11 @@ from trainer.data.order import SampleOrder, Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import LENGTHS_KEY, MASKED_KEYS, ShardSet, write_shard
 from trainer.data.vocabulary import SPECIAL_TOKENS, Vocabulary
+from trainer.devices.cpu import CpuDevice
+from trainer.options import parse, to_config
+from trainer.parallel.mesh import Mesh
+from trainer.resume import initial_state, resolve_precision
+from trainer.run import Run
 
 S, WORDS = 64, 995
 #: Every fourth piece continues a word.
@@ -158,7 +164,7 @@ def test_workers_and_micro_batches_see_the_same_masks(shards: ShardSet) -> None:
         found: dict[tuple[int, int], list[int]] = {}
         for rank in range(size):
             loader = Loader(reader(shards), order, micro_batch_size=micro_batch, rank=rank, size=size)
-            for step in loader.load(250, 252):  # across the end of an epoch
+            for step in loader.steps(249, 251):  # across the end of an epoch of 250 steps
                 at = 0
                 for batch in step.micro_batches:
                     for row, ids in enumerate(batch.input_ids.tolist()):
@@ -170,6 +176,65 @@ def test_workers_and_micro_batches_see_the_same_masks(shards: ShardSet) -> None:
     one = chosen(1, 16)
     assert len(one) == 32
     assert chosen(2, 4) == chosen(4, 2) == one
+
+
+def test_a_run_masks_as_its_options_say(tmp_path: Path) -> None:
+    """From the command's words to the batches: the rate falls over the phase; epochs and seeds have masks of their own;
+    words are masked whole."""
+    rows, steps = 160, 100
+    shards = write(tmp_path / "data", rows // 2)
+    (tmp_path / "data" / "vocab.txt").write_text("\n".join(PIECES))
+
+    def masks(*words: str, seed: int = 7) -> dict[tuple[int, int], np.ndarray]:
+        """(step, row of the data set) → which of its tokens are masked."""
+        given = options(
+            data_dir=tmp_path / "data", output_dir=tmp_path / "out", model="tiny", vocab_size=len(PIECES), device="cpu",
+            batch_size=16, grad_accum_usteps=1, max_steps=steps, warmup_steps=1, seed=seed, precision="fp32",
+        )  # fmt: skip
+        config, workload = to_config(parse([*given, *words]), Mesh())
+        run = Run(config, workload, CpuDevice(threads=1), Mesh(), print)
+        precision = resolve_precision(run, None)
+        loader = build_dataloader(run, precision, initial_state(run, None, precision, []), None)
+        found = {}
+        for step in loader.steps(0, steps):
+            (batch,) = step.micro_batches
+            masked = np.zeros(16 * S, bool)
+            real = batch.masked_labels.numpy() != IGNORED
+            masked[batch.masked_index.numpy()[real]] = True
+            where = step.samples.shard * (rows // 2) + step.samples.row
+            found |= {(step.index, int(row)): one for row, one in zip(where, masked.reshape(16, S), strict=True)}
+        return found
+
+    tokens = np.concatenate([shards.read(n, np.arange(rows // 2))["input_ids"] for n in range(2)])
+    falling = masks("--masked_lm_prob", "0.3", "--final_masked_lm_prob", "0.15", "--whole_word_mask")
+
+    def share(at: range) -> float:
+        some = [(row, masked) for (step, row), masked in falling.items() if step in at]
+        return float(sum(masked.sum() for _, masked in some) / sum((tokens[row] != 0).sum() for row, _ in some))
+
+    # Counts are rounded, to tokens and to whole words: by less than one of about 14, and of about 7.
+    assert share(range(10)) == pytest.approx(0.2925, abs=0.2925 / 14)
+    assert share(range(90, 100)) == pytest.approx(0.1575, abs=0.1575 / 7)
+    continues = VOCABULARY.continues[tokens] & (np.roll(tokens, 1, axis=1) >= len(SPECIAL_TOKENS))
+    continues[:, 0] = False
+    assert all((one[1:] == one[:-1])[continues[row][1:]].all() for (_, row), one in falling.items())
+
+    def overlap(first: dict[tuple[int, int], np.ndarray], second: dict[tuple[int, int], np.ndarray]) -> float:
+        """The share of the first epoch's masked tokens that are masked in the second epoch, or by the other run."""
+        mine = {row: one for (step, row), one in first.items() if step < 10}
+        others = {
+            row: one
+            for (step, row), one in second.items()
+            if (step >= 10 if second is first else step < 10) and step < 20
+        }
+        assert mine.keys() == others.keys() == set(range(rows))
+        return float(sum((mine[row] & others[row]).sum() for row in mine) / sum(one.sum() for one in mine.values()))
+
+    # 15 % of 160 rows: about 400 masked tokens, so five standard errors of a share of 0.17 are 0.09.
+    plain = masks("--masked_lm_prob", "0.15")
+    assert overlap(plain, plain) == pytest.approx(0.16, abs=0.09)
+    assert overlap(plain, masks("--masked_lm_prob", "0.15", seed=8)) == pytest.approx(0.16, abs=0.09)
+    assert overlap(plain, masks("--masked_lm_prob", "0.15")) == 1
 
 
 def test_the_rate_goes_linearly_over_the_phase(shards: ShardSet) -> None:
