@@ -110,6 +110,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     is_text = (arrays["input_mask"] == 1) & (arrays["input_ids"] > SEP)
     arrays["input_ids"] = np.where(is_text, text, arrays["input_ids"]).astype(arrays["input_ids"].dtype)
     write_shard(directory / "x_training_0.hdf5", arrays)
+    # Held-out text, of which nothing is counted.
+    arrays["input_ids"] = np.where(is_text, 70, arrays["input_ids"]).astype(arrays["input_ids"].dtype)
+    write_shard(directory / "x_test_0.hdf5", arrays)
     return directory
 
 

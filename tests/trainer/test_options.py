@@ -8,10 +8,11 @@ import pytest
 
 from common.errors import UserError
 from common.options import fields_of, name_of
-from tests.helpers.support import ROOT
+from tests.helpers.support import ROOT, options, write_dataset, write_model_config
 from trainer.config import TrainConfig
 from trainer.metrics.trackers.options import TrackerOptions
-from trainer.options import RunOptions, markdown, parse, parser
+from trainer.options import RunOptions, markdown, parse, parser, to_config
+from trainer.parallel.mesh import Mesh
 from trainer.workloads import WORKLOADS
 
 
@@ -43,6 +44,17 @@ def test_defaults_are_the_workloads(tmp_path: Path) -> None:
     given = parse(["--workload", "mnist", "--lr", "0.1"])
     assert (given.config.lr, given.config.micro_batch_size, given.run.shards_per_ckpt) == (0.1, 32, 0)
     assert given.config.grad_accum_usteps == 1
+
+
+@pytest.mark.parametrize(("shards_per_ckpt", "steps"), [(1, 4), (3, 11), (0, 0)])
+def test_checkpoints_are_as_many_shards_apart_as_was_asked(tmp_path: Path, shards_per_ckpt: int, steps: int) -> None:
+    """Two workers read shards of 30 rows on average, in steps of 16: 60 / 16 = 3.75 steps."""
+    words = options(
+        data_dir=write_dataset(tmp_path / "data", [40, 20]), model_config=write_model_config(tmp_path), batch_size=4,
+        grad_accum_usteps=2, max_pred_len=5, shards_per_ckpt=shards_per_ckpt, output_dir=tmp_path / "out",
+    )  # fmt: skip
+    config, _ = to_config(parse(words), Mesh(world_size=2, local_world_size=2))
+    assert config.ckpt_interval_steps == steps
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,23 @@ def test_static_masks_are_never_on_separators_and_whole_words_stay_whole(
     assert len(draws) > 3 * len(expected)  # the copies have different masks
 
 
+@pytest.mark.parametrize("form", [(), ("--next-sentence",)], ids=["sentences", "pairs"])
+def test_held_out_rows_are_the_same_however_training_is_masked(
+    tmp_path: Path, stage: Stage, tokens: Path, form: tuple[str, ...]
+) -> None:
+    """Else evaluations could not be compared."""
+    held_out = []
+    for name, words in (
+        ("plain", ()),
+        ("masked", ("--masked-lm-prob", 0.3, "--whole-word-mask", "--dupe-factor", 3)),
+        ("dynamic", ("--masking", "dynamic", "--dupe-factor", 1)),
+    ):
+        made(stage, tokens, tmp_path / name, *form, *words)
+        held_out.append({path.name: path.read_bytes() for path in (tmp_path / name).glob("*_test_*")})
+    assert held_out[0]
+    assert held_out[0] == held_out[1] == held_out[2]
+
+
 def test_shards_do_not_depend_on_processes_and_do_on_the_seed(tmp_path: Path, stage: Stage, tokens: Path) -> None:
     def shards(name: str, *words: object) -> dict[str, bytes]:
         made(stage, tokens, tmp_path / name, *words)

@@ -99,7 +99,8 @@ def test_files_that_are_there_already_are_not_fetched(
     push_stage(backend, made, LABEL)
     there = tmp_path / "there"
     (there / "deep").mkdir(parents=True)
-    (there / "a.hdf5").write_bytes(FILES["a.hdf5"])
+    for name in ("a.hdf5", "same.hdf5"):
+        (there / name).write_bytes(FILES[name])
     (there / "deep/b.hdf5").write_bytes(FILES["deep/b.hdf5"][::-1])  # of the same size
     fetched: list[str] = []
     download = backend.download
@@ -108,6 +109,7 @@ def test_files_that_are_there_already_are_not_fetched(
     assert why_incomplete(there, FINGERPRINT, verify=True) is None
     by_path = {output["path"]: output["sha256"] for output in json.loads((made / MANIFEST).read_bytes())["outputs"]}
     assert any(key.endswith(by_path["deep/b.hdf5"]) for key in fetched)
+    assert not any(key.endswith(by_path["a.hdf5"]) for key in fetched)
 
 
 @pytest.mark.parametrize("name", ["a.hdf5", MANIFEST, "stage.json"])

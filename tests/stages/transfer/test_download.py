@@ -60,6 +60,7 @@ def test_a_killed_download_goes_on_where_it_was(folder: Path, stage: Stage) -> N
     path = pack(folder, "gz")
     assert stage("download", path, "--out", out, FAILPOINT="write-after:wiki_training_1.hdf5").returncode == -9
     there = {file: file.stat().st_mtime_ns for file in out.glob("*.hdf5")}
+    assert there, "the one before is made"
     assert "wiki_training_1.hdf5" not in {file.name for file in there}
     assert stage("download", path, "--out", out).returncode == 0
     assert {file: file.stat().st_mtime_ns for file in there} == there

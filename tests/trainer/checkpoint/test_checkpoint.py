@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -19,6 +20,7 @@ import torch
 
 from common.errors import CheckpointError, DiskError
 from tests.helpers.support import FORKS
+from trainer.checkpoint import checkpointer as checkpointer_module
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.directory import why_invalid
 from trainer.checkpoint.format import read_tensors, write_tensors
@@ -26,6 +28,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.stable import stable_step
 from trainer.config import TrainConfig
+from trainer.parallel.mesh import Mesh
 from trainer.state import TrainState
 
 
@@ -155,6 +158,22 @@ def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path) -> None:
     assert not list(first.valid())
     first.prepare()
     assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_by_time_are_as_far_apart_as_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 25 s here."""
+    now = 1000.0
+    monkeypatch.setattr(checkpointer_module, "time", SimpleNamespace(monotonic=lambda: now))
+    config = TrainConfig(output_dir=tmp_path, ckpt_interval_steps=0, ckpt_interval_minutes=1)
+    checkpointer = Checkpointer(config, None, Mesh(), lambda line: None)  # type: ignore
+    saved = []
+    for step in range(1, 13):
+        now += 25
+        state: Any = SimpleNamespace(step=step)
+        if checkpointer.is_due(state):
+            checkpointer.save(state)
+            saved.append(step)
+    assert saved == [3, 6, 9, 12]
 
 
 def test_a_worker_whose_write_fails_ends_although_others_wait_for_it(tmp_path: Path) -> None:

@@ -152,6 +152,22 @@ def test_decay_applies_to_all_but_biases_and_layer_norms() -> None:
     assert undecayed == {name for name in names if any(word in name for word in ("bias", "LayerNorm"))}
 
 
+def test_sizes_are_the_published_ones() -> None:
+    """Turc et al. 2019 (arXiv:1908.08962), table 1; Devlin et al. 2018: layers, and hidden size, a head for each 64."""
+    published = {
+        "tiny": (2, 128), "mini": (4, 256), "small": (4, 512), "medium": (8, 512), "base": (12, 768),
+        "large": (24, 1024),
+    }  # fmt: skip
+    for name, (layers, hidden) in published.items():
+        assert PRESETS[name] == (layers, hidden, hidden // 64, 4 * hidden)
+    theirs = transformers.BertConfig()
+    for name in (
+        "vocab_size", "max_position_embeddings", "type_vocab_size", "hidden_dropout_prob",
+        "attention_probs_dropout_prob", "layer_norm_eps", "initializer_range",
+    ):  # fmt: skip
+        assert getattr(ModelConfig(), name) == getattr(theirs, name)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_hugging_faces_parameter_shapes(name: str) -> None:
     config = ModelConfig.preset(name)
