@@ -55,6 +55,7 @@ docs: $(INSTALLED)
 	@echo build/site/docs/site/index.html
 
 test-newest test-lowest: test-%:
+	rm -rf $(VENV)-$*
 	$(MAKE) $(VENV)-$*/bin/uv VENV=$(VENV)-$*
 	$(VENV)-$*/bin/uv pip install --quiet --compile-bytecode --python $(VENV)-$*/bin/python --editable '.[test]' \
 	  --resolution $(if $(filter newest,$*),highest,lowest-direct)
@@ -79,8 +80,8 @@ $(INSTALLED): pyproject.toml constraints.txt | $(UV)
 	@touch $(RUNTIME) $@
 
 $(UV):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "error: $$($(PYTHON) --version) is too old: Python 3.11 or newer is needed; give one with make PYTHON=…" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
+	  { echo "error: $$($(PYTHON) --version) is not one of Python 3.11 to 3.14; give one with make PYTHON=…" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 

@@ -88,8 +88,9 @@ def load(directory: Path, tokenizer: Path) -> tuple[Any, Any]:
             f"{tokenizer} has no tokenizer (the data came without one); give the directory of one with --tokenizer"
         )
     # What transformers will load: not Trainer's training_args.bin, and no pickle beside safetensors.
-    pickles = [] if any(directory.glob("model*.safetensors")) else sorted(directory.glob("pytorch_model*.bin"))
-    for weights in pickles:
+    preferred = ("model.safetensors", "model.safetensors.index.json")
+    is_safe = any((directory / name).exists() for name in preferred)
+    for weights in () if is_safe else sorted(directory.glob("pytorch_model*.bin")):
         from trainer.checkpoint.interop.sources import load_pickle
 
         load_pickle(weights)  # reports any fault in one line, and refuses contents that are too large

@@ -32,6 +32,7 @@ from pipeline.tasks.everything import Everything
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.sweep import stages_of_sweeps
 from stages.directory.attempts import ATTEMPTS
+from stages.directory.damaged import DAMAGED
 from stages.directory.lock import LOCK
 from stages.directory.manifest import IDENTITY, MANIFEST
 from stages.view.text import size
@@ -41,7 +42,7 @@ from trainer.checkpoint.directory import CHECKPOINTS
 _REMOVAL = f"removal{TEMPORARY_SUFFIX}"
 _TRAININGS = ("pretrain", "train_mlp")
 #: Files of stage directories that are not results.
-_RECORDS = (LOCK, HOLDER, IDENTITY, MANIFEST, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json")
+_RECORDS = (LOCK, HOLDER, IDENTITY, MANIFEST, DAMAGED, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json")
 SUMMARY = "list what is superseded, with size and reason; removes it only with --remove"
 
 

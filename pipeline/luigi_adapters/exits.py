@@ -45,14 +45,16 @@ def while_scheduling() -> Iterator[None]:
     except UserError as error:
         said = str(error)
     except PermissionError as error:
-        said = f"cannot read {error.filename}: {error.strerror}; check its permissions"
+        named = f"cannot read {error.filename}: {error.strerror}; check its permissions"
+        said = named if error.filename else str(error)
     print(f"error: {said}", file=sys.stderr)
     raise _Exit(retcode().scheduling_error)
 
 
 def interrupt() -> NoReturn:
     """End luigi with `EXIT_INTERRUPTED`, between or within tasks. For signal handlers."""
-    os.write(2, b"interrupted; the same command continues\n")
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        os.write(2, b"interrupted; the same command continues\n")
     raise _Exit(EXIT_INTERRUPTED)
 
 

@@ -28,7 +28,7 @@ from pipeline.store.background import CompanionProcess, push_at_exit
 from stages.directory import attempts
 from stages.directory.manifest import MANIFEST
 from stages.store.options import StoreOptions
-from trainer.checkpoint.directory import CHECKPOINTS, abandoned, whole_checkpoints
+from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
 
 if TYPE_CHECKING:
     from stages.store.backend import Backend
@@ -203,13 +203,11 @@ class SharedStore:
 
     def _begin_without(self, stage: SharedStage, lease: Lease) -> None:
         """The training here takes no checkpoint from the store."""
-        from stages.store.checkpoints import forget_newer
+        from stages.store.checkpoints import forget_set_aside
 
-        checkpoints = stage.directory / CHECKPOINTS
-        if abandoned(checkpoints):  # what it was rolled back from is in the store
-            forget_newer(self.backend, lease, f"{stage.label}-{stage.fingerprint}", stage.directory)
+        forget_set_aside(self.backend, lease, f"{stage.label}-{stage.fingerprint}", stage.directory)
         stored = max((one.step for one in lease.record.checkpoints), default=-1)
-        if stored > next((step for step, _ in whole_checkpoints(checkpoints)), -1):
+        if stored > next((step for step, _ in whole_checkpoints(stage.directory / CHECKPOINTS)), -1):
             log(
                 f"{stage.label}: {self.backend.url} has a checkpoint of step {stored}, which [store] pull = "
                 f"{self._settings.pull} leaves there; those made here are pushed after that step"

@@ -19,6 +19,7 @@ from typing import Any
 from common.errors import UserError
 from common.lock import HELD_FINGERPRINT_VARIABLE
 from common.process import node_rank
+from stages.directory.damaged import DAMAGED
 from stages.directory.lock import JOB, is_held
 from stages.directory.manifest import MANIFEST, AlreadyComplete, Identity, StageDirectory, why_incomplete
 from stages.directory.progress import Progress, signs_of_life
@@ -105,8 +106,9 @@ class Unshown:
 def _is_begun(out: Path, fingerprint: str) -> bool:
     """Whether `out` is being filled for this fingerprint: by a process that holds its lock, or by a scheduler's job."""
     record = read_identity(out)
-    return (
-        record is not None
-        and record["fingerprint"] == fingerprint
-        and (is_held(out) or (out / JOB).exists() or why_incomplete(out, fingerprint) is None)
-    )
+    if record is None or record["fingerprint"] != fingerprint:
+        return False
+    is_taken = is_held(out) or (out / JOB).exists()
+    # Whoever has taken it first removes what is damaged.
+    is_checked = not (out / MANIFEST).exists() and not (out / DAMAGED).exists()
+    return (is_taken and is_checked) or why_incomplete(out, fingerprint) is None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
-from common.console import print_line
+from common.console import log
 from common.files import disk_errors
 from stages.directory.records import MANIFEST, read_manifest, why_altered
 
@@ -17,24 +19,40 @@ _LARGE_BYTES = 1 << 30
 
 
 def remove_damaged(path: Path) -> None:
-    """Remove the manifest and the outputs that are not, or no longer, what it says. Raises `DiskError`."""
-    with disk_errors(path / MANIFEST):
-        if (path / MANIFEST).exists():  # other machines must not see it, however long this takes
-            (path / MANIFEST).replace(path / DAMAGED)
-        outputs = (read_manifest(path, DAMAGED) or {}).get("outputs", ())
-    total = sum(output["bytes"] for output in outputs)
+    """Remove the manifest and the outputs that are not, or no longer, what it says.
+
+    Raises `DiskError`, before anything is removed if a file cannot be looked at: it may be whole.
+    """
+    path = path.absolute()
+    name = MANIFEST if (path / MANIFEST).exists() else DAMAGED
+    outputs = [(path / one["path"], one) for one in (read_manifest(path, name) or {}).get("outputs", ())]
+    outputs = [(file, one) for file, one in outputs if _is_below(file, path)]
+    for file, _ in outputs:
+        with disk_errors(file), contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            file.open("rb").close()
+    with disk_errors(path / MANIFEST), contextlib.suppress(FileNotFoundError):
+        (path / MANIFEST).replace(path / DAMAGED)  # other machines must not see it, however long the rest takes
+    total = sum(one["bytes"] for _, one in outputs)
     if total > _LARGE_BYTES:
-        print_line(f"{path} is damaged: reading its {len(outputs)} files, {total / 1e9:.1f} GB, to keep the whole ones")
-    for output in outputs:
-        file = path / output["path"]
-        if not os.path.normpath(file).startswith(f"{os.path.normpath(path)}{os.sep}") or "\0" in output["path"]:
-            continue
-        try:
-            is_whole = why_altered(file, output, verify=True) is None
-        except OSError:  # a bad sector, for example
-            is_whole = False
-        if not is_whole:
+        log(f"{path} is damaged: reading its {len(outputs)} files, {total / 1e9:.1f} GB, to keep the whole ones")
+    for file, one in outputs:
+        if not _is_whole(file, one):
             with disk_errors(file), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 file.unlink()
     with disk_errors(path / DAMAGED):
         (path / DAMAGED).unlink(missing_ok=True)
+
+
+def _is_below(file: Path, path: Path) -> bool:
+    return "\0" not in str(file) and os.path.normpath(file).startswith(f"{os.path.normpath(path)}{os.sep}")
+
+
+def _is_whole(file: Path, output: dict[str, Any]) -> bool:
+    """Raises `DiskError`."""
+    with disk_errors(file):
+        try:
+            return why_altered(file, output, verify=True) is None
+        except OSError as error:
+            if error.errno == errno.EIO:  # a bad sector
+                return False
+            raise

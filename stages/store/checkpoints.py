@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def fetch_checkpoint(
     for checkpoint in reversed(record.checkpoints):
         if checkpoint.step <= here:
             return None
-        if any(file.sha256 in set_aside for file in checkpoint.files if file.path == MANIFEST):
+        if _is_of(checkpoint, set_aside):
             log(f"note: {checkpoint.name} in the store was set aside here; it is not fetched")
             continue
         try:
@@ -123,11 +123,28 @@ def fetch_checkpoint(
 def forget_newer(backend: Backend, lease: Lease, name: str, directory: Path) -> None:
     """Remove the stored checkpoints that are newer than those in `directory`: they could not be used or were set aside,
     and the training there will write others for these steps. Raises `LeaseLost`, `UserError`."""
-    here, before = _newest_step(directory), lease.record.checkpoints
-    kept = tuple(one for one in before if one.step <= here)
+    here = _newest_step(directory)
+    _keep(backend, lease, name, lambda checkpoint: checkpoint.step <= here)
+
+
+def forget_set_aside(backend: Backend, lease: Lease, name: str, directory: Path) -> None:
+    """Remove the stored checkpoints from which the training in `directory` was rolled back. Raises `LeaseLost`,
+    `UserError`."""
+    set_aside = _manifests_set_aside(directory)
+    _keep(backend, lease, name, lambda checkpoint: not _is_of(checkpoint, set_aside))
+
+
+def _keep(backend: Backend, lease: Lease, name: str, is_kept: Callable[[StoredCheckpoint], bool]) -> None:
+    before = lease.record.checkpoints
+    kept = tuple(filter(is_kept, before))
     if kept != before:
         lease.keep(kept)
         backend.delete(_keys(name, before) - _keys(name, kept))
+
+
+def _is_of(checkpoint: StoredCheckpoint, manifests: set[str]) -> bool:
+    """Whether it is one of those with these sha256 of their manifests."""
+    return any(file.sha256 in manifests for file in checkpoint.files if file.path == MANIFEST)
 
 
 def _newest_step(directory: Path) -> int:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.known_peak import PEAK_FLOPS_PER_S
-from tests.helpers.support import VOCAB, Workers, metrics, options
+from tests.helpers.small_language import trainer_here
+from tests.helpers.support import MODEL, VOCAB, Workers, metrics, options
 from tests.trainer.data.test_packed import write_both
+from trainer.data.loader import Step
 from trainer.data.order import Samples
 from trainer.data.reader import BatchReader
 from trainer.data.shards import ShardSet, write_shard
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.bert import BertForPreTraining
 from trainer.models.config import ModelConfig
+from trainer.state import TrainState
 from trainer.workloads.bert import BertWorkload
 
 ROWS, S, P = 8, 32, 4
@@ -79,28 +86,52 @@ def test_packed_rows_count_what_their_sequences_are(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def records(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The records of 14 steps of two workers, 16 sequences a step."""
+def out(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a training of 14 steps by two workers, 16 sequences a step."""
     out = tmp_path_factory.mktemp("out")
     words = options(
         data_dir=data, model_config=model, output_dir=out, precision="fp32", device="cpu", max_steps=14,
-        batch_size=4, grad_accum_usteps=2, warmup_steps=2, max_pred_len=5,
+        batch_size=4, grad_accum_usteps=2, warmup_steps=2, max_pred_len=5, record_samples=True,
     )  # fmt: skip
     done = Workers(2, "tests.helpers.known_peak", words, {}).wait()
     assert done.returncode == 0, done.stdout
+    return out
+
+
+@pytest.fixture(scope="module")
+def records(out: Path) -> list[dict[str, Any]]:
     return metrics(out)
 
 
-def test_rates_are_those_of_the_latest_ten_steps(records: list[dict[str, Any]]) -> None:
-    """Work over time, not a mean of rates. Steps differ in their masked positions, hence the second assertion's
-    tolerance: the head is less than a fifth of this model."""
+def flops_of_steps(out: Path, data: Path) -> list[int]:
+    """Of the rows that all workers recorded, with their padding, as the CPU computes them: 6 for each weight that a
+    token, a prediction or a sequence meets, and 12 h for each pair of tokens in a layer."""
+    files = [h5py.File(path) for path in sorted(data.glob("*.hdf5"))]
+    layers, h, inner = (MODEL[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    found = [0] * 14
+    for worker in range(2):
+        for line in (out / f"samples-{worker}.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            for shard, row in record["samples"]:
+                tokens = len(files[shard]["input_mask"][row])
+                predictions = int((files[shard]["masked_lm_positions"][row] > 0).sum())
+                found[record["step"]] += (
+                    6 * tokens * layers * (4 * h * h + 2 * h * inner)
+                    + 12 * tokens**2 * layers * h
+                    + 6 * predictions * (h * h + h * MODEL["vocab_size"])
+                    + 6 * (h * h + 2 * h)
+                )
+    return found
+
+
+def test_rates_are_those_of_the_latest_ten_steps(out: Path, data: Path, records: list[dict[str, Any]]) -> None:
+    """Work over time, not a mean of rates."""
+    flops = flops_of_steps(out, data)
     for at in range(14):
-        recent = records[max(0, at - 9) : at + 1]
-        seconds = sum(record["step_time_s"] for record in recent)
-        assert records[at]["throughput"] == pytest.approx(16 * len(recent) / seconds, rel=1e-9)
-        assert records[at]["flops_per_s"] * seconds / len(recent) == pytest.approx(
-            records[0]["flops_per_s"] * records[0]["step_time_s"], rel=0.2
-        )
+        recent = slice(max(0, at - 9), at + 1)
+        seconds = sum(record["step_time_s"] for record in records[recent])
+        assert records[at]["throughput"] == pytest.approx(16 * len(records[recent]) / seconds, rel=1e-9)
+        assert records[at]["flops_per_s"] * seconds == pytest.approx(sum(flops[recent]), rel=1e-9)
 
 
 def test_utilization_is_that_of_all_workers_devices(records: list[dict[str, Any]]) -> None:
@@ -108,3 +139,30 @@ def test_utilization_is_that_of_all_workers_devices(records: list[dict[str, Any]
         assert record["mfu"] == pytest.approx(record["flops_per_s"] / (2 * PEAK_FLOPS_PER_S), rel=1e-9)
         # The head at 32 positions a sequence instead of at most 5.
         assert record["mfu_usual"] > 1.1 * record["mfu"]
+
+
+def test_waits_are_recorded_with_the_step_that_they_delayed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The eighth batch comes 0.3 s late, and copying the checkpoint after the fourth step takes as long."""
+    given = {"vocab_size": VOCAB, "micro_batch_size": 4, "warmup_steps": 1, "ckpt_interval_steps": 4}
+    trainer, _ = trainer_here(data, tmp_path, steps=12, **given)
+    save = trainer.checkpointer.save
+
+    def late(first: int, last: int) -> Iterator[Step]:
+        for step in range(first, last):
+            time.sleep(0.3 if step == 7 else 0)
+            yield from trainer.dataloader.load(step, step + 1)
+
+    def slow(state: TrainState) -> None:
+        time.sleep(0.3 if state.step == 4 else 0)
+        save(state)
+
+    monkeypatch.setattr(trainer.dataloader, "steps", late)
+    monkeypatch.setattr(trainer.checkpointer, "save", slow)
+    assert trainer.train()
+    for name, step in (("data_wait_s", 8), ("checkpoint_stall_s", 5)):
+        longest = max(metrics(tmp_path), key=lambda record, name=name: record[name])  # type: ignore[misc]
+        assert longest["step"] == step
+        assert longest[name] >= 0.3
+        assert longest[name] > 2 * metrics(tmp_path)[step][name], "it is not added to the next step's"

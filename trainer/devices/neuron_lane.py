@@ -157,7 +157,7 @@ def require_lane(found: Installation, wanted: str) -> str:
 
 
 def _install(lane: str) -> str:
-    return f"pip install --extra-index-url=https://{REPOSITORY} '.[{lane}]' (docs/trainium.md)"
+    return f"pip install --extra-index-url=https://{REPOSITORY} -e '.[{lane}]' (docs/trainium.md)"
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -81,7 +81,7 @@ def _examine_neuron(log: Callable[[str], None], commands: list[str]) -> list[str
         if lane == NATIVE:
             config = "trn3" if installation.instance.startswith("trn3") else "trn2"
     if has_cores:
-        commands.insert(0, f"LUIGI_CONFIG_PATH=configs/{config}-bert-large.cfg {_RUN}")
+        commands.insert(0, f"python -m pipeline init --for {config} run && cd run && {_RUN}")
     return problems(installation)
 
 

@@ -203,6 +203,27 @@ def test_what_is_no_stage_directory_is_never_touched(tmp_path: Path) -> None:
     assert (elsewhere / "output" / "file").exists()
 
 
+def test_what_another_user_keeps_to_himself_is_not_overlooked(tmp_path: Path) -> None:
+    """A training whose record cannot be read may need what seems superseded: nothing goes."""
+    chain = Chain(tmp_path)
+    places = made_up(chain.work, random.Random(1))
+    program = f"""
+import sys
+from pipeline.__main__ import main
+from pipeline.status import stage_dirs
+read = stage_dirs.read_manifest
+def refused(path):
+    if path.name == {places[0].name!r}:
+        raise PermissionError(13, "Permission denied", str(path / "manifest.json"))
+    return read(path)
+stage_dirs.read_manifest = refused
+sys.exit(main(["clean", "--remove"]))
+"""
+    done = command("-c", program, env={"LUIGI_CONFIG_PATH": str(chain.config)})
+    assert_one_line_error(done, f"{places[0]} cannot be read, so it is not known what it needs", status=35)
+    assert all((path / "stage.json").exists() for path in places)
+
+
 def test_a_folder_is_removed_when_none_of_its_files_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS keeps the name of an open file that was removed, so the folder would not be empty."""
     place = made_up(tmp_path, random.Random(1))[0]

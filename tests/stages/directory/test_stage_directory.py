@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import DiskError
 from stages.directory import damaged
 from stages.directory.manifest import MANIFEST, Identity, Output, StageDirectory, why_incomplete
 
@@ -77,11 +78,15 @@ def test_what_was_made_from_other_settings_is_not_complete(finished: Path) -> No
     assert str(why_incomplete(finished, other)).startswith("made with other settings")
 
 
-def test_of_a_damaged_stage_only_whole_files_are_kept(finished: Path) -> None:
+@pytest.mark.parametrize("relative", [False, True])
+def test_of_a_damaged_stage_only_whole_files_are_kept(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, relative: bool
+) -> None:
     """One file was cut; the other has its old size."""
+    monkeypatch.chdir(finished)
     for name, content in (("a", b"9876543210"), ("b", b"0123")):
         (finished / name).write_bytes(content)
-    with StageDirectory.begin(finished, lambda: IDENTITY):
+    with StageDirectory.begin(Path() if relative else finished, lambda: IDENTITY):
         assert sorted(path.name for path in finished.iterdir() if path.name in ("a", "b", "kept")) == ["kept"]
 
 
@@ -97,6 +102,16 @@ def test_a_manifest_that_names_other_files_removes_none_of_them(finished: Path, 
         assert outside.read_text() == "x"
         assert (finished / "b").exists()
         assert not (finished / MANIFEST).exists()
+
+
+def test_while_a_file_cannot_be_read_nothing_is_removed(finished: Path) -> None:
+    """Not a lost mount, nor another user's file, stands for a missing one."""
+    (finished / "a").unlink()
+    (finished / "a").symlink_to("a")  # which nobody can open, not even root
+    with pytest.raises(DiskError, match="a: Too many levels of symbolic links"):
+        StageDirectory.begin(finished, lambda: IDENTITY).__enter__()
+    assert (finished / MANIFEST).exists()
+    assert (finished / "b").exists()
 
 
 def _killed(*_: Any, **__: Any) -> None:

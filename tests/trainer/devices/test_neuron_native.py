@@ -254,4 +254,4 @@ def test_doctor_tells_the_lane(native: dict[str, str]) -> None:
         assert ["neuron-native is made for Python 3.12 to 3.14" in line for line in missing] == [True]
     else:
         assert not missing
-        assert examined.stdout.splitlines()[-1].startswith("next    LUIGI_CONFIG_PATH=configs/trn2-bert-large.cfg")
+        assert examined.stdout.splitlines()[-1].startswith("next    python -m pipeline init --for trn2 run && cd run")

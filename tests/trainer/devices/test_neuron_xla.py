@@ -312,7 +312,7 @@ def test_the_doctor_gives_the_next_command(tmp_path: Path) -> None:
     examined = command("-m", "trainer", "--doctor", env=hardware(tmp_path, cores=[2] * 16))
     assert examined.returncode == 0, examined.stdout + examined.stderr
     assert "32 NeuronCores" in examined.stdout
-    assert examined.stdout.splitlines()[-1].startswith("next    LUIGI_CONFIG_PATH=configs/trn1-bert-large.cfg luigi")
+    assert examined.stdout.splitlines()[-1].startswith("next    python -m pipeline init --for trn1 run && cd run")
 
 
 @pytest.mark.slow
