@@ -126,3 +126,9 @@ def existing_parent(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
+
+
+def unreadable(error: OSError) -> str:
+    """A line for people about a file that could not be read."""
+    said = error.strerror or str(error)
+    return f"cannot read {error.filename}: {said}; check its permissions" if error.filename else said

@@ -20,7 +20,7 @@ from typing import NoReturn, Protocol
 from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
-from common.errors import UserError, suggestion
+from common.errors import UserError, suggestion, unreadable
 from common.process import is_ignored
 from pipeline.commands import (
     cancel,
@@ -175,9 +175,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
-        said = error.strerror or error
-        named = f"cannot read {error.filename}: {said}; check its permissions" if error.filename else said
-        print(f"error: {named}", file=sys.stderr)
+        print(f"error: {unreadable(error)}", file=sys.stderr)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _EXIT_CTRL_C

@@ -61,7 +61,9 @@ class ReplicaCheck:
             if (odd_ones := _odd_ones(ranks, [digests[which] for digests, _ in found]))
         ]
         if differing:
-            odd = sorted(_suspects([odd_ones for _, odd_ones in differing]))
+            every = [odd_ones for _, odd_ones in differing]
+            # Whoever is odd in all groups that differ explains them; else each group has its own.
+            odd = sorted(set.intersection(*every) or set.union(*every))
             who = f"of worker{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} differ"
             others = "" if all(ranks <= set(odd) for ranks, _ in differing) else " from those of the others"
             raise ReplicasDiffer(
@@ -91,12 +93,6 @@ def _odd_ones(ranks: list[int], digests: list[str]) -> set[int]:
     """Those of `ranks` that differ from the majority; all of them if there is none."""
     digest, count = collections.Counter(digests[rank] for rank in ranks).most_common(1)[0]
     return {rank for rank in ranks if digests[rank] != digest or 2 * count <= len(ranks) != count}
-
-
-def _suspects(odd_ones: list[set[int]]) -> set[int]:
-    """The workers that the odd ones of all groups have in common, if that explains every group; else all odd ones."""
-    common = set.intersection(*odd_ones)
-    return common or set.union(*odd_ones)
 
 
 def flip_a_bit(tensor: Tensor) -> None:

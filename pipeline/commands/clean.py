@@ -164,11 +164,12 @@ def remove(stage_dir: StageDir, work_dir: Path) -> None:
             else:
                 path.unlink()
     # Not before the lock is closed: NFS keeps the name of an open file that was removed.
-    try:
-        stage_dir.path.rmdir()
-    except OSError as error:
-        if error.errno != errno.ENOTEMPTY:  # another run has begun there
-            raise UserError(f"cannot remove {stage_dir.path}: {error.strerror}; check its permissions") from error
+    with _removal_errors(stage_dir):
+        try:
+            stage_dir.path.rmdir()
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:  # another run has begun there
+                raise
 
 
 def remove_abandoned(stage_dir: StageDir, path: Path) -> None:
@@ -180,17 +181,24 @@ def remove_abandoned(stage_dir: StageDir, path: Path) -> None:
 @contextlib.contextmanager
 def _locked(stage_dir: StageDir) -> Iterator[None]:
     """Hold the lock of a stage directory without a running job. Raises `LockHeld`; `UserError` for an OSError."""
-    try:
+    with _removal_errors(stage_dir):
         fd = os.open(stage_dir.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if (job := find_job(stage_dir.path)) is not None and job.is_alive():
                 raise LockHeld(f"{stage_dir.path} is in use now by {job}; it stays")
             yield
+        except BlockingIOError:
+            raise LockHeld(f"{stage_dir.path} is in use now; it stays") from None
         finally:
             os.close(fd)
-    except BlockingIOError:
-        raise LockHeld(f"{stage_dir.path} is in use now; it stays") from None
+
+
+@contextlib.contextmanager
+def _removal_errors(stage_dir: StageDir) -> Iterator[None]:
+    """Raise `UserError` for an OSError."""
+    try:
+        yield
     except OSError as error:
         raise UserError(
             f"cannot remove {error.filename or stage_dir.path}: {error.strerror}; check its permissions"

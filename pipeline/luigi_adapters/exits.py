@@ -24,7 +24,7 @@ from luigi import worker
 from luigi.retcodes import retcode
 
 from common.console import log
-from common.errors import EXIT_INTERRUPTED, Interrupted, LockHeld, UserError
+from common.errors import EXIT_INTERRUPTED, Interrupted, LockHeld, UserError, unreadable
 
 
 class _Exit(KeyboardInterrupt, SystemExit):
@@ -45,8 +45,7 @@ def while_scheduling() -> Iterator[None]:
     except UserError as error:
         said = str(error)
     except PermissionError as error:
-        named = f"cannot read {error.filename}: {error.strerror}; check its permissions"
-        said = named if error.filename else str(error)
+        said = unreadable(error)
     print(f"error: {said}", file=sys.stderr)
     raise _Exit(retcode().scheduling_error)
 

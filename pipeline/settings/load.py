@@ -175,10 +175,9 @@ def _add_secrets() -> None:
 
 def _luigis_keys(section: str) -> set[str]:
     """The parameters of the class with the section's name, and others that are read from the section."""
-    every = [(name, one) for task in ("core", *_CHECKED_LUIGI_SECTIONS, "sendgrid") for name, one in
-             Register.get_task_cls(task).get_params()]  # fmt: skip
-    elsewhere = (one._config_path or {} for _, one in every)
-    known = {place["name"] for place in elsewhere if place.get("section") == section}
+    classes = [Register.get_task_cls(name) for name in ("core", *_CHECKED_LUIGI_SECTIONS, "sendgrid")]
+    places = (one._config_path or {} for kind in classes for _, one in kind.get_params())
+    known = {place["name"] for place in places if place.get("section") == section}
     return known | {name for name, _ in Register.get_task_cls(section).get_params()}
 
 
@@ -197,7 +196,8 @@ def _refuse_unknown() -> None:
             near = suggestion(section, [*ours, *sorted(_LUIGI_SECTIONS)])
             raise UserError(f"[{section}] is not a section of luigi.cfg; {near}")
         for key in config.options(section):
-            if key not in known and (section in ours or key.replace("-", "_") not in known):
+            spelt = key if section in ours else key.replace("-", "_")  # luigi reads either in its own
+            if spelt not in known:
                 raise UserError(f"[{section}] {key} is not a setting; {suggestion(key, sorted(known))}")
 
 

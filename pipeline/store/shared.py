@@ -28,7 +28,6 @@ from pipeline.store.background import CompanionProcess, push_at_exit
 from stages.directory import attempts
 from stages.directory.manifest import MANIFEST
 from stages.store.options import StoreOptions
-from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
 
 if TYPE_CHECKING:
     from stages.store.backend import Backend
@@ -203,11 +202,11 @@ class SharedStore:
 
     def _begin_without(self, stage: SharedStage, lease: Lease) -> None:
         """The training here takes no checkpoint from the store."""
-        from stages.store.checkpoints import forget_set_aside
+        from stages.store.checkpoints import forget_set_aside, newest_step
 
         forget_set_aside(self.backend, lease, f"{stage.label}-{stage.fingerprint}", stage.directory)
-        stored = max((one.step for one in lease.record.checkpoints), default=-1)
-        if stored > next((step for step, _ in whole_checkpoints(stage.directory / CHECKPOINTS)), -1):
+        stored = lease.record.newest_step
+        if stored > newest_step(stage.directory):
             log(
                 f"{stage.label}: {self.backend.url} has a checkpoint of step {stored}, which [store] pull = "
                 f"{self._settings.pull} leaves there; those made here are pushed after that step"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 from pathlib import Path
 from typing import Any
 
 from common.console import log
 from common.files import disk_errors
-from stages.directory.records import MANIFEST, read_manifest, why_altered
+from stages.directory.records import MANIFEST, is_inside, read_manifest, why_altered
 
 #: The manifest while the damaged files are removed.
 DAMAGED = "damaged.json"
@@ -23,10 +22,9 @@ def remove_damaged(path: Path) -> None:
 
     Raises `DiskError`, before anything is removed if a file cannot be looked at: it may be whole.
     """
-    path = path.absolute()
     name = MANIFEST if (path / MANIFEST).exists() else DAMAGED
-    outputs = [(path / one["path"], one) for one in (read_manifest(path, name) or {}).get("outputs", ())]
-    outputs = [(file, one) for file, one in outputs if _is_below(file, path)]
+    recorded = (read_manifest(path, name) or {}).get("outputs", ())
+    outputs = [(path / one["path"], one) for one in recorded if is_inside(one["path"])]
     for file, _ in outputs:
         with disk_errors(file), contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             file.open("rb").close()
@@ -41,10 +39,6 @@ def remove_damaged(path: Path) -> None:
                 file.unlink()
     with disk_errors(path / DAMAGED):
         (path / DAMAGED).unlink(missing_ok=True)
-
-
-def _is_below(file: Path, path: Path) -> bool:
-    return "\0" not in str(file) and os.path.normpath(file).startswith(f"{os.path.normpath(path)}{os.sep}")
 
 
 def _is_whole(file: Path, output: dict[str, Any]) -> bool:

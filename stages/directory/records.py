@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from common.files import PROGRESS, parse_utc, read_json, sha256_of
@@ -34,6 +34,12 @@ def read_manifest(directory: Path, name: str = MANIFEST) -> dict[str, Any] | Non
     is_whole = isinstance(present, list) and all(isinstance(name, str) for name in present)
     is_whole &= isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values())
     return record if is_whole and all(_is(output, _OUTPUT) for output in record["outputs"]) else None
+
+
+def is_inside(path: str) -> bool:
+    """Whether a relative path of a record stays in its directory, and a file can have it."""
+    parts = PurePosixPath(path).parts
+    return bool(parts) and not path.startswith("/") and "\0" not in path and ".." not in parts
 
 
 def why_altered(path: Path, output: dict[str, Any], *, verify: bool) -> str | None:

@@ -104,7 +104,7 @@ def fetch_checkpoint(
 
     None: nothing was fetched. What cannot be used is logged. Raises `UserError`.
     """
-    here, set_aside = _newest_step(directory), _manifests_set_aside(directory)
+    here, set_aside = newest_step(directory), _manifests_set_aside(directory)
     for checkpoint in reversed(record.checkpoints):
         if checkpoint.step <= here:
             return None
@@ -123,7 +123,7 @@ def fetch_checkpoint(
 def forget_newer(backend: Backend, lease: Lease, name: str, directory: Path) -> None:
     """Remove the stored checkpoints that are newer than those in `directory`: they could not be used or were set aside,
     and the training there will write others for these steps. Raises `LeaseLost`, `UserError`."""
-    here = _newest_step(directory)
+    here = newest_step(directory)
     _keep(backend, lease, name, lambda checkpoint: checkpoint.step <= here)
 
 
@@ -147,7 +147,8 @@ def _is_of(checkpoint: StoredCheckpoint, manifests: set[str]) -> bool:
     return any(file.sha256 in manifests for file in checkpoint.files if file.path == MANIFEST)
 
 
-def _newest_step(directory: Path) -> int:
+def newest_step(directory: Path) -> int:
+    """The global step of the training's newest checkpoint there; -1: none."""
     return next((step for step, _ in whole_checkpoints(directory / CHECKPOINTS)), -1)
 
 

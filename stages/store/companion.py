@@ -89,7 +89,7 @@ class Companion:
 
     def unpushed(self) -> Path | None:
         """The newest checkpoint, if the store has none as new."""
-        stored = max((one.step for one in self._lease.record.checkpoints), default=-1)
+        stored = self._lease.record.newest_step
         found = next(iter(whole_checkpoints(self._directory / CHECKPOINTS)), None)
         return None if found is None or found[0] <= stored or found[1] in self._refused else found[1]
 

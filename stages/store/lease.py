@@ -81,6 +81,11 @@ class LeaseRecord:
     checkpoints: tuple[StoredCheckpoint, ...] = ()
     version: str | None = None
 
+    @property
+    def newest_step(self) -> int:
+        """The global step of the newest checkpoint; -1: none."""
+        return max((one.step for one in self.checkpoints), default=-1)
+
     def encode(self) -> bytes:
         return seal({name: value for name, value in dataclasses.asdict(self).items() if name != "version"})
 

@@ -98,10 +98,9 @@ class Folder:
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"{self.folder} is a file; give a folder")
         for replaced in (self.folder, self._temporary):
-            there = sorted(replaced.iterdir()) if replaced.exists() else []
+            # .nfs…: removed, but still open somewhere.
+            there = sorted(set(replaced.iterdir()) - set(replaced.glob(".nfs*"))) if replaced.exists() else []
             others = [path for path in there if path.is_dir() or not publication.is_of_a_model(path.name)]
-            # Removed, but still open somewhere.
-            others = [path for path in others if not path.name.startswith(".nfs")]
             if others:
                 raise UserError(
                     f"{replaced} holds {others[0].name}, which is not part of a published model and would be removed; "

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from stages.directory.records import is_inside
+
 STAGES, OBJECTS, LEASES, CHECKPOINTS = "stages", "objects", "leases", "checkpoints"
 #: Small objects that are written to see whether writing works, then removed.
 PROBES = "probe"
@@ -119,10 +121,10 @@ def stage_of_key(key: str) -> tuple[str, str] | None:
 def require_inside(files: Iterable[StoredFile], siblings: Collection[str] = ()) -> None:
     """Raise `Damaged` unless each path stays in its directory, or in one of the directories `siblings` beside it."""
     for file in files:
-        parts = PurePosixPath(file.path).parts
+        path, parts = file.path, PurePosixPath(file.path).parts
         if parts[:1] == ("..",) and len(parts) > 2 and parts[1] in siblings:
-            parts = parts[2:]
-        if not parts or file.path.startswith("/") or "\0" in file.path or ".." in parts:
+            path = "/".join(parts[2:])
+        if not is_inside(path):
             raise Damaged(f"it has a file {file.path!r}, which would be outside its directory")
 
 

@@ -156,6 +156,12 @@ def require_lane(found: Installation, wanted: str) -> str:
     return reason
 
 
+def require_at_most_fp32(precision: str, lane: str) -> None:
+    """Raises `UserError`."""
+    if precision == "fp64":
+        raise UserError(f"precision fp64 on {lane}, which computes in fp32 at most; use fp32")
+
+
 def _install(lane: str) -> str:
     return f"pip install --extra-index-url=https://{REPOSITORY} -e '.[{lane}]' (docs/trainium.md)"
 

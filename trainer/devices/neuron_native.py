@@ -20,7 +20,7 @@ from torch import fx
 from common.errors import UserError
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.compiler import Compiler
-from trainer.devices.neuron_lane import NATIVE, Installation, peak_of, require_lane
+from trainer.devices.neuron_lane import NATIVE, Installation, peak_of, require_at_most_fp32, require_lane
 from trainer.parallel.mesh import Mesh
 
 #: Steps after which we look for operations that ran on the CPU: the optimizer's are known after the first.
@@ -89,8 +89,7 @@ class NeuronNativeDevice(Device):
 
     def require_precision(self, name: str) -> None:
         super().require_precision(name)
-        if name == "fp64":
-            raise UserError(f"precision fp64 on {NATIVE}, which computes in fp32 at most; use fp32")
+        require_at_most_fp32(name, NATIVE)
 
     def loss_factors(self, counts: Sequence[int]) -> tuple[list[float], int]:
         """The gradients are divided by the first count: a third party saw wrong gradients where a loss was scaled by a

@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.process import node_rank
 from trainer.devices.base import DeviceOptions
 from trainer.devices.neuron_cache import CC_FLAGS, merge_flags, node_cache, use_cache
-from trainer.devices.neuron_lane import XLA, Installation, cores, peak_of, require_lane
+from trainer.devices.neuron_lane import XLA, Installation, cores, peak_of, require_at_most_fp32, require_lane
 from trainer.devices.xla import XlaDevice, buckets
 from trainer.parallel.mesh import Group, Mesh
 
@@ -203,8 +203,7 @@ class NeuronXlaDevice(XlaDevice):
         return _AUTOMATIC, "NeuronCores multiply in bf16"
 
     def require_precision(self, name: str) -> None:
-        if name == "fp64":
-            raise UserError(f"precision fp64 on {XLA}, which computes in fp32 at most; use fp32")
+        require_at_most_fp32(name, XLA)
         if name in _ROUNDED and os.environ.get(_ROUNDING) != "1":
             raise UserError(
                 f"precision {name} needs {_ROUNDING}=1, but it is {os.environ.get(_ROUNDING, 'unset')}; unset it if it "

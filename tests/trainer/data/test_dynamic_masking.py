@@ -222,11 +222,8 @@ def test_a_run_masks_as_its_options_say(tmp_path: Path) -> None:
     def overlap(first: dict[tuple[int, int], np.ndarray], second: dict[tuple[int, int], np.ndarray]) -> float:
         """The share of the first epoch's masked tokens that are masked in the second epoch, or by the other run."""
         mine = {row: one for (step, row), one in first.items() if step < 10}
-        others = {
-            row: one
-            for (step, row), one in second.items()
-            if (step >= 10 if second is first else step < 10) and step < 20
-        }
+        epoch = range(10, 20) if second is first else range(10)
+        others = {row: one for (step, row), one in second.items() if step in epoch}
         assert mine.keys() == others.keys() == set(range(rows))
         return float(sum((mine[row] & others[row]).sum() for row in mine) / sum(one.sum() for one in mine.values()))
 
