@@ -77,6 +77,23 @@ def test_no_value_of_a_settings_example_has_a_comment_behind_it(page: Path) -> N
             assert not re.search(r"=.*\s[#;]", block), block
 
 
+@every_page
+def test_every_row_of_a_table_has_its_cells(page: Path) -> None:
+    """Else GitHub shows bars and dashes, or drops what is too much."""
+    cells: int | None = None
+    above = ""
+    for line in (line.strip() for line in page.read_text().splitlines()):
+        found = len(re.findall(r"(?<!\\)\|", line))
+        if "|--" in line:
+            assert re.fullmatch(r"\|(:?-+:?\|)+", line), line
+            cells = found
+            assert len(re.findall(r"(?<!\\)\|", above)) == cells, above
+        elif not line.startswith("|"):
+            cells = None
+        assert cells is None or found == cells, line
+        above = line
+
+
 @pytest.mark.parametrize("title", import_graph.TITLES)
 def test_the_diagrams_are_the_import_graph(title: str) -> None:
     drawn = import_graph.drawing(import_graph.PAGE.read_text(), title)
