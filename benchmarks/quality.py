@@ -78,7 +78,7 @@ LONG = Recipe(
         "batch_size": 32,
         "grad_accum_usteps": 1,
         "warmup_steps": 50,
-        "max_steps": 1300,
+        "max_steps": 1200,
     },
     "dynamic",
     embeds=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import UserError
@@ -22,7 +21,7 @@ _CURVE_WIDTH = 40
 
 
 def text(comparison: Comparison) -> str:
-    """The table, the curves of the training loss on one scale, and the winner."""
+    """The table, the curves of the training loss on one scale, and the winner, or why there is none."""
     drawn = {
         trial.name: [point.mean for point in points(trial.curves.steps, trial.curves.values[LOSS], _CURVE_WIDTH)]
         for trial in comparison.trials
@@ -30,13 +29,8 @@ def text(comparison: Comparison) -> str:
     every = [value for values in drawn.values() for value in values]
     curves = [(name, sparkline(values, min(every), max(every))) for name, values in drawn.items() if values]
     lines = columns([comparison.head, *comparison.rows])
-    return "\n".join(
-        [*lines, *(["", "training loss over steps", *columns(curves)] if curves else []), "", *_ending(comparison)]
-    )
-
-
-def _ending(comparison: Comparison) -> Sequence[str]:
-    return [line for line in (comparison.remark, comparison.headline) if line]
+    drawing = ["", "training loss over steps", *columns(curves)] if curves else []
+    return "\n".join([*lines, *drawing, "", comparison.headline])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ from common.errors import DiskError
 from common.files import read_json
 from pipeline.status.stage_dirs import StageDirs
 from stages.directory import attempts
-from trainer.data.file_names import HELD_OUT_SHARDS
+from stages.evaluate import held_out_shards
 
 if TYPE_CHECKING:
     from stages.view.trend import Night
@@ -35,18 +35,13 @@ def results(night: Path) -> dict[str, Any]:
     record = {label: one.record for label, one in chain.items()}
     tokens, dataset = record.get("tokenize_corpus"), record.get("shard_dataset-phase2")
     started_from = record.get("pretrain-phase1", {}).get("inputs", {}).get("start_from")
-    held_out = record["evaluate"]["inputs"].get("held_out")
-    if held_out is None and dataset is not None:
-        held_out = {
-            one["path"]: one["sha256"] for one in dataset["outputs"] if Path(one["path"]).match(HELD_OUT_SHARDS)
-        }
     spent = (one for stage in chain.values() for one in attempts.read(stage.path, running=False, complete=True))
     return {
         "model": str(chain["merge_shards"].path / "model"),
         "evaluation": record["evaluate"]["counts"],
         "seconds_at_work": round(sum(one.seconds for one in spent), 1),
         "text": {name: tokens["counts"][name] for name in ("documents", "tokens")} if tokens else None,
-        "held_out": held_out,
+        "held_out": held_out_shards(record["evaluate"], dataset or {}) or None,
         "start_from": started_from,
     }
 

@@ -214,7 +214,7 @@ class Sweep(PipelineTask):
                     for line in decision.lines():
                         log(f"step {rung}: {line}")
                     if remark := of_goals("", {name: trials[name] for name in names}, {}).remark:
-                        log(f"step {rung}: note: {remark} Their losses cannot be compared; leave halving out")
+                        log(f"step {rung}: note: {remark}: their losses cannot be compared; leave halving out")
                     names = decision.going
             from stages.view.comparison_page import write
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stages.evaluate import held_out_shards
 from stages.view.curves import Curves
 from stages.view.run import Run
 from stages.view.text import duration, number, percent
@@ -61,6 +62,16 @@ class Trial:
         return counts if counts.get("samples") else {}
 
     @property
+    def examples(self) -> object:
+        """What tells the examples of its evaluation from others: their shards, or the data set if that is gone."""
+        evaluated = self.run.stage("evaluate")
+        record = {} if evaluated is None else evaluated.record
+        made = record.get("upstream", {}).get("dataset")
+        dataset = next((one.record for one in self.run.stages if one.record.get("fingerprint") == made), {})
+        shards = held_out_shards(record, dataset).values()
+        return sorted(shards) or made, record.get("parameters", {}).get("max_samples")
+
+    @property
     def seconds(self) -> float:
         """Time at work of its training runs."""
         return sum(training.seconds_at_work for training in self.run.trainings.values())
@@ -93,23 +104,25 @@ class Comparison:
 
     @property
     def winner(self) -> str | None:
-        """The best complete trial's name; None: no trial is complete."""
+        """The best complete trial's name; None: no trial is complete, or their losses cannot be compared."""
         found = self._ranking[1]
-        return min(found, key=lambda name: found[name]) if found else None
+        return min(found, key=lambda name: found[name]) if found and not self.remark else None
 
     @property
     def headline(self) -> str:
         by, found = self._ranking
-        if self.winner is None:
+        if not found:
             return "no trial is complete yet"
+        if self.winner is None:
+            return f"no winner: {self.remark}"
         return f"winner: {self.winner}, {number(found[self.winner])} {by}"
 
     @property
     def remark(self) -> str:
-        """A warning if the held-out losses are of different examples; else ''."""
-        evaluated = [trial.run.stage("evaluate") for trial in self.trials if trial.held_out]
-        sets = {stage.record.get("upstream", {}).get("dataset") for stage in evaluated if stage is not None}
-        return "The trials were evaluated on different held-out examples." if len(sets) > 1 else ""
+        """Why the held-out losses cannot be compared; '' if they can."""
+        examples = [trial.examples for trial in self.trials if trial.held_out]
+        differ = any(one != examples[0] for one in examples)
+        return "the trials were evaluated on different held-out examples" if differ else ""
 
     @property
     def head(self) -> list[str]:

@@ -130,17 +130,18 @@ def trainer_here(
     model: dict[str, int] | None = None,
     rates: Sequence[float | None] = (None, None),
     vocab_size: int = VOCAB,
+    initial: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Trainer, list[str]]:
     """A trainer for `steps` steps in this process, and the lines that its log will get. `rates`: the first and last
-    share of masked tokens."""
+    share of masked tokens; `initial`: the workload's options on initial weights."""
     shards = ShardSet.open(data)
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
     config = ModelConfig(
         vocab_size=vocab_size, max_position_embeddings=shards.seq_len, **{**sizes, **(model or {})}
     ).without_dropout()
     masking = Masking(MaskRate.of(*rates)) if shards.max_pred_len is None else None
-    workload = _Workload(config, shards, masking)
+    workload = _Workload(config, shards, masking, **(initial or {}))
     workload.fault = fault
     given = {"micro_batch_size": 16, "max_steps": steps, "warmup_steps": 10, "lr": 2e-3, "phase1_end_step": 0}
     train_config = TrainConfig(

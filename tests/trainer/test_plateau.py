@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,15 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def masked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_language(tmp_path_factory.mktemp("language") / "static", static=True)
+
+
+@pytest.fixture(scope="module")
+def default_start(language: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The initial weights of the embedded default: words' vectors from counts, heads that attend to neighbours."""
+    out = tmp_path_factory.mktemp("language") / "embedded"
+    done = forked("stages.embed", language, "--hidden-size", 64, "--out", out)
+    assert done.returncode == 0, done.stdout
+    return {"word_embeddings": out / "embeddings.safetensors", "initial_attention": "neighbours"}
 
 
 def diagnoses(out: Path) -> list[tuple[int, str]]:
@@ -145,6 +156,21 @@ def test_a_wrong_learning_rate_is_found_within_200_steps(
     assert [what for _, what in diagnoses(tmp_path / "out")] == [cause]
 
 
+@pytest.mark.parametrize(
+    ("factor", "causes"), [(30, ["learning rate too high"]), (1, []), (1 / 300, ["learning rate too low"])]
+)
+def test_from_the_defaults_start_a_wrong_learning_rate_is_found_too(
+    language: Path, default_start: dict[str, Any], tmp_path: Path, factor: float, causes: list[str]
+) -> None:
+    """There the first loss is about that of the frequencies, so it is never far above the baseline."""
+    lines = train_here(
+        language, tmp_path / "out", steps=200, initial=default_start, lr=5e-3 * factor, optimizer="Muon"
+    )
+    assert [what for _, what in diagnoses(tmp_path / "out")] == causes
+    for cause, better in re.findall(r"warning: (.*?): .* try lr = (\S+) instead", "\n".join(lines)):
+        assert 5e-4 < float(better) < 2e-2, cause  # 5e-3 is a good one
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 def test_a_frozen_layer_is_found_within_60_steps(language: Path, tmp_path: Path, optimizer: str) -> None:
     """Weight decay still shrinks its weights."""
@@ -217,6 +243,53 @@ def test_a_loss_that_stays_at_the_baseline_is_told_once_without_a_cause(
         r"plateau: after \d+ steps the masked-LM loss is (4.\d\d); always guessing .* gives (4.\d\d)", said
     )
     assert [what for _, what in diagnoses(tmp_path / "out")] == ["plateau"]
+
+
+class Weights:
+    """Matrices that change by a share of their size each time that they are looked at."""
+
+    def __init__(self, change: float) -> None:
+        self.change = change
+
+    def measure(self) -> tuple[float, list[str]]:
+        return self.change, []
+
+
+def said_of(losses: Iterable[float], *, change: float, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, str]]:
+    """(step, cause, condition) whenever the doctor says something or changes its mind. 500 words are equally frequent,
+    so that the baseline is log 500 = 6.21; the matrices change by `change` in the first 20 steps together."""
+    given = list(losses)
+    config = SimpleNamespace(lr=1e-3, warmup_steps=10, max_steps=len(given))
+    doctor = plateau.Doctor(config, 500, None, are_masked=True)  # type: ignore[arg-type]
+    monkeypatch.setattr(doctor, "_movement", Weights(change))
+    rng, found, condition = np.random.default_rng(0), [], ""
+    for step, loss in enumerate(given, start=1):
+        doctor._observed[step - 1] = BatchFacts(rng.integers(0, 500, 200), np.full(200, 4), 0, 31, np.arange(4), step)
+        causes = [one.cause for one in doctor.record(step, loss, 1e-3)]
+        if causes or doctor.condition != condition:
+            condition = doctor.condition
+            found.append((step, ",".join(causes), condition))
+    return found
+
+
+def test_a_short_phase_that_ends_at_the_baseline_says_so_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said_of([6.2] * 300, change=0.4, monkeypatch=monkeypatch) == [(300, "plateau", "plateau")]
+    assert said_of([6.2] * 150, change=0.4, monkeypatch=monkeypatch) == []  # too short to tell
+    assert said_of([6.2] * 200 + [5.9] * 100, change=0.4, monkeypatch=monkeypatch) == []
+
+
+def test_a_rate_that_was_found_wrong_is_forgotten_when_the_loss_falls_under_the_baseline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    high = "learning rate too high"
+    assert said_of([6.5] * 100 + [5.5] * 100, change=20, monkeypatch=monkeypatch) == [(60, high, high), (120, "", "")]
+
+
+def test_a_rate_is_too_low_if_the_loss_has_not_fallen(monkeypatch: pytest.MonkeyPatch) -> None:
+    low = "learning rate too low"
+    assert said_of([6.0] * 140, change=1e-3, monkeypatch=monkeypatch) == [(120, low, low)]
+    assert said_of([6.0] * 60 + [5.8] * 80, change=1e-3, monkeypatch=monkeypatch) == []
+    assert said_of([4.0] * 140, change=1e-3, monkeypatch=monkeypatch) == []  # a model that has learned goes on
 
 
 def test_rows_that_come_again_in_the_next_epoch_are_no_duplicates() -> None:

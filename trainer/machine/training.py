@@ -57,7 +57,10 @@ def check_gradients(subject: Subject) -> Iterator[Finding]:
         reference = functools.partial(hugging_face_gradients, subject, Precision(precision).weights)
         expected = subject.mesh.patiently(reference if compares else dict[str, Tensor])
         for way, device in subject.devices.items():
-            run = subject.run(device, model, precision=precision, optimizer="AdamW", max_grad_norm=0.0)
+            # Not with shard_optimizer, where each worker has some of the gradients.
+            run = subject.run(
+                device, model, precision=precision, optimizer="AdamW", max_grad_norm=0.0, shard_optimizer=False
+            )
             trainer = trainer_of(run)
             ranks = trainer.tensor_parallel
             trainer.optimizer = captured = _Captured(device, trainer.parameters)
@@ -215,8 +218,8 @@ def _differing_files(a: Path, b: Path) -> int:
 
 
 def _shares(like: Mapping[str, Tensor], whole: Mapping[str, Tensor], ranks: TensorParallel) -> dict[str, Tensor]:
-    """This rank's parts of whole tensors, in the shapes of `like`, in fp64."""
-    shares = {name: torch.empty(tensor.shape, dtype=torch.float64) for name, tensor in like.items()}
+    """This rank's parts of whole tensors, in the shapes of `like`, in fp64. Raises `KeyError` if that lacks one."""
+    shares = {name: torch.empty(like[name].shape, dtype=torch.float64) for name in whole}
     for name, target in shares.items():
         put_share(target, name, whole[name].double(), ranks)
     return shares

@@ -28,16 +28,19 @@ _WINDOW = 40
 _COMPARE_STEPS, _LOOK_STEPS, _LATER_STEPS = 20, (20, 60, 100, 150, 190), 1000
 #: Nats under the baseline from which a loss is no longer at the baseline.
 _MARGIN = 0.05
-#: Nats over it from which not even the frequencies are learned.
+#: Nats over it from which not even the frequencies are learned, and under it from which context certainly is.
 _FAR = 0.5
-#: A weight matrix's mean change in one step at the peak learning rate, as a share of its size, that is too large or too
-#: small. Healthy: 0.002 … 0.13; 30 times the best rate: 0.33 … 1.4; a 300th: 7e-5 … 2e-4.
-_CHANGE_MAX, _CHANGE_MIN = 0.25, 4e-4
+#: A weight matrix's mean change in one step at the peak learning rate, as a share of its size, that is too large, usual,
+#: and too small. Healthy: 0.002 … 0.13; 30 times the best rate: 0.33 … 1.4; a 300th: 7e-5 … 2e-4.
+_CHANGE_MAX, _CHANGE_USUAL, _CHANGE_MIN = 0.25, 0.02, 4e-4
 #: Steps at the full rate after which a loss that is not under the baseline proves the rate too large, and one far
-#: above it proves the rate too small.
+#: above it, or one that has not fallen, proves the rate too small.
 _AT_FULL_RATE = 40, 100
-#: Steps after the warm-up, and share of the phase, after which a loss at the baseline is reported without a cause.
-_PATIENCE_STEPS, _PATIENCE_SHARE = 500, 0.2
+#: Steps after the warm-up, and share of the phase, after which a loss at the baseline is reported without a cause; and
+#: such steps of a shorter phase, at whose end it is reported.
+_PATIENCE_STEPS, _PATIENCE_SHARE, _PATIENCE_AT_END = 500, 0.2, 200
+#: Causes that are over when the loss is under the baseline.
+_OF_LOSS = {"plateau", "learning rate too high", "learning rate too low"}
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,15 @@ class Doctor:
         self._observed: dict[int, BatchFacts] = {}
         self._lock = threading.Lock()
         self._recent: collections.deque[tuple[float, Ids]] = collections.deque(maxlen=_WINDOW)
+        #: The mean loss of this process's first `_WINDOW` steps.
+        self._first_loss: float | None = None
         self._steps = 0
         #: Sum of the steps' learning rates, in peak learning rates.
         self._full_steps = 0.0
         #: The matrices' change per step, as a share of their size; None: not measured yet.
         self._change: float | None = None
         self._told: set[str] = set()
-        #: The latest cause, until the loss is under the baseline.
+        #: The latest cause; one of `_OF_LOSS` until the loss is under the baseline.
         self.condition = ""
 
     def observe(self, step: Step) -> None:
@@ -93,7 +98,8 @@ class Doctor:
         found = []
         if self._steps in _LOOK_STEPS or self._steps % _LATER_STEPS == 0:
             found += self._look()
-        if self._steps % _COMPARE_STEPS == 0 and len(self._recent) == _WINDOW:
+        is_time = self._steps % _COMPARE_STEPS == 0 or step == self._config.max_steps
+        if is_time and len(self._recent) == _WINDOW:
             found += self._compare(step)
         fresh = [one for one in found if one.cause not in self._told]
         self._told |= {one.cause for one in fresh}
@@ -118,30 +124,50 @@ class Doctor:
         losses, labels = zip(*self._recent, strict=True)
         loss = float(np.mean(losses))
         baseline = self._facts.unigram.of(np.concatenate(labels))
-        if loss < baseline - _MARGIN:
-            if self.condition and "plateau" in self._told:
-                self._told.discard("plateau")
-                self.condition = ""
-            return []
+        if self._first_loss is None:
+            self._first_loss = loss
         since = step - self._config.warmup_steps
         at = f"after {step} steps the masked-LM loss is {loss:.2f}; always guessing by frequency gives {baseline:.2f}"
-        change, lr = self._change, self._config.lr
-        per_step = "" if change is None else f"; at that rate weights change by {change:.2g} of their size a step"
-        high, low = _AT_FULL_RATE
-        if change is not None and change > _CHANGE_MAX and since >= high:
-            text = f"{at}{per_step} (usual: 0.002 to 0.1): try lr = {lr / 30:.1g} instead of {lr:.1g}"
-            return [Diagnosis("learning rate too high", text)]
-        if change is not None and change < _CHANGE_MIN and since >= low and loss > baseline + _FAR:
-            text = f"{at}{per_step} (usual: 0.002 to 0.1): try lr = {lr * 100:.1g} instead of {lr:.1g}"
-            return [Diagnosis("learning rate too low", text)]
-        patience = max(_PATIENCE_STEPS, _PATIENCE_SHARE * (self._config.max_steps - self._config.warmup_steps))
-        if since < patience or self._told:
+        if cause := self._wrong_rate(since, loss, baseline):
+            lr, change = self._config.lr, self._change or 0.0
+            better = lr * _CHANGE_USUAL / max(change, _CHANGE_USUAL / 1000)
+            text = (
+                f"{at}; at that rate weights change by {change:.2g} of their size a step (usual: 0.002 to 0.1): "
+                f"try lr = {better:.1g} instead of {lr:.1g}"
+            )
+            return [Diagnosis(cause, text)]
+        if loss < baseline - _MARGIN:
+            if self.condition in _OF_LOSS:
+                self._told.discard(self.condition)
+                self.condition = ""
             return []
+        if since < self._patience(is_end=step == self._config.max_steps) or self._told:
+            return []
+        moved = f"; weights change by {self._change:.2g} of their size a step" if self._change is not None else ""
         unseen = "" if self._movement is not None else "; weights are not examined on this device"
         return [
             Diagnosis(
                 "plateau",
-                f"{at}{per_step or unseen}: nothing but frequencies has been learned yet, and the examples look sound; "
-                f"try another learning rate (now {lr:.1g}), or look at some examples",
+                f"{at}{moved or unseen}: nothing but frequencies has been learned yet, and the examples look sound; "
+                f"train longer, try another learning rate (now {self._config.lr:.1g}), or look at some examples",
             )
         ]
+
+    def _wrong_rate(self, since: int, loss: float, baseline: float) -> str | None:
+        """The cause, if it is the learning rate, `since` steps after the warm-up."""
+        if self._change is None or self._first_loss is None:
+            return None
+        high, low = _AT_FULL_RATE
+        if self._change > _CHANGE_MAX and since >= high and loss > baseline - _MARGIN:
+            return "learning rate too high"
+        # Where the model begins with word vectors and log frequencies, its first loss is about the baseline.
+        has_fallen = self._steps < 2 * _WINDOW or loss < self._first_loss - _MARGIN or loss < baseline - _FAR
+        if self._change < _CHANGE_MIN and since >= low and (loss > baseline + _FAR or not has_fallen):
+            return "learning rate too low"
+        return None
+
+    def _patience(self, *, is_end: bool) -> float:
+        """Steps after the warm-up after which a loss at the baseline is reported."""
+        if is_end:
+            return _PATIENCE_AT_END
+        return max(_PATIENCE_STEPS, _PATIENCE_SHARE * (self._config.max_steps - self._config.warmup_steps))

@@ -38,7 +38,12 @@ def self_test(folder: Path, fault: str, workers: int = 1, **values: object) -> t
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "values"),
-    [(1, {"optimizer": "Muon"}), (2, {"grad_reduce_in_bf16": True}), (2, {"tensor_parallel_size": 2})],
+    [
+        (1, {"optimizer": "Muon"}),
+        (2, {"grad_reduce_in_bf16": True}),
+        (2, {"tensor_parallel_size": 2}),
+        (2, {"shard_optimizer": True}),
+    ],
 )
 def test_a_sound_device_passes(tmp_path: Path, workers: int, values: dict[str, Any]) -> None:
     status, failed, output = self_test(tmp_path, "Sound", workers, **values)
