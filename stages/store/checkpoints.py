@@ -38,7 +38,14 @@ from stages.store.files import (
 from stages.store.lease import Lease, LeaseRecord, StoredCheckpoint
 from stages.store.records import CHECKPOINTS as PREFIX
 from stages.store.records import RESUMED_RECORDS, Damaged
-from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, abandoned, checkpoint_step, whole_checkpoints
+from trainer.checkpoint.directory import (
+    CHECKPOINTS,
+    MANIFEST,
+    abandoned,
+    checkpoint_step,
+    whole_checkpoints,
+    why_invalid,
+)
 from trainer.state import STATE
 
 #: How many checkpoints of a training run the store keeps.
@@ -99,16 +106,16 @@ def push_checkpoint(
 def fetch_checkpoint(
     backend: Backend, record: LeaseRecord, name: str, directory: Path, report: Report = ignore
 ) -> StoredCheckpoint | None:
-    """Fetch the newest usable checkpoint if it is newer than those in `directory`, whose lock is held. One that was set
-    aside there when the training was rolled back is not fetched again.
+    """Fetch the newest usable checkpoint if it is newer than the intact ones in `directory`, whose lock is held. One
+    that was set aside there when the training was rolled back is not fetched again.
 
     None: nothing was fetched. What cannot be used is logged. Raises `UserError`.
     """
-    here, set_aside = newest_step(directory), _manifests_set_aside(directory)
+    here = newest_step(directory) if record.checkpoints else -1
     for checkpoint in reversed(record.checkpoints):
         if checkpoint.step <= here:
             return None
-        if _is_of(checkpoint, set_aside):
+        if _is_set_aside(checkpoint, directory):
             log(f"note: {checkpoint.name} in the store was set aside here; it is not fetched")
             continue
         try:
@@ -121,17 +128,16 @@ def fetch_checkpoint(
 
 
 def forget_newer(backend: Backend, lease: Lease, name: str, directory: Path) -> None:
-    """Remove the stored checkpoints that are newer than those in `directory`: they could not be used or were set aside,
-    and the training there will write others for these steps. Raises `LeaseLost`, `UserError`."""
-    here = newest_step(directory)
+    """Remove the stored checkpoints that are newer than the intact ones in `directory`: they could not be used or were
+    set aside, and the training there will write others for these steps. Raises `LeaseLost`, `UserError`."""
+    here = newest_step(directory) if lease.record.checkpoints else -1
     _keep(backend, lease, name, lambda checkpoint: checkpoint.step <= here)
 
 
 def forget_set_aside(backend: Backend, lease: Lease, name: str, directory: Path) -> None:
     """Remove the stored checkpoints from which the training in `directory` was rolled back. Raises `LeaseLost`,
     `UserError`."""
-    set_aside = _manifests_set_aside(directory)
-    _keep(backend, lease, name, lambda checkpoint: not _is_of(checkpoint, set_aside))
+    _keep(backend, lease, name, lambda checkpoint: not _is_set_aside(checkpoint, directory))
 
 
 def _keep(backend: Backend, lease: Lease, name: str, is_kept: Callable[[StoredCheckpoint], bool]) -> None:
@@ -142,20 +148,18 @@ def _keep(backend: Backend, lease: Lease, name: str, is_kept: Callable[[StoredCh
         backend.delete(_keys(name, before) - _keys(name, kept))
 
 
-def _is_of(checkpoint: StoredCheckpoint, manifests: set[str]) -> bool:
-    """Whether it is one of those with these sha256 of their manifests."""
-    return any(file.sha256 in manifests for file in checkpoint.files if file.path == MANIFEST)
-
-
 def newest_step(directory: Path) -> int:
-    """The global step of the training's newest checkpoint there; -1: none."""
-    return next((step for step, _ in whole_checkpoints(directory / CHECKPOINTS)), -1)
+    """The global step of the training's newest intact checkpoint there; -1: none. Reads every byte of it."""
+    found = whole_checkpoints(directory / CHECKPOINTS)
+    return next((step for step, path in found if why_invalid(path) is None), -1)
 
 
-def _manifests_set_aside(directory: Path) -> set[str]:
-    """The sha256 of the manifests of checkpoints from which the training was rolled back."""
+def _is_set_aside(checkpoint: StoredCheckpoint, directory: Path) -> bool:
+    """Whether the training there was rolled back from it. What was set aside because it is damaged does not count."""
+    manifests = {file.sha256 for file in checkpoint.files if file.path == MANIFEST}
     places = abandoned(directory / CHECKPOINTS)
-    return {sha256_of(path) for place in places for path in place.glob(f"*/{MANIFEST}")}
+    found = (path for place in places for path in place.glob(f"{checkpoint.name}/{MANIFEST}"))
+    return any(sha256_of(path) in manifests and why_invalid(path.parent) is None for path in found)
 
 
 def _fetch(backend: Backend, checkpoint: StoredCheckpoint, name: str, directory: Path, report: Report) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from common.errors import UserError
 from stages.store.backend import Report
 
 _BUFFER_BYTES, _BUFFERS = 1 << 20, 8
@@ -20,7 +21,10 @@ _FLUSH_BYTES = 32 << 20
 
 
 def copy_hashed(source: BinaryIO, target: BinaryIO, most: int, report: Report) -> tuple[int, str]:
-    """Copy `source` durably to its end, or until more than `most` bytes are read; returns their number and sha256."""
+    """Copy `source` durably to its end, or until more than `most` bytes are read; returns their number and sha256.
+
+    Raises `UserError` if `source` cannot be read, OSError if `target` cannot be written: they may be on two disks.
+    """
     buffers = [bytearray(min(most + 1, _BUFFER_BYTES)) for _ in range(_BUFFERS if most > _BUFFER_BYTES else 1)]
     hashed: list[Future[None] | None] = [None] * len(buffers)
     digest, size, flushed = hashlib.sha256(), 0, 0
@@ -28,7 +32,7 @@ def copy_hashed(source: BinaryIO, target: BinaryIO, most: int, report: Report) -
         for turn in itertools.cycle(range(len(buffers))):
             if (before := hashed[turn]) is not None:
                 before.result()
-            data = memoryview(buffers[turn])[: source.readinto(buffers[turn])]  # type: ignore[attr-defined]
+            data = memoryview(buffers[turn])[: _read(source, buffers[turn])]
             if not data:
                 break
             if len(buffers) > 1:
@@ -46,6 +50,16 @@ def copy_hashed(source: BinaryIO, target: BinaryIO, most: int, report: Report) -
         target.flush()
         os.fsync(target.fileno())
     return size, digest.hexdigest()
+
+
+def _read(source: BinaryIO, buffer: bytearray) -> int:
+    try:
+        count: int = source.readinto(buffer)  # type: ignore[attr-defined]
+    except OSError as error:
+        raise UserError(
+            f"cannot read {source.name}: {error.strerror}; check the disk or network it is on, then run the same again"
+        ) from error
+    return count
 
 
 class HashBehind:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import os
+import socket
+import time
 import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -13,14 +16,17 @@ from typing import BinaryIO
 
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory
-from common.lock import exclusively
 from stages.store.backend import Altered, Conflict, Entry, Missing, Report
 from stages.store.digest import copy_hashed
 from stages.store.options import StoreOptions
 from stages.store.records import PREFIXES
 
-#: In each directory of small objects: locked while one of them is compared and replaced.
+#: Ends the names of lock files, which stay. They are not listed.
 _LOCK = ".lock"
+#: The folder of the locks of single keys. Several keys may share one, so that their number is limited.
+_LOCKS = "locks"
+#: Seconds for which a lock is waited for. It is held while a record is compared and renamed.
+_WAIT_S = 60.0
 
 
 class FolderBackend:
@@ -37,16 +43,24 @@ class FolderBackend:
         path = self.root / key
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with exclusively(path.with_name(_LOCK)):  # excludes other writers of small objects in the folder
+        with _new_file(path, self._unchanged(key, replaces)) as file:
+            file.write(data)
+        return _version(data)
+
+    @contextlib.contextmanager
+    def _unchanged(self, key: str, version: str | None) -> Iterator[None]:
+        """Exclude other writers of the key. Raises `Conflict` unless it holds this version; `UserError`."""
+        # Earlier versions lock the whole folder: they exclude us, and we them.
+        folder = (self.root / key).with_name(_LOCK)
+        own = self.root / _LOCKS / f"{_version(key.encode())[:3]}{_LOCK}"
+        with _locked(folder, fcntl.LOCK_SH), _locked(own, fcntl.LOCK_EX):
             try:
                 before: str | None = self.read(key)[1]
             except Missing:
                 before = None
-            if before != replaces:
+            if before != version:
                 raise Conflict(key)
-            with _new_file(path) as file:
-                file.write(data)
-        return _version(data)
+            yield
 
     def delete(self, keys: Collection[str]) -> None:
         for key in keys:
@@ -60,7 +74,7 @@ class FolderBackend:
             for name in names:
                 path = Path(parent) / name
                 key = path.relative_to(self.root).as_posix()
-                if name == _LOCK or name.endswith(TEMPORARY_SUFFIX) or not key.startswith(prefix):
+                if name.endswith((_LOCK, TEMPORARY_SUFFIX)) or not key.startswith(prefix):
                     continue
                 with contextlib.suppress(Missing), _readable(path):  # deleted meanwhile
                     stat = path.stat()
@@ -77,7 +91,7 @@ class FolderBackend:
         final = self.root / key
         with disk_errors(final):
             final.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("rb", buffering=0) as source, _new_file(final) as copy:
+        with path.open("rb", buffering=0) as source, _new_file(final, contextlib.nullcontext()) as copy:
             _copy(source, copy, key, size, sha256, report)
 
     def download(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
@@ -109,22 +123,58 @@ def _copy(source: BinaryIO, copy: BinaryIO, key: str, size: int, sha256: str, re
 
 
 @contextlib.contextmanager
-def _new_file(final: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name whole and durable, or not at all; any number of writers may do so at once."""
+def _new_file(final: Path, alone: contextlib.AbstractContextManager[None]) -> Iterator[BinaryIO]:
+    """A file that appears under its name whole and durable, or not at all; any number of writers may do so at once.
+    `alone`: entered while it gets the name."""
     temporary = final.with_name(f"{final.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}")
     try:
         with disk_errors(final), temporary.open("xb") as raw:
             yield raw
             raw.flush()
             os.fsync(raw.fileno())
-        failpoint(f"store-rename:{final.name}")
-        with disk_errors(final):
+        with alone, disk_errors(final):
+            failpoint(f"store-rename:{final.name}")
             os.replace(temporary, final)
-            fsync_directory(final.parent)
+        fsync_directory(final.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def _locked(path: Path, how: int) -> Iterator[None]:
+    """Hold the lock file `path`, `how`: fcntl.LOCK_SH or LOCK_EX. The system frees that of a killed process. Raises
+    `UserError` if another process has it for `_WAIT_S`, for example because it was suspended."""
+    until = time.monotonic() + _WAIT_S
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with disk_errors(path):
+            while not _lock(fd, how):
+                if time.monotonic() > until:
+                    who = os.pread(fd, 300, 0).decode(errors="replace") or "another process"
+                    raise UserError(
+                        f"{path} has been locked for {_WAIT_S:g} s by {who}, which may be suspended; let it go on, or "
+                        f"end it, then run the same again"
+                    )
+                time.sleep(0.02)
+            if how == fcntl.LOCK_EX:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, how: int) -> bool:
+    """Take the lock unless another process has it; returns whether it was taken. Raises OSError."""
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

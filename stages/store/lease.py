@@ -9,8 +9,9 @@ noticing, can no longer change anything. The token is a fencing token: files of 
 keys, and nobody deletes files of a lease later than its own.
 
 No clocks are compared. A waiting machine measures, on its own monotonic clock, how long the record has stayed the same;
-after the holder's `lease_s` without a beat, it takes the lease. When a killed process is restarted, it gets its lease
-back at once: the holder's name is kept in its stage directory, whose lock admits one process.
+after the holder's `lease_s` without a beat, it takes the lease. When a killed process is restarted on the same host, it
+gets its lease back at once: the holder's name is kept in its stage directory, whose lock admits one process. Under
+another host name it waits like anybody else: the directory may be a copy.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ class Holder:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
+
+    def is_same(self, other: Holder) -> bool:
+        """Whether both are processes of one stage directory. A copy of it on another machine has its name, too."""
+        return (self.id, self.host) == (other.id, other.host)
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ class Lease:
         seen: tuple[str | None, float] | None = None
         while True:
             record = LeaseRecord.read(backend, key)
-            other = record.holder if record.holder is not None and record.holder.id != holder.id else None
+            other = None if record.holder is None or record.holder.is_same(holder) else record.holder
             if other is not None:
                 if seen is None or seen[0] != record.version:
                     seen = record.version, clock()

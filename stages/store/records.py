@@ -100,7 +100,10 @@ class StageRecord:
         content = unseal(data)
         if (content.get("label"), content.get("fingerprint")) != (label, fingerprint):
             raise Damaged(f"it belongs to {content.get('label')} {str(content.get('fingerprint'))[:10]}")
-        files = tuple(StoredFile.of_record(file) for file in content.get("files", ()))
+        listed = content.get("files")
+        if not isinstance(listed, list) or not listed:
+            raise Damaged("it has no list of files")
+        files = tuple(map(StoredFile.of_record, listed))
         return cls(label, fingerprint, files, str(content.get("pushed")), str(content.get("host")))
 
 

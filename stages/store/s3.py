@@ -105,7 +105,7 @@ class S3Backend(S3Files):
             asked = {"Prefix": prefix, "StartAfter": self._prefix + rest[0][:-1]}
             page = self._repeated("", lambda asked=asked: self._call("list_objects_v2", "", **asked))  # type: ignore[misc]
             listed = {entry["Key"][len(self._prefix) :]: entry["Size"] for entry in page.get("Contents", ())}
-            told = bisect.bisect_right(rest, max(listed)) if page.get("IsTruncated") else len(rest)
+            told = bisect.bisect_right(rest, max(listed, default="")) if page.get("IsTruncated") else len(rest)
             found |= {key: listed[key] for key in rest[:told] if key in listed}
             rest, is_worth_it = rest[told:], told >= _WORTH_A_PAGE
         with ThreadPoolExecutor(self.connections) as threads:

@@ -1,4 +1,4 @@
-"""A training run's checkpoints in a store: those that were rolled back are not resumed from."""
+"""A training run's checkpoints in a store: rolled-back ones are not resumed from, damaged ones are replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from common.files import METRICS
 from common.secrets import Secret
 from stages.store.backend import Backend
-from stages.store.checkpoints import fetch_checkpoint, forget_newer, push_checkpoint
+from stages.store.checkpoints import fetch_checkpoint, forget_newer, forget_set_aside, push_checkpoint
 from stages.store.lease import Holder, Lease, LeaseRecord
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
@@ -76,3 +76,51 @@ def test_what_cannot_be_used_makes_room_for_what_is_trained_instead(backend: Bac
     forget_newer(backend, lease, NAME, here)
     assert steps(LeaseRecord.read(backend, KEY)) == [4]
     assert fetch_checkpoint(backend, LeaseRecord.read(backend, KEY), NAME, tmp_path / "third") is not None
+
+
+def damage(path: Path) -> None:
+    """Other bytes of the same size, as a disk may return them."""
+    data = (path / "model").read_bytes()
+    (path / "model").write_bytes(data[::-1])
+    assert len(data) == (path / "model").stat().st_size
+    assert data != data[::-1]
+
+
+def test_a_damaged_checkpoint_is_replaced_by_the_one_in_the_store(backend: Backend, tmp_path: Path) -> None:
+    lease, directory = taken(backend), tmp_path / "run"
+    for step in (1, 2):
+        newest = push(backend, lease, directory, step)
+    damage(newest)
+    lease = taken(backend)
+    fetched = fetch_checkpoint(backend, lease.record, NAME, directory)
+    assert fetched is not None
+    assert fetched.step == 2
+    assert {file.name: file.read_bytes() for file in newest.iterdir()} == checkpoint_of(2)
+    forget_newer(backend, lease, NAME, directory)
+    assert steps(LeaseRecord.read(backend, KEY)) == [1, 2]
+
+
+def test_one_that_was_set_aside_because_it_is_damaged_is_fetched(backend: Backend, tmp_path: Path) -> None:
+    """A training that found it while the store could not be reached went on from step 1."""
+    lease, directory = taken(backend), tmp_path / "run"
+    for step in (1, 2):
+        newest = push(backend, lease, directory, step)
+    damage(newest)
+    assert set_aside(directory / CHECKPOINTS, [newest], directory / METRICS)
+    forget_set_aside(backend, lease, NAME, directory)
+    assert steps(lease.record) == [1, 2]
+    fetched = fetch_checkpoint(backend, lease.record, NAME, directory)
+    assert fetched is not None
+    assert {file.name: file.read_bytes() for file in newest.iterdir()} == checkpoint_of(2)
+
+
+def test_a_damaged_checkpoint_is_no_reason_to_fetch_an_older_one(backend: Backend, tmp_path: Path) -> None:
+    lease, directory = taken(backend), tmp_path / "run"
+    for step in (1, 2):
+        push(backend, lease, directory, step)
+    newest = directory / CHECKPOINTS / "ckpt_3"
+    write(newest, checkpoint_of(3))
+    damage(newest)
+    assert fetch_checkpoint(backend, lease.record, NAME, directory) is None
+    forget_newer(backend, lease, NAME, directory)
+    assert steps(lease.record) == [1, 2]

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import os
 import random
+import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -184,18 +186,23 @@ def taken(store: Backend, name: str, **options: Any) -> Lease:
     return Lease.acquire(store, KEY, holder(name), LEASE_S, wait=lambda other: pytest.fail("it waits"), **options)
 
 
-def waited(store: Backend, beats: Mapping[int, Callable[[], None]] = MappingProxyType({}), start: float = 0.0) -> int:
-    """Acquire for b, who looks every second on a clock that begins at `start`; returns the seconds until it has the
-    lease. `beats`: what happens at which second."""
+def waited(
+    store: Backend,
+    beats: Mapping[int, Callable[[], None]] = MappingProxyType({}),
+    start: float = 0.0,
+    who: Holder | None = None,
+) -> int:
+    """Acquire for `who` (left out: b), who looks every second on a clock that begins at `start`; returns the seconds
+    until it has the lease. `beats`: what happens at which second."""
     now = 0
 
     def wait(other: Holder) -> None:
         nonlocal now
-        assert other.id == "a"
+        assert other.host == "host-a"
         now += 1
         beats.get(now, lambda: None)()
 
-    Lease.acquire(store, KEY, holder("b"), LEASE_S, wait=wait, clock=lambda: start + now)
+    Lease.acquire(store, KEY, who or holder("b"), LEASE_S, wait=wait, clock=lambda: start + now)
     return now
 
 
@@ -234,6 +241,23 @@ def test_a_killed_process_takes_its_turn_back_at_once(store: Backend, tmp_path: 
     assert tokens == [1, 2]
     with pytest.raises(LeaseLost):
         Lease.resume(store, KEY, mine.id, 1)
+
+
+def test_a_copy_of_the_directory_on_another_host_waits(
+    store: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two machines that were started from one image: neither takes a living one's turn."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-a")
+    first = name_holder(tmp_path / "work")
+    lease = Lease.acquire(store, KEY, first, LEASE_S, wait=lambda other: pytest.fail("it waits"))
+    shutil.copytree(tmp_path / "work", tmp_path / "copy")
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-b")
+    second = name_holder(tmp_path / "copy")
+    assert first.id == second.id
+    assert waited(store, {30: lease.renew}, who=second) == 30 + LEASE_S + 1
+    with pytest.raises(LeaseLost, match="process .* on host-b"):
+        lease.renew()
 
 
 def test_another_process_of_the_same_turn_goes_on_with_it(store: Backend) -> None:

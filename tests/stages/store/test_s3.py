@@ -25,6 +25,7 @@ import stages.transfer.s3
 from common.errors import UserError
 from common.process import free_port
 from common.secrets import Secret
+from stages.store import maintenance
 from stages.store.backend import Conflict, Missing
 from stages.store.open import open_store
 from tests.helpers.stores.s3 import S3, Fault, after, at_first, before, cut, drop, error, lose, slow, stall
@@ -264,6 +265,32 @@ def test_keys_that_the_server_could_not_delete_are_deleted_again(s3: S3, bucket:
     s3.fail(error(200, body=failed), "delete_objects")
     bucket.store.delete(["x"])
     assert bucket.keys() == []
+
+
+def test_an_empty_page_is_not_taken_for_the_end(s3: S3, bucket: Bucket) -> None:
+    """As some servers send, midway through a listing."""
+    keys = [f"objects/{number:03}" for number in range(150)]
+    for key in keys[::2]:
+        bucket.put(key, b"1234")
+    page = b"<ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
+    s3.fail(error(200, body=page), "list_objects_v2")
+    assert bucket.store.present(keys) == dict.fromkeys(keys[::2], 4)
+    assert s3.failed == 1
+
+
+def test_whoever_may_only_read_counts_ages_from_what_was_written_last(
+    s3: S3, bucket: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s3.fail(error(403, "AccessDenied"), "put_object", times=100)
+    for key in ("stages/a/1.json", "objects/aa/x"):
+        bucket.put(key, b"1234")
+    listed = bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"]
+    newest = max(entry["LastModified"] for entry in listed)
+    assert maintenance.now_of(bucket.store) == newest.timestamp()
+    said = capsys.readouterr().err
+    assert "access is denied" in said
+    assert said.endswith("; ages are counted from what was written last\n")
+    assert not s3.count("delete_objects")
 
 
 def test_2500_keys_take_three_requests(s3: S3, bucket: Bucket) -> None:
