@@ -102,16 +102,6 @@ class EvaluateOptions(StageOptions):
         return next((path for path in beside if path.exists()), None)
 
 
-def held_out_shards(record: Mapping[str, Any], dataset: Mapping[str, Any]) -> dict[str, str]:
-    """The sha256 of the shards that an evaluation read, by name. `record`, `dataset`: what the evaluation and its data
-    set recorded; {} of a data set that is gone makes {} of those that were its."""
-    given: dict[str, str] | None = record.get("inputs", {}).get("held_out")
-    if given is not None:
-        return given
-    outputs = dataset.get("outputs", ())
-    return {one["path"]: one["sha256"] for one in outputs if Path(one["path"]).match(HELD_OUT_SHARDS)}
-
-
 def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, Any]:
     """Evaluate the model, write `evaluation.json` and complete `work`; returns the counts. Raises `UserError`."""
     counts: dict[str, Any] = {"samples": 0}

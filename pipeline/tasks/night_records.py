@@ -15,7 +15,7 @@ from common.errors import DiskError
 from common.files import read_json
 from pipeline.status.stage_dirs import StageDirs
 from stages.directory import attempts
-from stages.evaluate import held_out_shards
+from stages.directory.records import held_out_shards
 
 if TYPE_CHECKING:
     from stages.view.trend import Night

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stages.evaluate import held_out_shards
+from stages.directory.records import held_out_shards
 from stages.view.curves import Curves
 from stages.view.run import Run
 from stages.view.text import duration, number, percent
