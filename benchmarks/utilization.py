@@ -1,4 +1,4 @@
-"""What share of this machine's matrix rate training reaches on the CPU: BERT-Base (S=128) in fp32 and, where the CPU has
+"""What share of this machine's matrix rate training reaches on the CPU: BERT-Base (S=128) in fp32 and, where it has
 bf16 instructions, BERT-Base and work A in autocast; and what share of its time is spent outside forward pass, backward
 pass and optimizer.
 

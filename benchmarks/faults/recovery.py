@@ -67,7 +67,7 @@ def workers(training: Training) -> list[psutil.Process]:
 
 
 def results(count: int, interval: int, seconds: Sequence[float], again: Sequence[float]) -> Iterator[Result]:
-    """The claims, from the seconds of each kill to the next step and the steps' worth of work that it had done again."""
+    """The claims, from the seconds of each kill to the next step and the steps' worth of work that was done again."""
     what = f"SIGKILL of one of {count} workers to the next step, {os.cpu_count()} cores"
     beside = "restarted from the step that another worker has saved"
     yield Result(what, f"checkpoints every {interval} steps", beside, statistics.median(seconds), " s",
