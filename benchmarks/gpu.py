@@ -29,7 +29,8 @@ from benchmarks.work import (
     write_rows,
 )
 
-#: Sequences/s that are claimed for a GPU, and its limits (docs/benchmarks.md).
+#: Sequences/s that are claimed for a GPU, and its limits (docs/benchmarks.md). Default micro-batches are larger than
+#: those of configs/gpu-bert-large.cfg, 128 and 16 rows.
 CLAIMS = {1: (1800.0, 3283.0), 2: (970.0, 1580.0)}
 LARGE = Work("BERT-Large", 24, 1024, 16, 4096, 30522, 128, 20, 256, 4)
 SMALL = Work("small", 2, 32, 4, 64, 200, 32, 5, 4, 2)

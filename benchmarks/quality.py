@@ -2,9 +2,9 @@
 masks, dropout 0.1) and against Hugging Face's Trainer; and the disk space that both recipes' examples take.
 
 Losses are those of the masked tokens of held-out rows, of which 15 % are masked. Our seconds are those of whole
-processes, start-up and initial word embeddings included; Trainer's begin with its first step. The examples are made
-beforehand. It takes hours: with --work, what an
-interrupted run has finished is not done again.
+processes, start-up and initial word embeddings included; Trainer's begin just before its model is made. The examples
+are made beforehand. It takes hours: with --work, what an interrupted run of the same code has finished is not done
+again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import json
 import statistics
 import tempfile
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.processes import on_cores, python
+from benchmarks.processes import ROOT, on_cores, python
 from benchmarks.results import Result, machine, say, versions
 from benchmarks.work import SHARED
 from trainer.devices.cpu import CpuDevice
@@ -30,6 +31,8 @@ TEXT, VOCABULARY = SHARED / "data" / "wikitext-2", SHARED / "data" / "vocab" / "
 #: Claimed: how many times sooner our recipe reaches the loss of BERT's, and of Trainer's; its accuracy in the time of
 #: BERT's; how many times less disk its examples take.
 SOONER, SOONER_THAN_TRAINER, ACCURACY, LESS_DISK = 15, 15, 0.50, 5
+#: Folders whose sources decide what a training reaches, beside its options.
+SOURCES = ("trainer", "stages", "common", "benchmarks/references")
 
 
 @dataclass(frozen=True)
@@ -112,14 +115,14 @@ class WikiText:
     shards: dict[str, Path] = field(default_factory=dict)
 
     def make(self) -> None:
-        tokens = str(self.directory / "tokens")
+        examples = self.directory / f"examples-{code()[:12]}"  # a stage does not make again what older code has made
+        examples.mkdir(parents=True, exist_ok=True)
         text = [f"--source={TEXT / 'train.txt'}", f"--held-out-source={TEXT / 'valid.txt'}"]
-        python("-m", "stages.tokenize", *text, f"--vocab-file={VOCABULARY}", f"--out={tokens}")
-        self.directory.mkdir(parents=True, exist_ok=True)
+        python("-m", "stages.tokenize", *text, f"--vocab-file={VOCABULARY}", f"--out={examples / 'tokens'}")
         for masking, copies in (("static", 5), ("dynamic", 1)):
-            self.shards[masking] = self.directory / masking
+            self.shards[masking] = examples / masking
             shape = ("--seq-len=128", "--max-pred-len=20", f"--masking={masking}", f"--dupe-factor={copies}")
-            python("-m", "stages.shard", f"--tokens={tokens}", *shape, f"--out={self.shards[masking]}")
+            python("-m", "stages.shard", f"--tokens={examples / 'tokens'}", *shape, f"--out={self.shards[masking]}")
 
     def model(self, dropout: float) -> Path:
         path = self.directory / f"dropout-{dropout}.json"
@@ -128,10 +131,10 @@ class WikiText:
         return path
 
     def once(self, what: Mapping[str, object], run: Callable[[], Trained]) -> Trained:
-        """What `run` returns, or what it returned earlier for the same training on a machine and with libraries like
-        these."""
+        """What `run` returns, or what it returned earlier for the same training by the same code, on a machine and with
+        libraries like these."""
         record, here = self.directory / "runs.jsonl", f"{machine()[0]}, {self.cores} used, {versions()}"
-        key = json.dumps({**what, "samples": self.samples, "where": here})
+        key = json.dumps({**what, "samples": self.samples, "where": here, "code": code()})
         found = []
         for line in record.read_text().splitlines() if record.exists() else []:
             with contextlib.suppress(ValueError):  # the last one, if it was being written
@@ -141,7 +144,8 @@ class WikiText:
         if not found:
             with record.open("a") as file:
                 file.write(json.dumps({"what": key, "trained": dataclasses.asdict(trained)}) + "\n")
-        print(f"{what['name']}, seed {what['seed']}: {describe(trained)}", flush=True)
+        reused = " (from an earlier run)" if found else ""
+        print(f"{what['name']}, seed {what['seed']}: {describe(trained)}{reused}", flush=True)
         return trained
 
     def train(self, recipe: Recipe, seed: int) -> Trained:
@@ -170,7 +174,7 @@ class WikiText:
         return Trained(seconds, found["masked_lm_loss"], found["masked_lm_accuracy"])
 
     def train_theirs(self, name: str, seed: int, seconds: float) -> Trained:
-        """Hugging Face's Trainer for `seconds`, with a schedule of as many steps as fit."""
+        """Hugging Face's Trainer for `seconds`; its learning rate falls with the clock, to 0 at their end."""
         settings = trainers()[name]
         words = (*settings.words, f"--seed={seed}", f"--samples={self.samples}", f"--seconds={seconds}")
         where = (str(self.shards["dynamic"]), str(self.model(settings.dropout)))
@@ -183,6 +187,15 @@ class WikiText:
 
     def bytes(self, masking: str) -> int:
         return sum(path.stat().st_size for path in self.shards[masking].glob("*_training_*.hdf5"))
+
+
+def code() -> str:
+    """A hash of the names and contents of the sources that decide."""
+    found = hashlib.sha256()
+    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(ROOT)}\n{len(content)}\n".encode() + content)
+    return found.hexdigest()
 
 
 def describe(trained: Trained) -> str:

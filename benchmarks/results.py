@@ -75,14 +75,14 @@ def say(result: Result) -> None:
 
 def ratio(
     what: str, pairs: Sequence[tuple[float, float]], *, ours: str, beside: str, unit: str = "sequences/s",
-    at_least: float | None = None,
+    at_least: float | None = None, at_most: float | None = None,
 ) -> Result:  # fmt: skip
-    """Compare two rates measured alternately: the medians, and the median of the pairwise ratios."""
+    """Compare two figures measured alternately: the medians, and the median of the pairwise ratios."""
     mine, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
     each = tuple(a / b for a, b in pairs)
     return Result(
         what, f"{ours} {short(mine)} {unit}", f"{beside} {short(theirs)} {unit}",
-        statistics.median(each), " ×", at_least=at_least, each=each,
+        statistics.median(each), " ×", at_least=at_least, at_most=at_most, each=each,
     )  # fmt: skip
 
 

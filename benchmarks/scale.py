@@ -121,6 +121,8 @@ MESSAGE_S = 100e-6
 SPAWN = multiprocessing.get_context("spawn")
 #: Numbers of processes that agree on this machine, and of workers for which messages are counted.
 AGREEING, COUNTED = (2, 4, 8, 16), (2, 32, 256, 2_048)
+#: Integers that workers add up before a step: four counts of the batch, and four about stopping and saving.
+AGREED = 8
 
 
 def step(machine: Machine, nodes: int, phase: int, global_batch_size: int) -> tuple[float, float]:
@@ -164,7 +166,7 @@ def agreement() -> None:
 def _agree(rank: int, workers: int, store: str, found: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=workers)
-    counts = torch.arange(7)
+    counts = torch.arange(AGREED)
     ways = (
         functools.partial(dist.all_reduce, counts.clone()),
         functools.partial(sum_over_hosts, counts, rank, workers, None),

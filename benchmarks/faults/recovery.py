@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -65,6 +66,17 @@ def workers(training: Training) -> list[psutil.Process]:
     return [process for process, words in found if " -m trainer " in words and "trainer.launch" not in words]
 
 
+def results(count: int, interval: int, seconds: Sequence[float], again: Sequence[float]) -> Iterator[Result]:
+    """The claims, from the seconds of each kill to the next step and the steps' worth of work that was done again."""
+    what = f"SIGKILL of one of {count} workers to the next step, {os.cpu_count()} cores"
+    beside = "restarted from the step that another worker has saved"
+    yield Result(what, f"checkpoints every {interval} steps", beside, statistics.median(seconds), " s",
+                 at_most=MOST_S, each=tuple(sorted(seconds)))  # fmt: skip
+    yield Result(f"{what}: steps' worth of work done again", "the most of all kills",
+                 f"median {statistics.median(again):.2g}", max(again), " steps", at_most=MOST_STEPS,
+                 each=tuple(sorted(again)))  # fmt: skip
+
+
 def main() -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.faults.recovery", description=__doc__)
     p.add_argument("--workers", type=int, nargs="+", default=[2, 8], help="trainings with these numbers of workers")
@@ -94,12 +106,8 @@ def main() -> None:
                 training.end()
         if abs(moved := time.time() - time.monotonic() - clock) > MOST_MOVED_S:
             sys.exit(f"error: the clock was set by {moved:.1f} s meanwhile, so the times are wrong; run it again")
-        what = f"SIGKILL of one of {count} workers to the next step, {os.cpu_count()} cores"
-        beside = "restarted from the step that another worker has saved"
-        say(Result(what, f"checkpoints every {args.interval} steps", beside, statistics.median(seconds), " s",
-                   at_most=MOST_S, each=tuple(sorted(seconds))))  # fmt: skip
-        say(Result(f"{what}: steps' worth of work done again", "median of all kills", f"at most {max(again):.2g}",
-                   statistics.median(again), " steps", at_most=MOST_STEPS, each=tuple(sorted(again))))  # fmt: skip
+        for result in results(count, args.interval, seconds, again):
+            say(result)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,10 @@ from trainer.parallel.allreduce import AllReduceModel
 INSIDE = ("forward", "backward", "reduce", "optimizer")
 
 
-#: Set in the environment if the matrix rate is wanted.
+#: Set in the environment if the matrix rate is wanted: torch's name of the type.
 MATRIX_RATE = "BENCHMARK_MATRIX_RATE"
 #: Side of the square matrices whose product shows what this machine can do, and how often it is run: 17 GFLOP each.
-MATRIX = (2048, 12, torch.float32)
+MATRIX = (2048, 12)
 
 
 class Clock:
@@ -98,15 +98,19 @@ def install(clock: Clock) -> None:
     clock.part(Trainer, "save", "save")
 
 
+def matrix_rate() -> float:
+    """FLOP/s of a large `mm` of the type that the environment names; 0 if it names none."""
+    name = os.environ.get(MATRIX_RATE)
+    return matrix_flops_per_s(*MATRIX, getattr(torch, name)) if name else 0.0
+
+
 def main() -> int:
     directory = Path(sys.argv.pop(1))
-    matrix = matrix_flops_per_s(*MATRIX) if MATRIX_RATE in os.environ else 0.0
+    before = matrix_rate()
     clock = Clock()
     install(clock)
     status = train()
-    if MATRIX_RATE in os.environ:
-        matrix = max(matrix, matrix_flops_per_s(*MATRIX))
-    last = {**clock.parts, "matrix_flops_per_s": matrix}
+    last = {**clock.parts, "matrix_flops_per_s": max(before, matrix_rate())}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps([*clock.steps, last]))
     return status

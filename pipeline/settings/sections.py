@@ -110,8 +110,8 @@ class Model(luigi.Config):
     num_attention_heads: int | None = whole(1, empty=True)
     intermediate_size: int | None = whole(1, empty=True)
     max_position_embeddings: int = whole(8)
-    hidden_dropout_prob: float = number(0, 1)
-    attention_probs_dropout_prob: float = number(0, 1)
+    hidden_dropout_prob: float = number(0, 0.999)
+    attention_probs_dropout_prob: float = number(0, 0.999)
 
     @property
     def downloaded_vocab_size(self) -> int:

@@ -23,6 +23,7 @@ from stages.text.corpus import TokenizeOptions
 from stages.transfer.urls import Transport
 from tests.helpers.support import ROOT, assert_one_line_error, command
 from trainer.config import TrainConfig
+from trainer.models.config import ModelConfig
 
 CONFIGS = sorted((ROOT / "configs").glob("*.cfg"))
 LUIGI = ("-m", "luigi", "--module", "pipeline")
@@ -364,3 +365,14 @@ def test_a_setting_never_allows_what_its_option_refuses(section: type[luigi.Conf
         for text in beyond:
             with pytest.raises(UserError, match="is not allowed"):
                 settings[name].parse(text)
+
+
+@pytest.mark.parametrize("name", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+def test_a_dropout_probability_never_is_one_that_the_model_refuses(name: str) -> None:
+    setting = dict(sections.Model.get_params())[name]
+    with pytest.raises(UserError, match=f"{name} = 1 is not allowed; allowed: a number from 0 to 0.999"):
+        setting.parse("1")
+    for text in ("0", "0.999"):
+        assert getattr(ModelConfig.preset("tiny", **{name: setting.parse(text)}), name) == float(text)
+    with pytest.raises(UserError, match="allowed: 0 ≤ p < 1"):
+        ModelConfig.preset("tiny", **{name: 1.0})
