@@ -17,7 +17,7 @@ from stages.directory.attempts import last_failure, last_sign_of_life
 from stages.directory.manifest import IDENTITY, MANIFEST
 from stages.directory.records import read_progress
 from stages.view.curves import MetricsFile
-from stages.view.goodput import goodput
+from stages.view.goodput import goodput_of
 from stages.view.status import StageStatus
 from stages.view.text import size
 
@@ -133,7 +133,7 @@ def _with_history(task: StageTask, status: StageStatus) -> StageStatus:
     """`status` with the training that this one continued from, and checkpoints it has set aside, which take space."""
     details, places = [status.detail], abandoned_checkpoints(task.directory)
     if task.resumes and status.state != "complete":  # the report has that of a complete one
-        details.append(str(goodput(status.attempts, MetricsFile(task.directory / METRICS).read())))
+        details.append(str(goodput_of(task.directory, status.attempts, MetricsFile(task.directory / METRICS).read())))
     if (origin := extended_from(task.directory)) is not None:
         details.append(f"continued from {origin}")
     if places:
