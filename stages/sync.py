@@ -22,6 +22,7 @@ from stages.directory.manifest import Identity, stage_label, why_incomplete
 from stages.directory.progress import Progress
 from stages.directory.records import read_identity
 from stages.store.backend import Backend
+from stages.store.checkpoints import conclude
 from stages.store.companion import Companion
 from stages.store.complete import fetch_stage, find_stage, push_stage
 from stages.store.files import NotUsable
@@ -39,7 +40,9 @@ def push(backend: Backend, directories: list[Path]) -> None:
     for directory in directories:
         identity = _identity_of(directory)
         with hold(directory):
-            record = push_stage(backend, directory, stage_label(identity.stage, identity.phase))
+            label = stage_label(identity.stage, identity.phase)
+            record = push_stage(backend, directory, label)
+            conclude(backend, directory, label, record.fingerprint)
         print(f"{directory.name}: {len(record.files):,} files, {record.total_bytes:,} bytes are in {backend.url}")
 
 

@@ -13,6 +13,7 @@ from common.errors import UserError
 from common.size import parse_size
 from pipeline.settings.load import load
 from pipeline.status.chain import chain, is_complete, would_run
+from pipeline.status.extension import stored_checkpoint
 from pipeline.store.shared import SharedStore
 from pipeline.store.transfer import transfer_bar
 from pipeline.tasks.everything import Everything
@@ -62,13 +63,15 @@ def _list(shared: SharedStore, args: argparse.Namespace) -> int:
     from stages.store import maintenance
 
     contents = maintenance.read(shared.backend)
+    complete = {(stage.record.label, stage.record.fingerprint) for stage in contents.stages}
     rows = [("stage", "files", "size", "pushed (UTC)", "from")]
     for stage in contents.stages:
         record = stage.record
         rows.append((stage.name, f"{len(record.files):,}", size(record.total_bytes), record.pushed, record.host))
     for training in contents.trainings:
         lease = training.lease
-        if lease.checkpoints or lease.holder is not None:
+        is_begun = lease.checkpoints or lease.holder is not None
+        if is_begun and (training.label, training.fingerprint) not in complete:
             newest = lease.checkpoints[-1] if lease.checkpoints else None
             moved = size(sum(file.bytes for file in newest.files)) if newest else ""
             who = str(lease.holder) if lease.holder else "nobody is making it now"
@@ -97,12 +100,14 @@ def _plan(shared: SharedStore, args: argparse.Namespace) -> int:
         elif (record := shared.find(stage)) is not None:
             said = f"fetched: {size(record.total_bytes)} in {len(record.files):,} files"
         else:
-            said = f"made here; {pushed}"
+            origin = stored_checkpoint(task)
+            said = f"made here{f' from {origin}' if origin else ''}; {pushed}"
         print(f"{task.label:24} {said}")
     return 0
 
 
 def _push(shared: SharedStore, args: argparse.Namespace) -> int:
+    from stages.store.checkpoints import conclude
     from stages.store.complete import find_stage, push_stage
 
     for task in chain(Everything()):
@@ -113,6 +118,7 @@ def _push(shared: SharedStore, args: argparse.Namespace) -> int:
         if find_stage(shared.backend, stage.label, stage.fingerprint) is None:
             with hold(stage.directory), transfer_bar(f"push {task.label}") as bar:
                 record = push_stage(shared.backend, stage.directory, stage.label, bar.update, bar.reset)
+                conclude(shared.backend, stage.directory, stage.label, stage.fingerprint)
             print(f"{task.label:24} {len(record.files):,} files, {size(record.total_bytes)}")
     return 0
 

@@ -9,7 +9,7 @@ from common.errors import UserError, suggestion
 from common.files import utc
 from pipeline.status.chain import StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
-from pipeline.status.extension import stable_checkpoints
+from pipeline.status.extension import continues_from, stored_checkpoint
 from pipeline.status.stage_dirs import StageDirs, holder, last_checkpoint_step
 from pipeline.tasks.everything import TASKS
 from pipeline.tasks.goal import Goal
@@ -40,19 +40,18 @@ def explain(task: StageTask, stage_dirs: StageDirs, *, verify: bool) -> str | No
     if failure is not None:
         return f"{task.label} would run again: it failed at {utc(failure.at)}: {failure.line}"
     if (directory / IDENTITY).exists():
-        step = last_checkpoint_step(directory)
-        of = "" if task.max_steps is None else f" of {task.max_steps}"
-        at = f", and resumes from step {step}{of}" if step is not None else ""
-        return f"{task.label} would run: it was interrupted{at}"
+        step, of = last_checkpoint_step(directory), "" if task.max_steps is None else f" of {task.max_steps}"
+        origin = stored_checkpoint(task) or (None if step is None else f"step {step}{of}")
+        return f"{task.label} would run: it was interrupted" + (f", and resumes from {origin}" if origin else "")
     if task.stored is not None:
         return f"{task.label} would be fetched: it is in the store"
-    changed = cause(task, stage_dirs)
-    if changed is not None:
-        stable = next(stable_checkpoints(task, stage_dirs), None)
-        return f"{task.label} would run: {changed}" + (f"; it would continue from {stable}" if stable else "")
+    reason, origin = cause(task, stage_dirs), continues_from(task, stage_dirs)
+    here, start = (" here", f"; it would continue from {origin}") if origin else ("", "")
+    if reason is not None:
+        return f"{task.label} would run: {reason}{start}"
     missing = [upstream.label for upstream in task.requires().values() if not is_complete(upstream)]
     after = f"; {', '.join(missing)} would run first" if missing else ""
-    return f"{task.label} would run: it was never started{after}"
+    return f"{task.label} would run: it was never started{here}{start}{after}"
 
 
 def find(name: str, phase: int | None) -> Goal | Stage:

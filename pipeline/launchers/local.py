@@ -10,6 +10,7 @@ from pathlib import Path
 from common import forked
 from common.console import log
 from common.errors import NodeMissing, UserError
+from common.files import parse_utc, read_json
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 from pipeline.console.select import shown
 from pipeline.launchers import process
@@ -17,7 +18,7 @@ from pipeline.launchers.base import StageCommand
 from pipeline.launchers.process import LaunchSpec, ProcessResult
 from pipeline.settings.cluster import Cluster
 from stages.directory import attempts
-from stages.directory.lock import is_held
+from stages.directory.lock import LOCK, is_held
 
 #: Seconds between checks on node 0, and between log lines.
 _CHECK_EVERY_S, _LOG_EVERY_S = 1.0, 30.0
@@ -53,6 +54,16 @@ def start_on_node(rank: int, master_addr: str) -> LaunchSpec:
     """How to start a command on one of several nodes."""
     environment = {NODE_RANK_VARIABLE: str(rank), MASTER_ADDR_VARIABLE: master_addr}
     return LaunchSpec(environment=environment, log="stage.log" if rank == 0 else f"stage-node{rank}.log")
+
+
+def runs_on_node_0(directory: Path) -> bool:
+    """Whether node 0 runs the command of the stage in `directory`: whoever holds the lock has recorded a start since it
+    took it, and no end. Both times are of node 0's clock."""
+    holder = (read_json(directory / LOCK) or {}) if is_held(directory) else {}
+    found = attempts.read(directory, running=True, complete=False)
+    if not found or found[-1].how != "running" or found[-1].host != holder.get("host"):
+        return False
+    return found[-1].started >= parse_utc(holder["started"]).timestamp()
 
 
 def await_node_0(

@@ -67,6 +67,20 @@ def stable_checkpoints(task: StageTask, stage_dirs: StageDirs) -> Iterator[Stabl
     return iter(sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True))
 
 
+def stored_checkpoint(task: StageTask) -> str | None:
+    """The store's checkpoint from which a run would resume `task`: "ckpt_80 in the store"; None: there is none, or one
+    here is as new. Raises `UserError`."""
+    here = next((step for step, _ in whole_checkpoints(task.directory / CHECKPOINTS)), -1)
+    return f"ckpt_{task.stored_step} in the store" if task.stored_step > here else None
+
+
+def continues_from(task: StageTask, stage_dirs: StageDirs) -> str | None:
+    """From which checkpoint of the store, or else of another training here, a run would continue `task`; None: of
+    none. Raises `UserError`."""
+    stable = next(stable_checkpoints(task, stage_dirs), None)
+    return stored_checkpoint(task) or (None if stable is None else str(stable))
+
+
 def extended_from(directory: Path) -> str | None:
     """What the training in `directory` continued from: "step 80 of pretrain-phase1-0123456789"."""
     record = read_json(directory / EXTENDED_FROM)

@@ -11,13 +11,13 @@ from common.errors import UserError
 from common.files import METRICS, parse_utc, utc
 from pipeline.status.chain import ChainTask, StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
-from pipeline.status.extension import extended_from, stable_checkpoints
+from pipeline.status.extension import continues_from, extended_from, stored_checkpoint
 from pipeline.status.stage_dirs import StageDirs, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
 from stages.directory.attempts import last_failure, last_sign_of_life
 from stages.directory.manifest import IDENTITY, MANIFEST
 from stages.directory.records import read_progress
 from stages.view.curves import MetricsFile
-from stages.view.goodput import goodput
+from stages.view.goodput import goodput_of
 from stages.view.status import StageStatus
 from stages.view.text import size
 
@@ -55,8 +55,8 @@ def _status(task: StageTask, stage_dirs: StageDirs, *, needed: bool) -> StageSta
         details = [f"for {', '.join(missing)}"] if missing else ["its turn is next"]
     if task.stored is not None:
         details = [*(details if stale else []), "in the store"]
-    if needed and (stable := next(stable_checkpoints(task, stage_dirs), None)) is not None:
-        details.append(f"would continue from {stable}")
+    elif needed and (origin := continues_from(task, stage_dirs)) is not None:
+        details.append(f"would continue from {origin}")
     if not needed:
         details = [*(details if stale else []), "not needed: all that is made from it is complete"]
     return dataclasses.replace(
@@ -118,7 +118,8 @@ def _interrupted(task: StageTask, status: StageStatus) -> StageStatus | None:
     status = _with_progress(task, status)
     details, saved = _how_far(status), last_checkpoint_step(task.directory)
     if task.resumes:
-        details.append("no checkpoint yet" if saved is None else f"resumes from step {saved}")
+        origin = stored_checkpoint(task) or (None if saved is None else f"step {saved}")
+        details.append(f"resumes from {origin}" if origin else "no checkpoint yet")
     when = last_sign_of_life(task.directory) or (task.directory / IDENTITY).stat().st_mtime
     return dataclasses.replace(
         status,
@@ -132,7 +133,7 @@ def _with_history(task: StageTask, status: StageStatus) -> StageStatus:
     """`status` with the training that this one continued from, and checkpoints it has set aside, which take space."""
     details, places = [status.detail], abandoned_checkpoints(task.directory)
     if task.resumes and status.state != "complete":  # the report has that of a complete one
-        details.append(str(goodput(status.attempts, MetricsFile(task.directory / METRICS).read())))
+        details.append(str(goodput_of(task.directory, status.attempts, MetricsFile(task.directory / METRICS).read())))
     if (origin := extended_from(task.directory)) is not None:
         details.append(f"continued from {origin}")
     if places:

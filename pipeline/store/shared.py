@@ -101,6 +101,15 @@ class SharedStore:
             return None
         return find_stage(self.backend, stage.label, stage.fingerprint) if self.pulls(stage) else None
 
+    def checkpoint_step(self, stage: SharedStage) -> int:
+        """The global step of the newest checkpoint that the store has of the unfinished training, if it may be fetched;
+        -1: of none. Raises `UserError`."""
+        from stages.store.lease import LeaseRecord, lease_key
+
+        if not (stage.resumes and self.pulls(stage)):
+            return -1
+        return LeaseRecord.read(self.backend, lease_key(stage.label, stage.fingerprint)).newest_step
+
     def fetch(self, stage: SharedStage) -> bool:
         """Fetch the complete stage, if the store has it whole; returns whether it did. Raises `UserError`."""
         from stages.directory.progress import Progress

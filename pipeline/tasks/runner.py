@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pipeline import launchers
 from pipeline.console.select import shown
 from pipeline.launchers.base import Detached, Launcher, StageCommand
 from pipeline.launchers.jobs import Job
-from pipeline.launchers.local import await_node_0
+from pipeline.launchers.local import await_node_0, runs_on_node_0
 from pipeline.launchers.process import ProcessResult
 from pipeline.launchers.restarts import RestartAfterHang, RestartPolicy, RestartWhileProgressing
 from pipeline.status import latest
@@ -102,15 +103,25 @@ class Runner:
         Raises `Interrupted`; `UserError`; `NodeMissing` without a sign of life from node 0 for `timeout_s` seconds.
         """
         stage = self._stage
-        failures_before = attempts.failures(stage.directory)
+        awaited = functools.partial(
+            await_node_0, stage.label, stage.directory, timeout_s=timeout_s,
+            failures_before=attempts.failures(stage.directory),
+        )  # fmt: skip
         if stage.nodes > 1 and stage.stored is None:
             log(f"{stage.label}: node {node} of {stage.nodes}, in {stage.directory}")
-            stage.directory.mkdir(parents=True, exist_ok=True)
-            with (stage.directory / LOCK).open("a", encoding="utf-8") as unlocked:
-                self._run_command(unlocked.fileno(), None)
-        await_node_0(stage.label, stage.directory, stage.why_incomplete, timeout_s, failures_before=failures_before)
+            awaited(why_incomplete=self._why_not_started)
+            if stage.why_incomplete() is not None:
+                with (stage.directory / LOCK).open("a", encoding="utf-8") as unlocked:
+                    self._run_command(unlocked.fileno(), None)
+        awaited(why_incomplete=stage.why_incomplete)
         log(f"{stage.label}: complete")
         self._heed_stop()
+
+    def _why_not_started(self) -> str | None:
+        """Why this node has no share to run yet; None: node 0 runs the command, or has completed the stage: until then
+        it may wait for another machine's lease for hours."""
+        is_due = runs_on_node_0(self._stage.directory) or self._stage.why_incomplete() is None
+        return None if is_due else "it has not started the command"
 
     def _heed_stop(self) -> None:
         """Raises `Interrupted` if this process was asked to stop when it was too late for the command."""

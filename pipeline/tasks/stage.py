@@ -138,6 +138,12 @@ class Stage(ChainTask):
         """What the store had of this stage when it was first asked. Raises `UserError`."""
         return self.store.find(self.shared) if self.store is not None else None
 
+    @functools.cached_property
+    def stored_step(self) -> int:
+        """The global step of the newest checkpoint that the store had of this unfinished training when it was first
+        asked; -1: of none. Raises `UserError`."""
+        return self.store.checkpoint_step(self.shared) if self.store is not None else -1
+
     def needs(self) -> dict[str, Stage]:
         """The stages that must be complete before this one can be made or fetched. Raises `UserError`."""
         every = self.requires()

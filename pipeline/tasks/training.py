@@ -18,7 +18,7 @@ from pipeline.tasks.stage import Stage
 from stages.directory import attempts, manifest
 from stages.directory.manifest import StartTime
 from stages.view.curves import MetricsFile
-from stages.view.goodput import goodput
+from stages.view.goodput import goodput_of
 from trainer.config import TrainConfig
 
 
@@ -85,8 +85,10 @@ class Training(Stage):
         outputs = [manifest.Output(f"{name}/{e['path']}", e["bytes"], e["sha256"]) for e in entries["files"]]
         outputs.append(manifest.Output.of(self.directory, self.directory / name / "manifest.json"))
         extended = read_json(self.directory / EXTENDED_FROM)
-        spent = goodput(
-            attempts.read(self.directory, running=False, complete=True), MetricsFile(self.directory / METRICS).read()
+        spent = goodput_of(
+            self.directory,
+            attempts.read(self.directory, running=False, complete=True),
+            MetricsFile(self.directory / METRICS).read(),
         )
         counts = {**results, "checkpoint": name, "goodput": spent.record()}
         counts |= {"extended_from": extended} if extended else {}

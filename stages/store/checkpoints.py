@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from common.files import (
     rename_durably,
     sha256_of,
 )
-from stages.store.backend import Altered, Backend, Missing, Report
+from stages.store.backend import Altered, Backend, Conflict, Missing, Report
 from stages.store.files import (
     NotUsable,
     checkpoint_files,
@@ -35,7 +36,7 @@ from stages.store.files import (
     snapshot,
     upload,
 )
-from stages.store.lease import Lease, LeaseRecord, StoredCheckpoint
+from stages.store.lease import Lease, LeaseRecord, StoredCheckpoint, lease_key, name_holder
 from stages.store.records import CHECKPOINTS as PREFIX
 from stages.store.records import RESUMED_RECORDS, Damaged
 from trainer.checkpoint.directory import (
@@ -206,7 +207,25 @@ def forget_checkpoints(
     """
     with alone:
         lease.keep(())
-    leases = {str(token) for token in range(1, lease.token + 1)}
+    _delete(backend, name, lease.token)
+
+
+def conclude(backend: Backend, directory: Path, label: str, fingerprint: str) -> None:
+    """The store has the complete stage in `directory`, whose lock is held: release the lease that a process stopped
+    there has left, and remove the training's checkpoints. A lease of another machine stays. Raises `UserError`."""
+    key = lease_key(label, fingerprint)
+    record = LeaseRecord.read(backend, key)
+    over = dataclasses.replace(record, holder=None, checkpoints=())
+    if over == record or (record.holder is not None and record.holder.id != name_holder(directory).id):
+        return
+    with contextlib.suppress(Conflict):  # another machine is taking it
+        backend.write(key, over.encode(), replaces=record.version)
+        _delete(backend, f"{label}-{fingerprint}", record.token)
+
+
+def _delete(backend: Backend, name: str, token: int) -> None:
+    """Remove the files of a training run's checkpoints of all leases up to `token`."""
+    leases = {str(number) for number in range(1, token + 1)}
     keys = {entry.key for entry in backend.list(f"{PREFIX}/{name}/")}
     backend.delete({key for key in keys if key.split("/")[-2] in leases})
 

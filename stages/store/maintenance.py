@@ -73,6 +73,10 @@ class StoredTraining:
         for file in (*checkpoint.files, *checkpoint.records):
             yield f"{place}/{file.sha256}", file
 
+    def is_held(self, now: float) -> bool:
+        """Whether somebody works on it: has renewed the lease within its time. `now`: on the store's clock."""
+        return self.lease.holder is not None and now - self.written <= self.lease.lease_s
+
     def keep(self, backend: Backend, checkpoints: tuple[StoredCheckpoint, ...]) -> None:
         """List only these checkpoints, unless somebody has changed the record since it was read."""
         record = dataclasses.replace(self.lease, beat=self.lease.beat + 1, checkpoints=checkpoints)
@@ -248,7 +252,7 @@ def unreferenced(left: Contents, gone: Sequence[StoredStage | StoredTraining], n
     """Files to which no record of `left` refers: those that `gone` needed, and those older than `GRACE_S`."""
     complete = {(stage.record.label, stage.record.fingerprint) for stage in left.stages}
     # A machine may have died after its training was complete, before its checkpoints were removed.
-    trainings = [one for one in left.trainings if one.lease.holder or (one.label, one.fingerprint) not in complete]
+    trainings = [one for one in left.trainings if one.is_held(now) or (one.label, one.fingerprint) not in complete]
     needed, named = _files_of([*left.stages, *trainings]), _files_of(gone)
     return [
         entry

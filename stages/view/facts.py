@@ -8,7 +8,7 @@ from typing import Any
 from common.files import read_json
 from common.secrets import redact
 from stages.directory.records import DATA_CARD
-from stages.view.goodput import goodput
+from stages.view.goodput import goodput_of
 from stages.view.run import Run
 from stages.view.text import duration, number, percent, size
 
@@ -115,9 +115,13 @@ def training_table(run: Run) -> list[list[str]]:
     rates = [one.values["throughput"] for one in curves.values()]
     row("sequences per second, mean", [number(round(sum(values) / len(values), 2)) for values in rates])
     row("time at work", [duration(run.trainings[phase].seconds_at_work) for phase in curves])
-    spent = [goodput(run.trainings[phase].attempts, one) for phase, one in curves.items()]
+    spent = [
+        goodput_of(stage.directory, stage.attempts, curves[phase])
+        for phase, stage in run.trainings.items()
+        if phase in curves and stage.directory is not None
+    ]
     row(
-        "goodput: share of it in steps that counted",
+        "goodput: share of the time since the first start in steps that counted",
         [None if one.share is None else percent(one.share) for one in spent],
     )
     row("lost, largest first", [", ".join(f"{part} {duration(s)}" for part, s in one.losses[:3]) for one in spent])

@@ -6,15 +6,19 @@ steps that were done again, to starting, to waiting for data or checkpoints, to 
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, get_args
 
+from common.files import METRICS
 from stages.directory.attempts import Attempt, Wait
-from stages.view.curves import Curves
+from stages.view.curves import Curves, MetricsFile
 from stages.view.text import duration, percent
+from trainer.checkpoint.directory import CHECKPOINTS, abandoned, whole_checkpoints
 
 #: The parts, in the order of a step's life; each second belongs to one of them.
 STEPS, DATA, STALL, COMPILING, STARTING, LOST, ENDING, DOWN = (
@@ -48,9 +52,10 @@ class Goodput:
         return sorted(found, key=lambda one: -one[1])
 
     def record(self) -> dict[str, Any]:
-        """For a manifest."""
+        """For a manifest; the parts are in the order of their size."""
         share = None if self.share is None else round(self.share, 4)
-        return {"share": share, "seconds": {part: round(seconds, 3) for part, seconds in self.seconds.items()}}
+        parts = sorted(self.seconds.items(), key=lambda one: -one[1])
+        return {"share": share, "seconds": {part: round(seconds, 3) for part, seconds in parts}}
 
     def __str__(self) -> str:
         """`goodput 91.3%; lost: starting 1 min 10 s, down 31 s`."""
@@ -60,12 +65,27 @@ class Goodput:
         return f"goodput {percent(self.share)}" + (f"; lost: {lost}" if lost else "")
 
 
-def goodput(attempts: Sequence[Attempt], curves: Curves) -> Goodput:
-    """`attempts`: oldest first. Steps recorded before the first attempt belong to another training run or machine."""
+def goodput_of(directory: Path, attempts: Sequence[Attempt], curves: Curves) -> Goodput:
+    """Of the training in `directory`. Steps that were set aside with a checkpoint do not count, nor do those after the
+    newest checkpoint, unless it runs: they are done again."""
+    places, count = directory / CHECKPOINTS, len(curves.steps)
+    if attempts and attempts[-1].how not in ("running", "complete"):
+        newest = next((step for step, _ in whole_checkpoints(places)), 0)
+        count = bisect.bisect_right(curves.steps, newest)
+    recorded = [curves, *(MetricsFile(place / METRICS).read() for place in abandoned(places))]
+    undone = {time for one in recorded for time in one.times} - set(curves.times[:count])
+    return goodput(attempts, curves, count, sorted(undone))
+
+
+def goodput(
+    attempts: Sequence[Attempt], curves: Curves, count: int | None = None, undone: Sequence[float] = ()
+) -> Goodput:
+    """`attempts`: oldest first. Steps recorded before the first attempt belong to another training run or machine.
+    `count`: how many steps count, all by default. `undone`: when others were recorded, in ascending order."""
     if not attempts:
         return Goodput()
     parts = dict.fromkeys((STEPS, DATA, STALL, COMPILING, STARTING, LOST, ENDING, *_WAITS, DOWN), 0.0)
-    usual_s = _usual_step(curves)
+    usual_s, times = _usual_step(curves), curves.times[:count]
     at = min([attempts[0].started, *(began for _, began, _ in attempts[0].waits)])
     for attempt in attempts:
         for what, began, until in attempt.waits:
@@ -76,14 +96,20 @@ def goodput(attempts: Sequence[Attempt], curves: Curves) -> Goodput:
                 at = until
         began = max(attempt.started, at)
         parts[DOWN] += began - at
-        _add_attempt(parts, attempt, began, _steps_of(attempt, curves), curves, usual_s)
+        steps = _steps_of(attempt, times)
+        since = times[steps[-1]] if steps else attempt.started
+        was_undone = bisect.bisect(undone, since) < bisect.bisect(undone, attempt.ended)
+        rest = LOST if was_undone or attempt.how in _IS_LOST else ENDING if steps else STARTING
+        _add_attempt(parts, attempt, began, steps, curves, usual_s, rest)
         at = max(began, attempt.ended)
     return Goodput(parts)
 
 
 def _add_attempt(
-    parts: dict[str, float], attempt: Attempt, began: float, steps: Sequence[int], curves: Curves, usual_s: float
-) -> None:
+    parts: dict[str, float], attempt: Attempt, began: float, steps: Sequence[int], curves: Curves, usual_s: float,
+    rest: str,
+) -> None:  # fmt: skip
+    """`steps`: indices of those that count. `rest`: the part of the time after the last one."""
     at, values = began, curves.values
     for number, index in enumerate(steps):
         ended = max(at, min(curves.times[index], attempt.ended))
@@ -97,16 +123,13 @@ def _add_attempt(
         for part, seconds in ((DATA, data_s), (STALL, stall_s), (COMPILING, compiled_s), (STEPS, rest_s - compiled_s)):
             parts[part] += seconds
         at = ended
-    if steps:
-        parts[LOST if attempt.how in _IS_LOST else ENDING] += max(0.0, attempt.ended - at)
-    else:  # none of it counted
-        parts[LOST if attempt.how in _IS_LOST else STARTING] += max(0.0, attempt.ended - at)
+    parts[rest] += max(0.0, attempt.ended - at)
 
 
-def _steps_of(attempt: Attempt, curves: Curves) -> range:
-    """Indices of the steps that were recorded during the attempt."""
-    first = next((i for i, time in enumerate(curves.times) if time > attempt.started), len(curves.times))
-    last = next((i for i in range(first, len(curves.times)) if curves.times[i] > attempt.ended), len(curves.times))
+def _steps_of(attempt: Attempt, times: Sequence[float]) -> range:
+    """Indices of the steps that were recorded during the attempt, out of all that count."""
+    first = next((i for i, time in enumerate(times) if time > attempt.started), len(times))
+    last = next((i for i in range(first, len(times)) if times[i] > attempt.ended), len(times))
     return range(first, last)
 
 

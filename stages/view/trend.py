@@ -74,9 +74,11 @@ class Night:
 
 def headline(nights: Sequence[Night]) -> str:
     """How many there are, and the last accepted one."""
+    if not nights:
+        return "no night is complete yet"
     accepted = [night for night in nights if not night.rejection]
     if not accepted:
-        return "no night is complete yet"
+        return f"{len(nights)} complete, all of them rejected"
     last, rejected = accepted[-1], len(nights) - len(accepted)
     return f"{len(nights)} complete, {rejected} of them rejected; latest: {last.date}, loss {number(last.loss)}"
 

@@ -19,7 +19,9 @@ HELD_OUT = {"x_test_0.hdf5": "1" * 64}
 
 def facts(loss: float, *, held_out: Any = HELD_OUT, accepted: bool | None = None) -> dict[str, Any]:
     """A record; `accepted`: what a gate decided, None without one."""
-    gate = None if accepted is None else {"accepted": accepted, "loss": loss, "reference_loss": 1, "tolerance": 0.5}
+    gate: dict[str, Any] | None = None
+    if accepted is not None:
+        gate = {"accepted": accepted, "loss": loss, "reference": "2026-11-01", "reference_loss": 1, "tolerance": 0.5}
     return {"evaluation": {"masked_lm_loss": loss}, "held_out": held_out, "gate": gate}
 
 
@@ -104,3 +106,14 @@ def test_latest_and_pruning_pass_over_rejected_nights(nights: NightDirs) -> None
     assert (nights.path / "latest").resolve().name == "2026-11-18"
     nights.record(datetime.date(2026, 11, 18), facts(9.0, accepted=False))
     assert (nights.path / "latest").resolve().name == "2026-11-16"
+
+
+def test_the_trend_counts_complete_nights_that_were_all_rejected(tmp_path: Path) -> None:
+    def headline() -> str:
+        return night_records.trend_text(tmp_path).splitlines()[-1]
+
+    assert headline() == "no night is complete yet"
+    write(tmp_path, d19=facts(9.0, accepted=False), d20=facts(9.5, accepted=False))
+    assert headline() == "2 complete, all of them rejected"
+    write(tmp_path, d21=facts(4.0, accepted=True))
+    assert headline().startswith("3 complete, 2 of them rejected; latest: 2026-11-21, loss 4")

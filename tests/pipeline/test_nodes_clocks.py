@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -10,8 +11,14 @@ from pathlib import Path
 import pytest
 
 from common.errors import NodeMissing, UserError
+from common.files import utc
 from pipeline.launchers.local import await_node_0
+from pipeline.tasks.runner import Runner
 from stages.directory.attempts import ATTEMPTS, failures, record_failure, recording
+from stages.directory.lock import LOCK, hold
+from stages.directory.manifest import StartTime, claim
+from tests.helpers.chain import wait_until
+from tests.pipeline.test_runner import DONE, Launcher, Stage
 
 #: Seconds by which node 0's clock, and the times of its files, are wrong.
 SKEWS = (-7200.0, 7200.0)
@@ -78,3 +85,51 @@ def test_old_signs_of_life_are_none(tmp_path: Path, skew_s: float) -> None:
     with pytest.raises(NodeMissing):
         wait(tmp_path, 0, 2)
     assert time.monotonic() - began < 30
+
+
+class TwoNodes(Stage):
+    nodes = 2
+
+
+def follow(tmp_path: Path) -> tuple[TwoNodes, Launcher, threading.Thread]:
+    """Node 1, which waits for at most 2 s for a sign of life from node 0."""
+    stage, launcher = TwoNodes(tmp_path, restarts=False), Launcher(DONE)
+    return stage, launcher, threading.Thread(target=Runner(stage, launcher).follow, args=(1, 2.0), daemon=True)
+
+
+@pytest.mark.parametrize("skew_s", SKEWS)
+def test_a_nodes_share_starts_with_the_command_of_node_0(tmp_path: Path, skew_s: float) -> None:
+    """Which waits with the lock held, for another machine's lease, after an earlier start was killed."""
+    stage, launcher, node_1 = follow(tmp_path)
+    stage.directory.mkdir()
+    there = time.time() + skew_s
+
+    def start(at: float) -> None:
+        with (stage.directory / ATTEMPTS).open("a") as file:
+            file.write(json.dumps({"started": at, "host": "node-0", "pid": 17}) + "\n")
+
+    start(there - 60)
+    with hold(stage.directory):
+        claim(stage.directory, stage.identity)
+        (stage.directory / LOCK).write_text(json.dumps({"host": "node-0", "pid": 17, "started": utc(there)}))
+        node_1.start()
+        time.sleep(4)
+        assert node_1.is_alive()
+        assert launcher.starts == 0
+        start(there + 4)
+        wait_until(lambda: launcher.starts == 1, timeout_s=20)
+        stage.finish(StartTime.now())
+    node_1.join(20)
+    assert not node_1.is_alive()
+
+
+def test_a_node_has_no_share_in_what_node_0_fetches(tmp_path: Path) -> None:
+    stage, launcher, node_1 = follow(tmp_path)
+    with hold(stage.directory):
+        claim(stage.directory, stage.identity)
+        node_1.start()
+        time.sleep(1)
+        stage.finish(StartTime.now())
+    node_1.join(20)
+    assert not node_1.is_alive()
+    assert launcher.starts == 0

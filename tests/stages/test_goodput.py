@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 
+from common.files import METRICS
 from stages.directory.attempts import Attempt, How
-from stages.view.curves import NAMES, Curves
-from stages.view.goodput import Goodput, goodput
+from stages.view.curves import NAMES, Curves, MetricsFile
+from stages.view.goodput import Goodput, goodput, goodput_of
+from tests.helpers.stores.machine import checkpoint_of, write
+from trainer.checkpoint.directory import CHECKPOINTS, set_aside
 
 
 def curves(*steps: dict[str, float]) -> Curves:
@@ -140,3 +146,57 @@ def test_every_second_belongs_to_one_part(seed: int) -> None:
     assert all(seconds >= 0 for seconds in found.seconds.values())
     first = min([attempts[0].started, *(began for _, began, _ in attempts[0].waits)])
     assert math.isclose(found.total_s, attempts[-1].ended - first, abs_tol=1e-6)
+
+
+def test_in_a_manifest_the_largest_part_comes_first() -> None:
+    attempts = [Attempt(0.0, 100.0, "interrupted"), Attempt(105.0, 115.0, "complete")]
+    steps = curves({"time": 97.0, "step_time_s": 2.0}, {"time": 113.0, "step_time_s": 5.0})
+    found = {part: seconds for part, seconds in goodput(attempts, steps).record()["seconds"].items() if seconds}
+    assert list(found.items()) == [("starting", 98.0), ("computing", 7.0), ("ending", 5.0), ("down", 5.0)]
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    """A training that has done 6 steps of 5 s each, with a checkpoint at step 3 and one at step 6."""
+    for step in (3, 6):
+        write(tmp_path / CHECKPOINTS / f"ckpt_{step}", checkpoint_of(step))
+    record(tmp_path, {step: 5.0 * step for step in range(1, 7)})
+    return tmp_path
+
+
+def record(directory: Path, times: dict[int, float]) -> None:
+    """Records of 5 s for these steps."""
+    lines = [json.dumps({"step": step, "time": time, "step_time_s": 5.0}) for step, time in times.items()]
+    (directory / METRICS).write_text("\n".join([*lines, ""]))
+
+
+def spent(directory: Path, *attempts: Attempt) -> dict[str, float]:
+    return parts(goodput_of(directory, attempts, MetricsFile(directory / METRICS).read()))
+
+
+def test_steps_that_were_set_aside_after_a_clean_interruption_were_done_again(training: Path) -> None:
+    """As by a rollback, or because the newest checkpoint was damaged."""
+    first, places = Attempt(0.0, 31.0, "interrupted"), training / CHECKPOINTS
+    assert spent(training, first) == {"computing": 30.0, "ending": 1.0}
+    assert set_aside(places, [places / "ckpt_6"], training / METRICS) is not None
+    record(training, {1: 5.0, 2: 10.0, 3: 15.0, 4: 46.0, 5: 51.0, 6: 56.0})
+    write(places / "ckpt_6", checkpoint_of(6))
+    second = Attempt(40.0, 58.0, "complete")
+    assert spent(training, first, second) == {
+        "computing": 30.0, "steps done again": 16.0, "down": 9.0, "starting": 1.0, "ending": 2.0,
+    }  # fmt: skip
+    # From there on to the first step: nothing of the first attempt counts.
+    assert set_aside(places, [places / "ckpt_6", places / "ckpt_3"], training / METRICS) is not None
+    record(training, {step: 100 + 5.0 * step for step in range(1, 7)})
+    third = Attempt(100.0, 130.0, "complete")
+    assert spent(training, first, dataclasses.replace(second, how="interrupted"), third) == {
+        "steps done again": 31.0 + 18.0, "down": 9.0 + 42.0, "computing": 30.0,
+    }  # fmt: skip
+
+
+def test_steps_after_the_newest_checkpoint_of_a_killed_training_do_not_count(training: Path) -> None:
+    record(training, {step: 5.0 * step for step in range(1, 9)})
+    assert spent(training, Attempt(0.0, 42.0, "killed")) == {"computing": 30.0, "steps done again": 12.0}
+    assert spent(training, Attempt(0.0, 42.0, "running")) == {"computing": 40.0, "ending": 2.0}
+    (training / CHECKPOINTS / "ckpt_6" / "model").write_bytes(b"")
+    assert spent(training, Attempt(0.0, 42.0, "interrupted")) == {"computing": 15.0, "steps done again": 27.0}

@@ -21,6 +21,7 @@ from stages.directory.manifest import why_incomplete
 from stages.report import view_of
 from stages.view.card import card
 from stages.view.curves import MetricsFile, points
+from stages.view.facts import training_table
 from stages.view.page import page
 from stages.view.text import duration, number, size
 from tests.helpers import browser
@@ -125,6 +126,12 @@ def test_what_stopped_it_is_in_the_time_line(text: str) -> None:
     assert "CUDA &lt;error&gt;" in text
     assert "<error>" not in text
     assert "8 attempts, 3 of them stopped early" in text
+
+
+def test_goodput_is_named_as_a_share_of_all_the_time(run: list[Path]) -> None:
+    """Work took 99.997 % of the time at work, and 99.91 % of that since the first start."""
+    rows = {name: values for name, *values in training_table(view_of(run, None))}
+    assert rows["goodput: share of the time since the first start in steps that counted"][0] == "99.9%"
 
 
 def test_addresses_are_shown_without_their_secrets(run: list[Path], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.helpers.support import assert_one_line_error, assert_same_bytes, loss
 from trainer.build import mask_rate_steps
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume_point import agree_on_start, checkpoint_directory
+from trainer.checkpoint.stable import stable_step
 from trainer.config import TrainConfig
 from trainer.data.batch_ramp import BatchRamp
 from trainer.data.mask_rate import MaskRate
@@ -157,6 +158,12 @@ def test_a_batch_that_is_not_finite_does_not_hinder_measuring(data: Path, model:
     said = run(data, model, tmp_path / "out", budget=LONG, steps_this_run=3, env=env)
     assert "continuing without batch 1" in said
     assert np.isfinite(losses(tmp_path / "out")).all()
+
+
+def test_its_stable_part_can_be_continued(data: Path, model: Path, tmp_path: Path) -> None:
+    """By the next night: the state has the number of steps that was measured."""
+    run(data, model, tmp_path, budget=LONG, schedule="wsd", steps_this_run=3)
+    assert stable_step(tmp_path / "checkpoints" / "ckpt_3") == 3
 
 
 def test_a_trial_is_not_measured(data: Path, model: Path, tmp_path: Path) -> None:
