@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from common.files import PROGRESS, parse_utc, read_json, sha256_of
 from common.lock import IDENTITY
+from trainer.data.file_names import HELD_OUT_SHARDS
 
 MANIFEST = "manifest.json"
 #: Describes the tokens of a corpus for people.

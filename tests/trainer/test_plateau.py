@@ -163,9 +163,7 @@ def test_from_the_defaults_start_a_wrong_learning_rate_is_found_too(
     language: Path, default_start: dict[str, Any], tmp_path: Path, factor: float, causes: list[str]
 ) -> None:
     """There the first loss is about that of the frequencies, so it is never far above the baseline."""
-    lines = train_here(
-        language, tmp_path / "out", steps=200, initial=default_start, lr=5e-3 * factor, optimizer="Muon"
-    )
+    lines = train_here(language, tmp_path / "out", steps=200, initial=default_start, lr=5e-3 * factor, optimizer="Muon")
     assert [what for _, what in diagnoses(tmp_path / "out")] == causes
     for cause, better in re.findall(r"warning: (.*?): .* try lr = (\S+) instead", "\n".join(lines)):
         assert 5e-4 < float(better) < 2e-2, cause  # 5e-3 is a good one

@@ -30,8 +30,8 @@ _COMPARE_STEPS, _LOOK_STEPS, _LATER_STEPS = 20, (20, 60, 100, 150, 190), 1000
 _MARGIN = 0.05
 #: Nats over it from which not even the frequencies are learned, and under it from which context certainly is.
 _FAR = 0.5
-#: A weight matrix's mean change in one step at the peak learning rate, as a share of its size, that is too large, usual,
-#: and too small. Healthy: 0.002 … 0.13; 30 times the best rate: 0.33 … 1.4; a 300th: 7e-5 … 2e-4.
+#: A weight matrix's mean change in one step at the peak learning rate, as a share of its size, that is too large,
+#: usual, and too small. Healthy: 0.002 … 0.13; 30 times the best rate: 0.33 … 1.4; a 300th: 7e-5 … 2e-4.
 _CHANGE_MAX, _CHANGE_USUAL, _CHANGE_MIN = 0.25, 0.02, 4e-4
 #: Steps at the full rate after which a loss that is not under the baseline proves the rate too large, and one far
 #: above it, or one that has not fallen, proves the rate too small.
