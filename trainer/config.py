@@ -201,6 +201,11 @@ class TrainConfig:
         for name in self.allow_changes:
             if name not in CHANGEABLE:
                 raise UserError(f"--allow_changes is {name}; allowed: {', '.join(CHANGEABLE)}")
+        if "" in self.allowed_fallbacks:
+            raise UserError(
+                f"--allow_fallbacks is '{self.allow_fallbacks}', which has an empty name; allowed: names with commas "
+                f"between them, such as aten::gelu,aten::sort"
+            )
         require_agreement(self.optimizer, self.precision)
         without = self.compile or self.grad_reduce_in_bf16 or self.shard_optimizer
         if self.data_parallel == "ddp" and (self.tensor_parallel_size > 1 or without):
@@ -231,7 +236,7 @@ class TrainConfig:
     @property
     def allowed_fallbacks(self) -> tuple[str, ...]:
         """The operations that `allow_fallbacks` names."""
-        return tuple(filter(None, (self.allow_fallbacks or "").split(",")))
+        return () if self.allow_fallbacks is None else tuple(map(str.strip, self.allow_fallbacks.split(",")))
 
     def global_batch_size(self, data_parallel_size: int) -> int:
         """Samples in one optimizer step of all workers, after the ramp."""

@@ -42,8 +42,8 @@ class DeviceOptions:
     count_operations: bool = False
     #: Whether to use torch.compile.
     compile: bool = False
-    #: Operations that may run on the CPU instead, where the device would otherwise refuse to train.
-    allow_fallbacks: tuple[str, ...] = ()
+    #: Operations that may run on the CPU instead, where the device would otherwise refuse to train; None: all.
+    allow_fallbacks: tuple[str, ...] | None = ()
     #: Most CPU threads that the workload can use; None: no limit.
     threads: int | None = None
     #: Seed of stochastic rounding in hardware; the same on all workers, so that replicas stay equal.

@@ -21,7 +21,7 @@ CC_FLAGS = "NEURON_CC_FLAGS"
 IN_USE = "in-use"
 _FLAG = re.compile(r"--?[\w-]+")
 #: `--cache_dir=X` or `--cache_dir X`, with the space before it.
-_CACHE_DIR = re.compile(r"(?:^|\s+)--cache_dir(?:=|\s+)(\S+)")
+CACHE_DIR = re.compile(r"(?:^|\s+)--cache_dir(?:=|\s+)(\S+)")
 
 
 def node_cache(cache: Path, node: int) -> Path:
@@ -36,10 +36,10 @@ def merge_flags(theirs: str, ours: str) -> tuple[str, list[str]]:
     the one it names.
     """
     remarks = []
-    if cache := _CACHE_DIR.search(ours):
-        for found in set(_CACHE_DIR.findall(theirs)) - {cache[1]}:
+    if cache := CACHE_DIR.search(ours):
+        for found in set(CACHE_DIR.findall(theirs)) - {cache[1]}:
             remarks.append(f"your --cache_dir={found} is not used; this run uses its own, {cache[1]}")
-        theirs = _CACHE_DIR.sub("", theirs)
+        theirs = CACHE_DIR.sub("", theirs)
     given = {word.partition("=")[0]: word for word in theirs.split() if _FLAG.match(word)}
     added = []
     for flag in ours.split():

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from trainer.devices.neuron_cache import CACHE_DIR, CC_FLAGS
 
 XLA, NATIVE = "neuron-xla", "neuron-native"
 #: Where the packages come from; the packages of the same names in the public registry are empty.
@@ -61,6 +62,8 @@ class Installation:
     python: tuple[int, int] = (3, 12)
     #: The type of the instance, such as trn1.32xlarge; another text elsewhere.
     instance: str = ""
+    #: The user's flags for neuronx-cc.
+    cc_flags: str = ""
 
     @classmethod
     def of_machine(cls) -> Installation:
@@ -75,7 +78,8 @@ class Installation:
             versions[name] = about.version
             if "WRONG PACKAGE" in (about.read_text("METADATA") or ""):
                 empty.append(name)
-        return cls(versions, tuple(empty), hasattr(torch, "neuron"), sys.version_info[:2], instance_type())
+        here = sys.version_info[:2], instance_type(), os.environ.get(CC_FLAGS, "")
+        return cls(versions, tuple(empty), hasattr(torch, "neuron"), *here)
 
     def release(self, name: str) -> tuple[int, int]:
         """The first two numbers of a package's version."""
@@ -88,15 +92,18 @@ def instance_type() -> str:
     return _PRODUCT.read_text(encoding="utf-8").strip() if _PRODUCT.exists() else ""
 
 
-def lane_of(found: Installation) -> tuple[str, str]:
-    """The lane that is installed, and how it was recognised. Raises `UserError` if none is."""
+def lane_of(found: Installation, wanted: str = "neuron") -> tuple[str, str]:
+    """The lane that is installed, and how it was recognised. Raises `UserError` if none is, with what to install for
+    the device `wanted`."""
     if found.empty:
         raise UserError(
             f"{', '.join(f'{name} {found.versions[name]}' for name in found.empty)} from the public registry are empty "
-            f"stand-ins; pip uninstall -y {' '.join(found.empty)}, then {_install(XLA)}"
+            f"stand-ins; pip uninstall -y {' '.join(found.empty)}, then {_install(*_fitting(found, wanted))}"
         )
     if "torch-neuronx" not in found.versions:
-        raise UserError(f"device neuron needs torch-neuronx, which is not installed; {_install(XLA)}")
+        raise UserError(
+            f"device {wanted} needs torch-neuronx, which is not installed; {_install(*_fitting(found, wanted))}"
+        )
     name, release = f"torch-neuronx {found.versions['torch-neuronx']}", found.release("torch-neuronx")
     if release >= _NATIVE:
         return NATIVE, f"{name} is native, as all are from 2.13 on"
@@ -105,13 +112,26 @@ def lane_of(found: Installation) -> tuple[str, str]:
     return XLA, f"{name} is below 2.13, where native ones begin"
 
 
+def _fitting(found: Installation, wanted: str) -> list[str]:
+    """The lanes to install for the device `wanted`: for `neuron` those for this machine and, if any is, this Python."""
+    if wanted in PACKAGES:
+        return [wanted]
+    lanes = [lane for lane in PACKAGES if not any(_wrong_machine(found, lane))] or [*PACKAGES]
+    return [lane for lane in lanes if not any(_wrong_python(found, lane))] or lanes
+
+
 def problems(found: Installation) -> list[str]:
     """What keeps this machine from training with what is installed, and the remedy: one line each."""
     try:
         lane, _ = lane_of(found)
     except UserError as error:
         return [str(error)]
-    return [*_wrong_packages(found, lane), *_wrong_machine(found, lane), *_wrong_python(found, lane)]
+    return [*_reasons(found, lane), *_wrong_python(found, lane)]
+
+
+def _reasons(found: Installation, lane: str) -> list[str]:
+    """As `problems`, without Python's version."""
+    return [*_wrong_packages(found, lane), *_wrong_machine(found, lane), *_wrong_flags(found, lane)]
 
 
 def _wrong_packages(found: Installation, lane: str) -> Iterator[str]:
@@ -134,6 +154,14 @@ def _wrong_machine(found: Installation, lane: str) -> Iterator[str]:
         yield f"{lane} does not train on {found.instance}, but on {fitting}; use one of those, or the other lane"
 
 
+def _wrong_flags(found: Installation, lane: str) -> Iterator[str]:
+    if lane == NATIVE and (cache := CACHE_DIR.search(found.cc_flags)):
+        yield (
+            f"{CC_FLAGS} has {cache[0].strip()}, which {lane}'s compiler refuses (NCC_EARG002); remove it from there: "
+            f"--compile_cache and TORCH_NEURONX_NEFF_CACHE_DIR name this lane's cache"
+        )
+
+
 def _wrong_python(found: Installation, lane: str) -> Iterator[str]:
     lowest, highest = _PYTHONS[lane]
     if not lowest <= found.python <= highest:
@@ -146,12 +174,12 @@ def require_lane(found: Installation, wanted: str) -> str:
 
     Python's version is not checked here: what has been imported runs with it.
     """
-    lane, reason = lane_of(found)
+    lane, reason = lane_of(found, wanted)
     if lane != wanted:
         raise UserError(
             f"device {wanted}, but {reason}; choose device {lane}, or in a new environment {_install(wanted)}"
         )
-    for problem in (*_wrong_packages(found, lane), *_wrong_machine(found, lane)):
+    for problem in _reasons(found, lane):
         raise UserError(problem)
     return reason
 
@@ -162,8 +190,9 @@ def require_at_most_fp32(precision: str, lane: str) -> None:
         raise UserError(f"precision fp64 on {lane}, which computes in fp32 at most; use fp32")
 
 
-def _install(lane: str) -> str:
-    return f"pip install --extra-index-url=https://{REPOSITORY} -e '.[{lane}]' (docs/trainium.md)"
+def _install(*lanes: str) -> str:
+    extras = " or ".join(f"'.[{lane}]'" for lane in lanes)
+    return f"pip install --extra-index-url=https://{REPOSITORY} -e {extras} (docs/trainium.md)"
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -203,15 +232,23 @@ def _logical_cores(device: Mapping[str, Any]) -> int:
     """Logical cores of a device, whether `neuron-ls` counts these (as seen on trn2) or physical ones."""
     count, most = int(device["nc_count"]), max(physical for physical, _ in _CHIPS.values())
     in_use = int(device.get("logical_neuroncore_config") or (_PAIR if count == most else 1))
-    return min(count * in_use, most) // int(os.environ.get(_LOGICAL_CORE) or in_use)
+    return min(count * in_use, most) // _logical_core(in_use)
+
+
+def _logical_core(default: int) -> int:
+    """Physical cores in a logical one. Raises `UserError`."""
+    given = os.environ.get(_LOGICAL_CORE)
+    if given and given not in ("1", "2"):
+        raise UserError(f"{_LOGICAL_CORE} is {given}; allowed: 1 or 2, or leave it unset")
+    return int(given or default)
 
 
 def peak_of(name: str) -> float | None:
     """The dense bf16 peak, FLOP/s, of a logical core; `name`: of an instance (trn2.48xlarge) or a chip (trn2, trn2u).
-    None: not known."""
+    None: not known. Raises `UserError`."""
     family = name[:4]
     if family not in _CHIPS:
         return None
     physical, peak = _CHIPS[family]
     default = 1 if family == "trn1" else _PAIR
-    return peak / physical * int(os.environ.get(_LOGICAL_CORE) or default)
+    return peak / physical * _logical_core(default)

@@ -20,6 +20,7 @@ from torch import fx
 from common.errors import UserError
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.compiler import Compiler
+from trainer.devices.neuron_host import raise_open_files
 from trainer.devices.neuron_lane import NATIVE, Installation, peak_of, require_at_most_fp32, require_lane
 from trainer.parallel.mesh import Mesh
 
@@ -54,15 +55,10 @@ class NeuronNativeDevice(Device):
     def __init__(self, mesh: Mesh, options: DeviceOptions) -> None:
         """Does not use the device, since the process group must come first. Raises `UserError`."""
         self._lane = require_lane(Installation.of_machine(), NATIVE)
+        self._open_files = raise_open_files()
         self._neuron: Any = torch.get_device_module("neuron")
-        count = self._neuron.device_count()
-        if mesh.local_rank >= count:
-            raise UserError(
-                f"worker {mesh.local_rank} of this machine asks for NeuronCore {mesh.local_rank}, but torch sees "
-                f"{count}; start at most {count} workers here"
-            )
         self.torch_device = torch.device("neuron", mesh.local_rank)
-        self._allowed = set(options.allow_fallbacks)
+        self._allowed = options.allow_fallbacks
         self._steps = 0
 
     @classmethod
@@ -74,6 +70,12 @@ class NeuronNativeDevice(Device):
         return NeuronCompiler()
 
     def start(self, mesh: Mesh) -> None:
+        count = self._neuron.device_count()
+        if mesh.local_rank >= count:
+            raise UserError(
+                f"worker {mesh.local_rank} of this machine asks for NeuronCore {mesh.local_rank}, but torch sees "
+                f"{count}; start at most {count} workers here"
+            )
         if set_device := getattr(self._neuron, "set_device", None):
             set_device(self.torch_device)
         if forget := _tracking("clear_op_tracking"):
@@ -82,7 +84,8 @@ class NeuronNativeDevice(Device):
     def describe(self) -> str:
         caches = [f"{name}={os.environ[name]}" for name in sorted(os.environ) if name.startswith("TORCH_NEURONX_")]
         name = self._neuron.get_device_name(self.torch_device)
-        return "; ".join([f"{NATIVE}, since {self._lane}; {name}, {self._neuron.device_count()} cores", *caches])
+        found = f"{NATIVE}, since {self._lane}; {name}, {self._neuron.device_count()} cores"
+        return "; ".join([found, *caches, self._open_files])
 
     def automatic_precision(self) -> tuple[str, str]:
         return "autocast", "NeuronCores multiply in bf16"
@@ -103,9 +106,9 @@ class NeuronNativeDevice(Device):
 
     def end_micro_steps(self) -> None:
         self._steps += 1
-        if self._steps - 1 not in _FALLBACK_STEPS:
+        if self._allowed is None or self._steps - 1 not in _FALLBACK_STEPS:
             return
-        if refused := sorted(set(self.fallbacks() or ()) - self._allowed):
+        if refused := sorted(set(self.fallbacks() or ()) - set(self._allowed)):
             raise UserError(
                 f"{', '.join(refused)} ran on the CPU instead of the NeuronCore, which is slow; if that is acceptable, "
                 f"give --allow_fallbacks {','.join(refused)}"

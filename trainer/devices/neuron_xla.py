@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import re
-import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,12 +20,11 @@ from common.errors import UserError
 from common.process import node_rank
 from trainer.devices.base import DeviceOptions
 from trainer.devices.neuron_cache import CC_FLAGS, merge_flags, node_cache, use_cache
+from trainer.devices.neuron_host import check_workers, raise_open_files
 from trainer.devices.neuron_lane import XLA, Installation, cores, peak_of, require_at_most_fp32, require_lane
 from trainer.devices.xla import XlaDevice, buckets
 from trainer.parallel.mesh import Group, Mesh
 
-#: Logical cores of an instance → worker counts that its runtime supports (MLP tutorial, known issues; developer guide).
-_WORKERS = {2: (1, 2), 4: (1, 4), 32: (1, 2, 8, 32), 64: (1, 64), 128: (1, 128)}
 #: Variables of older instructions that torch-neuronx no longer supports.
 _DEPRECATED = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 #: The precision that `auto` selects.
@@ -39,8 +36,6 @@ _ROUNDING, _ROUNDED = "NEURON_RT_STOCHASTIC_ROUNDING_EN", ("bf16-sr", "autocast-
 _BUCKET_MB, _BUCKET, _BUCKET_OF_SEVERAL_NODES = "ALLREDUCE_GRADIENTS_BUCKET_SIZE_MB", "50", "512"
 #: Ports at which the runtime's workers meet on rank 0's machine: above Linux's ephemeral ports, below the last port.
 _FIRST_PORT, _PORTS = 61000, 4096
-#: The limit on open files that AWS's scripts set; each worker opens sockets to many others.
-_OPEN_FILES = 65535
 _INTERFACES = Path("/sys/class/net")
 
 
@@ -82,20 +77,6 @@ def root_comm_id(address: str, port: int) -> str:
     return f"{host}:{_FIRST_PORT + port % _PORTS}"
 
 
-def raise_open_files() -> str:
-    """Raise this process's limit on open files as far as AWS advises and the hard limit allows; returns a line for the
-    log."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    if soft == resource.RLIM_INFINITY:
-        return "ulimit -n unlimited"
-    advice = f" (AWS advises {_OPEN_FILES}; on 'Too many open files' raise the hard limit)"
-    return f"ulimit -n {soft}" + (advice if soft < _OPEN_FILES else "")
-
-
 def settle(wanted: Mapping[str, str], given: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """The variables of `wanted` to set, and a log line for each. Variables `given` by the user win; compiler flags are
     merged flag by flag.
@@ -119,31 +100,6 @@ def settle(wanted: Mapping[str, str], given: Mapping[str, str]) -> tuple[dict[st
         else:
             lines.append(f"{name}={given[name]} (yours; ours would be {value})")
     return chosen, lines
-
-
-def visible_cores(value: str) -> int:
-    """The number of cores in a `NEURON_RT_VISIBLE_CORES` such as `0-7`, `3` or `0,2,4-5`. Raises `UserError`."""
-    count = 0
-    for part in value.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        extent = int(match[2] or match[1]) - int(match[1]) + 1 if match else 0
-        if extent < 1:
-            raise UserError(f"NEURON_RT_VISIBLE_CORES={value} is not a list of cores; write 0-7 or 0,2,4-5")
-        count += extent
-    return count
-
-
-def check_workers(local_workers: int, total: int, visible: str | None) -> None:
-    """Raise `UserError` unless the runtime supports `local_workers` workers on a machine of `total` logical cores."""
-    usable = total if visible is None else min(total, visible_cores(visible))
-    # Instances that are not in the table: any number that fits.
-    allowed = [count for count in _WORKERS.get(total, range(1, total + 1)) if count <= usable]
-    if local_workers not in allowed:
-        seen = f"{total} NeuronCores" + ("" if visible is None else f", {usable} of them visible")
-        raise UserError(
-            f"{local_workers} workers on this machine of {seen}; its runtime supports "
-            f"{', '.join(map(str, allowed))}; change nproc_per_node"
-        )
 
 
 def bucket_bytes(megabytes: str) -> int:

@@ -36,10 +36,11 @@ def resolve(name: str, log: Callable[[str], None] | None = None) -> str:
     """The registry's device that `name` stands for: for `auto` what `automatic` chooses, for `neuron` the lane that is
     installed. Raises `UserError` if none is.
 
-    With the environment variable DISABLE_XLA set, `xla`, `neuron` and `neuron-xla` mean torch's own devices, as in
-    Neuron's developer guide: a CPU on Trainium instances, a GPU where there is one.
+    With the environment variable DISABLE_XLA set, what needs XLA means torch's own devices, as in Neuron's developer
+    guide: a CPU on Trainium instances, a GPU where there is one. `neuron` needs XLA unless its native lane is here.
     """
-    if name in ("xla", "neuron", "neuron-xla") and os.environ.get("DISABLE_XLA"):
+    needs_xla = name in ("xla", "neuron-xla") or (name == "neuron" and not hasattr(torch, "neuron"))
+    if needs_xla and os.environ.get("DISABLE_XLA"):
         if log is not None:
             log(f"DISABLE_XLA={os.environ['DISABLE_XLA']}: device auto instead of {name}, without XLA")
         name = "auto"
@@ -55,7 +56,7 @@ def automatic(log: Callable[[str], None] | None = None) -> str:
     """
     if torch.cuda.is_available():
         return "cuda"
-    if os.environ.get("DISABLE_XLA") or neuron_ls() is None:
+    if neuron_ls() is None or (os.environ.get("DISABLE_XLA") and not hasattr(torch, "neuron")):
         return "cpu"
     try:
         count = cores()

@@ -11,6 +11,8 @@ from trainer.data.shards import id_dtype, write_shard
 
 #: Ids of the special tokens; ordinary ones start at 5.
 _CLS, _SEP, _MASK, _FIRST = 2, 3, 4, 5
+#: Tokens in the shortest row that can be made.
+SHORTEST = 8
 
 
 def sample_rows(
@@ -22,7 +24,7 @@ def sample_rows(
     mask, segments = np.zeros((rows, seq_len), np.uint8), np.zeros((rows, seq_len), np.uint8)
     positions, labels = np.zeros((rows, max_pred_len), np.uint16), np.zeros((rows, max_pred_len), ids.dtype)
     for row in range(rows):
-        length = int(rng.integers(8, seq_len + 1))
+        length = int(rng.integers(SHORTEST, seq_len + 1))
         middle = int(rng.integers(2, length - 3))
         ids[row, :length] = rng.integers(_FIRST, vocab_size, length)
         ids[row, [0, middle, length - 1]] = _CLS, _SEP, _SEP

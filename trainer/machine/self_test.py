@@ -23,7 +23,7 @@ from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.select import select
 from trainer.machine import arithmetic, collectives, randomness, training
 from trainer.machine.kind import FILE, versions
-from trainer.machine.sample import sample_rows, write_sample
+from trainer.machine.sample import SHORTEST, sample_rows, write_sample
 from trainer.machine.subject import Finding, Subject
 from trainer.options import CommandLine, to_config
 from trainer.parallel.mesh import Mesh
@@ -72,6 +72,9 @@ def self_test(given: CommandLine, mesh: Mesh) -> int:
     `Interrupted` after a signal."""
     if not isinstance(given.workload, BertOptions):
         raise UserError(f"--self-test trains BERT, not {given.run.workload}; leave --workload out")
+    seq_len = given.workload.seq_len or _DEFAULT_SEQ_LEN
+    if seq_len < SHORTEST:
+        raise UserError(f"--seq_len is {seq_len}; allowed with --self-test: {SHORTEST} or more")
     output_dir = given.config.output_dir.expanduser()
     with disk_errors(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -102,13 +105,14 @@ def run_checks(subject: Subject, log: Callable[[str], None]) -> dict[str, Outcom
     log(f"{'check':<21} {'':6} {'measured':>9} {'allowed':>9}  worst of")
     for name, check in CHECKS.items():
         began = time.monotonic()
+        mine: list[Finding] = []
         try:
-            mine = list(check(subject))
+            mine.extend(check(subject))  # keeps what is found before an error
         except Interrupted:
             raise
         except Exception as error:
             traceback.print_exc()
-            mine = [Finding(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", math.inf)]
+            mine.append(Finding(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", math.inf))
         everyones = subject.mesh.all_gather_object(mine)
         findings = [finding for worker in everyones for finding in worker]
         outcomes[name] = Outcome(findings, round(time.monotonic() - began, 3))
@@ -139,11 +143,9 @@ def _alone(given: CommandLine) -> CommandLine:
 
 
 def _device_options(config: TrainConfig, *, compiles: bool = False) -> DeviceOptions:
+    """Operations on the CPU end no check: `check_fallbacks` judges them."""
     return DeviceOptions(
-        precision=config.precision,
-        compile_cache=config.compile_cache,
-        compile=compiles,
-        allow_fallbacks=config.allowed_fallbacks,
+        precision=config.precision, compile_cache=config.compile_cache, compile=compiles, allow_fallbacks=None
     )
 
 

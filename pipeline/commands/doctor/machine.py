@@ -13,9 +13,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from common.process import available_cores
 from pipeline.commands.doctor.finding import Finding, Level, Plan
 from stages.view.text import size
+from trainer.devices.neuron_host import check_workers
+from trainer.devices.neuron_lane import XLA
 
 _PROJECT = "bert-pretraining-pipeline"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -113,13 +116,21 @@ def _of_neuron(wanted: str, workers: int, said: dict[str, Any]) -> Iterator[Find
         )  # fmt: skip
     elif lane is not None and not said["neuron_problems"]:
         yield Finding("torch-neuronx", "ok", f"{lane}: {said['neuron_why']}")
-    if cores is None:
-        yield Finding("device", "problem", f"{wanted}: {said['neuron_error']}")
-    elif cores < workers:
-        yield Finding("device", "problem", f"{wanted}: {cores} NeuronCores for {workers} workers; lower [cluster] "
-                      f"nproc_per_node to {cores}, with the same global batch")  # fmt: skip
-    else:
+    wrong = said["neuron_error"] if cores is None else None
+    if cores is not None and lane == XLA:
+        try:
+            check_workers(workers, cores, os.environ.get("NEURON_RT_VISIBLE_CORES"))
+        except UserError as error:
+            wrong = str(error)
+    elif cores is not None and cores < workers:
+        wrong = (
+            f"{cores} NeuronCores for {workers} workers; lower [cluster] nproc_per_node to {cores}, with the same "
+            f"global batch"
+        )
+    if wrong is None:
         yield Finding("device", "ok", f"{wanted}: {cores} NeuronCores for {workers} workers")
+    else:
+        yield Finding("device", "problem", f"{wanted}: {wrong}")
 
 
 def _trainers_doctor() -> dict[str, Any] | str:

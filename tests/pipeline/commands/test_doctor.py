@@ -140,7 +140,35 @@ def test_3_fewer_cores_than_workers(chain: Chain, tmp_path: Path) -> None:
     install_xla_lane(tmp_path / "site")
     words = ("--Cluster-device", "neuron", "--Cluster-nproc-per-node", "4", "--Phase2-micro-batch-size", "2")
     text = problem(chain, "device", *words, "--Phase1-micro-batch-size", "4", **hardware(tmp_path, cores=[2]))
-    assert "2 NeuronCores for 4 workers" in text
+    assert "4 workers on this machine of 2 NeuronCores; its runtime supports 1, 2" in text
+
+
+@pytest.mark.parametrize(
+    ("lane", "cores", "workers", "visible", "words"),
+    [
+        # AWS's MLP tutorial: 1, 2, 8 or 32 workers on a trn1.32xlarge.
+        ("neuron-xla", 32, 16, None, "16 workers on this machine of 32 NeuronCores; its runtime supports 1, 2, 8, 32"),
+        ("neuron-xla", 32, 8, None, ""),
+        ("neuron-xla", 32, 32, "0-7", "32 NeuronCores, 8 of them visible; its runtime supports 1, 2, 8"),
+        ("neuron-xla", 32, 8, "0-7", ""),
+        ("neuron-xla", 32, 8, "all", "NEURON_RT_VISIBLE_CORES=all is not a list of cores"),
+        ("neuron-native", 4, 3, None, ""),
+        ("neuron-native", 4, 5, None, "4 NeuronCores for 5 workers"),
+    ],
+)
+def test_3_workers_that_the_runtime_does_not_support(
+    lane: str, cores: int, workers: int, visible: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report on the machine is a stand-in."""
+    facts = {"gpus": [], "neuron_lane": lane, "neuron_why": "", "neuron_cores": cores, "neuron_problems": []}
+    monkeypatch.setattr(machine, "_trainers_doctor", lambda: facts)
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", visible)
+    cluster = SimpleNamespace(launcher="local", device="neuron", nproc_per_node=workers)
+    *_, found = machine.device(Plan(cast("Goal", SimpleNamespace(settings=SimpleNamespace(cluster=cluster))), []))
+    assert (found.check, found.level) == ("device", "problem" if words else "ok")
+    assert words in found.text
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from trainer.devices.neuron_lane import (
     problems,
     require_lane,
 )
-from trainer.devices.select import automatic
+from trainer.devices.select import automatic, resolve
 
 _XLA = {
     "torch": "2.9.1", "torch-xla": "2.9.0", "torch-neuronx": "2.9.0.2.13.26312", "neuronx-cc": "2.24.8799.0",
@@ -42,7 +43,10 @@ def native(versions: dict[str, str], instance: str = "trn2.48xlarge") -> Install
 
 #: Installation, its lane (None: no lane), and words of the first problem (no words: it can train).
 CASES = {
-    "nothing": (Installation({"torch": "2.9.1"}), None, ["torch-neuronx, which is not installed", "neuron-xla]"]),
+    "nothing": (
+        Installation({"torch": "2.9.1"}), None,
+        ["torch-neuronx, which is not installed", "'.[neuron-xla]' or '.[neuron-native]'"],
+    ),
     "empty packages": (
         Installation({**_XLA, "torch-neuronx": "1.0"}, empty=("torch-neuronx",)),
         None,
@@ -71,6 +75,12 @@ CASES = {
         native({**_NATIVE, "torch": "2.14.0"}), NATIVE, ["2.13.3.0.1 is not made for torch 2.14.0"],
     ),
     "native that was not loaded": (Installation(_NATIVE), NATIVE, ["torch has no torch.neuron", "AUTOLOAD"]),
+    "native with another's compile cache": (
+        Installation(_NATIVE, has_native_device=True, cc_flags="-O1 --cache_dir /theirs --model-type=transformer"),
+        NATIVE,
+        ["NEURON_CC_FLAGS has --cache_dir /theirs", "NCC_EARG002", "remove it"],
+    ),
+    "xla with a compile cache": (Installation(_XLA, cc_flags="--cache_dir=/theirs"), XLA, []),
 }  # fmt: skip
 
 
@@ -96,6 +106,35 @@ def test_the_lane_is_told_and_what_is_wrong_with_it(found: Installation, lane: s
 
 
 @pytest.mark.parametrize(
+    ("wanted", "instance", "python", "advised"),
+    [
+        (NATIVE, "trn2.48xlarge", (3, 12), [NATIVE]),
+        (XLA, "trn2.48xlarge", (3, 12), [XLA]),
+        ("neuron", "trn1.32xlarge", (3, 12), [XLA]),
+        ("neuron", "trn1.32xlarge", (3, 14), [XLA]),  # in another Python: the machine cannot be another
+        ("neuron", "trn2.48xlarge", (3, 11), [XLA]),
+        ("neuron", "trn2.48xlarge", (3, 12), [XLA, NATIVE]),
+        ("neuron", "trn2.48xlarge", (3, 13), [NATIVE]),
+        ("neuron", "trn3.48xlarge", (3, 11), [NATIVE]),
+        ("neuron", "Standard PC", (3, 12), [XLA, NATIVE]),
+        ("neuron", "Standard PC", (3, 14), [NATIVE]),
+    ],
+)
+@pytest.mark.parametrize("versions", [{}, {"torch-neuronx": "1.0"}], ids=["nothing", "empty packages"])
+def test_a_lane_that_fits_is_to_be_installed(
+    wanted: str, instance: str, python: tuple[int, int], advised: list[str], versions: dict[str, str]
+) -> None:
+    found = Installation(versions, empty=tuple(versions), python=python, instance=instance)
+    with pytest.raises(UserError) as refused:
+        lane_of(found, wanted)
+    assert re.findall(r"'\.\[(.*?)\]'", str(refused.value)) == advised
+    if wanted != "neuron":
+        with pytest.raises(UserError) as required:
+            require_lane(found, wanted)
+        assert str(required.value) == str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("name", "logical", "peak"),
     [
         # AWS: 190 TFLOP/s for a chip of 2 cores, 667 and 671 for one of 8; trn2 and trn3 ranks have two by default.
@@ -118,6 +157,18 @@ def test_the_peak_is_that_of_a_logical_core(
     if logical is not None:
         monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", logical)
     assert peak_of(name) == peak
+
+
+@pytest.mark.parametrize("value", ["0", "two", "4", "-1"])
+def test_a_logical_core_has_one_or_two_physical_ones(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", value)
+    install_program(tmp_path, "neuron-ls", f"#!/bin/sh\necho '{json.dumps([_device(8)])}'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    for read in (cores, lambda: peak_of("trn2.48xlarge")):
+        with pytest.raises(UserError, match=rf"NEURON_LOGICAL_NC_CONFIG is {value}; allowed: 1 or 2"):
+            read()
 
 
 def _device(count: int, in_use: int | None = None) -> dict[str, object]:
@@ -164,3 +215,21 @@ def test_a_driver_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pyte
     said: list[str] = []
     assert automatic(said.append) == "cpu"
     assert said == ["warning: device auto is the CPU: neuron-ls: no answer within 0.2 s; check the Neuron driver"]
+
+
+@pytest.mark.parametrize(("lane", "device"), [(NATIVE, NATIVE), (XLA, "cpu"), (None, "cpu")])
+def test_without_xla_there_is_still_the_native_lane(
+    lane: str | None, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DISABLE_XLA concerns what needs XLA."""
+    found = {NATIVE: native(_NATIVE), XLA: Installation(_XLA), None: Installation({})}[lane]
+    monkeypatch.setattr(Installation, "of_machine", lambda: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if found.has_native_device:
+        monkeypatch.setattr(torch, "neuron", object(), raising=False)
+    install_program(tmp_path, "neuron-ls", f"#!/bin/sh\necho '{json.dumps([_device(8)])}'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("DISABLE_XLA", "1")
+    said: list[str] = []
+    assert [resolve("neuron", said.append), resolve("auto", said.append)] == [device, device]
+    assert [line.split(":")[0] for line in said] == ([] if lane == NATIVE else ["DISABLE_XLA=1"])

@@ -231,18 +231,49 @@ def test_a_model_that_workers_share_is_not_compiled(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+def test_the_compilers_flags_name_no_cache(native: dict[str, str], work: dict[str, object], tmp_path: Path) -> None:
+    """Left over from the other lane: every compilation would end with it."""
+    env = {**native, "NEURON_CC_FLAGS": "-O1 --cache_dir=/theirs"}
+    refused = train_there(env, **work, device="neuron", output_dir=tmp_path / "out")
+    assert_one_line_error(refused, "NEURON_CC_FLAGS has --cache_dir=/theirs", "remove it")
+    examined = command("-m", "trainer", "--doctor", env=env)
+    assert "missing NEURON_CC_FLAGS has --cache_dir=/theirs" in examined.stdout, examined.stderr
+
+
+@pytest.mark.slow
+def test_the_self_test_of_two_workers_compares_what_is_compiled(native: dict[str, str], tmp_path: Path) -> None:
+    """And the workers' sums. An operation that ran on the CPU ends none of its trainings: that has a check."""
+    given = options(
+        debug=True, vocab_size=100, seq_len=32, max_pred_len=5, batch_size=2, device="neuron",
+        output_dir=tmp_path / "out",
+    )  # fmt: skip
+    env = {**native, "STANDIN_FALLBACKS": "aten::gelu"}
+    done = command("-m", "trainer", "--self-test", "--spawn", "2", *given, env=env)
+    assert done.returncode == 1, done.stdout + done.stderr
+    record = json.loads((tmp_path / "out" / "self-test.json").read_text())
+    checks = record["checks"]
+    assert [name for name, check in checks.items() if not check["passed"]] == ["fallbacks"], done.stdout
+    assert record["workers"] == 2
+    for name, groups in {"collectives": {"data-parallel group"}, "gradients": {"eager", "compiled"}}.items():
+        measured = {found["what"].split(",")[0] for found in checks[name]["findings"] if found["measured"] is not None}
+        assert groups <= measured
+
+
+@pytest.mark.slow
 def test_the_device_is_not_used_before_the_process_group(autoloading: dict[str, str]) -> None:
-    """As AWS requires; the stand-in counts what has been allocated."""
+    """As AWS requires; the stand-in counts what has been allocated, and refuses workers that use it too early."""
     program = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, 600))
 import torch, torch_neuronx
 from trainer.devices.base import DeviceOptions
 from trainer.devices.select import select
 from trainer.parallel.mesh import Mesh
-device = select("neuron", Mesh(), DeviceOptions(compile=True))
-print(torch.neuron.max_memory_allocated(), device.torch_device)
+device = select("neuron", Mesh(world_size=2, local_world_size=2), DeviceOptions(compile=True))
+print(torch.neuron.max_memory_allocated(), device.torch_device, *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
-    done = command("-c", program, env=autoloading)
-    assert done.stdout.split() == ["0", "neuron:0"], done.stderr
+    done = command("-c", program, env={**autoloading, "WORLD_SIZE": "2"})
+    assert done.stdout.split() == ["0", "neuron:0", "600", "600"], done.stderr
 
 
 @pytest.mark.slow

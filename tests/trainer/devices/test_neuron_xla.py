@@ -26,16 +26,14 @@ from tests.helpers.support import (
 )
 from trainer.devices.base import DeviceOptions
 from trainer.devices.neuron_cache import use_cache
+from trainer.devices.neuron_host import check_workers, raise_open_files, visible_cores
 from trainer.devices.neuron_lane import Installation
 from trainer.devices.neuron_xla import (
     NeuronXlaDevice,
     bucket_bytes,
-    check_workers,
     environment,
-    raise_open_files,
     root_comm_id,
     settle,
-    visible_cores,
 )
 from trainer.devices.xla import buckets
 from trainer.parallel.mesh import Mesh
@@ -142,7 +140,7 @@ def test_the_limit_of_open_files_is_raised_and_told(
 
 
 def test_the_kernel_agrees_about_the_limit_of_open_files() -> None:
-    code = "from trainer.devices.neuron_xla import *; print(raise_open_files()[:14], resource.getrlimit(7))"
+    code = "from trainer.devices.neuron_host import *; print(raise_open_files()[:14], resource.getrlimit(7))"
     done = command("-c", f"import resource; resource.setrlimit(7, (512, 600)); {code}")
     assert done.stdout == "ulimit -n 600  (600, 600)\n", done.stderr
 

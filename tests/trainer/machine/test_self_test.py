@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from common.errors import UserError
 from tests.helpers.support import Workers, assert_one_line_error, command, options, write_model_config
 from trainer.config import TrainConfig
 from trainer.machine.arithmetic import check_fallbacks
-from trainer.machine.self_test import CHECKS, FILE, _device_options
-from trainer.machine.subject import Subject
+from trainer.machine.sample import sample_rows
+from trainer.machine.self_test import CHECKS, FILE, _device_options, run_checks
+from trainer.machine.subject import Finding, Subject
+from trainer.parallel.mesh import Mesh
 
 
 def self_test(folder: Path, fault: str, workers: int = 1, **values: object) -> tuple[int, set[str], str]:
@@ -88,12 +93,42 @@ def test_operations_that_the_options_allow_on_the_cpu_are_no_failure() -> None:
 
     def passed(allowed: str) -> bool:
         config = dataclasses.replace(TrainConfig(), allow_fallbacks=allowed)
-        assert ",".join(_device_options(config).allow_fallbacks) == allowed
+        assert _device_options(config).allow_fallbacks is None  # they are judged here, and end no other check
         (finding,) = check_fallbacks(cast("Subject", SimpleNamespace(device=device, config=config)))
         return finding.passed
 
     assert passed("aten::sort,aten::gelu")
+    assert passed(" aten::sort , aten::gelu")
     assert not passed("aten::gelu")
+
+
+@pytest.mark.parametrize("given", ["", "aten::gelu,", "aten::gelu, ,aten::sort"])
+def test_operations_have_names(given: str) -> None:
+    with pytest.raises(UserError, match=f"--allow_fallbacks is '{given}', .*; allowed: .*aten::gelu,aten::sort"):
+        TrainConfig(allow_fallbacks=given)
+
+
+def test_what_a_check_found_before_an_error_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(subject: Subject) -> Iterator[Finding]:
+        yield Finding("a gradient", 0.5, 0.1)
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr("trainer.machine.self_test.CHECKS", {"gradients": broken})
+    outcome = run_checks(cast("Subject", SimpleNamespace(mesh=Mesh())), lambda line: None)["gradients"]
+    assert [(found.what, found.measured) for found in outcome.findings] == [
+        ("a gradient", 0.5),
+        ("RuntimeError: no answer", math.inf),
+    ]
+    assert not outcome.passed
+
+
+def test_rows_that_are_too_short_are_refused(tmp_path: Path) -> None:
+    """As every other option is, before anything runs; rows of 8 tokens have room for what they need."""
+    refused = command("-m", "trainer", "--self-test", "--seq_len", "7", "--output_dir", str(tmp_path / "out"))
+    assert_one_line_error(refused, "--seq_len is 7", "8 or more")
+    assert not (tmp_path / "out").exists()
+    rows = sample_rows(100, vocab_size=100, seq_len=8, max_pred_len=5, seed=0)
+    assert (rows["input_mask"].sum(axis=1) == 8).all()
 
 
 def test_another_workload_is_refused() -> None:

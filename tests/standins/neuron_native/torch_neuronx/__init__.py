@@ -48,6 +48,17 @@ class _Properties:
     name = os.environ.get("STANDIN_NAME", "trn2")
 
 
+def _in_a_group(use: Callable[..., Any]) -> Callable[..., Any]:
+    """As AWS asks: a worker of several uses the device only when the process group is there."""
+
+    def checked(*given: Any, **named: Any) -> Any:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            raise RuntimeError("the device is used before the process group")
+        return use(*given, **named)
+
+    return checked
+
+
 def _device_module() -> ModuleType:
     """`torch.neuron`."""
 
@@ -62,11 +73,11 @@ def _device_module() -> ModuleType:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
-        "device_count": lambda: _CORES,
+        "device_count": _in_a_group(lambda: _CORES),
         "current_device": lambda: int(_device.current_device()),
-        "set_device": lambda device: _device.set_device(index_of(device)),
-        "get_device_name": lambda device=None: _Properties.name,
-        "get_device_properties": lambda device=None: _Properties(),
+        "set_device": _in_a_group(lambda device: _device.set_device(index_of(device))),
+        "get_device_name": _in_a_group(lambda device=None: _Properties.name),
+        "get_device_properties": _in_a_group(lambda device=None: _Properties()),
         "manual_seed_all": lambda seed: [_device.seed(index, 0 if _STUCK else seed % 2**64) for index in range(_CORES)],
         "get_rng_state": lambda device=None: _device.get_state(index_of(device)),
         "set_rng_state": lambda state, device=None: _device.set_state(index_of(device), state),
