@@ -83,7 +83,8 @@ def results(claim: Claim, runs: Sequence[Run], *, cores: int) -> Iterator[Result
     """The shares, each with its single runs."""
 
     def median(name: str) -> float:
-        return statistics.median(getattr(run, name) for run in runs)
+        found: float = statistics.median(getattr(run, name) for run in runs)
+        return found
 
     what = f"{claim.work.name}, S={claim.work.seq_len}, {claim.precision}, {cores} cores"
     model, matrix = median("model_flops_per_s"), median("matrix_flops_per_s")
