@@ -148,7 +148,7 @@ def _when(training: StageDir) -> float:
     if isinstance(training, StoredDir):
         return training.written
     if training.is_complete:
-        seconds = min(training.written, training.record["seconds"])  # a damaged record has any number
+        seconds: float = min(training.written, training.record["seconds"])  # a damaged record has any number
         return parse_utc(training.record["started"]).timestamp() + max(0.0, seconds)
     return last_sign_of_life(training.path) or training.written
 

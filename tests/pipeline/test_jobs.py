@@ -169,10 +169,10 @@ RECORD: dict[str, Any] = {
     ("name", "value"),
     [
         *(("launcher", value) for value in (None, "x", ["slurm"])),
-        *((name, value) for name in ("token", "name", "id", "namespace") for value in (None, 17, "", "a\0b", [])),
+        *((name, value) for name in ("token", "name", "id", "namespace") for value in (None, 17, "", "a\0b", [1])),
         *(("log_began", value) for value in (None, "0", -1, 0.5, 10**400)),
-        *(("submitted", value) for value in (None, 17, "yesterday", {})),
-        *(("gang", value) for value in (None, 17, "x", [])),
+        *(("submitted", value) for value in (None, 17, "yesterday", {"a": 1})),
+        *(("gang", value) for value in (None, 17, "x", [1])),
     ],
 )
 def test_a_damaged_record_of_a_job_is_one_line_and_no_second_job_is_submitted(

@@ -114,7 +114,7 @@ REJECTED = facts(9.0, accepted=False)["gate"]
 @pytest.mark.parametrize(
     "part",
     [
-        *({"gate": value} for value in ("x", {}, {"accepted": False})),
+        *({"gate": value} for value in ("x", {"a": 1}, {"accepted": False})),
         *({"gate": {**REJECTED, name: None}} for name in ("accepted", "loss", "reference", "tolerance")),
         *({"evaluation": value} for value in ([], {"masked_lm_loss": "4.0"}, {"masked_lm_accuracy": 10**400})),
         *({"text": value} for value in ("x", {"tokens": "2026"}, {"documents": [1]})),

@@ -135,7 +135,8 @@ def change_a_label(path: Path) -> None:
 def replace_by_an_older_file(path: Path) -> None:
     """Different content of the same shape, size and modification time, as `mv`, `cp -p`, rsync and tar leave it."""
     stat, other = path.stat(), path.with_name("other")
-    change_a_label(shutil.copy(path, other))
+    shutil.copy(path, other)
+    change_a_label(other)
     os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     os.replace(other, path)
 
