@@ -4,14 +4,15 @@ examples have labels, and its grammar on BLiMP."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from common.errors import UserError
 from common.files import write_json
-from common.hashing import InputHashes
+from common.hashing import InputHashes, changed
 from common.options import option
 from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
@@ -103,7 +104,8 @@ class EvaluateOptions(StageOptions):
 
 
 def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, Any]:
-    """Evaluate the model, write `evaluation.json` and complete `work`; returns the counts. Raises `UserError`."""
+    """Evaluate the model, write `evaluation.json` and complete `work`; returns the counts. Raises `UserError`, also if
+    an input differs from the one that `work` was claimed with."""
     counts: dict[str, Any] = {"samples": 0}
     has_held_out = any(options.held_out_directory.glob(HELD_OUT_SHARDS))
     if not has_held_out:
@@ -113,16 +115,34 @@ def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, 
         from trainer.devices.select import select_alone
 
         device = select_alone(options.device)
-        model = load_model(options.model_directory, device)
-        blimp = _blimp(options, model) if options.blimp else None  # bad input is reported before anything is computed
-        if has_held_out:
-            counts |= _held_out(work, options, model, device)
-        if blimp is not None:
-            counts |= blimp.scores(work, model, device)
+        with _held_still(work, options):
+            model = load_model(options.model_directory, device)
+            blimp = _blimp(options, model) if options.blimp else None  # bad input is reported before computing
+            if has_held_out:
+                counts |= _held_out(work, options, model, device)
+            if blimp is not None:
+                counts |= blimp.scores(work, model, device)
     report = work.path / "evaluation.json"
     write_json(report, counts)
     work.finish([Output.of(work.path, report)], counts)
     return counts
+
+
+@contextlib.contextmanager
+def _held_still(work: StageDirectory, options: EvaluateOptions) -> Iterator[None]:
+    """Raise `UserError` if an input file, before or after the block, differs from the one that `work` was claimed with:
+    under luigi, that may have been days ago."""
+    hashes, claimed = InputHashes.beside(work.path), work.identity
+
+    def require_unchanged() -> None:
+        found = options.inputs(hashes, claimed.upstream)
+        for name, identity in claimed.inputs.items():
+            if found.get(name) != identity:
+                raise changed(getattr(options, name) or name)
+
+    require_unchanged()
+    yield
+    require_unchanged()
 
 
 def _held_out(

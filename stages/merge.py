@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, fresh_directory, rename_durably
-from common.hashing import InputHashes
+from common.hashing import InputHashes, changed
 from common.options import option
 from common.size import parse_size
 from stages.checkpoints.source import (
@@ -128,7 +128,7 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
             for file in _tokenizer_files(args.tokenizer) if args.tokenizer else ():
                 shutil.copyfile(file, temporary / file.name)
         if args.vocab_file:
-            vocabulary = _vocabulary_of(args.vocab_file, source.config.vocab_size)
+            vocabulary = _vocabulary_of(args.vocab_file, source.config.vocab_size, work.identity.inputs["vocab_file"])
             save_tokenizer(temporary, vocabulary, lower_case=args.lower_case)
         outputs, counts = written(work, source, temporary, "hf", options)
     if (target / CARD).exists():  # a rebuilt model keeps its model card, which people edit
@@ -141,11 +141,16 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
     work.finish(outputs, {**counts, "tokenizer": bool(args.tokenizer or args.vocab_file)})
 
 
-def _vocabulary_of(path: Path, size: int) -> list[str]:
-    """Read the pieces in `path`. Raises `UserError` if there are more than the model's `size` entries."""
+def _vocabulary_of(path: Path, size: int, sha256: str) -> list[str]:
+    """Read the pieces in `path`. Raises `UserError` if its sha256 is not this one, or there are more pieces than the
+    model's `size` entries."""
     from trainer.data.vocabulary import read_vocabulary
 
+    (file,) = InputHashes().hash([path])
+    if file.sha256 != sha256:
+        raise changed(path)
     pieces = read_vocabulary(path)
+    file.require_unchanged()
     # A model may have more entries than pieces: sizes are padded to a multiple of 8 or 64.
     if len(pieces) > size:
         raise UserError(

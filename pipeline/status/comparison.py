@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from pipeline.status.chain import ChainTask
 from pipeline.status.live_report import view
-from pipeline.status.stage_dirs import StageDir, StageDirs, holder
+from pipeline.status.stage_dirs import StageDir, StageDirs, holder, number_of
 from stages.report import view_of
-from stages.view.comparison import Comparison, Trial
+from stages.view.comparison import LOSS, Comparison, Trial
 from stages.view.run import Run
 
 _PRETRAIN = "pretrain-phase"
@@ -42,13 +43,20 @@ def _trial(training: StageDir, chain: list[StageDir], stage_dirs: StageDirs) -> 
 
 def evaluation_of(merged: StageDir, stage_dirs: StageDirs) -> list[StageDir]:
     """The newest complete evaluation of a merged model; [] without one."""
-    return [one for one in made_from(merged, "evaluate", stage_dirs) if one.is_complete][:1]
+    return [one for one in made_from(merged, "evaluate", stage_dirs) if one.is_complete and _has_numbers(one)][:1]
+
+
+def _has_numbers(evaluated: StageDir) -> bool:
+    """Whether the counts that trials are compared by are numbers: a damaged manifest has anything."""
+    counts = evaluated.record["counts"]
+    names = ("samples", LOSS, "masked_lm_accuracy") if counts.get("samples") else ()
+    return all(number_of(counts.get(name)) is not None for name in names)
 
 
 def made_from(source: StageDir, label: str, stage_dirs: StageDirs) -> list[StageDir]:
     """Stages made from `source`; those made from its last checkpoint before those of a rung, newest first."""
     found = [one for one in stage_dirs.by_label[label] if source.fingerprint in one.record["upstream"].values()]
-    return sorted(found, key=lambda one: -float(one.record["parameters"].get("step", "inf")))
+    return sorted(found, key=lambda one: -(number_of(one.record["parameters"].get("step")) or math.inf))
 
 
 def _flat(parameters: dict[str, Any]) -> dict[str, str]:

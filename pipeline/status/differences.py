@@ -26,6 +26,7 @@ def _cause(task: StageTask, old: dict[str, Any], stage_dirs: StageDirs) -> str:
         before = old.get("upstream", {}).get(name)
         if before is None:
             break
+        before = str(before)
         stage_dir = stage_dirs.of_fingerprint(before)
         verb = "changed" if is_complete(up) else "would change"
         if stage_dir is None:

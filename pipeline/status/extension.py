@@ -83,5 +83,6 @@ def continues_from(task: StageTask, stage_dirs: StageDirs) -> str | None:
 
 def extended_from(directory: Path) -> str | None:
     """What the training in `directory` continued from: "step 80 of pretrain-phase1-0123456789"."""
-    record = read_json(directory / EXTENDED_FROM)
-    return None if record is None else f"step {record['step']:,} of {record['directory']}"
+    record = read_json(directory / EXTENDED_FROM) or {}
+    step, name = record.get("step"), record.get("directory")
+    return f"step {step:,} of {name}" if isinstance(step, int) and isinstance(name, str) else None

@@ -15,7 +15,7 @@ from common.files import parse_utc, utc
 from common.options import fields_of
 from pipeline.settings.sections import Corpus, Dataset, Mnist, Model, Phase1, Phase2, Precision, Run
 from pipeline.status.comparison import made_from
-from pipeline.status.stage_dirs import StageDir, StageDirs, holder, last_checkpoint_step, size_bytes
+from pipeline.status.stage_dirs import StageDir, StageDirs, holder, last_checkpoint_step, number_of, size_bytes
 from pipeline.status.stored import StoredDir
 from stages.directory.attempts import last_failure, last_sign_of_life
 from stages.directory.records import read_progress
@@ -123,8 +123,8 @@ def _held(chain: list[StageDir], stage_dirs: StageDirs, stored: Collection[str])
         _state(last, evaluated),
         _when(last),
         [_steps(one) for one in trainings],
-        counts.get(loss),
-        counts.get(accuracy),
+        number_of(counts.get(loss)),
+        number_of(counts.get(accuracy)),
         sum(map(_size, (*trainings, *between, *merged, *evaluations))),
         not isinstance(last, StoredDir),
         isinstance(last, StoredDir) or last.fingerprint in stored,
@@ -148,20 +148,26 @@ def _when(training: StageDir) -> float:
     if isinstance(training, StoredDir):
         return training.written
     if training.is_complete:
-        return parse_utc(training.record["started"]).timestamp() + float(training.record["seconds"])
+        seconds: float = min(training.written, training.record["seconds"])  # a damaged record has any number
+        return parse_utc(training.record["started"]).timestamp() + max(0.0, seconds)
     return last_sign_of_life(training.path) or training.written
 
 
 def _steps(training: StageDir) -> Steps:
     if training.is_complete:
-        done = training.record["counts"].get("steps")
+        done = _whole(training.record["counts"].get("steps"))
         return Steps(done, done)
-    total = training.record["parameters"].get("max_steps")
+    total = _whole(training.record["parameters"].get("max_steps"))
     if isinstance(training, StoredDir):
         return Steps(training.steps, total)
     progress = read_progress(training.path)
     done = progress.get("done") if progress.get("unit") == "steps" else last_checkpoint_step(training.path)
     return Steps(done or 0, total or fixed_steps(training.path, int(training.record.get("phase") or 1)))
+
+
+def _whole(value: Any) -> int | None:
+    """A number of steps of a record; None for anything else, as a damaged record has it."""
+    return value if isinstance(value, int) else None
 
 
 def _size(stage_dir: StageDir) -> int:
@@ -173,12 +179,13 @@ def _settings(stage_dirs: Sequence[StageDir]) -> Iterator[tuple[str, str]]:
     seen = set[str]()
     for stage_dir in stage_dirs:
         parameters = dict(stage_dir.record["parameters"])
-        model = parameters.pop("model", {})
+        model = parameters.pop("model", None)
         for name, (field, about) in fields_of(TrainConfig).items() if _kind(stage_dir) == _PHASE else ():
             if about.omit_default:
                 parameters.setdefault(name, field.default)
         given = {_name(stage_dir.label, key): value for key, value in parameters.items()}
-        given |= {f"Model-{key.replace('_', '-')}": value for key, value in model.items()}
+        if isinstance(model, dict):
+            given |= {f"Model-{key.replace('_', '-')}": value for key, value in model.items()}
         yield from ((name, _text(value)) for name, value in given.items() if name not in seen)
         seen |= given.keys()
 

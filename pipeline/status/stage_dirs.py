@@ -23,6 +23,8 @@ from trainer.checkpoint.directory import CHECKPOINTS, abandoned, whole_checkpoin
 from trainer.state import STATE
 
 _NAME = re.compile(r"(?P<label>[a-z][a-z0-9_]*(?:-phase[0-9]+)?)-(?P<short>[0-9a-f]{10})")
+#: Larger than any number of a record, and small enough for arithmetic.
+_NO_NUMBER = 1e300
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,18 @@ class StageDirs:
 
     def made_with(self, stage_dir: StageDir) -> list[StageDir]:
         """The stages that `stage_dir` was made from, as far as they are there, and itself, in running order."""
-        found: dict[str, StageDir] = {}
+        found, seen = list[StageDir](), set[str]()
 
         def add(one: StageDir) -> None:
+            seen.add(one.fingerprint)
             for fingerprint in one.record.get("upstream", {}).values():
                 up = self.of_fingerprint(str(fingerprint))
-                if up is not None and up.fingerprint not in found:
+                if up is not None and up.fingerprint not in seen:  # damaged records may name each other
                     add(up)
-            found[one.fingerprint] = one
+            found.append(one)
 
         add(stage_dir)
-        return list(found.values())
+        return found
 
     def evaluated_chain(self) -> list[StageDir]:
         """The newest complete evaluation and the stages that it was made from, in running order."""
@@ -136,7 +139,10 @@ class Holder:
 def holder(directory: Path) -> Holder | None:
     """What works in `directory`, or None. Changes nothing; asks the scheduler for a job's state."""
     record = (read_json(directory / LOCK) or {}) if is_held(directory) else None
-    job = find_job(directory)
+    try:
+        job = find_job(directory)
+    except UserError as error:  # its record is damaged, so it may be running
+        return Holder("?", None, None, str(error))
     state = None if job is None else _state(job)
     if record is None and state is None:
         return None
@@ -157,9 +163,9 @@ def _state(job: Job) -> str | None:
 def last_checkpoint_step(directory: Path) -> int | None:
     """The optimizer step, within its phase, of the newest complete checkpoint in a training's directory."""
     for _, path in whole_checkpoints(directory / CHECKPOINTS):
-        state = read_json(path / STATE)
-        if state is not None:
-            return int(state["step"])
+        step = (read_json(path / STATE) or {}).get("step")
+        if isinstance(step, int):
+            return step
     return None
 
 
@@ -177,3 +183,8 @@ def size_bytes(directory: Path) -> int:
                 stat = os.lstat(os.path.join(parent, name))
                 total += stat.st_size if stat.st_nlink == 1 else 0
     return total
+
+
+def number_of(value: Any) -> float | None:
+    """A number of a record; None for anything else, as a damaged record has it."""
+    return value if isinstance(value, (int, float)) and not abs(value) >= _NO_NUMBER else None

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.console import log
 from common.errors import DiskError
 from common.files import read_json
-from pipeline.status.stage_dirs import StageDirs
+from pipeline.status.stage_dirs import StageDirs, number_of
 from stages.directory import attempts
 from stages.directory.records import held_out_shards
 
@@ -46,13 +48,61 @@ def results(night: Path) -> dict[str, Any]:
     }
 
 
+def read(path: Path) -> dict[str, Any] | None:
+    """A night's record; None if it is missing or damaged. What is of another type in it is noted and left out, so that
+    a damaged decision of the gate counts as none."""
+    record = read_json(path)
+    if record is None:
+        return None
+    invalid = [name for name, is_valid in _VALID.items() if record.get(name) is not None and not is_valid(record[name])]
+    if invalid:
+        _note(f"{path} is damaged: {', '.join(invalid)} is left out")
+    return {name: value for name, value in record.items() if name not in invalid}
+
+
+@functools.cache
+def _note(line: str) -> None:
+    """Log it, once."""
+    log(f"note: {line}")
+
+
+def _has(value: Any, *numbers: str) -> bool:
+    """Whether it is an object in which each of these is a number or left out."""
+    return isinstance(value, dict) and all(_is_number(value[name]) for name in numbers if value.get(name) is not None)
+
+
+def _is_number(value: Any) -> bool:
+    return number_of(value) is not None
+
+
+def _is_gate(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("accepted"), bool)
+        and isinstance(value.get("reference"), str)
+        and all(_is_number(value.get(name)) for name in ("loss", "reference_loss", "tolerance"))
+    )
+
+
+#: What is read of a record, and whether it is as `Nightly` writes it; each may be null.
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "gate": _is_gate,
+    "evaluation": lambda value: _has(value, LOSS, "masked_lm_accuracy"),
+    "text": lambda value: _has(value, "documents", "tokens"),
+    "start_from": lambda value: isinstance(value, dict) and isinstance(value.get("night"), str),
+    "seconds": _is_number,
+    "seconds_at_work": _is_number,
+}
+
+
 def records(nights: Path) -> dict[str, dict[str, Any]]:
     """The records of all complete nights by date, oldest first."""
     found = {}
     for path in sorted(nights.glob("*.json")):
         with contextlib.suppress(ValueError):
             datetime.date.fromisoformat(path.stem)
-            found[path.stem] = read_json(path) or {}
+            if (record := read(path)) is not None:
+                found[path.stem] = record
     return found
 
 
@@ -72,9 +122,10 @@ def judged(
     if tolerance is None or not facts["held_out"]:
         return None
     same = [
-        (name, record["evaluation"][LOSS])
+        (name, before)
         for name, record in records(nights).items()
         if name < date.isoformat() and is_accepted(record) and record.get("held_out") == facts["held_out"]
+        if (before := (record.get("evaluation") or {}).get(LOSS)) is not None
     ]
     if not same:
         return None

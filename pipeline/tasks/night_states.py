@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from common.errors import DiskError
 from common.files import parse_utc, read_json, utc_now, write_json
@@ -63,12 +63,13 @@ def forget(nights: Path, date: datetime.date) -> None:
 
 
 def recorded(nights: Path, date: datetime.date) -> NightState | None:
-    """The last state that the night itself recorded."""
-    record = read_json(nights / f"{date}{_SUFFIX}")
-    try:
-        return None if record is None else NightState(**{**record, "started": _valid(record.get("started"))})
-    except TypeError:
+    """The last state that the night itself recorded; None if it recorded none, or it is damaged."""
+    record = read_json(nights / f"{date}{_SUFFIX}") or {}
+    if record.get("status") not in get_args(Status):
         return None
+    kinds = {"host": str, "pid": int, "line": str}
+    valid = {name: record[name] for name, kind in kinds.items() if isinstance(record.get(name), kind)}
+    return NightState(record["status"], _valid(record.get("started")), **valid)
 
 
 def _valid(started: Any) -> str:
@@ -81,7 +82,7 @@ def _valid(started: Any) -> str:
 
 def state_of(nights: Path, date: datetime.date) -> NightState:
     """The night's state now; changes nothing."""
-    complete = read_json(nights / f"{date}.json")
+    complete = night_records.read(nights / f"{date}.json")
     if complete is not None:
         started = _valid(complete.get("started"))
         if night_records.is_accepted(complete):
@@ -99,7 +100,7 @@ def killed(nights: Path) -> Iterator[tuple[datetime.date, NightState]]:
     """Nights that were killed, oldest first. The caller holds the lock, so none of them is running."""
     for date in sorted(dates(nights)):
         state = recorded(nights, date)
-        if state is not None and state.status == "running" and not (nights / f"{date}.json").exists():
+        if state is not None and state.status == "running" and read_json(nights / f"{date}.json") is None:
             yield date, state
 
 

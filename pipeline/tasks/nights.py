@@ -41,7 +41,7 @@ class NightDirs:
         return self.path / date.isoformat()
 
     def is_complete(self, date: datetime.date) -> bool:
-        return self._record(date.isoformat()).exists()
+        return read_json(self._record(date.isoformat())) is not None
 
     def _record(self, name: str) -> Path:
         return self.path / f"{name}.json"
@@ -103,13 +103,14 @@ class NightDirs:
 
     def _accepted(self) -> list[str]:
         """Those of `_complete` that no gate has rejected."""
-        return [name for name in self._complete() if night_records.is_accepted(read_json(self._record(name)) or {})]
+        records = {name: night_records.read(self._record(name)) or {} for name in self._complete()}
+        return [name for name, record in records.items() if night_records.is_accepted(record)]
 
     def _complete(self) -> list[str]:
         """Complete nights whose directories exist, newest first. Future dates, which come from mistakes and wrong
         clocks, are left out."""
         last = last_allowed().isoformat()
-        complete = (path.name for path in self._directories() if self._record(path.name).exists())
+        complete = (path.name for path in self._directories() if read_json(self._record(path.name)) is not None)
         return sorted((name for name in complete if name <= last), reverse=True)
 
     def others(self, date: datetime.date) -> list[Path]:

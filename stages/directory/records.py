@@ -81,8 +81,8 @@ def _is_time(value: Any) -> bool:
 def held_out_shards(record: Mapping[str, Any], dataset: Mapping[str, Any]) -> dict[str, str]:
     """The sha256 of the shards that an evaluation read, by name. `record`, `dataset`: what the evaluation and its data
     set recorded; {} of a data set that is gone makes {} of those that were its."""
-    given: dict[str, str] | None = record.get("inputs", {}).get("held_out")
-    if given is not None:
-        return given
+    given = record.get("inputs", {}).get("held_out")
+    if isinstance(given, dict):
+        return {name: str(sha256) for name, sha256 in given.items()}
     outputs = dataset.get("outputs", ())
     return {one["path"]: one["sha256"] for one in outputs if Path(one["path"]).match(HELD_OUT_SHARDS)}

@@ -15,12 +15,13 @@ from typing import Any, TypeVar
 
 from common.errors import UserError
 from common.files import disk_errors, failpoint, sha256_of
+from common.threads import beside
 from stages.store.backend import Altered, Conflict, Missing, Report
 from stages.store.digest import HashBehind
 from stages.store.options import StoreOptions
 from stages.store.records import is_ours
 from stages.store.s3_requests import S3Requests, base64_sha256
-from stages.transfer.remote import Transient, chunks_of
+from stages.transfer.remote import LeastRate, Transient, chunks_of
 
 T = TypeVar("T")
 
@@ -28,6 +29,8 @@ T = TypeVar("T")
 PART_BYTES, _PARTS_MAX = 16 << 20, 10_000
 #: Seconds for which a listing of unfinished uploads is reused: many large files need only one.
 _LISTED_S = 60.0
+#: A download below this rate is dropped, and what is missing requested again.
+_LEAST = LeastRate()
 
 
 class S3Files(S3Requests):
@@ -186,7 +189,8 @@ class S3Files(S3Requests):
         def get() -> None:
             nonlocal at
             answer = self._request("get_object", key, Range=f"bytes={at}-{stop - 1}")
-            with contextlib.closing(answer["Body"]) as body:
+            body = answer["Body"]
+            with body as raw, _no_slower(_LEAST, lambda: at, raw.shutdown):
                 if not answer.get("ContentRange", f"/{answer['ContentLength']}").endswith(f"/{size}"):
                     raise Altered(key)
                 for data in chunks_of(body.read):
@@ -225,3 +229,30 @@ def _holds(part: dict[str, Any], data: bytes, checksum: str) -> bool:
     if "ChecksumSHA256" in part:
         return bool(part["ChecksumSHA256"] == checksum)
     return bool(part["ETag"].strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest())
+
+
+@contextlib.contextmanager
+def _no_slower(least: LeastRate, at: Callable[[], int], end: Callable[[], None]) -> Iterator[None]:
+    """Raise `Transient` if the block, which reads up to byte `at()`, falls below the least rate: the read timeout
+    restarts with each byte. `end` wakes a read that blocks."""
+    slow: list[Transient] = []
+
+    def watch(over: threading.Event) -> None:
+        before = at()
+        while not over.wait(least.time_s):
+            now = at()
+            if now - before < least.bytes_per_s * least.time_s:
+                came = f"{now - before:,} bytes in {least.time_s:g} s"
+                slow.append(Transient(f"it sent {came}, less than {least.bytes_per_s:g} bytes/s"))
+                with contextlib.suppress(RuntimeError, ValueError):  # it has just ended by itself
+                    end()
+                return
+            before = now
+
+    try:
+        with beside(watch):
+            yield
+    except Exception as error:
+        if slow:
+            raise slow[0] from error
+        raise

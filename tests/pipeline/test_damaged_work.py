@@ -19,16 +19,20 @@ from pipeline.__main__ import main
 from pipeline.commands.status import table
 from pipeline.commands.watch import screen
 from pipeline.settings.load import load
+from pipeline.status.extension import EXTENDED_FROM, extended_from
 from pipeline.status.live_report import view
+from pipeline.status.stage_dirs import StageDirs, last_checkpoint_step
 from pipeline.status.states import statuses
 from pipeline.tasks.bert import BertPhase2
 from pipeline.tasks.everything import Everything
 from tests.helpers.chain import LUIGI, Chain, finished_chain
 from tests.helpers.support import command
+from trainer.metrics.budget import BUDGET, fixed_steps
 
 #: Files that hold what the commands read.
 _RECORDS = ("*/*.json", "*/*.jsonl", "*/lock", "*/checkpoints/*/*.json", "inputs.json")
 _VALUES: list[Any] = [None, True, -1, 10**400, 0.5, "", "x\0y", "2026", [], [1], {}, {"a": None}]
+TIME = "2026-11-26T01:02:03Z"
 
 
 def _truncate(path: Path, draw: random.Random) -> None:
@@ -81,6 +85,23 @@ _DAMAGES: list[Callable[[Path, random.Random], None]] = [
 ]  # fmt: skip
 
 
+def add_records(chain: Chain) -> None:
+    """A job of a scheduler that is not here; a night that a gate rejected, and one that was killed."""
+    job = {"launcher": "slurm", "token": "t", "name": "x", "id": "17", "log_began": 0, "submitted": TIME}
+    (chain.latest("pretrain-phase1") / "job.json").write_text(json.dumps(job))
+    nights = chain.work / "nights"
+    nights.mkdir()
+    gate = {"accepted": False, "loss": 9.0, "reference": "2026-11-18", "reference_loss": 4.0, "tolerance": 0.1}
+    record = {
+        "started": TIME, "seconds": 60.5, "model": "m", "seconds_at_work": 50.5, "held_out": {"x": "1" * 64},
+        "evaluation": {"masked_lm_loss": 9.0, "masked_lm_accuracy": 0.1}, "text": {"documents": 3, "tokens": 99},
+        "start_from": {"night": "2026-11-18"}, "gate": gate,
+    }  # fmt: skip
+    (nights / "2026-11-19.json").write_text(json.dumps(record))
+    state = {"status": "running", "started": TIME, "host": "h", "pid": 1, "line": ""}
+    (nights / "2026-11-20.state.json").write_text(json.dumps(state))
+
+
 def damage(work: Path, draw: random.Random) -> str:
     """Damage a work directory in one way; returns what was done."""
     files = sorted(path for pattern in _RECORDS for path in work.glob(pattern) if path.is_file())
@@ -130,6 +151,12 @@ COMMANDS = (
     "report",
     "clean",
     "cancel Pretrain --phase 1",
+    "runs",
+    "runs --json",
+    "compare",
+    "nights",
+    "nights --trend",
+    "nights --check --date 2026-11-20",
 )
 
 
@@ -144,6 +171,7 @@ def test_no_damage_makes_a_traceback(
     while time.monotonic() < deadline and tries < 150:
         draw = random.Random(tries)
         chain = finished.copy(tmp_path / str(tries))
+        add_records(chain)
         done = [damage(chain.work, draw) for _ in range(draw.randint(1, 3))]
         for words in COMMANDS:
             try:
@@ -154,6 +182,69 @@ def test_no_damage_makes_a_traceback(
         shutil.rmtree(chain.directory)
         tries += 1
     assert tries > 3
+
+
+@pytest.mark.parametrize(
+    ("stage", "where", "value"),
+    [
+        ("pretrain-phase2", "counts.steps", "2026"),
+        ("pretrain-phase2", "parameters.max_steps", []),
+        ("pretrain-phase1", "parameters.model", None),
+        ("pretrain-phase2", "seconds", 10**400),
+        ("pretrain-phase2", "seconds", -1e308),
+        ("merge_shards", "parameters.step", "x"),
+        ("evaluate", "counts.masked_lm_loss", "x"),
+        ("evaluate", "counts.masked_lm_accuracy", 10**400),
+        ("evaluate", "counts.samples", []),
+        ("evaluate", "inputs.held_out", "x"),
+    ],
+)
+def test_what_is_listed_of_a_manifest_may_have_any_type(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ask: Callable[[Chain, str], int],
+    capsys: pytest.CaptureFixture[str], stage: str, where: str, value: Any,
+) -> None:  # fmt: skip
+    chain = finished_chain(tmp_path_factory).copy(tmp_path / "chain")
+    path = chain.latest(stage) / "manifest.json"
+    record = inner = json.loads(path.read_text())
+    *outer, last = where.split(".")
+    for name in outer:
+        inner = inner[name]
+    inner[last] = value
+    path.write_text(json.dumps(record))
+    for words in ("runs", "runs --json", "compare"):
+        assert ask(chain, words) == 0, words
+        assert chain.latest("pretrain-phase2").name in capsys.readouterr().out
+
+
+def test_stages_that_name_each_other_as_upstream_are_listed_once(tmp_path: Path) -> None:
+    for label, own, other in (("merge_shards", "a", "b"), ("evaluate", "b", "a")):
+        (tmp_path / f"{label}-{10 * own}").mkdir()
+        record = {"stage": label, "format_version": 1, "parameters": {}, "inputs": {}}
+        record |= {"upstream": {"made_of": 64 * other}, "fingerprint": 64 * own}
+        (tmp_path / f"{label}-{10 * own}" / "stage.json").write_text(json.dumps(record))
+    stage_dirs = StageDirs(tmp_path)
+    (end,) = stage_dirs.by_label["evaluate"]
+    assert [one.label for one in stage_dirs.made_with(end)] == ["merge_shards", "evaluate"]
+
+
+@pytest.mark.parametrize("step", [None, "8", [8]])
+def test_steps_of_damaged_records_are_not_known(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, step: Any
+) -> None:
+    training = finished_chain(tmp_path_factory).copy(tmp_path / "chain").latest("pretrain-phase2")
+    known = last_checkpoint_step(training)
+    assert isinstance(known, int)
+    (training / EXTENDED_FROM).write_text(json.dumps({"step": 80, "directory": "pretrain-phase2-0123456789"}))
+    assert extended_from(training) == "step 80 of pretrain-phase2-0123456789"
+    for path in (training / "checkpoints").glob("*/state.json"):
+        size, state = path.stat().st_size, json.loads(path.read_text())
+        path.write_text(json.dumps({**state, "step": step}).ljust(size))  # as long as its manifest says
+        assert path.stat().st_size == size
+    (training / EXTENDED_FROM).write_text(json.dumps({"step": step, "directory": "pretrain-phase2-0123456789"}))
+    (training / BUDGET).write_text(json.dumps({"2": {"budget_s": 60, "max_steps": step, "training": {}}}))
+    assert last_checkpoint_step(training) is None
+    assert extended_from(training) is None
+    assert fixed_steps(training, 2) is None
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -11,13 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE
+from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
 from common.secrets import Secret
-from pipeline.launchers import jobs
+from pipeline.launchers import find_job, jobs
 from pipeline.launchers.jobs import STATE, Job, Unreachable
 from pipeline.launchers.jobs import State as JobState
 from pipeline.launchers.process import ProcessResult
 from pipeline.settings.sections import Store
+from pipeline.status.stage_dirs import holder
 from pipeline.store.shared import SharedStage, SharedStore
 from stages.directory.lock import JOB, hold
 from stages.directory.manifest import Identity, Output, StageDirectory, claim
@@ -156,3 +157,43 @@ def test_nothing_is_fetched_into_the_directory_of_a_job_that_runs(tmp_path: Path
         with store.making(stage, attached=False) as was_fetched:
             assert was_fetched
             assert (here / "weights").exists()
+
+
+RECORD: dict[str, Any] = {
+    "launcher": "kubernetes", "namespace": "nlp", "gang": "jobset", "token": "0123abcd", "name": "pretrain-0-0123abcd",
+    "id": "nlp/pretrain-0-0123abcd", "log_began": 0, "submitted": "2026-11-26T01:02:03Z",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("launcher", value) for value in (None, "x", ["slurm"])),
+        *((name, value) for name in ("token", "name", "id", "namespace") for value in (None, 17, "", "a\0b", [1])),
+        *(("log_began", value) for value in (None, "0", -1, 0.5, 10**400)),
+        *(("submitted", value) for value in (None, 17, "yesterday", {"a": 1})),
+        *(("gang", value) for value in (None, 17, "x", [1])),
+    ],
+)
+def test_a_damaged_record_of_a_job_is_one_line_and_no_second_job_is_submitted(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    for record in (RECORD, {**RECORD, "launcher": "slurm"}):
+        (tmp_path / JOB).write_text(json.dumps(record))
+        found = find_job(tmp_path)
+        assert found is not None
+        assert (found.id, found.submitted) == (RECORD["id"], RECORD["submitted"])
+    for damaged in ({}, {**RECORD, name: value}, {key: RECORD[key] for key in RECORD if key != name}):
+        (tmp_path / JOB).write_text(json.dumps(damaged))
+        if name in ("id", "gang") and name not in damaged and damaged:
+            continue  # the submitting process has died; a job of before there were gangs
+        with pytest.raises(UserError, match=f"^{tmp_path / JOB} is damaged: .*; look for one in its scheduler, and"):
+            find_job(tmp_path)
+        assert str(holder(tmp_path)).startswith(f"{tmp_path / JOB} is damaged: "), "`status` says so; `clean` leaves it"
+
+
+@pytest.mark.parametrize("content", ["", '{"launcher": "sl', "[]"])
+def test_a_record_that_was_never_whole_is_of_no_job(tmp_path: Path, content: str) -> None:
+    (tmp_path / JOB).write_text(content)
+    assert find_job(tmp_path) is None
+    assert holder(tmp_path) is None

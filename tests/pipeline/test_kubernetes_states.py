@@ -141,7 +141,10 @@ def test_what_was_submitted_is_found_and_deleted_with_what_is_around_it(
     submitted(cluster, "JobSet" if kind == "jobset" else "Job", pods=2)
     for other in beside:
         cluster.write(other, {"status": {"phase": "Running"}})
-    record = {"launcher": "kubernetes", "namespace": "nlp", "name": NAME, "token": "t", "gang": gang}
+    record = {
+        "launcher": "kubernetes", "namespace": "nlp", "name": NAME, "token": "t", "log_began": 0, "gang": gang,
+        "submitted": "2026-11-26T01:02:03Z",
+    }  # fmt: skip
     (tmp_path / JOB).write_text(json.dumps({k: v for k, v in record.items() if v != "none"}))
     job = find_job(tmp_path)
     assert job is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.settings.load import overlaid
-from pipeline.tasks import night_records
+from pipeline.tasks import night_records, night_states
 from pipeline.tasks.nights import NightDirs
 
 NIGHT = datetime.date(2026, 11, 20)
@@ -117,3 +117,68 @@ def test_the_trend_counts_complete_nights_that_were_all_rejected(tmp_path: Path)
     assert headline() == "2 complete, all of them rejected"
     write(tmp_path, d21=facts(4.0, accepted=True))
     assert headline().startswith("3 complete, 2 of them rejected; latest: 2026-11-21, loss 4")
+
+
+REJECTED = facts(9.0, accepted=False)["gate"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *({"gate": value} for value in ("x", {"a": 1}, {"accepted": False})),
+        *({"gate": {**REJECTED, name: None}} for name in ("accepted", "loss", "reference", "tolerance")),
+        *({"evaluation": value} for value in ([], {"masked_lm_loss": "4.0"}, {"masked_lm_accuracy": 10**400})),
+        *({"text": value} for value in ("x", {"tokens": "2026"}, {"documents": [1]})),
+        *({"start_from": value} for value in ("x", {"night": None})),
+        {"seconds_at_work": {}}, {"seconds": "x"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_part_of_a_record_is_left_out_and_the_night_counts_as_without_a_gate(
+    nights: NightDirs, part: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    night_records._note.cache_clear()
+    write(nights.path, d18=facts(5.0), d19={**facts(4.0), **part})
+    state = night_states.state_of(nights.path, datetime.date(2026, 11, 19))
+    assert (state.status, state.line) == ("complete", "")
+    assert "2026-11-19 " in night_records.trend_text(nights.path)
+    assert night_records.write_trend(nights.path).exists()
+    gate = night_records.judged(nights.path, NIGHT, facts(4.1), 0.0)
+    assert gate is not None
+    assert gate["reference"] == ("2026-11-18" if "evaluation" in part else "2026-11-19")
+    nights.record(NIGHT, facts(9.0, accepted=False))
+    nights.prune(NIGHT)
+    assert (nights.path / "latest").resolve().name == "2026-11-19"
+    (name,) = part
+    assert capsys.readouterr().err.count(f"2026-11-19.json is damaged: {name} is left out") == 1
+
+
+@pytest.mark.parametrize("record", ["", '{"date"', "[]"])
+def test_a_night_whose_record_is_damaged_is_neither_complete_nor_continued(nights: NightDirs, record: str) -> None:
+    write(nights.path, d18=facts(5.0), d19=facts(4.0))
+    date = datetime.date(2026, 11, 19)
+    assert nights.is_complete(date)
+    (nights.path / "2026-11-19.json").write_text(record)
+    assert not nights.is_complete(date), "`Nightly --date` makes it again"
+    assert night_states.state_of(nights.path, date).status == "missing", "`nights --check` says the same"
+    night_states.write(nights.path, date, night_states.now("running"))
+    assert [killed for killed, _ in night_states.killed(nights.path)] == [date]
+    assert list(night_records.records(nights.path)) == ["2026-11-18"]
+    nights.record(NIGHT, facts(9.0, accepted=False))
+    assert (nights.path / "latest").resolve().name == "2026-11-18"
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [
+        ({"status": ["running"], "pid": 1}, "missing"),
+        ({"status": "gone"}, "missing"),
+        ({"pid": 1}, "missing"),
+        ({"status": "failed", "started": 3, "host": None, "pid": "x", "line": ["x"]}, "failed"),
+    ],
+)
+def test_of_a_damaged_state_only_what_is_whole_counts(tmp_path: Path, state: dict[str, Any], status: str) -> None:
+    (tmp_path / f"{NIGHT}.state.json").write_text(json.dumps(state))
+    found = night_states.state_of(tmp_path, NIGHT)
+    assert (found.status, found.started, found.host, found.pid, found.line) == (status, "", "", 0, "")
+    assert not list(night_states.killed(tmp_path))

@@ -125,7 +125,8 @@ def test_a_job_that_nobody_here_can_ask_about_names_the_file_to_remove(
     monkeypatch.setenv("PATH", str(tmp_path))
     directory = tmp_path / "example-0"
     directory.mkdir()
-    (directory / JOB).write_text(json.dumps({"launcher": "slurm", "id": 17, "submitted": "2026-11-26T01:02:03Z"}))
+    record = {"launcher": "slurm", "token": "t", "name": "x", "log_began": 0, "submitted": "2026-11-26T01:02:03Z"}
+    (directory / JOB).write_text(json.dumps({**record, "id": "17"}))
     wanted = f"slurm job 17 may still be running example: .*if it is over, remove {directory / JOB}"
     with pytest.raises(UserError, match=wanted):
         run(tmp_path, DONE)

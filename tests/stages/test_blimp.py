@@ -6,6 +6,7 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from common.errors import UserError
 from common.hashing import InputHashes
 from stages.directory.manifest import Identity, StageDirectory
-from stages.evaluate import EvaluateOptions
+from stages.evaluate import EvaluateOptions, evaluate_model
 from stages.evaluation import blimp
 from stages.evaluation.bert import load_model
 from stages.evaluation.blimp import Blimp, load_tokenizer, pseudo_log_likelihoods, read_pairs
@@ -266,3 +267,24 @@ def test_what_is_no_copy_is_refused_in_one_line(model: Path, archive: Path, tmp_
     refused(archive, "has no tokenizer.json", "--vocab-file", "or leave --blimp out")
     large = write_model(tmp_path / "large", [*SPECIAL_TOKENS, *WORDS], vocab_size=20)
     refused(archive, "24 pieces, the model 20", of=large)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_copy_that_is_not_the_one_the_stage_was_claimed_with_is_refused(
+    model: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Luigi hashes it when it starts, and the model is evaluated days later."""
+    options = EvaluateOptions(model=model, data=tmp_path, blimp=archive, device="cpu")
+
+    def change(*_: object) -> SimpleNamespace:
+        write_archive(archive, {"agreement.jsonl": lines(PAIRS["agreement"])})
+        return SimpleNamespace(scores=lambda *_: {})
+
+    with StageDirectory.begin(tmp_path / "out", options.identity) as work:
+        if when == "before":
+            change()
+        else:
+            monkeypatch.setattr("stages.evaluate._blimp", change)
+        with pytest.raises(UserError, match=f"{archive.name} was changed while it was in use"):
+            evaluate_model(work, options)
+    assert not (tmp_path / "out" / "evaluation.json").exists()

@@ -15,19 +15,21 @@ from typing import Any
 from common.errors import UserError
 from common.files import disk_errors, read_json, replace_json, sha256_of
 
-#: Remembered hashes, by path: [size, mtime in ns, inode, sha256].
+#: Remembered hashes, by path: [size, mtime in ns, ctime in ns, inode, sha256].
 CACHE = "data_identity.json"
 #: Seconds: a file written more recently than this might still change without a new time stamp.
 _SETTLED_S = 2.0
 #: Hashing more data than this is announced: it takes seconds.
 _LARGE_BYTES = 1 << 30
+#: What is read of a file in a stage's manifest.
+_OUTPUT = {"path": str, "bytes": int, "sha256": str}
 
 
 def content_identity(directory: Path, names: Sequence[str], cache: Path, log: Callable[[str], None]) -> str:
     """`content:` and the sha256, in hex, of the names and contents of the files `names` in `directory`.
 
-    A file's hash is taken from its stage's manifest if the file has the size recorded there and is not newer; else it
-    is computed, and cached in the directory `cache`. Raises `UserError`.
+    A file's hash is taken from its stage's manifest if the file has the size recorded there and was there, unchanged,
+    when that was written; else it is computed, and cached in the directory `cache`. Raises `UserError`.
     """
     known = _recorded(directory, names)
     remembered = read_json(cache / CACHE) or {}
@@ -48,28 +50,34 @@ def content_identity(directory: Path, names: Sequence[str], cache: Path, log: Ca
 
 
 def _recorded(directory: Path, names: Sequence[str]) -> dict[str, str]:
-    """sha256 by name from the directory's manifest, for files that are still as it describes them."""
+    """sha256 by name from the directory's manifest, for files that are still as it describes them.
+
+    What is moved or copied over a file may keep an older modification time, but never the time of its last change.
+    """
     manifest = directory / "manifest.json"
     record = read_json(manifest)
     if record is None:
         return {}
-    written = manifest.stat().st_mtime_ns
+    written, outputs = manifest.stat().st_mtime_ns, record.get("outputs")
     wanted, found = set(names), {}
-    for output in record.get("outputs") or []:
-        name = output["path"]
-        if name in wanted:
-            with _readable(directory / name):
-                stat = (directory / name).stat()
-            if stat.st_size == output["bytes"] and stat.st_mtime_ns <= written:
-                found[name] = str(output["sha256"])
+    for output in outputs if isinstance(outputs, list) else ():
+        if _is_output(output) and output["path"] in wanted:
+            size, _, changed, _ = _stamp(directory / output["path"])
+            if size == output["bytes"] and changed <= written:
+                found[output["path"]] = output["sha256"]
     return found
 
 
+def _is_output(entry: Any) -> bool:
+    """Whether it describes a file as a stage's manifest does: another tool's manifest.json may have any content."""
+    return isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in _OUTPUT.items())
+
+
 def _stamp(path: Path) -> list[int]:
-    """Raises `UserError`."""
+    """Size, mtime, ctime and inode. Raises `UserError`."""
     with _readable(path):
         stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 @contextlib.contextmanager
@@ -98,7 +106,7 @@ def _remember(cache: Path, directory: Path, entries: dict[str, list[Any]], remem
     entries = {
         str((directory / name).absolute()): entry
         for name, entry in entries.items()
-        if abs(now - entry[1]) > _SETTLED_S * 1e9  # a file server's clock may be ahead
+        if abs(now - entry[2]) > _SETTLED_S * 1e9  # a file server's clock may be ahead
     }
     with disk_errors(cache / CACHE):
         cache.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,8 @@ from trainer.registry import longest_warmup
 
 #: In a training's directory: the record of each phase that is trained for a given time, by phase number.
 BUDGET = "budget.json"
+#: What is read of a record, with the types that are allowed.
+_RECORD: dict[str, Any] = {"budget_s": (int, float), "max_steps": int, "training": dict}
 #: Steps that have to fit: fewer would be no training, and their number would depend on measurement noise.
 LEAST_STEPS = 10
 #: More steps than any budget holds.
@@ -115,7 +117,8 @@ def identity(config: TrainConfig, *others: dict[str, Any]) -> dict[str, Any]:
 
 def _read(directory: Path, phase: int) -> dict[str, Any] | None:
     record = (read_json(directory / BUDGET) or {}).get(str(phase))
-    return record if isinstance(record, dict) else None
+    is_whole = isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in _RECORD.items())
+    return record if is_whole else None
 
 
 def _plain(value: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.errors import UserError
 from common.secrets import Secret
 from stages.checkpoints.source import opened
 from stages.convert import ConvertOptions, convert
@@ -25,6 +26,7 @@ from tests.conftest import Disk
 from tests.helpers.checkpoints import CONFIG, contents, rewrite, snapshot, write_config, write_native
 from tests.helpers.support import ROOT, assert_one_line_error, forked
 from trainer.checkpoint.interop import chunks
+from trainer.data.vocabulary import SPECIAL_TOKENS, read_vocabulary
 from trainer.models.config import ModelConfig
 
 EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
@@ -129,6 +131,7 @@ from transformers import BertForPreTraining
 from stages import merge
 from stages.directory.manifest import StageDirectory
 BertForPreTraining
+from common.errors import UserError
 from common.secrets import Secret
 options = merge.MergeOptions(source=Secret.address(sys.argv[1]))
 with StageDirectory.begin(Path(sys.argv[2]), options.identity) as work:
@@ -377,3 +380,27 @@ def test_a_second_attempt_replaces_what_a_killed_one_has_left(tmp_path: Path) ->
 def leave_half_a_file(directory: Path) -> None:
     directory.mkdir()
     (directory / "half").write_text("hal")
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_vocabulary_that_is_not_the_one_the_stage_was_claimed_with_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Luigi hashes it when it starts, and the model is merged days later."""
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join([*SPECIAL_TOKENS, "day", "night"]))
+    options = MergeOptions(source=Secret.address(str(write_native(tmp_path, snapshot()))), vocab_file=path)
+
+    def read_and_change(path: Path) -> list[str]:
+        pieces = read_vocabulary(path)
+        path.write_text("\n".join([*pieces, "year"]))
+        return pieces
+
+    with StageDirectory.begin(tmp_path / "out", options.identity) as work:
+        if when == "before":
+            read_and_change(path)
+        else:
+            monkeypatch.setattr("trainer.data.vocabulary.read_vocabulary", read_and_change)
+        with pytest.raises(UserError, match="vocab.txt was changed while it was in use"):
+            merge(work, options)
+    assert not (tmp_path / "out" / "model").exists()

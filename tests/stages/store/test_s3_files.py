@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import stages.transfer.ranges
 from common.errors import DiskError, UserError
 from stages.store.backend import Altered, Missing
 from stages.store.s3_requests import base64_sha256
+from stages.transfer.remote import LeastRate
 from tests.conftest import Disk
 from tests.helpers.stores.s3 import S3, Answer, Handler, before, cut, error, lose, slow
 from tests.stages.store.conftest import Bucket
@@ -173,6 +175,32 @@ def test_a_connection_that_is_cut_again_and_again_gets_on(
     assert bucket.download(data, tmp_path / "file") == len(data)
     assert (tmp_path / "file").read_bytes() == data
     assert s3.count("get_object") == 11
+
+
+def test_a_connection_below_the_least_rate_is_dropped(
+    s3: S3, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that sends a byte often enough that no read times out; a read of the next 256 would take 2.5 s."""
+    monkeypatch.setattr(stages.store.s3_files, "_LEAST", LeastRate(1000, 0.5))
+    bucket.put("objects/x", SMALL)
+    s3.fail(slow(1, 0.01), "get_object")
+    began = time.monotonic()
+    assert bucket.download(SMALL, tmp_path / "file") == len(SMALL)
+    assert time.monotonic() - began < 2.5
+    assert (tmp_path / "file").read_bytes() == SMALL
+    assert s3.count("get_object") == 2
+    assert "objects/x: it sent 0 bytes in 0.5 s, less than 1000 bytes/s; trying again in" in capsys.readouterr().err
+
+
+def test_a_server_that_stays_too_slow_is_given_up_in_one_line(
+    s3: S3, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages.store.s3_files, "_LEAST", LeastRate(1000, 0.2))
+    bucket.put("objects/x", SMALL)
+    s3.fail(slow(1, 0.01), "get_object", times=100)
+    with pytest.raises(UserError, match="less than 1000 bytes/s, 7 times in a row; check network and server"):
+        bucket.download(SMALL, tmp_path / "file")
+    assert not (tmp_path / "file").exists()
 
 
 def test_after_an_error_no_more_parts_are_asked_for(s3: S3, tmp_path: Path) -> None:

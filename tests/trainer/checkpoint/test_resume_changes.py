@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from trainer import registry
 from trainer.checkpoint.format import write_manifest
 from trainer.checkpoint.resume_point import ResumePoint
 from trainer.config import CHANGEABLE, TrainConfig
+from trainer.data import identity
 from trainer.data.identity import CACHE, content_identity
 from trainer.optim.select import takes_over
 from trainer.precision import Precision
@@ -130,14 +132,30 @@ def change_a_label(path: Path) -> None:
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_other_contents_of_the_same_shape_are_another_data_set(model: Path, tmp_path: Path, workers: int) -> None:
+def replace_by_an_older_file(path: Path) -> None:
+    """Different content of the same shape, size and modification time, as `mv`, `cp -p`, rsync and tar leave it."""
+    stat, other = path.stat(), path.with_name("other")
+    shutil.copy(path, other)
+    change_a_label(other)
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    os.replace(other, path)
+
+
+@pytest.mark.parametrize(
+    ("workers", "is_stage", "alter"),
+    [(1, False, change_a_label), (2, False, change_a_label), (1, True, replace_by_an_older_file)],
+)
+def test_other_contents_of_the_same_shape_are_another_data_set(
+    model: Path, tmp_path: Path, workers: int, is_stage: bool, alter: Callable[[Path], None]
+) -> None:
     data = write_dataset(tmp_path / "data", [37, 40])
+    if is_stage:
+        make_stage(data)
     out = tmp_path / "out"
     given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": out, "resume_ckpt": True}
     given["grad_accum_usteps"] = 4 // workers
     assert train(workers, **{**given, "steps_this_run": 4}).returncode == 0
-    change_a_label(data / "synthetic_training_1.hdf5")
+    alter(data / "synthetic_training_1.hdf5")
     done = train(workers, **given)
     assert done.returncode != 0, done.stdout
     assert "data = content:" in done.stdout
@@ -161,20 +179,21 @@ def never_said(line: str) -> None:
     raise AssertionError(line)
 
 
-def test_the_identity_is_the_same_wherever_the_hashes_come_from(tmp_path: Path) -> None:
+@pytest.fixture
+def a_file_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock, which stamps the files, is ten minutes ahead: its new files count as settled."""
+    monkeypatch.setattr(identity, "time", SimpleNamespace(time_ns=lambda: time.time_ns() - 600 * 10**9))
+
+
+def test_the_identity_is_the_same_wherever_the_hashes_come_from(tmp_path: Path, a_file_server: None) -> None:
     """Computed, cached, from the manifest, elsewhere: sha256 of names and sha256 sums, by hashlib alone."""
     data = write_dataset(tmp_path / "data", [11, 12, 13])
     names = sorted(path.name for path in data.iterdir())
     sums = [[name, hashlib.sha256((data / name).read_bytes()).hexdigest()] for name in names]
     wanted = "content:" + hashlib.sha256(json.dumps(sums).encode()).hexdigest()
-    ahead = time.time() + 600  # of a file server whose clock is ahead
-    for name in names:
-        os.utime(data / name, (1e9, 1e9) if name == names[0] else (ahead, ahead))
     assert content_identity(data, names, tmp_path / "cache", never_said) == wanted
     assert len(json.loads((tmp_path / "cache" / CACHE).read_text())) == 3
     assert content_identity(data, names, tmp_path / "cache", never_said) == wanted
-    for name in names:
-        os.utime(data / name, (1e9, 1e9))
     made = shutil.copytree(data, tmp_path / "made")
     make_stage(made)
     assert content_identity(made, names, tmp_path / "unused", never_said) == wanted
@@ -196,6 +215,29 @@ def test_the_manifest_and_the_memory_are_believed_only_of_files_as_they_were(tmp
     assert content_identity(data, names, tmp_path / "cache", never_said) == second
     path.write_bytes(content)
     assert content_identity(data, names, tmp_path / "cache", never_said) == first
+
+
+@pytest.mark.parametrize("is_stage", [False, True])
+def test_an_older_file_in_a_files_place_is_not_believed(tmp_path: Path, is_stage: bool, a_file_server: None) -> None:
+    data = write_dataset(tmp_path / "data", [11, 12])
+    names = make_stage(data) if is_stage else sorted(path.name for path in data.iterdir())
+    first = content_identity(data, names, tmp_path / "cache", never_said)
+    assert (tmp_path / "cache" / CACHE).exists() != is_stage
+    time.sleep(0.02)
+    replace_by_an_older_file(data / names[0])
+    assert content_identity(data, names, tmp_path / "cache", never_said) != first
+
+
+@pytest.mark.parametrize(
+    "outputs", [None, 1, "x", {"path": "a"}, [["a"]], [{"path": ["a"]}], [{"path": "synthetic_training_0.hdf5"}]]
+)
+def test_another_tools_manifest_says_nothing(tmp_path: Path, outputs: Any) -> None:
+    data = write_dataset(tmp_path / "data", [11])
+    names = [path.name for path in data.iterdir()]
+    assert names == ["synthetic_training_0.hdf5"]
+    wanted = content_identity(data, names, tmp_path / "cache", never_said)
+    (data / "manifest.json").write_text(json.dumps({"outputs": outputs}))
+    assert content_identity(data, names, tmp_path / "other", never_said) == wanted
 
 
 @pytest.mark.parametrize(

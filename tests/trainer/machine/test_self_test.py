@@ -15,6 +15,7 @@ import pytest
 from common.errors import UserError
 from tests.helpers.support import Workers, assert_one_line_error, command, options, write_model_config
 from trainer.config import TrainConfig
+from trainer.machine import kind
 from trainer.machine.arithmetic import check_fallbacks
 from trainer.machine.sample import sample_rows
 from trainer.machine.self_test import CHECKS, FILE, _device_options, run_checks
@@ -137,3 +138,20 @@ def test_another_workload_is_refused() -> None:
         "--self-test trains BERT",
         "leave --workload out",
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "trains_bert"),
+    [
+        (["--data_dir", "mnist"], True),
+        (["--workload", "bert", "--data_dir=mnist"], True),
+        (["--output_dir", "mnist", "--workload=bert"], True),
+        (["--workload", "mnist"], False),
+        (["--data_dir=x", "--workload=mnist"], False),
+    ],
+)
+def test_only_a_run_that_trains_no_bert_goes_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], trains_bert: bool
+) -> None:
+    kind.test_once(tmp_path, "cpu", ["-m", "trainer", *words], nodes=2)
+    assert ("self-test: not run across several machines" in capsys.readouterr().err) == trains_bert
