@@ -14,7 +14,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -220,6 +220,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def has_types(value: Any, types: Mapping[str, Any]) -> bool:
+    """Whether it is an object of JSON in which each of these names is there, with this type or one of these."""
+    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in types.items())
 
 
 def utc(seconds: float) -> str:

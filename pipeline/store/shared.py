@@ -194,17 +194,18 @@ class SharedStore:
         return Lease.acquire(self.backend, key, holder, self.options.lease_s, wait=wait)
 
     def _fetch_checkpoint(self, stage: SharedStage, lease: Lease | None) -> None:
-        from stages.store.checkpoints import fetch_checkpoint, forget_newer
+        from stages.store.checkpoints import fetch_checkpoint, forget_newer, newest_step
         from stages.store.lease import LeaseRecord, lease_key
 
         began = time.time()
         key, name = lease_key(stage.label, stage.fingerprint), f"{stage.label}-{stage.fingerprint}"
         record = lease.record if lease is not None else LeaseRecord.read(self.backend, key)
-        found = fetch_checkpoint(self.backend, record, name, stage.directory)
-        if found is None and lease is None:  # whoever trains may have replaced all that was listed
-            found = fetch_checkpoint(self.backend, LeaseRecord.read(self.backend, key), name, stage.directory)
+        here = newest_step(stage.directory) if record.checkpoints else -1  # which reads gigabytes
+        found = fetch_checkpoint(self.backend, record, name, stage.directory, here)
+        if found is None and lease is None and record.checkpoints:  # whoever trains may have replaced all of them
+            found = fetch_checkpoint(self.backend, LeaseRecord.read(self.backend, key), name, stage.directory, here)
         if lease is not None:
-            forget_newer(self.backend, lease, name, stage.directory)
+            forget_newer(self.backend, lease, name, here if found is None else found.step)
         if found is not None:
             attempts.record_wait(stage.directory, "downloading", began)
             log(f"{stage.label}: resumes from {found.name}, fetched from {self.backend.url}")
@@ -215,7 +216,7 @@ class SharedStore:
 
         forget_set_aside(self.backend, lease, f"{stage.label}-{stage.fingerprint}", stage.directory)
         stored = lease.record.newest_step
-        if stored > newest_step(stage.directory):
+        if stored > -1 and stored > newest_step(stage.directory):
             log(
                 f"{stage.label}: {self.backend.url} has a checkpoint of step {stored}, which [store] pull = "
                 f"{self._settings.pull} leaves there; those made here are pushed after that step"

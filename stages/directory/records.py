@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from common.files import PROGRESS, parse_utc, read_json, sha256_of
+from common.files import PROGRESS, has_types, parse_utc, read_json, sha256_of
 from common.lock import IDENTITY
 from trainer.data.file_names import HELD_OUT_SHARDS
 
@@ -24,18 +24,18 @@ _OUTPUT: dict[str, Any] = {"path": str, "bytes": int, "sha256": str}
 def read_identity(directory: Path) -> dict[str, Any] | None:
     """stage.json, or None if it is missing or invalid."""
     record = read_json(directory / IDENTITY)
-    return record if _is(record, _IDENTITY) else None
+    return record if has_types(record, _IDENTITY) else None
 
 
 def read_manifest(directory: Path, name: str = MANIFEST) -> dict[str, Any] | None:
     """manifest.json, or None if it is missing or invalid."""
     record = read_json(directory / name)
-    if record is None or not _is(record, _MANIFEST) or not _is_time(record["started"]):
+    if record is None or not has_types(record, _MANIFEST) or not _is_time(record["started"]):
         return None
     present, versions = record.get("present", []), record.get("versions", {})
     is_whole = isinstance(present, list) and all(isinstance(name, str) for name in present)
     is_whole &= isinstance(versions, dict) and all(isinstance(version, str) for version in versions.values())
-    return record if is_whole and all(_is(output, _OUTPUT) for output in record["outputs"]) else None
+    return record if is_whole and all(has_types(output, _OUTPUT) for output in record["outputs"]) else None
 
 
 def is_inside(path: str) -> bool:
@@ -64,10 +64,6 @@ def read_progress(directory: Path) -> dict[str, Any]:
     record = read_json(directory / PROGRESS) or {}
     numbers = all(isinstance(record.get(name), (int, float, type(None))) for name in ("done", "total", "per_s"))
     return record if numbers and isinstance(record.get("unit"), (str, type(None))) else {}
-
-
-def _is(record: Any, types: dict[str, Any]) -> bool:
-    return isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in types.items())
 
 
 def _is_time(value: Any) -> bool:

@@ -105,14 +105,13 @@ def push_checkpoint(
 
 
 def fetch_checkpoint(
-    backend: Backend, record: LeaseRecord, name: str, directory: Path, report: Report = ignore
+    backend: Backend, record: LeaseRecord, name: str, directory: Path, here: int, report: Report = ignore
 ) -> StoredCheckpoint | None:
-    """Fetch the newest usable checkpoint if it is newer than the intact ones in `directory`, whose lock is held. One
-    that was set aside there when the training was rolled back is not fetched again.
+    """Fetch the newest usable checkpoint if it is newer than step `here`, the `newest_step` of `directory`, whose lock
+    is held. One that was set aside there when the training was rolled back is not fetched again.
 
     None: nothing was fetched. What cannot be used is logged. Raises `UserError`.
     """
-    here = newest_step(directory) if record.checkpoints else -1
     for checkpoint in reversed(record.checkpoints):
         if checkpoint.step <= here:
             return None
@@ -128,10 +127,9 @@ def fetch_checkpoint(
     return None
 
 
-def forget_newer(backend: Backend, lease: Lease, name: str, directory: Path) -> None:
-    """Remove the stored checkpoints that are newer than the intact ones in `directory`: they could not be used or were
-    set aside, and the training there will write others for these steps. Raises `LeaseLost`, `UserError`."""
-    here = newest_step(directory) if lease.record.checkpoints else -1
+def forget_newer(backend: Backend, lease: Lease, name: str, here: int) -> None:
+    """Remove the stored checkpoints that are newer than step `here`, from which the training goes on: they could not be
+    used or were set aside, and it will write others for these steps. Raises `LeaseLost`, `UserError`."""
     _keep(backend, lease, name, lambda checkpoint: checkpoint.step <= here)
 
 

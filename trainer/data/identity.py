@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files import disk_errors, read_json, replace_json, sha256_of
+from common.files import disk_errors, has_types, read_json, replace_json, sha256_of
 
 #: Remembered hashes, by path: [size, mtime in ns, ctime in ns, inode, sha256].
 CACHE = "data_identity.json"
@@ -21,7 +21,7 @@ CACHE = "data_identity.json"
 _SETTLED_S = 2.0
 #: Hashing more data than this is announced: it takes seconds.
 _LARGE_BYTES = 1 << 30
-#: What is read of a file in a stage's manifest.
+#: What is read of a file in a stage's manifest; another tool's manifest.json may have any content.
 _OUTPUT = {"path": str, "bytes": int, "sha256": str}
 
 
@@ -61,16 +61,11 @@ def _recorded(directory: Path, names: Sequence[str]) -> dict[str, str]:
     written, outputs = manifest.stat().st_mtime_ns, record.get("outputs")
     wanted, found = set(names), {}
     for output in outputs if isinstance(outputs, list) else ():
-        if _is_output(output) and output["path"] in wanted:
+        if has_types(output, _OUTPUT) and output["path"] in wanted:
             size, _, changed, _ = _stamp(directory / output["path"])
             if size == output["bytes"] and changed <= written:
                 found[output["path"]] = output["sha256"]
     return found
-
-
-def _is_output(entry: Any) -> bool:
-    """Whether it describes a file as a stage's manifest does: another tool's manifest.json may have any content."""
-    return isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in _OUTPUT.items())
 
 
 def _stamp(path: Path) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 from common.console import clock
 from common.duration import Duration
 from common.errors import AgreedError, UserError
-from common.files import read_json, write_json
+from common.files import has_types, read_json, write_json
 from common.options import fields_of
 from trainer.checkpoint.directory import CHECKPOINTS, checkpoints
 from trainer.config import TrainConfig
@@ -117,8 +117,7 @@ def identity(config: TrainConfig, *others: dict[str, Any]) -> dict[str, Any]:
 
 def _read(directory: Path, phase: int) -> dict[str, Any] | None:
     record = (read_json(directory / BUDGET) or {}).get(str(phase))
-    is_whole = isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in _RECORD.items())
-    return record if is_whole else None
+    return record if has_types(record, _RECORD) else None
 
 
 def _plain(value: dict[str, Any]) -> Any:

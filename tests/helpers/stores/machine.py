@@ -13,7 +13,7 @@ from pathlib import Path
 from common.errors import UserError
 from common.files import METRICS
 from stages.directory.manifest import MANIFEST, Output, StartTime, finish
-from stages.store.checkpoints import fetch_checkpoint, forget_checkpoints
+from stages.store.checkpoints import fetch_checkpoint, forget_checkpoints, newest_step
 from stages.store.companion import Companion
 from stages.store.complete import fetch_stage, find_stage, push_stage
 from stages.store.lease import Lease, LeaseRecord, name_holder
@@ -60,7 +60,7 @@ class Machine:
     def fetch(self, backend: ActorsBackend, record: LeaseRecord) -> None:
         """Fetch the newest checkpoint of the lease, unless one here is as new. A later lease may have removed it."""
         listed = max((one.step for one in record.checkpoints), default=0)
-        fetched = fetch_checkpoint(backend, record, self.shared.name, self.directory)
+        fetched = fetch_checkpoint(backend, record, self.shared.name, self.directory, newest_step(self.directory))
         if self.shared.record["token"] == record.token:
             assert self.step >= listed
             assert fetched is None or (self.directory / METRICS).read_bytes() == metrics_of(listed)

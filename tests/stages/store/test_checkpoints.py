@@ -10,7 +10,7 @@ import pytest
 from common.files import METRICS
 from common.secrets import Secret
 from stages.store.backend import Backend
-from stages.store.checkpoints import fetch_checkpoint, forget_newer, forget_set_aside, push_checkpoint
+from stages.store.checkpoints import fetch_checkpoint, forget_newer, forget_set_aside, newest_step, push_checkpoint
 from stages.store.lease import Holder, Lease, LeaseRecord
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
@@ -53,8 +53,8 @@ def test_a_training_that_was_rolled_back_is_not_undone(backend: Backend, tmp_pat
     assert set_aside(directory / CHECKPOINTS, aside, directory / METRICS)
     lease = taken(backend)
     assert steps(lease.record) == [2, 3]
-    assert fetch_checkpoint(backend, lease.record, NAME, directory) is None
-    forget_newer(backend, lease, NAME, directory)
+    assert fetch_checkpoint(backend, lease.record, NAME, directory, newest_step(directory)) is None
+    forget_newer(backend, lease, NAME, newest_step(directory))
     assert steps(LeaseRecord.read(backend, KEY)) == []
     assert not list(backend.list("checkpoints/"))
     assert [step for step, _ in whole_checkpoints(directory / CHECKPOINTS)] == [1]
@@ -70,12 +70,12 @@ def test_what_cannot_be_used_makes_room_for_what_is_trained_instead(backend: Bac
     for file in newest.files:
         (tmp_path / "store/checkpoints" / NAME / str(newest.token) / file.sha256).write_bytes(b"poison")
     lease, here = taken(backend), tmp_path / "here"
-    fetched = fetch_checkpoint(backend, lease.record, NAME, here)
+    fetched = fetch_checkpoint(backend, lease.record, NAME, here, newest_step(here))
     assert fetched is not None
     assert fetched.step == 4
-    forget_newer(backend, lease, NAME, here)
+    forget_newer(backend, lease, NAME, newest_step(here))
     assert steps(LeaseRecord.read(backend, KEY)) == [4]
-    assert fetch_checkpoint(backend, LeaseRecord.read(backend, KEY), NAME, tmp_path / "third") is not None
+    assert fetch_checkpoint(backend, LeaseRecord.read(backend, KEY), NAME, tmp_path / "third", -1) is not None
 
 
 def damage(path: Path) -> None:
@@ -92,11 +92,11 @@ def test_a_damaged_checkpoint_is_replaced_by_the_one_in_the_store(backend: Backe
         newest = push(backend, lease, directory, step)
     damage(newest)
     lease = taken(backend)
-    fetched = fetch_checkpoint(backend, lease.record, NAME, directory)
+    fetched = fetch_checkpoint(backend, lease.record, NAME, directory, newest_step(directory))
     assert fetched is not None
     assert fetched.step == 2
     assert {file.name: file.read_bytes() for file in newest.iterdir()} == checkpoint_of(2)
-    forget_newer(backend, lease, NAME, directory)
+    forget_newer(backend, lease, NAME, newest_step(directory))
     assert steps(LeaseRecord.read(backend, KEY)) == [1, 2]
 
 
@@ -109,7 +109,7 @@ def test_one_that_was_set_aside_because_it_is_damaged_is_fetched(backend: Backen
     assert set_aside(directory / CHECKPOINTS, [newest], directory / METRICS)
     forget_set_aside(backend, lease, NAME, directory)
     assert steps(lease.record) == [1, 2]
-    fetched = fetch_checkpoint(backend, lease.record, NAME, directory)
+    fetched = fetch_checkpoint(backend, lease.record, NAME, directory, newest_step(directory))
     assert fetched is not None
     assert {file.name: file.read_bytes() for file in newest.iterdir()} == checkpoint_of(2)
 
@@ -121,6 +121,6 @@ def test_a_damaged_checkpoint_is_no_reason_to_fetch_an_older_one(backend: Backen
     newest = directory / CHECKPOINTS / "ckpt_3"
     write(newest, checkpoint_of(3))
     damage(newest)
-    assert fetch_checkpoint(backend, lease.record, NAME, directory) is None
-    forget_newer(backend, lease, NAME, directory)
+    assert fetch_checkpoint(backend, lease.record, NAME, directory, newest_step(directory)) is None
+    forget_newer(backend, lease, NAME, newest_step(directory))
     assert steps(lease.record) == [1, 2]

@@ -319,5 +319,5 @@ def test_a_late_cleaning_leaves_what_later_turns_have_brought(store: Backend, tm
 
     forget_checkpoints(store, late, NAME, Slow())
     machine = Machine(Shared(), tmp_path / "there")
-    assert fetch_checkpoint(store, LeaseRecord.read(store, KEY), NAME, machine.directory) is not None
+    assert fetch_checkpoint(store, LeaseRecord.read(store, KEY), NAME, machine.directory, -1) is not None
     assert machine.step == 1

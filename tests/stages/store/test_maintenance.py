@@ -276,7 +276,7 @@ def test_a_training_that_is_taken_up_meanwhile_is_left_alone(backend: Backend, t
     gone = maintenance.superfluous(contents, older_than_s=30 * DAY, most_bytes=None, newest=None, now=now)
     training.renew()
     assert maintenance.remove(backend, contents, gone, now) == 0
-    assert fetch_checkpoint(backend, LeaseRecord.read(backend, TRAINING), NAME, tmp_path / "there") is not None
+    assert fetch_checkpoint(backend, LeaseRecord.read(backend, TRAINING), NAME, tmp_path / "there", -1) is not None
 
 
 def test_a_damaged_checkpoint_is_removed_with_its_entry(backend: Backend, training: Lease, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_damaged_checkpoint_is_removed_with_its_entry(backend: Backend, traini
     assert list(wrong) == [f"checkpoints/{NAME}/1/{sha256}"]
     assert maintenance.remove_damaged(backend, contents, wrong) == []
     assert not maintenance.verify(backend, maintenance.read(backend), read_all=True)
-    fetched = fetch_checkpoint(backend, LeaseRecord.read(backend, TRAINING), NAME, tmp_path / "there")
+    fetched = fetch_checkpoint(backend, LeaseRecord.read(backend, TRAINING), NAME, tmp_path / "there", -1)
     assert fetched is not None
     assert fetched.step == 1
     training.renew()  # a trainer that continues lists what is there
