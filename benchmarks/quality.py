@@ -1,5 +1,6 @@
 """Time to quality: mini BERT on WikiText-2 with BERT's vocabulary. This project's recipe against BERT's (AdamW, static
-masks, dropout 0.1) and against Hugging Face's Trainer; and the disk space that both recipes' examples take.
+masks, dropout 0.1) and against Hugging Face's Trainer; the disk space that both recipes' examples take; and the
+embedded default, which needs no data, against guessing by word frequency.
 
 Losses are those of the masked tokens of held-out rows, of which 15 % are masked. Our seconds are those of whole
 processes, start-up and initial word embeddings included; Trainer's begin just before its model is made. The examples
@@ -31,6 +32,8 @@ TEXT, VOCABULARY = SHARED / "data" / "wikitext-2", SHARED / "data" / "vocab" / "
 #: Claimed: how many times sooner our recipe reaches the loss of BERT's, and of Trainer's; its accuracy in the time of
 #: BERT's; how many times less disk its examples take.
 SOONER, SOONER_THAN_TRAINER, ACCURACY, LESS_DISK = 15, 15, 0.50, 5
+#: Claimed of the embedded default: its accuracy, nats below the loss of guessing by frequency, seconds of its chain.
+DEFAULT_ACCURACY, DEFAULT_GAIN, DEFAULT_S = 0.22, 0.8, 300
 #: Folders whose sources decide what a training reaches, beside its options.
 SOURCES = ("trainer", "stages", "common", "benchmarks/references")
 
@@ -229,16 +232,45 @@ def compared(
         yield Result(titled, said, other, statistics.median(ahead), " nats more", at_least=0, each=ahead)
 
 
+def embedded_default(cores: int, seeds: int) -> Iterator[Result]:
+    """The claims on the chain that runs without any settings but the seed, from its start to its evaluation."""
+    runs, guessing = list[Trained](), list[Trained]()
+    for seed in range(1, seeds + 1):
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as work:
+            began = time.monotonic()
+            given = ("--Run-work-dir", work, "--Run-seed", str(seed))
+            python("-m", "luigi", "--module", "pipeline", "BertPhase2", *given)
+            seconds = time.monotonic() - began
+            (report,) = Path(work).glob("evaluate-*/evaluation.json")
+            found = json.loads(report.read_text())
+        runs.append(Trained(seconds, found["masked_lm_loss"], found["masked_lm_accuracy"]))
+        guessing.append(Trained(0.0, found["unigram_loss"], found["unigram_accuracy"]))
+    what = f"the embedded default, {cores} cores, {seeds} seeds"
+    said, other = describe(median(runs)), f"by frequency {describe(median(guessing))}"
+    accuracies = tuple(100 * run.accuracy for run in runs)
+    gains = tuple(theirs.loss - ours.loss for ours, theirs in zip(runs, guessing, strict=True))
+    accuracy, gain, seconds = map(statistics.median, (accuracies, gains, times := tuple(run.seconds for run in runs)))
+    yield Result(f"{what}: accuracy", said, other, accuracy, " %", 100 * DEFAULT_ACCURACY, each=accuracies)
+    yield Result(f"{what}: loss", said, other, gain, " nats less", DEFAULT_GAIN, each=gains)
+    yield Result(f"{what}: time of the chain", said, other, seconds, " s", at_most=DEFAULT_S, each=times)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--seeds", type=int, default=3, help="trainings of each recipe")
     p.add_argument("--samples", type=int, default=2000, help="held-out rows")
     p.add_argument("--cores", type=int, default=2, help="cores for each side, one thread per core")
+    p.add_argument("--only-default", action="store_true", help="only the embedded default: 5 minutes per seed")
     p.add_argument("--no-trainer", action="store_true", help="leave out Hugging Face's Trainer")
     p.add_argument(
         "--work", type=Path, help="folder where examples and finished trainings stay; default: a temporary one"
     )
     args = p.parse_args()
+    with on_cores(args.cores):
+        for result in embedded_default(args.cores, args.seeds):
+            say(result)
+    if args.only_default:
+        return
     if not TEXT.is_dir():
         print(f"left out: {TEXT} was not found; BERT_SHARED_DIR names the folder of sample data")
         return

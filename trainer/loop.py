@@ -121,10 +121,11 @@ class Trainer:
         factors, divisor = self.device.loss_factors(counts[: len(self.workload.losses)])
         weights = [self._number(factor) for factor in factors]
         failpoint(f"batch:{step.batch}.{self.mesh.rank}", lambda: weights.__setitem__(0, self._number(math.nan)))
-        for ustep, batch in enumerate(step.micro_batches):
-            if self.agreement.stops_before(ustep):
-                return False
-            self.micro_step(ustep, batch, weights, is_last=ustep + 1 == step.micro_steps)
+        with self._step_context():
+            for ustep, batch in enumerate(step.micro_batches):
+                if self.agreement.stops_before(ustep):
+                    return False
+                self.micro_step(ustep, batch, weights, is_last=ustep + 1 == step.micro_steps)
         self.device.end_micro_steps()
         factor = None if divisor == 1 else self._number(1 / divisor)
         in_bf16 = config.grad_reduce_in_bf16 and self.mesh.data_parallel_size > 1
@@ -144,6 +145,11 @@ class Trainer:
         record = StepRecord(self.state, lr, counts, self.device.compiled_graphs())
         self.device.step_closure(functools.partial(self.metrics.record, record), torch.cat([losses, norm[None]]))
         return True
+
+    def _step_context(self) -> contextlib.AbstractContextManager[object]:
+        if self.device.compiles_steps or self.device.compiler is not None:  # each graph converts what it needs
+            return contextlib.nullcontext()
+        return self.precision.step_context(self.device.torch_device.type)
 
     def micro_step(self, ustep: int, batch: Batch, weights: Sequence[float | Tensor], *, is_last: bool) -> None:
         """Forward and backward of one micro-batch; `weights`: the factor of each loss."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.errors import UserError
@@ -12,9 +14,8 @@ from pipeline.settings.load import load
 from pipeline.status.comparison import of_work_directory
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.sweep import Sweep
-from stages.view.comparison import LOSS, Comparison
-from stages.view.curves import points
-from stages.view.text import columns
+from stages.view.comparison import LOSS, Comparison, Trial
+from stages.view.text import columns, duration, number
 
 SUMMARY = "trials of a sweep, or all trainings: what differs, curves, losses, time, the winner; also as a page"
 _CURVE_WIDTH = 40
@@ -22,15 +23,52 @@ _CURVE_WIDTH = 40
 
 def text(comparison: Comparison) -> str:
     """The table, the curves of the training loss on one scale, and the winner, or why there is none."""
-    drawn = {
-        trial.name: [point.mean for point in points(trial.curves.steps, trial.curves.values[LOSS], _CURVE_WIDTH)]
-        for trial in comparison.trials
+    trials = comparison.trials
+    over_steps = _drawing("training loss over steps", trials, [trial.curves.steps for trial in trials], number)
+    over_time = _drawing("training loss over time", trials, [trial.elapsed for trial in trials], duration)
+    table = columns([comparison.head, *comparison.rows])
+    return "\n".join([*table, *over_steps, *over_time, "", comparison.headline])
+
+
+def _drawing(
+    title: str, trials: Sequence[Trial], axes: Sequence[Sequence[float]], said: Callable[[float], str]
+) -> list[str]:
+    """The trials' curves, drawn as far as each one got, with the first and last loss. `axes`: the position of each
+    trial's steps, on the same scale; `said` writes its end. [] without a step."""
+    curves = {
+        trial.name: [
+            (x, loss)
+            for x, loss in zip(axis, trial.curves.values[LOSS], strict=True)
+            if 0 < x < math.inf and math.isfinite(loss)
+        ]
+        for trial, axis in zip(trials, axes, strict=True)
     }
+    curves = {name: curve for name, curve in curves.items() if curve}
+    if not curves:
+        return []
+    end = max(curve[-1][0] for curve in curves.values())
+    drawn = {name: _parts(curve, end) for name, curve in curves.items()}
     every = [value for values in drawn.values() for value in values]
-    curves = [(name, sparkline(values, min(every), max(every))) for name, values in drawn.items() if values]
-    lines = columns([comparison.head, *comparison.rows])
-    drawing = ["", "training loss over steps", *columns(curves)] if curves else []
-    return "\n".join([*lines, *drawing, "", comparison.headline])
+    low, high = min(every), max(every)
+    lines = [
+        (name, sparkline(values, low, high).ljust(_CURVE_WIDTH), f"{number(values[0])} → {number(values[-1])}")
+        for name, values in drawn.items()
+    ]
+    return ["", f"{title} (to {said(end)})", *columns(lines)]
+
+
+def _parts(curve: Sequence[tuple[float, float]], end: float) -> list[float]:
+    """The mean loss in each of `_CURVE_WIDTH` equal parts of the axis up to `end`, until the curve ends. A part without
+    a step has the loss of the part before it, or of the first step."""
+    parts: list[list[float]] = [[] for _ in range(_CURVE_WIDTH)]
+    for x, loss in curve:
+        parts[min(int(_CURVE_WIDTH * x / end), _CURVE_WIDTH - 1)].append(loss)
+    while not parts[-1]:
+        parts.pop()
+    means = [curve[0][1]]
+    for part in parts:
+        means.append(math.fsum(part) / len(part) if part else means[-1])
+    return means[1:]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

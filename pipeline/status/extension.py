@@ -16,6 +16,7 @@ from stages.directory.manifest import Identity
 from trainer.checkpoint.directory import CHECKPOINTS, checkpoints, whole_checkpoints
 from trainer.checkpoint.stable import stable_step
 from trainer.config import TrainConfig
+from trainer.metrics.budget import UNBOUNDED_STEPS
 from trainer.optim.schedule import DECAY_OPTIONS
 from trainer.registry import stable_steps
 
@@ -40,19 +41,24 @@ def shared_identity(record: dict[str, Any]) -> Identity | None:
     """The identity of the stable part of a training with the identity `record`; None: it has no stable part."""
     if not _stable_steps(record):
         return None
-    parameters = {name: value for name, value in record["parameters"].items() if name not in DECAY_OPTIONS}
+    its_end = (*DECAY_OPTIONS, "budget")
+    parameters = {name: value for name, value in record["parameters"].items() if name not in its_end}
     return Identity.of_record({**record, "parameters": parameters})
 
 
 def _stable_steps(record: dict[str, Any]) -> int:
+    """With a budget, which is not measured before the training begins: as if it never ended."""
     given = {name: record["parameters"].get(name, fields_of(TrainConfig)[name][0].default) for name in DECAY_OPTIONS}
-    return stable_steps(**given) if "max_steps" in record["parameters"] else 0
+    if "max_steps" not in record["parameters"]:
+        given["max_steps"] = UNBOUNDED_STEPS
+    return stable_steps(**given)
 
 
 def stable_checkpoints(task: StageTask, stage_dirs: StageDirs) -> Iterator[StableCheckpoint]:
-    """The checkpoints that `task`, if it has none of its own, can continue from, the last step first."""
+    """The checkpoints that `task`, if it has none of its own, can continue from, the last step first. A training with a
+    budget has none, as its decay is not known before it is measured."""
     mine = task.identity.record()
-    shared = shared_identity(mine)
+    shared = shared_identity(mine) if "max_steps" in mine["parameters"] else None
     if shared is None or checkpoints(task.directory / CHECKPOINTS):
         return iter(())
     # A sweep's trial goes only up to its rung.

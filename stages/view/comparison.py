@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,11 @@ class Trial:
     def curves(self) -> Curves:
         """The curves of the last phase that has recorded steps."""
         return next(reversed(self.run.curves.values()), Curves())
+
+    @property
+    def elapsed(self) -> list[float]:
+        """Seconds of training until the end of each step of `curves`."""
+        return list(itertools.accumulate(self.curves.values["step_time_s"]))
 
     @property
     def training_loss(self) -> float | None:

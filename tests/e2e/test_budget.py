@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ from tests.helpers.chain import prepared_chain, wait_until
 from tests.helpers.support import assert_same_bytes, losses
 from trainer.metrics.budget import BUDGET
 
-BUDGETED = ("--Phase1-budget", "10m")
 PHASE1 = ("Pretrain", "--phase", "1")
+#: Of 6 steps, 3 are stable.
+WSD = ("--Phase1-schedule", "wsd", "--Phase1-decay-share", "0.5")
+BUDGETED = ("--Phase1-budget", "10m", *WSD)
+SECTION = "[phase1]\nbudget = 10m\nschedule = wsd\ndecay_share = 0.5"
+FINISH = (*PHASE1, "--Phase1-max-steps", "8", "--Phase1-schedule", "wsd", "--Phase1-decay-share", "0.25")
 
 
 @pytest.mark.slow
@@ -21,7 +26,9 @@ def test_a_budget_is_measured_once_and_its_steps_are_trained(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     """Luigi is killed once the step count is recorded; the test sets it to 6, as if measured on a slower machine."""
-    chain = prepared_chain(tmp_path_factory).copy(tmp_path / "chain")
+    chain, other = (prepared_chain(tmp_path_factory).copy(tmp_path / name) for name in ("chain", "other"))
+    chain.run(*PHASE1, *WSD, "--Phase1-max-steps", "6")
+    given = chain.latest("pretrain-phase1")
 
     def row(*words: str) -> dict[str, Any]:
         return chain.status(*(words or BUDGETED))["pretrain-phase1"]
@@ -30,7 +37,7 @@ def test_a_budget_is_measured_once_and_its_steps_are_trained(
         return chain.ask("why", *PHASE1, status=status, LUIGI_CONFIG_PATH=str(budgeted)).stdout
 
     budgeted = chain.directory / "budgeted.cfg"
-    budgeted.write_text(chain.config.read_text().replace("[phase1]", "[phase1]\nbudget = 10m"))
+    budgeted.write_text(chain.config.read_text().replace("[phase1]", SECTION))
     assert (row()["state"], row()["total"]) == ("waiting", None)
     luigi = chain.start(*PHASE1, *BUDGETED, FAILPOINT=f"rename-after:{BUDGET}", FAILPOINT_ACTION="wait 600")
     try:
@@ -55,12 +62,16 @@ def test_a_budget_is_measured_once_and_its_steps_are_trained(
     assert chain.manifest("pretrain-phase1")["counts"]["steps"] == 6  # type: ignore[index]
     assert "is complete" in why(0)
     # The same number of steps, given by hand, is the same training under another fingerprint.
-    chain.run(*PHASE1, "--Phase1-max-steps", "6")
-    given = chain.latest("pretrain-phase1")
     assert given != done
     assert_same_bytes(done / "checkpoints" / "ckpt_6", given / "checkpoints" / "ckpt_6")
     # Settings that the budget replaces do not count; a longer budget is another training.
     assert row(*BUDGETED, "--Phase1-max-steps", "7", "--Phase1-warmup-steps", "2")["state"] == "complete"
-    longer = row("--Phase1-budget", "20m", "--Phase1-schedule", "wsd")
+    longer = row("--Phase1-budget", "20m", *WSD)
     assert (longer["state"], longer["total"]) == ("stale", None)
     assert "would continue from" not in longer["detail"]
+    # Its stable part can get another end, as that of a training with max_steps.
+    shutil.rmtree(given)
+    finished = chain.run(*FINISH)
+    assert f"continues from step 3 of {done.name}" in finished.stdout + finished.stderr
+    other.run(*FINISH)
+    assert_same_bytes(*(one.latest("pretrain-phase1") / "checkpoints" / "ckpt_8" for one in (chain, other)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import statistics
@@ -16,6 +17,7 @@ from tests.helpers.support import (
     MODEL,
     Workers,
     assert_one_line_error,
+    command,
     forked,
     losses,
     options,
@@ -391,3 +393,73 @@ def test_the_loss_of_bf16_weights_is_fp32() -> None:
     for loss, logits, truth in zip(found, (words, pairs), (labels, batch.next_sentence_labels), strict=True):
         expected = torch.logsumexp(logits, 1).sum() - logits[[0, 1], truth].sum()
         torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)  # in bf16: 4e-3
+
+
+#: Prints how often each weight is converted to bf16 in a whole training, `sys.argv` being its options.
+CONVERSIONS = """
+import collections, json, sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer.models.bert import BertForPreTraining
+
+counts, weights = collections.Counter(), {}
+call = BertForPreTraining.forward
+
+def forward(self, batch):
+    weights.update({weight.data_ptr(): name for name, weight in self.named_parameters()})
+    return call(self, batch)
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16:
+            if (name := weights.get(args[0].data_ptr())) is not None:
+                counts[name] += 1
+        return result
+
+BertForPreTraining.forward = forward
+from trainer.__main__ import main
+with Counting():
+    status = main()
+print(json.dumps(counts))
+sys.exit(status)
+"""
+
+
+def test_autocast_converts_each_weight_once_a_step(data: Path, model: Path, tmp_path: Path) -> None:
+    """Not once in each of its 4 micro-steps."""
+    given = {**COMMON, "grad_accum_usteps": 4, "max_steps": 3, "precision": "autocast"}
+    words = options(data_dir=data, model_config=model, output_dir=tmp_path / "out", **given)
+    done = command("-c", CONVERSIONS, *words)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts["bert.embeddings.word_embeddings.weight"] == 3  # the decoder's product
+    assert counts["bert.encoder.layer.1.intermediate.dense.weight"] == 3
+    assert set(counts.values()) == {3}
+
+
+def test_weights_converted_once_have_the_gradients_of_weights_converted_each_time() -> None:
+    """Bit for bit; and the next step computes with the weights as they are then."""
+    network = BertForPreTraining(ModelConfig(**MODEL).without_dropout(), CpuOperations())
+    network.initialise(seed=1)
+    batches = [
+        batch_of(synthetic_rows(4, seq_len=32, max_pred_len=5, seed=seed), static=True) for seed in range(3)
+    ]  # fmt: skip
+    precision = Precision("autocast")
+
+    def gradients(*, once: bool) -> list[torch.Tensor]:
+        network.zero_grad()
+        with precision.step_context("cpu") if once else contextlib.nullcontext():
+            for batch in batches:
+                with precision.forward_context("cpu"):
+                    losses = network(batch)
+                sum(losses).backward()
+        return [weight.grad.clone() for weight in network.parameters() if weight.grad is not None]
+
+    for _ in range(2):
+        each, once = gradients(once=False), gradients(once=True)
+        assert len(once) == len(list(network.parameters()))
+        assert all(map(torch.equal, each, once))
+        with torch.no_grad():
+            for weight in network.parameters():
+                weight.mul_(0.9)
