@@ -26,6 +26,7 @@ from tests.helpers.support import (
     write_dataset,
     write_model_config,
 )
+from tests.trainer.models.test_bert import batch_of
 from trainer.checkpoint.format import MASTER
 from trainer.data.shards import write_shard
 from trainer.devices.cpu import CpuDevice
