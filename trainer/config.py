@@ -68,7 +68,7 @@ class TrainConfig:
     )
     max_steps: int = option(
         28125, **_TRAIN, least=1, unit="steps",
-        help="optimizer steps in the phase; the learning rate falls to 0 after the last one, except with --schedule constant",
+        help="optimizer steps in the phase; the learning rate is 0 after the last, except with --schedule constant",
     )  # fmt: skip
     budget: Duration | None = option(
         None, **_TRAIN_HOW, metavar="TIME",

@@ -97,7 +97,7 @@ def _from_newest(config: TrainConfig) -> TrainConfig:
 
 
 def _advice(config: TrainConfig, skipped: list[int], repeated: int | None) -> str:
-    """Advice for a run that has diverged. `repeated`: the batch, if it was left out and the step failed all the same."""
+    """Advice for a run that has diverged. `repeated`: the batch, if it was left out in vain."""
     where = f"checkpoints of earlier steps are in {checkpoint_directory(config)}"
     if config.non_finite == "stop":
         return f"{where}: continue without this batch with --non_finite skip, or lower lr with --allow_changes lr"
@@ -105,6 +105,7 @@ def _advice(config: TrainConfig, skipped: list[int], repeated: int | None) -> st
     if repeated is not None:
         why = f"batch {repeated} was left out, and the step is not finite without it either"
     return (
-        f"{why}, so the run itself diverges; {where}: go back to one with --resume_ckpt --resume_step, and continue with a lower lr "
-        f"or a longer warm-up (--allow_changes lr warmup_steps) or with --precision fp32 (--allow_changes precision)"
+        f"{why}, so the run itself diverges; {where}: go back to one with --resume_ckpt --resume_step, and continue "
+        f"with a lower lr or a longer warm-up (--allow_changes lr warmup_steps) or with --precision "
+        f"fp32 (--allow_changes precision)"
     )
