@@ -41,9 +41,11 @@ class Console(Protocol):
 
     def failed(self, label: str, status: int | None, error: str) -> None:
         """A stage has failed for good; luigi's line tells a person. `status`: its command's exit status, if it ran."""
+        return
 
     def interrupted(self, label: str) -> None:
         """The run was asked to stop while it made a stage; a line of this program tells a person."""
+        return
 
 
 def nothing() -> AbstractContextManager[Said]:
