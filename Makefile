@@ -11,7 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv
-INSTALL = $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python
+INSTALL = $(UV) pip install --quiet --compile-bytecode --build-constraint constraints.txt --python $(BIN)/python
 RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
 
@@ -83,7 +83,7 @@ $(UV):
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
 	  { echo "error: $$($(PYTHON) --version) is not one of Python 3.11 to 3.14; give one with make PYTHON=…" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
 
 clean:
 	rm -rf $(VENV) $(VENV)-newest $(VENV)-lowest build/site

@@ -10,5 +10,7 @@ COPY configs /src/configs
 COPY pipeline /src/pipeline
 COPY stages /src/stages
 COPY trainer /src/trainer
-RUN pip install --no-cache-dir uv \
- && uv pip install --system --no-cache --torch-backend cpu --constraint /src/constraints.txt /src && rm -r /src
+RUN pip install --no-cache-dir --constraint /src/constraints.txt uv \
+ && uv pip install --system --no-cache --build-constraint /src/constraints.txt \
+    --torch-backend cpu --constraint /src/constraints.txt /src \
+ && rm -r /src

@@ -14,6 +14,8 @@ COPY configs /src/configs
 COPY pipeline /src/pipeline
 COPY stages /src/stages
 COPY trainer /src/trainer
-RUN pip install --no-cache-dir uv \
+RUN pip install --no-cache-dir --constraint /src/constraints.txt uv \
  && grep -v -e ^nvidia- -e ^triton= /src/constraints.txt > /src/constraints-cuda.txt \
- && uv pip install --system --no-cache --torch-backend $CUDA --constraint /src/constraints-cuda.txt /src && rm -r /src
+ && uv pip install --system --no-cache --build-constraint /src/constraints.txt \
+    --torch-backend $CUDA --constraint /src/constraints-cuda.txt /src \
+ && rm -r /src

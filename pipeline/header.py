@@ -5,7 +5,7 @@ from __future__ import annotations
 import luigi
 
 from common.process import processes_asked_for
-from pipeline.console.select import shown
+from pipeline.console.select import console
 from pipeline.settings.cluster import Cluster
 from pipeline.status.chain import chain, is_complete
 from pipeline.status.stage_dirs import StageDirs
@@ -29,10 +29,10 @@ def _print_header(task: luigi.Task, dependency: luigi.Task | None = None) -> Non
     left = sum(not is_complete(stage) for stage in stages)
     if left:
         settings = task.settings
-        shown().header(
+        console().header(
             f"{type(task).__name__}: {left} of {len(stages)} stages to make in {settings.work_dir}, "
             f"{_device(settings.cluster)}, "
-            f"{processes_asked_for(0)} cores{_how_long(task)}"
+            f"{_workers(settings.cluster)}{_how_long(task)}"
         )
 
 
@@ -48,6 +48,13 @@ def _device(cluster: Cluster) -> str:
         return f"device auto: {seen.count} × {seen.name}"
     cores = neuron_cores()
     return f"device auto: {cores} NeuronCores" if cores else "device auto: the CPU"
+
+
+def _workers(cluster: Cluster) -> str:
+    """What trains: the cores here, or on other machines the workers."""
+    if cluster.launcher == "local":
+        return f"{processes_asked_for(0)} cores"
+    return f"{cluster.nnodes} node{'s' if cluster.nnodes > 1 else ''} × {cluster.nproc_per_node} workers"
 
 
 def _how_long(task: Goal | Stage) -> str:

@@ -148,7 +148,7 @@ def _from_network(
     def begin(version: Version, missing: int, is_same: bool) -> None:
         if not is_same:
             _forget(work.path)
-        _require_room(work.path, source.url, archive=missing, contents=_contents(source.url, version.length))
+        _require_room(work.path, source.url, archive=missing, contents=unpacked_bytes(source.url, version.length))
 
     version = fetch(
         source,
@@ -197,7 +197,7 @@ def _placed(directory: Path) -> list[Path]:
     return [path for path in directory.iterdir() if is_shard(path.name)]
 
 
-def _contents(name: str, archive_bytes: int) -> int:
+def unpacked_bytes(name: str, archive_bytes: int) -> int:
     """Bytes of an archive's contents; an estimate for a compressed one."""
     is_packed = name.partition("?")[0].endswith((".gz", ".tgz", ".zst", ".xz", ".bz2"))
     return archive_bytes * (PACKED_RATIO if is_packed else 1)
@@ -206,7 +206,7 @@ def _contents(name: str, archive_bytes: int) -> int:
 def _require_room(directory: Path, name: str, *, archive: int, contents: int) -> None:
     """Raise `DiskError` unless there is room for the archive and for the contents not yet in `directory`."""
     contents = max(0, contents - sum(path.stat().st_size for path in _placed(directory)))
-    about = f", estimated at {PACKED_RATIO} times the archive's size" if _contents(name, 1) > 1 else ""
+    about = f", estimated at {PACKED_RATIO} times the archive's size" if unpacked_bytes(name, 1) > 1 else ""
     what = f"{name} ({archive:,} bytes still to fetch, {contents:,} of contents{about}) needs"
     require_disk_space(directory, archive + contents, what)
 
@@ -224,7 +224,7 @@ def _take_in(
     """
     folder = source.is_dir()
     if not folder:
-        _require_room(work.path, name, archive=0, contents=_contents(name, source.stat().st_size))
+        _require_room(work.path, name, archive=0, contents=unpacked_bytes(name, source.stat().st_size))
     processes = processes_asked_for(options.processes)
     total = len(folder_shards(source)) if folder else source.stat().st_size
     skipped = 0

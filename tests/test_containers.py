@@ -88,6 +88,8 @@ def test_others_install_the_versions_that_are_tested(image: str) -> None:
     install = arguments(image, "RUN")[-1]
     backend, constraints = {"cpu": ("cpu", "constraints"), "cuda": ("$CUDA", "constraints-cuda")}[image]
     assert f"--torch-backend {backend} --constraint /src/{constraints}.txt /src" in install
+    assert install.startswith("pip install --no-cache-dir --constraint /src/constraints.txt uv ")
+    assert " --build-constraint /src/constraints.txt " in install
     assert not re.search(r"https?://", " ".join(words for _, words in instructions(image)))
 
 

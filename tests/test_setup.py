@@ -75,6 +75,16 @@ def test_make_run_installs_what_running_needs_and_make_test_all(tmp_path: Path) 
     assert "luigi --module pipeline BertPhase2" in run
 
 
+def test_what_installs_and_builds_is_pinned_too(tmp_path: Path) -> None:
+    words = ["make", "--dry-run", "test", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}"]
+    would = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ).stdout
+    assert "-m pip install --quiet --constraint constraints.txt uv\n" in would
+    assert " --build-constraint constraints.txt " in would
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    builders = {Requirement(one).name for one in build} | {"uv", "editables"}  # hatchling needs it for --editable
+    assert builders <= {one.name for one in CONSTRAINTS}
+
+
 def constraints_without_cuda(script: str, name: str) -> bool:
     """Whether the `grep` of a script writes all constraints except CUDA's libraries and Triton to this file."""
     (filtering,) = re.findall(rf"grep .* constraints.txt(?= > {re.escape(name)}\b)", script)

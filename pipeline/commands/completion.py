@@ -49,9 +49,33 @@ _bert_luigi() {{
   esac
 }}
 
+# The function that completes a command, if there is one; where that is ours, the one before it.
+_bert_function() {{
+  local registered
+  registered=$(complete -p "$@" 2>/dev/null)
+  registered=${{registered#* -F }}
+  case "${{registered%% *}}" in
+    complete) ;;
+    _bert_*) echo "$_bert_other" ;;
+    *) echo "${{registered%% *}}" ;;
+  esac
+}}
+
+# What completes python otherwise, in bash. bash-completion loads its own function when a command is first completed.
+if [ -n "$BASH_VERSION" ]; then
+  _bert_loader=$(_bert_function -D)
+  if [ -n "$_bert_loader" ] && ! complete -p python >/dev/null 2>&1; then
+    "$_bert_loader" python >/dev/null 2>&1
+  fi
+  _bert_other=$(_bert_function python)
+fi
+
 _bert_python() {{
   COMPREPLY=()
-  [ "${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}}" = "-m pipeline" ] || return
+  if [ "${{COMP_WORDS[1]}} ${{COMP_WORDS[2]}}" != "-m pipeline" ]; then
+    [ -z "$_bert_other" ] || "$_bert_other" "$@"
+    return
+  fi
   if [ "$COMP_CWORD" -eq 3 ]; then
     _bert_offer "${{_bert_commands[*]}}"
   elif [ "$COMP_CWORD" -gt 3 ]; then

@@ -15,7 +15,7 @@ from common.secrets import Secret
 from pipeline.settings.load import load
 from pipeline.settings.sections import Settings
 from pipeline.status.comparison import evaluation_of
-from pipeline.status.live_report import shown, view
+from pipeline.status.live_report import settings_by_section, view
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.store.transfer import transfer_bar
 from pipeline.tasks.bert import BertPhase2, MergeShards
@@ -122,7 +122,7 @@ def _model_in(directory: Path, settings: Settings) -> tuple[Path, Run | None]:
     merged = stage_dirs.of_fingerprint(manifest["fingerprint"])
     chain = [] if merged is None else [*stage_dirs.made_with(merged), *evaluation_of(merged, stage_dirs)]
     run = view_of([one.path for one in chain] or [stage], None)
-    return model, Run(run.stages, {**run.settings, "card": shown(settings)["card"]}, written=run.written)
+    return model, Run(run.stages, {**run.settings, "card": settings_by_section(settings)["card"]}, written=run.written)
 
 
 def _card(model: Path, made: Run | None, target: Target) -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
 import json
 from collections.abc import Sequence
-from datetime import datetime
+from pathlib import Path
 
+from common.console import log
 from common.errors import UserError
 from pipeline.settings.load import load
+from pipeline.settings.sections import Settings
 from pipeline.status.runs import HeldRun, differing, held_runs, matching
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.status.stored import stored_dirs
 from pipeline.store.shared import SharedStore
+from pipeline.tasks.nights import NightDirs
 from stages.view.text import columns, number, percent, size
 
 SUMMARY = "a line for each training, here and in the store: when, how far, held-out loss, size, and what differs"
@@ -34,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     conditions = dict(map(_condition, args.where))
     shared = SharedStore.of(settings.store)
     places = str(settings.work_dir) + (f" and {shared.backend.url}" if shared else "")
-    found = matching(_held(StageDirs(settings.work_dir), shared), conditions)
+    found = matching(_held(settings, shared), conditions)
     if args.json:
         print(json.dumps([one.to_json() for one in found], indent=2))
     elif found:
@@ -46,17 +51,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _held(stage_dirs: StageDirs, shared: SharedStore | None) -> list[HeldRun]:
-    if shared is None:
-        return held_runs(stage_dirs)
-    from stages.store.maintenance import read_records
+def _held(settings: Settings, shared: SharedStore | None) -> list[HeldRun]:
+    """Those of the work directory, of its nights, which have their directory in their name, and of the store; newest
+    first."""
+    places = [StageDirs(path) for path in (settings.work_dir, *NightDirs(settings).others(datetime.date.min))]
+    _note_unreadable([path for place in places for path in place.unreadable])
+    stored = set[str]()
+    if shared is not None:
+        from stages.store.maintenance import read_records
 
-    contents = read_records(shared.backend)
-    stored = {one.record.fingerprint for one in contents.stages}
-    stored |= {one.fingerprint for one in contents.trainings if one.lease.checkpoints}
-    here = {one.fingerprint for one in stage_dirs.all}
-    elsewhere = stored_dirs(shared.backend, contents, here)
-    return held_runs(StageDirs(stage_dirs.work_dir, elsewhere), stored)
+        contents = read_records(shared.backend)
+        stored = {one.record.fingerprint for one in contents.stages}
+        stored |= {one.fingerprint for one in contents.trainings if one.lease.checkpoints}
+        here = {one.fingerprint for place in places for one in place.all}
+        places[0] = StageDirs(settings.work_dir, stored_dirs(shared.backend, contents, here))
+    top, *nights = places
+    found = held_runs(top, stored)
+    for night in nights:
+        name = night.work_dir.relative_to(settings.work_dir.absolute())
+        found += [dataclasses.replace(one, name=f"{name}/{one.name}") for one in held_runs(night, stored)]
+    return sorted(found, key=lambda run: run.when, reverse=True)
+
+
+def _note_unreadable(paths: Sequence[Path]) -> None:
+    if paths:
+        log(f"note: {len(paths)} stage director{'ies' if len(paths) > 1 else 'y'} cannot be read and may hold more: "
+            f"{paths[0]}{', …' if len(paths) > 1 else ''}")  # fmt: skip
 
 
 def _condition(text: str) -> tuple[str, str]:
@@ -76,7 +96,7 @@ def table(runs: Sequence[HeldRun], *, has_store: bool) -> str:
         rows.append(
             [
                 one.name,
-                datetime.fromtimestamp(one.when).strftime("%Y-%m-%d %H:%M"),
+                datetime.datetime.fromtimestamp(one.when).strftime("%Y-%m-%d %H:%M"),
                 one.state,
                 " + ".join(map(str, one.steps)),
                 number(one.loss),

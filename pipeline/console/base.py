@@ -39,6 +39,14 @@ class Console(Protocol):
     def complete(self, label: str, seconds: float, result: str) -> None:
         """A stage is complete. `result`: the last line of its command's output, without the stage's directory."""
 
+    def failed(self, label: str, status: int | None, error: str) -> None:
+        """A stage has failed for good; luigi's line tells a person. `status`: its command's exit status, if it ran."""
+        return
+
+    def interrupted(self, label: str) -> None:
+        """The run was asked to stop while it made a stage; a line of this program tells a person."""
+        return
+
 
 def nothing() -> AbstractContextManager[Said]:
     """Shows no line of a command."""

@@ -18,7 +18,7 @@ _PROGRESS_EVERY_S = 10.0
 
 
 class Events(Console):
-    """{"event", "time", …}: header, line, started, said, progress, complete."""
+    """{"event", "time", …}: header, line, started, said, progress, complete, failed, interrupted."""
 
     def header(self, text: str) -> None:
         self._write("header", text=text)
@@ -45,6 +45,12 @@ class Events(Console):
 
     def complete(self, label: str, seconds: float, result: str) -> None:
         self._write("complete", stage=label, seconds=round(seconds, 3), result=result)
+
+    def failed(self, label: str, status: int | None, error: str) -> None:
+        self._write("failed", stage=label, status=status, error=error)
+
+    def interrupted(self, label: str) -> None:
+        self._write("interrupted", stage=label)
 
     def _write(self, event: str, **values: object) -> None:
         print_line(json.dumps({"event": event, "time": utc_now(), **values}, ensure_ascii=False))

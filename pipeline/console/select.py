@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from common import console
+from common.console import show_lines_with
 from pipeline.console.base import Console
 from pipeline.console.events import Events
 from pipeline.console.live import Live
@@ -28,7 +28,7 @@ def choose_once(name: str) -> None:
         _choose(made[name]())
 
 
-def shown() -> Console:
+def console() -> Console:
     """The console of this process. Stages that run at the same time, each in a process of its own, share a terminal and
     have no live line."""
     if _chosen is None or (isinstance(_chosen, Live) and multiprocessing.parent_process() is not None):
@@ -40,5 +40,5 @@ def _choose(chosen: Console) -> Console:
     """From now on `log` shows its lines there, too."""
     global _chosen
     _chosen = chosen
-    console.show_lines_with(chosen.line)
+    show_lines_with(chosen.line)
     return chosen

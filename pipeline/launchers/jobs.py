@@ -22,7 +22,7 @@ from common.console import log
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
 from common.files import read_json, utc_now, write_json
 from pipeline.console.base import Said
-from pipeline.console.select import shown
+from pipeline.console.select import console
 from pipeline.launchers.base import Detached, StageCommand
 from pipeline.launchers.process import ProcessResult, handling
 from stages.directory.lock import JOB
@@ -187,7 +187,7 @@ class Job:
         is_new = from_start or not log_path.exists()
         tail = _Tail(log_path, self.record["log_began"] if is_new else log_path.stat().st_size)
         label = self.directory.name.rpartition("-")[0]
-        with shown().running(label, self.directory) as said:
+        with console().running(label, self.directory) as said:
             with _noted_signals() as signals:
                 state = self._watch(tail, said, signals)
             result = self._how_it_ended(state)

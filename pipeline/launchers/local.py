@@ -12,7 +12,7 @@ from common.console import log
 from common.errors import NodeMissing, UserError
 from common.files import parse_utc, read_json
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
-from pipeline.console.select import shown
+from pipeline.console.select import console
 from pipeline.launchers import process
 from pipeline.launchers.base import StageCommand
 from pipeline.launchers.process import LaunchSpec, ProcessResult
@@ -41,7 +41,7 @@ class Local:
                 directory=work.directory,
                 fingerprint=work.fingerprint,
                 keep_open=(work.lock,),
-                showing=shown().running(work.label, work.directory),
+                showing=console().running(work.label, work.directory),
                 hang_timeout_s=work.hang_timeout_s,
                 start=start,
             )

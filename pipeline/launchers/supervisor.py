@@ -18,7 +18,7 @@ from common import forked
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
 from common.files import parse_utc, read_json, utc_now, write_json
 from common.process import shell_status
-from pipeline.console.select import shown
+from pipeline.console.select import console
 from pipeline.launchers import kubernetes, process, slurm
 from pipeline.launchers.jobs import STATE
 from pipeline.launchers.process import LaunchSpec, ProcessResult
@@ -118,7 +118,7 @@ class Supervisor:
                     directory=self._directory,
                     fingerprint=self._job["fingerprint"],
                     keep_open=(),
-                    showing=shown().running(self._directory.name, self._directory),
+                    showing=console().running(self._directory.name, self._directory),
                     hang_timeout_s=self._job["hang_timeout_s"],
                     start=start,
                     signalled=lambda: self._early_signal,

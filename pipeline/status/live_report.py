@@ -26,8 +26,8 @@ _SHOWN = ("run", "corpus", "dataset", "model", "phase1", "phase2", "precision", 
 _AT_MOST_SHARE = 50
 
 
-def shown(settings: Settings) -> dict[str, dict[str, str]]:
-    """The settings by section, as text."""
+def settings_by_section(settings: Settings) -> dict[str, dict[str, str]]:
+    """Those that the page and the card show, as text."""
     sections = {name: getattr(settings, name).param_kwargs for name in _SHOWN}
     return {name: {key: _text(value) for key, value in keys.items()} for name, keys in sections.items()}
 
@@ -43,7 +43,7 @@ def stage_directories(task: StageTask) -> list[Path]:
 
 def view(goal: ChainTask, metrics: dict[Path, MetricsFile] | None = None) -> Run:
     """The present state of the chain up to `goal`. `metrics`: from an earlier call, so that only new lines are read."""
-    return Run(statuses(goal), shown(goal.settings), {} if metrics is None else metrics)
+    return Run(statuses(goal), settings_by_section(goal.settings), {} if metrics is None else metrics)
 
 
 @contextlib.contextmanager

@@ -264,7 +264,7 @@ class Report(Reported):
 
     def command(self) -> list[str]:
         settings = self.directory / "settings.json"
-        write_json(settings, live_report.shown(self.settings))
+        write_json(settings, live_report.settings_by_section(self.settings))
         made = tuple(live_report.stage_directories(self))
         return dataclasses.replace(self.options(), directories=made, settings=settings).words(self.directory)
 

@@ -15,7 +15,7 @@ from luigi.task import MixinNaiveBulkComplete
 from common.console import log
 from common.errors import EXIT_INTERRUPTED, DiskError, Interrupted, LockHeld, UserError
 from common.files import utc_now
-from pipeline.console.select import shown
+from pipeline.console.select import console
 from pipeline.launchers import process
 from pipeline.luigi_adapters import exits, luigid_release
 from pipeline.tasks import night_records, night_states, nights, notify
@@ -83,7 +83,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             directory=directory,
             fingerprint="",
             keep_open=(lock,),
-            showing=shown().lines(),
+            showing=console().lines(),
             start=process.LaunchSpec(environment=environment),
         )
         if result.interrupted or result.status == EXIT_INTERRUPTED:

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from common.console import log
 from common.errors import Interrupted, LockHeld, UserError
+from common.secrets import redact
 from pipeline import launchers
-from pipeline.console.select import shown
+from pipeline.console.select import console
 from pipeline.launchers.base import Detached, Launcher, StageCommand
 from pipeline.launchers.jobs import Job
 from pipeline.launchers.local import await_node_0, runs_on_node_0
@@ -46,10 +47,10 @@ class RunnableStage(PlacedStage, Protocol):
 class CommandFailed(UserError):
     """A stage's command failed and is not restarted."""
 
-    def __init__(self, message: str, error: str) -> None:
-        """`error`: the command's own error message."""
+    def __init__(self, message: str, error: str, status: int) -> None:
+        """`error`, `status`: the command's own error message and exit status."""
         super().__init__(message)
-        self.error = error
+        self.error, self.status = error, status
 
 
 class UpstreamMissing(Exception):
@@ -86,13 +87,18 @@ class Runner:
                 is_complete = (stage.directory / MANIFEST).exists()
                 if is_complete:
                     latest.link(stage.label, stage.directory)
-        except (LockHeld, Interrupted, UpstreamMissing):
+        except Interrupted:
+            console().interrupted(stage.label)
+            raise
+        except (LockHeld, UpstreamMissing):
             raise
         except Exception as error:
-            attempts.record_failure(stage.directory, error.error if isinstance(error, CommandFailed) else str(error))
+            status, said = (error.status, error.error) if isinstance(error, CommandFailed) else (None, str(error))
+            attempts.record_failure(stage.directory, said)
+            console().failed(stage.label, status, redact(said))
             raise
         if is_complete:
-            shown().complete(stage.label, time.monotonic() - began, self._result())
+            console().complete(stage.label, time.monotonic() - began, self._result())
         else:
             log(f"{stage.label}: stopped as asked")
         self._heed_stop()
@@ -127,6 +133,7 @@ class Runner:
         """Raises `Interrupted` if this process was asked to stop when it was too late for the command."""
         if self._was_stopped:
             log(f"{self._stage.label}: interrupted; the same command continues after it")
+            console().interrupted(self._stage.label)
             raise Interrupted
 
     def _result(self) -> str:
@@ -141,7 +148,7 @@ class Runner:
             start = StartTime.of(job.submitted)
         else:
             claim(stage.directory, stage.identity, alone=stage.nodes == 1)
-            shown().started(stage.label, stage.directory)
+            console().started(stage.label, stage.directory)
             start = StartTime.now()
         with stage.making(attached=job is not None) as was_fetched:
             if not was_fetched:
@@ -193,7 +200,7 @@ class Runner:
             error = f"no sign of life for {stage.hang_timeout_s} s" if result.hung else result.error
             if result.is_final or not self._restarts.may_restart(result):
                 where = f"exit status {result.status}; log: {stage.directory / 'stage.log'}"
-                raise CommandFailed(f"{stage.label} failed: {error} ({where})", error)
+                raise CommandFailed(f"{stage.label} failed: {error} ({where})", error, result.status)
             log(f"{stage.label}: note: exit status {result.status} ({error.splitlines()[-1]}); starting again")
 
     def _launch(self, lock: int) -> ProcessResult:

@@ -55,6 +55,11 @@ class HubRepository:
             ModelCard(publication.files[REPOCARD_NAME].read_text(encoding="utf-8")).validate()
             # None: the organization's default.
             api.create_repo(self.path, private=self._private or None, exist_ok=True)
+            if self._private and not api.model_info(self.path).private:
+                raise UserError(
+                    f"{self.address} is there already and public, and --private is for a new one; make it private in "
+                    f"its settings on the Hub, publish under another name, or leave --private out"
+                )
             superseded = publication.superseded(api.list_repo_files(self.path))
             added = [CommitOperationAdd(name, str(path)) for name, path in sorted(publication.files.items())]
             removed = [CommitOperationDelete(name) for name in superseded]

@@ -120,7 +120,12 @@ class FileSource:
 
     @property
     def text_bytes(self) -> int:
-        return int(self.size * self.text_share * (_PACKED_RATIO if self.is_packed else 1))
+        return self.estimated_text_bytes(self.name, self.size)
+
+    @classmethod
+    def estimated_text_bytes(cls, name: str, size: int) -> int:
+        """Bytes of text in a file of `size` bytes of this format; `name` tells whether it is compressed."""
+        return int(size * cls.text_share * (_PACKED_RATIO if name.endswith(PACKED) else 1))
 
     def identity(self) -> str:
         return f"{self.kind}:{self.file.sha256}" if self.kind else self.file.sha256

@@ -106,6 +106,7 @@ class ParquetSource(_TableSource):
     """A Parquet file."""
 
     kind = "parquet"
+    text_share = 1.6  # English Wikipedia of 2022 as Hugging Face has it: 20.3 GB in 11.7 GB
     title = "Parquet"
 
     def __init__(self, file: InputFile, *, one_document: bool = False) -> None:

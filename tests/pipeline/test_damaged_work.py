@@ -154,6 +154,7 @@ COMMANDS = (
     "runs",
     "runs --json",
     "compare",
+    "doctor",
     "nights",
     "nights --trend",
     "nights --check --date 2026-11-20",

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, Interrupted, LockHeld, UserError
+from pipeline.console import select
+from pipeline.console.events import Events
 from pipeline.launchers.base import Detached, StageCommand
 from pipeline.launchers.process import ProcessResult
 from pipeline.launchers.restarts import MAX_RESTARTS
@@ -116,6 +118,25 @@ def test_an_interruption_is_no_failure(tmp_path: Path, stopped: ProcessResult | 
         run(tmp_path, stopped)
     assert last_failure(tmp_path / "example-0") is None
     assert run(tmp_path, DONE) == 1
+
+
+def test_a_program_is_told_how_a_stage_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(select, "_chosen", Events())
+    ends: list[tuple[ProcessResult | Exception, dict[str, Any]]] = [
+        (REFUSED, {"event": "failed", "status": EXIT_USER_ERROR, "error": "lr = -1 is not allowed"}),
+        (UserError("no sbatch here"), {"event": "failed", "status": None, "error": "no sbatch here"}),
+        (STOPPED, {"event": "interrupted"}),
+        (Detached("slurm job 17"), {"event": "interrupted"}),
+        (dataclasses.replace(DONE, stopped_by=15), {"event": "interrupted"}),
+    ]
+    for number, (end, wanted) in enumerate(ends):
+        with pytest.raises((UserError, Interrupted)):
+            run(tmp_path / str(number), end)
+        last = json.loads(capsys.readouterr().out.splitlines()[-1])
+        del last["time"]
+        assert last == {**wanted, "stage": "example"}
 
 
 def test_a_job_that_nobody_here_can_ask_about_names_the_file_to_remove(

@@ -271,6 +271,7 @@ class Metrics:
         failpoint("training-end:without-progress")
         steps = steps_of_phase(self._path, state)
         summary = {
+            "device": self._config.device,  # as asked for
             "num_workers": self._mesh.world_size,
             **phase_results(steps, state, train_time_s=self._train_time.seconds),
             "microsteps": state.samples_consumed // (self._config.micro_batch_size * self._mesh.data_parallel_size),

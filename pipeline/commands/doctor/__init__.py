@@ -41,21 +41,21 @@ def run(args: argparse.Namespace) -> int:
     plan, found = _plan(args), list[Finding]()
     plan.stages()  # raises `UserError` for settings from which no chain can be built
 
-    def say(finding: Finding) -> None:
+    def log(finding: Finding) -> None:
         found.append(finding)
         if not args.json:
             print(_line(finding), flush=True)
 
     for finding in _examine(plan):
-        say(finding)
-    estimates = _estimates(plan, measures=args.measure, is_sound=not _problems(found), say=say)
+        log(finding)
+    estimates = _estimates(plan, measures=args.measure, is_sound=not _problems(found), log=log)
     wrong = _problems(found)
     if args.json:
         records = {"checks": found, "stages": estimates}
         said = {name: [dataclasses.asdict(one) for one in records[name]] for name in records}  # type: ignore[call-overload]
         print(json.dumps({**said, "problems": wrong}, indent=2))
     else:
-        print(*_table(estimates), sep="\n")
+        print(*_table(estimates, is_measured=args.measure), sep="\n")
         print(f"{wrong} problem{'s' if wrong > 1 else ''} to fix first" if wrong else "no problem was found")
     return 1 if wrong else 0
 
@@ -97,7 +97,7 @@ def _examine(plan: Plan) -> Iterator[Finding]:
             yield Finding(check.__name__.replace("_", " "), "problem", placed(str(error)))
 
 
-def _estimates(plan: Plan, *, measures: bool, is_sound: bool, say: Callable[[Finding], None]) -> Sequence[Estimate]:
+def _estimates(plan: Plan, *, measures: bool, is_sound: bool, log: Callable[[Finding], None]) -> Sequence[Estimate]:
     """For the stages to make, from what is in the work directory and, if `measures`, from a short run."""
     from pipeline.commands.doctor.disk import disk
     from pipeline.commands.doctor.estimates import Estimates
@@ -105,15 +105,15 @@ def _estimates(plan: Plan, *, measures: bool, is_sound: bool, say: Callable[[Fin
 
     work_dirs = [StageDirs(path) for path in plan.work_dirs]
     if measures and not is_sound:
-        say(Finding("short run", "warning", "skipped, as it would meet the problems above"))
+        log(Finding("short run", "warning", "skipped, as it would meet the problems above"))
     with contextlib.ExitStack() as stack:
         if measures and is_sound:
             try:
                 work_dirs.insert(0, stack.enter_context(measured(plan)))
             except UserError as error:
-                say(Finding("short run", "problem", str(error)))
+                log(Finding("short run", "problem", str(error)))
         estimates = Estimates(plan, work_dirs).all()
-    say(disk(plan, estimates))
+    log(disk(plan, estimates))
     return estimates
 
 
@@ -125,7 +125,7 @@ def _line(finding: Finding) -> str:
     return f"{finding.level:8} {finding.check:14} {finding.text}"
 
 
-def _table(estimates: Sequence[Estimate]) -> Iterator[str]:
+def _table(estimates: Sequence[Estimate], *, is_measured: bool) -> Iterator[str]:
     """The stages to make, with their time, disk space and the source of both."""
     if not estimates:
         yield "nothing to make: everything is complete"
@@ -137,7 +137,7 @@ def _table(estimates: Sequence[Estimate]) -> Iterator[str]:
     needed = [one.bytes for one in estimates if one.bytes is not None]
     time = f"{_at_least(seconds, estimates)}{duration(sum(seconds))}" if seconds else "unknown time"
     yield f"total: {time}, {_at_least(needed, estimates)}{size(sum(needed))} of disk"
-    if len(seconds) < len(estimates):
+    if len(seconds) < len(estimates) and not is_measured:
         yield "unknown: python -m pipeline doctor --measure finds out with a short run"
 
 

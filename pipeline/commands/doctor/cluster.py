@@ -86,7 +86,7 @@ def ports(plan: Plan) -> Iterator[Finding]:
         try:
             socket.create_connection((parts.hostname or "", port), timeout=_PATIENCE_S).close()
         except OSError as error:
-            yield Finding("luigid", "problem", f"{parts.hostname}:{port} does not answer: {_said(error)}; start it "
+            yield Finding("luigid", "problem", f"{parts.hostname}:{port} does not answer: {_reason(error)}; start it "
                           f"with python -m pipeline luigid, or set [core] local_scheduler = true")  # fmt: skip
         else:
             yield Finding("luigid", "ok", f"{parts.hostname}:{port} answers")
@@ -106,7 +106,7 @@ def _free(wanted: list[int]) -> Finding:
                 server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 server.bind(("0.0.0.0", port))
         except OSError as error:
-            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened: {_said(error)}"
+            why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened: {_reason(error)}"
             return Finding("ports", "problem", f"port {port} {why}, but the machines are to meet there; stop what "
                            f"holds it (ss -ltnp), or choose another [cluster] master_port on all of them")  # fmt: skip
     return Finding("ports", "ok", f"{', '.join(map(str, wanted))} are free for the machines to meet")
@@ -116,10 +116,10 @@ def _way_to_first(address: str) -> Finding:
     try:
         socket.getaddrinfo(address, None)
     except OSError as error:
-        return Finding("ports", "problem", f"[cluster] master_addr = {address}: {_said(error)}; give the address of "
+        return Finding("ports", "problem", f"[cluster] master_addr = {address}: {_reason(error)}; give the address of "
                        f"the machine with node_rank = 0")  # fmt: skip
     return Finding("ports", "ok", f"[cluster] master_addr = {address} resolves here")
 
 
-def _said(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return error.strerror or (os.strerror(error.errno) if error.errno else str(error))

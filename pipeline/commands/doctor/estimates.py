@@ -7,10 +7,12 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from common.errors import UserError
 from common.files import METRICS
 from pipeline.commands.doctor.finding import Plan
+from pipeline.commands.doctor.sizes import checkpoints_kept, parameter_count
 from pipeline.status.chain import is_complete
 from pipeline.status.stage_dirs import StageDir, StageDirs, last_checkpoint_step, size_bytes
 from pipeline.tasks.bert import ConvertCheckpoint, MergeShards, Pretrain
@@ -22,7 +24,6 @@ from stages.text.base import Source
 from stages.text.wikipedia import WikipediaSource
 from stages.view.curves import MetricsFile
 from stages.view.status import StageStatus
-from trainer.models.config import ModelConfig
 
 #: Bytes per parameter in a checkpoint: an fp32 weight, and with the optimizer two fp32 moments.
 _WEIGHT_BYTES, _STATE_BYTES = 4, 12
@@ -91,13 +92,16 @@ class Estimates:
                 case TrainMlp():
                     return self._mlp(stage)
             before = next((one for one in self._before(stage.label) if self._is_alike(one, stage)), None)
+            known = _Before.of(before).scaled(stage.label, 1) if before is not None else Estimate(stage.label)
+            if known.bytes is None and isinstance(stage, ConvertCheckpoint | MergeShards):
+                each = _STATE_BYTES if isinstance(stage, ConvertCheckpoint) else _WEIGHT_BYTES
+                source = f"{known.source}; disk from the model's size"
+                return Estimate(stage.label, None, each * self._parameters, source)
+            return known
         except UserError as error:
             return Estimate(stage.label, source=f"not known yet: {str(error).partition(';')[0]}")
-        known = _Before.of(before).scaled(stage.label, 1) if before is not None else Estimate(stage.label)
-        if known.bytes is None and isinstance(stage, ConvertCheckpoint | MergeShards):
-            each = _STATE_BYTES if isinstance(stage, ConvertCheckpoint) else _WEIGHT_BYTES
-            return Estimate(stage.label, None, each * self._parameters, f"{known.source}; disk from the model's size")
-        return known
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+            return Estimate(stage.label, source="not known: the record of an earlier run is damaged")
 
     def _with_place(self, stage: Stage, found: Estimate) -> Estimate:
         """The estimate without the bytes that an interrupted run has left."""
@@ -164,53 +168,66 @@ class Estimates:
         )  # fmt: skip
 
     def _download(self, stage: DownloadDataset) -> Estimate:
+        from stages.download import unpacked_bytes
+
         length = self._plan.lengths.get(f"[dataset] phase{stage.phase}_url")
         if length is None:
             return Estimate(stage.label, source="its size is not known: see network")
-        needs = 2 * length  # the archive, and what is unpacked from it
+        url = stage.url.reveal()
+        is_here, contents = urlsplit(url).scheme in ("", "file"), unpacked_bytes(url, length)
+        needs = contents if is_here else length + contents  # a local archive is read where it is
         for one in self._before(stage.label):
-            before = _Before.of(one)
-            if before.bytes:
-                scaled = _Before.of(one, before.bytes).scaled(stage.label, length, "bytes")
-                return Estimate(stage.label, scaled.seconds, needs, scaled.source)
+            fetched = one.record["counts"].get("source")
+            if (fetched is None) == is_here:
+                before = _Before.of(one)
+                done, wanted = (before.bytes, contents) if is_here else (fetched["length"], length)
+                return replace(replace(before, units=done).scaled(stage.label, wanted, "bytes"), bytes=needs)
         return Estimate(stage.label, None, needs, "nothing was downloaded here before; disk from the archive's size")
 
     def _training(self, stage: Pretrain) -> Estimate:
-        phase, size = stage.settings.phase(stage.phase), self._checkpoint_bytes(stage)
-        kept = phase.num_ckpts_to_keep + 1  # and the one that is being written
-        if phase.num_ckpts_to_keep == -1:
-            kept = 2 + phase.max_steps // (phase.ckpt_interval_steps or phase.max_steps)
+        seconds, source = self._training_time(stage)
+        kept = checkpoints_kept(stage, seconds)
+        return Estimate(stage.label, seconds, None if kept is None else kept * self._checkpoint_bytes(stage), source)
+
+    def _training_time(self, stage: Pretrain) -> tuple[float | None, str]:
+        """Seconds of the steps that are left, and where that is known from."""
+        phase = stage.settings.phase(stage.phase)
         done = (last_checkpoint_step(stage.directory) or 0) if _has_directory(stage) else 0
-        steps = (stage.max_steps or 0) - done
-        if phase.budget is not None:
-            return Estimate(stage.label, float(phase.budget), kept * size, "its budget")
         own = MetricsFile(stage.directory / METRICS).read().recent("step_time_s") if done else None
-        if own is not None:
-            source = f"based on its own last steps: {1 / own:.4g} steps/s, {steps:,} steps to go"
-            return Estimate(stage.label, steps * own, kept * size, source)
+        if own is not None and stage.max_steps is not None:
+            steps = stage.max_steps - done
+            return steps * own, f"based on its own last steps: {1 / own:.4g} steps/s, {steps:,} steps to go"
+        if phase.budget is not None:
+            return float(phase.budget), "its budget"
+        steps = phase.max_steps - done
         for one in self._trained_before(stage):
             counts, batch = one.record["counts"], one.record["parameters"]["global_batch_size"]
             step_s = 60 * counts["train_time_minutes"] / counts["steps"] * phase.global_batch_size / batch
             rate = phase.global_batch_size / step_s
-            source = f"based on {_named(one)}: {rate:,.4g} sequences/s, {steps:,} steps"
-            return Estimate(stage.label, steps * step_s, kept * size, source)
-        source = "no such training was made here before; disk from the model's size"
-        return Estimate(stage.label, None, kept * size, source)
+            return steps * step_s, f"based on {_named(one)}: {rate:,.4g} sequences/s, {steps:,} steps"
+        return None, "no such training was made here before; disk from the model's size"
 
     def _mlp(self, stage: TrainMlp) -> Estimate:
         for one in self._before(stage.label):
-            if _differing(one, stage) <= {"epochs", "lr", "seed"}:
+            if self._ran_alike(one) and _differing(one, stage) <= {"epochs", "lr", "seed"}:
                 epochs = one.record["parameters"]["epochs"]
                 return _Before.of(one, epochs).scaled(stage.label, stage.parameters()["epochs"], "epochs")
         return Estimate(stage.label)
 
     def _trained_before(self, stage: Pretrain) -> Iterator[StageDir]:
-        """Complete trainings of the same model with the same row length and worker count; their steps may differ."""
+        """Complete trainings of the same model with the same row length, device and worker count; their steps may
+        differ."""
         wanted = {"model": stage.model_parameters(), **_of(stage.parameters(), "seq_len", "precision")}
         for one in self._before(stage.label):
-            same_workers = one.record["counts"]["num_workers"] == stage.settings.cluster.workers
-            if same_workers and wanted == _of(one.record["parameters"], *wanted) and one.record["counts"]["steps"]:
+            same = self._ran_alike(one) and wanted == _of(one.record["parameters"], *wanted)
+            if same and one.record["counts"]["steps"]:
                 yield one
+
+    def _ran_alike(self, training: StageDir) -> bool:
+        """Whether it ran on the device that is asked for now, with as many workers."""
+        cluster = self._plan.settings.cluster
+        wanted = {"device": cluster.device, "num_workers": cluster.workers}
+        return _of(training.record["counts"], *wanted) == wanted
 
     def _checkpoint_bytes(self, stage: Pretrain) -> int:
         """Bytes of a checkpoint with its optimizer."""
@@ -231,17 +248,6 @@ class Estimates:
     @property
     def _parameters(self) -> int:
         return parameter_count(self._plan.settings.model.config(self._vocab_size))
-
-
-def parameter_count(model: ModelConfig) -> int:
-    """Parameters of a BertForPreTraining, each tied one once; Devlin et al. 2018 (arXiv:1810.04805), section 3."""
-    H, FF, V = model.hidden_size, model.intermediate_size, model.vocab_size
-    norm = 2 * H
-    embeddings = (V + model.max_position_embeddings + model.type_vocab_size) * H + norm
-    layer = 4 * (H * H + H) + norm + (H * FF + FF) + (FF * H + H) + norm
-    masked_lm = H * H + H + norm + V
-    next_sentence = (H * H + H) + (2 * H + 2) if model.next_sentence else 0
-    return embeddings + model.num_hidden_layers * layer + masked_lm + next_sentence
 
 
 def _sources(stage: TokenizeCorpus) -> list[Source]:

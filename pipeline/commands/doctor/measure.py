@@ -6,10 +6,13 @@ from __future__ import annotations
 import configparser
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from luigi.cmdline_parser import CmdlineParser
@@ -17,17 +20,22 @@ from luigi.configuration import get_config
 
 from common.console import log
 from common.errors import UserError, existing_parent
+from common.hashing import InputHashes
 from pipeline.commands.doctor.finding import Plan
 from pipeline.settings.sections import SECTIONS, section_name
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.dataset import DownloadDataset
 from stages.text.base import PACKED
-from stages.text.corpus import BUILTIN, find_files, kind_of
+from stages.text.corpus import BLANK_LINE, BUILTIN, find_files, kind_of, open_sources, raw_documents
 from stages.text.patterns import split
 from stages.text.plain import PlainTextSource
 
 #: Bytes of text, optimizer steps, micro-steps per step, and held-out sequences of the short run.
 _TEXT_BYTES, _STEPS, _USTEPS, _SAMPLES = 4 << 20, 8, 2, 200
+#: Documents that a sample of the text must have: two to train on, and two held out.
+_DOCUMENTS = 4
+#: [cluster] of a machine that runs without the others.
+_ALONE = {"nnodes": "1", "build_nodes": "1", "node_rank": "0", "master_addr": ""}
 #: Settings by section, as text.
 _Overlay = dict[str, dict[str, str]]
 
@@ -86,9 +94,13 @@ def _given() -> _Overlay:
 def _changed(plan: Plan, folder: Path) -> _Overlay:
     """The settings in which the short run differs."""
     settings, cluster = plan.settings, plan.settings.cluster
+    # Machines started by hand would each have to start the short run: it takes this one alone.
+    is_alone = cluster.launcher == "local" and cluster.nnodes > 1
+    copies = cluster.data_parallel_size // (cluster.nnodes if is_alone else 1)
     found: _Overlay = {
         "core": {"local_scheduler": "true"},
         "run": {"work_dir": str(folder / "work")},
+        "cluster": dict(_ALONE) if is_alone else {},
         "store": {"url": ""},
         "trackers": {"names": ""},
         "dataset": {"shards": str(min(4, settings.dataset.shards))},
@@ -99,7 +111,7 @@ def _changed(plan: Plan, folder: Path) -> _Overlay:
     }
     for number in (1, 2):
         phase = settings.phase(number)
-        unit = phase.micro_batch_size * cluster.data_parallel_size * cluster.batches_per_execution
+        unit = phase.micro_batch_size * copies * cluster.batches_per_execution
         batch = min(phase.global_batch_size, _USTEPS * unit)
         found[f"phase{number}"] = {
             "max_steps": str(_STEPS), "warmup_steps": "0", "budget": "", "batch_ramp_steps": "0",
@@ -119,11 +131,28 @@ def _text(plan: Plan, folder: Path) -> _Overlay:
             "dataset": no_urls,
             "model": {"vocab_size": str(settings.model.downloaded_vocab_size)},
         }
-    first = find_files(split(settings.corpus.source))[0]
-    source = BUILTIN
-    if first != BUILTIN and kind_of(first) is PlainTextSource and not first.endswith(PACKED):
-        sample = folder / "sample.txt"
-        with open(first, "rb") as file:
-            sample.write_bytes(file.read(_TEXT_BYTES).decode("utf-8", errors="ignore").encode())
-        source = str(sample)
-    return {"corpus": {"source": source, "held_out_source": "", "held_out": "0.05"}}
+    files, sample = find_files(split(settings.corpus.source)), folder / "sample.txt"
+    is_sampled = all(map(_is_plain, files)) and _has_documents(_write_sample(sample, files))
+    source = shlex.quote(str(sample)) if is_sampled else BUILTIN
+    return {"corpus": {"source": source, "document": BLANK_LINE, "held_out_source": "", "held_out": "0.05"}}
+
+
+def _is_plain(name: str) -> bool:
+    return name != BUILTIN and kind_of(name) is PlainTextSource and not name.endswith(PACKED)
+
+
+def _write_sample(sample: Path, files: Iterable[str]) -> Path:
+    """Write the first `_TEXT_BYTES` of all files together, with a blank line after each."""
+    with sample.open("wb") as file:
+        for name in files:
+            with open(name, "rb") as text:
+                file.write(text.read(_TEXT_BYTES - file.tell()).decode("utf-8", errors="ignore").encode() + b"\n\n")
+            if file.tell() >= _TEXT_BYTES:
+                break
+    return sample
+
+
+def _has_documents(sample: Path) -> bool:
+    """Whether it has as many as training and evaluation need; a text may be few files, each one document."""
+    found = raw_documents(open_sources([str(sample)], InputHashes()), Counter())
+    return len(list(islice(found, _DOCUMENTS))) == _DOCUMENTS

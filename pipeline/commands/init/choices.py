@@ -11,6 +11,7 @@ from pathlib import Path
 from common.errors import UserError
 from pipeline.commands.init.draft import Draft
 from pipeline.commands.init.surroundings import Nodes, Surroundings
+from stages.text.corpus import kind_of
 from stages.text.patterns import expand
 from trainer.models.config import ModelConfig
 
@@ -36,6 +37,7 @@ class Text:
 
     #: As [corpus] source has it.
     source: str
+    #: Of text, estimated from the sizes of the files.
     bytes: int
 
     @classmethod
@@ -45,7 +47,8 @@ class Text:
         whole = os.path.abspath(path)
         if "${" in whole:
             raise UserError(f"--text {path}: ${{ stands for a variable in a settings file; rename it")
-        return cls(shlex.quote(whole).replace("%", "%%"), sum(os.path.getsize(file) for file in files))
+        text_bytes = sum(kind_of(file).estimated_text_bytes(file, os.path.getsize(file)) for file in files)
+        return cls(shlex.quote(whole).replace("%", "%%"), text_bytes)
 
 
 def draft_for(target: str, seen: Surroundings, text: Text | None, folder: Path) -> tuple[Draft, list[str]]:
@@ -125,8 +128,10 @@ def _kubernetes(draft: Draft, seen: Surroundings, folder: Path) -> list[str]:
     nodes = seen.kubernetes or _TUTORIAL
     _of_nodes(draft, nodes)
     draft.set("cluster", "launcher", "kubernetes")
-    mount = next((place for place in folder.absolute().parents if os.path.ismount(place)), Path("/"))
-    if mount == Path("/"):
+    places = (folder.absolute(), *folder.absolute().parents)
+    mount = next((place for place in places if os.path.ismount(place)), Path("/"))
+    is_guessed = mount == Path("/")
+    if is_guessed:
         mount = Path("/shared")
     work = folder.absolute() / "work" if folder.absolute().is_relative_to(mount) else mount / "work"
     draft.set("run", "work_dir", str(work).replace("%", "%%"))
@@ -138,8 +143,8 @@ def _kubernetes(draft: Draft, seen: Surroundings, folder: Path) -> list[str]:
     if nodes.instance:
         draft.set("kubernetes", "node_selector", f"node.kubernetes.io/instance-type={nodes.instance}")
     missing = ["[kubernetes] image: where you have pushed the image that containers/ builds"]
-    if not nodes.claim:
-        missing.append("[kubernetes] volume_claim, mount_path: a volume that all pods and this machine share")
+    if guessed := [*([] if nodes.claim else ["volume_claim"]), *(["mount_path"] if is_guessed else [])]:
+        missing.append(f"[kubernetes] {', '.join(guessed)}: a volume that all pods and this machine share")
     if seen.kubernetes is None:
         missing.append("[cluster], [kubernetes]: kubectl does not answer here, so two trn1.32xlarge are assumed")
     return missing

@@ -14,10 +14,11 @@ from tests.helpers.support import assert_one_line_error, command
 
 # Prints what is offered for the last word. If completing ran Python, that would be an error: PATH has none.
 _ASK = """
+{before}
 source {script}
 COMP_WORDS=({words})
 COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
-{function}
+{function} "${{COMP_WORDS[0]}}"
 printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
@@ -33,16 +34,19 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def offered(script: Path, *words: str) -> list[str]:
-    """As completed by the function that bash has registered for the first word."""
+def offered(script: Path, *words: str, before: str = "") -> list[str]:
+    """As completed by the function that bash has registered for the first word. `before`: what bash ran earlier."""
     bash = shutil.which("bash")
     assert bash is not None
     registered = subprocess.run(
-        [bash, "--norc", "-c", f"source {script}; complete -p {words[0]}"], capture_output=True, text=True, check=True
+        [bash, "--norc", "-c", f"{before}\nsource {script}; complete -p {words[0]}"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     options = shlex.split(registered.stdout)
     function = options[options.index("-F") + 1]
-    text = _ASK.format(script=script, words=shlex.join(words), function=function)
+    text = _ASK.format(before=before, script=script, words=shlex.join(words), function=function)
     done = subprocess.run(
         [bash, "--norc", "-c", text], capture_output=True, text=True, check=True, env={"PATH": "/nonexistent"}
     )
@@ -68,6 +72,21 @@ def test_commands_and_their_options(script: Path) -> None:
     assert "--Cluster-device" in offered(script, "python", "-m", "pipeline", "status", "--Cluster-")
     assert offered(script, "python", "-m", "other", "") == []
     assert offered(script, "python", "script.py", "st") == []
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "complete -o nospace -F _other python",
+        '_load() { complete -F _other "$1"; return 124; }; complete -o default -D -F _load',  # as bash-completion does
+    ],
+    ids=["loaded", "loaded when first asked"],
+)
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_completed_python_before_still_does(script: Path, before: str, times: int) -> None:
+    before = '_other() { COMPREPLY=(other "$1"); }\n' + "\n".join([before, *[f"source {script}"] * (times - 1)])
+    assert offered(script, "python", "script.py", "st", before=before) == ["other", "python"]
+    assert offered(script, "python", "-m", "pipeline", "do", before=before) == ["doctor"]
 
 
 def test_what_is_offered_is_taken(script: Path) -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
-from pipeline.commands.doctor.estimates import parameter_count
+from pipeline.commands.doctor import measure
+from pipeline.commands.doctor.finding import Plan
+from pipeline.commands.doctor.sizes import parameter_count
+from tests.conftest import Disk
 from tests.helpers import web
 from tests.helpers.chain import STAGES, Chain, finished_chain
 from tests.helpers.images import write_images
+from tests.helpers.ready import pack, write
+from tests.helpers.support import command
 from trainer.models.config import ModelConfig
 
 
@@ -125,15 +132,138 @@ def test_the_number_of_parameters_is_hugging_faces(size: str, cls: Any) -> None:
         assert parameter_count(model) == cls(config).num_parameters()
 
 
-@pytest.mark.slow
-def test_a_short_run_makes_everything_known_and_leaves_nothing(tmp_path: Path) -> None:
-    """No tracker hears of it either."""
+def test_a_training_on_another_device_says_nothing_about_this_one(chain: Chain) -> None:
+    """Whether this machine has a GPU is another finding."""
+    words = ("doctor", "--json", "--Phase1-lr", "1e-4", "--Cluster-device")
+    for device, is_known in (("cpu", True), ("cuda", False)):
+        done = command("-m", "pipeline", *words, device, env={"LUIGI_CONFIG_PATH": str(chain.config)})
+        (training,) = (one for one in json.loads(done.stdout)["stages"] if one["stage"] == "pretrain-phase1")
+        assert (training["seconds"] is not None) == is_known
+    assert chain.manifest("pretrain-phase1")["counts"]["device"] == "cpu"  # type: ignore[index]
+
+
+def test_a_budget_that_is_half_used_takes_the_rest(chain: Chain, tmp_path: Path) -> None:
+    """A directory as such a training leaves it: eight of 108 steps are done, at the rate in its metrics."""
+    copy = chain.copy(tmp_path / "copy")
+    copy.config.write_text(copy.config.read_text().replace("[phase1]\n", "[phase1]\nbudget = 8h\n"))
+    program = "import pipeline; from pipeline.tasks.bert import Pretrain; print(Pretrain(phase=1).directory)"
+    directory = Path(command("-c", program, env={"LUIGI_CONFIG_PATH": str(copy.config)}).stdout.strip())
+    copy.latest("pretrain-phase1").rename(directory)
+    for name in ("manifest.json", "stage.json"):
+        (directory / name).unlink()
+    record = {"budget_s": 8 * 3600, "max_steps": 108, "training": {}}
+    (directory / "budget.json").write_text(json.dumps({"1": record}))
+    step_s = [json.loads(line)["step_time_s"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    found = estimated(copy, "--phase", "1", "Pretrain")["pretrain-phase1"]
+    assert found["seconds"] == pytest.approx(100 * sum(step_s) / len(step_s))
+    assert "100 steps to go" in found["source"]
+
+
+def test_checkpoints_that_are_all_kept_are_as_many_as_intervals_fit(chain: Chain) -> None:
+    """By time, in the estimated time; where that is not known, neither is their number."""
+    words = ("--Phase1-max-steps", "800", "--Phase1-num-ckpts-to-keep=-1", "--Phase1-ckpt-interval-minutes", "0.001")
+    counts: Any = chain.manifest("pretrain-phase1")["counts"]
+    newest = bytes_in(chain.latest("pretrain-phase1") / counts["checkpoint"])
+    by_time = estimated(chain, *words, "--Phase1-ckpt-interval-steps", "0")["pretrain-phase1"]
+    assert by_time["bytes"] == newest * (3 + int(by_time["seconds"] / 0.06))
+    by_steps = estimated(chain, *words, "--Phase1-ckpt-interval-minutes", "0", "--Phase1-ckpt-interval-steps", "100")
+    assert by_steps["pretrain-phase1"]["bytes"] == newest * (2 + 8)
+    unknown = estimated(chain, *words, "--Model-hidden-size", "64")["pretrain-phase1"]
+    assert (unknown["seconds"], unknown["bytes"]) == (None, None)
+
+
+@pytest.mark.parametrize("where", ["counts", "counts.train_time_minutes", "counts.steps", "parameters"])
+@pytest.mark.parametrize("value", ["x", [], None, 10**400, 0], ids=["text", "list", "null", "huge", "0"])
+def test_what_a_damaged_record_would_tell_is_not_known(chain: Chain, tmp_path: Path, where: str, value: Any) -> None:
+    copy = chain.copy(tmp_path / "copy")
+    path = copy.latest("pretrain-phase1") / "manifest.json"
+    record = inner = json.loads(path.read_text())
+    *outer, last = where.split(".")
+    for name in outer:
+        inner = inner[name]
+    inner[last] = value
+    path.write_text(json.dumps(record))
+    assert estimated(copy, "--Phase1-lr", "1e-4")["pretrain-phase1"]["seconds"] is None
+
+
+ONE_DOWNLOAD = ("DownloadDataset", "--phase", "1", "--Dataset-phase2-url", "/nowhere", "--Dataset-phase1-url")
+
+
+def test_a_download_needs_what_the_download_itself_asks_for(tmp_path: Path, disk: Disk) -> None:
+    """Compared with its refusal on a full disk."""
     chain = Chain(tmp_path)
+    disk.resize(1 << 10)
+    for name in ("/shards.tar", "/shards.tar.gz", "/shards.tar.zst"):
+        with web.serving(bytes(2 << 20), name) as server:
+            found = estimated(chain, *ONE_DOWNLOAD, server.url)["download_dataset-phase1"]
+            refused = chain.run(*ONE_DOWNLOAD, server.url, "--Run-work-dir", str(disk.path / "work"), status=30).stderr
+        said = re.search(r"\(([\d,]+) bytes still to fetch, ([\d,]+) of contents", refused)
+        assert said is not None, refused
+        assert found["bytes"] == sum(int(number.replace(",", "")) for number in said.groups())
+
+
+def test_a_download_takes_in_proportion_to_its_archive_and_a_local_one_needs_no_copy(tmp_path: Path) -> None:
+    chain, folder = Chain(tmp_path), tmp_path / "shards"
+    for name in ("training", "test"):
+        write(folder / f"x_{name}_0.hdf5", rows=2000, S=32, P=5)
+    packed = pack(folder, "gz")
+    archive = packed.read_bytes()
+    assert bytes_in(folder) > 5 * len(archive), "the rate per byte of contents would be another"
+    with web.serving(archive, "/shards.tar.gz") as server:
+        chain.run(*ONE_DOWNLOAD, server.url)
+    took: Any = chain.manifest("download_dataset-phase1")["seconds"]
+    with web.serving(bytes(3 * len(archive)), "/other.tar.gz") as server:
+        assert estimated(chain, *ONE_DOWNLOAD, server.url)["download_dataset-phase1"]["seconds"] == pytest.approx(
+            3 * took
+        )
+    for place, wanted in ((folder, bytes_in(folder)), (packed, 4 * len(archive))):
+        local = estimated(chain, *ONE_DOWNLOAD, str(place))["download_dataset-phase1"]
+        assert (local["seconds"], local["bytes"]) == (None, wanted)
+
+
+def sampled(tmp_path: Path, *sources: Path) -> str | None:
+    """The text of the short run; None: the built-in one."""
+    corpus = SimpleNamespace(source=" ".join(map(str, sources)))
+    plan = SimpleNamespace(settings=SimpleNamespace(corpus=corpus), stages=list)
+    source = measure._text(cast(Plan, plan), tmp_path)["corpus"]["source"]
+    return None if source == "builtin" else Path(source).read_text()
+
+
+def test_a_short_run_reads_small_files_together(tmp_path: Path) -> None:
+    """Up to 4 MiB; what is not plain, or has too few documents to hold two out, is replaced."""
+    texts = []
+    for number in range(4):
+        texts.append(tmp_path / f"{number}.txt")
+        texts[-1].write_text(f"text {number} of a document.\n" * 10)
+    assert sampled(tmp_path, *texts) == "".join(path.read_text() + "\n\n" for path in texts)
+    assert sampled(tmp_path, *texts[:3]) is None
+    (tmp_path / "table.parquet").touch()
+    assert sampled(tmp_path, *texts, tmp_path / "table.parquet") is None
+    texts[1].write_text("A line.\n\n" * (1 << 20))
+    assert len(sampled(tmp_path, *texts) or "") == (4 << 20) + len("\n\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["as it is", "a document per file", "two machines"])
+def test_a_short_run_makes_everything_known_and_leaves_nothing(tmp_path: Path, case: str) -> None:
+    """No tracker hears of it either. How fast two machines train together is not seen on one."""
+    chain, words, unknown = Chain(tmp_path), list[str](), set[str]()
+    if case == "a document per file":
+        texts = (tmp_path / "corpus.txt").read_text().split("\n\n")
+        (tmp_path / "corpus.txt").unlink()
+        (tmp_path / "texts").mkdir()
+        for number, text in enumerate(texts):
+            (tmp_path / "texts" / f"{number}.txt").write_text(text)
+        words = ["--Corpus-source", f"{tmp_path}/texts/*.txt", "--Corpus-document", "file"]
+    if case == "two machines":
+        words = ["--Cluster-nnodes", "2", "--Cluster-master-addr", "127.0.0.1"]
+        unknown = {f"{stage}-phase{phase}" for stage in ("precompile", "pretrain") for phase in (1, 2)}
     with web.serving(b"page") as server:
         address = server.url.rpartition("/")[0]
-        found = estimated(chain, "--measure", "--Trackers-names", "mlflow", "--Trackers-mlflow-uri", address)
+        trackers = ("--Trackers-names", "mlflow", "--Trackers-mlflow-uri", address)
+        found = estimated(chain, "--measure", *trackers, *words)
         assert not [path for path in server.paths if "mlflow" in path]
     assert set(found) == set(STAGES)
-    assert None not in {stage["seconds"] for stage in found.values()}
-    assert {path.name for path in tmp_path.iterdir()} <= {"corpus.txt", "test.cfg", "work"}
+    assert {name for name, stage in found.items() if stage["seconds"] is None} == unknown
+    assert {path.name for path in tmp_path.iterdir()} <= {"corpus.txt", "texts", "test.cfg", "work"}
     assert not chain.work.exists() or not chain.directories()

@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from pipeline.commands.init import TARGETS
-from pipeline.commands.init.choices import CHOICES
+from pipeline.commands.init.choices import CHOICES, Text, draft_for
+from pipeline.commands.init.surroundings import Nodes, Surroundings
 from tests.helpers.chain import write_corpus
 from tests.helpers.neuron_machine import hardware
 from tests.helpers.support import ROOT, assert_one_line_error
@@ -140,6 +141,39 @@ def test_its_values_are_those_of_the_projects_configuration(
     (tmp_path / "other" / "luigi.cfg").write_text((ROOT / "configs" / f"{config}.cfg").read_text())
     theirs = run("-c", program, cwd=tmp_path / "other").stdout
     assert ours == theirs
+
+
+@pytest.mark.parametrize("claim", ["", "fsx"])
+@pytest.mark.parametrize(("mounted", "expected"), [("run", "run"), ("", ""), (None, "/shared")])
+def test_the_volume_is_where_the_folder_is_mounted_or_it_is_said_that_it_is_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claim: str, mounted: str | None, expected: str
+) -> None:
+    """The folder is the mount, or is in it, or there is none; with a stand-in for the mounts."""
+    mounts = {Path("/"), *([] if mounted is None else [tmp_path / mounted])}
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) in mounts)
+    nodes = Nodes(2, instance="trn1.32xlarge", claim=claim)
+    seen = Surroundings(2, 1 << 30, None, None, "", None, nodes)
+    draft, missing = draft_for("kubernetes", seen, None, tmp_path / "run")
+    mount = tmp_path / expected  # "/shared" replaces it
+    assert draft.text("kubernetes", "mount_path") == str(mount)
+    assert Path(draft.text("run", "work_dir")).is_relative_to(mount)
+    guessed = [*([] if claim else ["volume_claim"]), *(["mount_path"] if mounted is None else [])]
+    lines = [line for line in missing if line.startswith(f"[kubernetes] {', '.join(guessed)}: a volume")]
+    assert bool(lines) == bool(guessed)
+
+
+def test_shards_are_as_many_as_the_text_in_a_packed_file_needs(tmp_path: Path) -> None:
+    """A gzipped text of 200 MB: a shard for each 14 MB of what is in it, not of the file, which is a third of that."""
+    for name, size, wanted in (
+        ("a.txt", 200_000_000, 14),
+        ("a.txt.gz", 67_000_000, 14),
+        ("a.parquet", 125_000_000, 14),
+    ):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+        seen = Surroundings(2, 1 << 30, None, None, "", None, None)
+        draft, _ = draft_for("gpu", seen, Text.of(str(tmp_path / name)), tmp_path)
+        assert draft.value("dataset", "shards") == wanted, name
 
 
 @pytest.mark.slow

@@ -173,6 +173,38 @@ def test_an_unfinished_run_says_how_far_it_is(tmp_path: Path) -> None:
     assert found["bytes"] == disk_bytes(one), "phase 2's beginning is not of the run while it has no phase 2"
 
 
+def test_nights_are_listed_with_their_directories(tmp_path: Path) -> None:
+    here = write_chain(tmp_path, 1e-3, 2.0)
+    night = write_chain(tmp_path / "nights" / "2026-11-21", 1e-3, 1.5)
+    (tmp_path / "nights" / "latest").symlink_to("2026-11-21")
+    (tmp_path / "nights" / "2026-11-21.json").write_text("{}")
+    found = {one["name"]: one["loss"] for one in runs(tmp_path)}
+    assert found == {here[2].name: 2.0, f"nights/2026-11-21/{night[2].name}": 1.5}
+    for directory in here:
+        shutil.rmtree(directory)
+    assert said(tmp_path).splitlines()[1].startswith(f"nights/2026-11-21/{night[2].name}  ")
+
+
+def test_directories_that_cannot_be_read_are_noted(tmp_path: Path) -> None:
+    directory = write_chain(tmp_path, 1e-3, 2.0)[2]
+    program = f"""
+import sys
+from pipeline.__main__ import main
+from pipeline.status import stage_dirs
+read = stage_dirs.read_manifest
+def refused(path):
+    if path.name == {directory.name!r}:
+        raise PermissionError(13, "Permission denied", str(path))
+    return read(path)
+stage_dirs.read_manifest = refused
+sys.exit(main(["runs", "--Run-work-dir", {str(tmp_path)!r}]))
+"""
+    done = command("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"note: 1 stage directory cannot be read and may hold more: {directory}\n"
+    assert "phase 1 complete" in done.stdout
+
+
 def machine(directory: Path, store: Path) -> Chain:
     directory.mkdir(parents=True, exist_ok=True)
     write_corpus(directory / "corpus.txt")
@@ -193,6 +225,12 @@ def test_what_only_the_store_has_is_listed_as_it_was_here(tmp_path: Path) -> Non
         k: v for k, v in both.items() if k not in different
     }
     assert "  store  " in elsewhere.ask("runs").stdout.splitlines()[1] + "  "
+    night = here.work / "nights" / "2026-11-21"
+    here.work.rename(tmp_path / "moved")
+    night.parent.mkdir(parents=True)
+    (tmp_path / "moved").rename(night)
+    (tonight,) = json.loads(here.ask("runs", "--json").stdout)
+    assert (tonight["name"], tonight["stored"]) == (f"nights/2026-11-21/{both['name']}", True)
     elsewhere.without_torch("from pipeline.__main__ import main\nassert main(['runs']) == 0\n")
     for record in (tmp_path / "store" / "stages" / "pretrain-phase1").glob("*.json"):
         record.write_text("{}")

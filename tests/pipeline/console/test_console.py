@@ -9,11 +9,16 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pyte
 import pytest
 
+from common.process import available_cores
+from pipeline import header
 from pipeline.console.events import Events
+from pipeline.settings.cluster import Cluster
 from tests.helpers.chain import Chain, start_luigi, write_corpus
 from tests.helpers.support import ROOT
 from tests.pipeline.console.terminal import in_terminal
@@ -77,6 +82,12 @@ def test_the_header_names_the_device_that_auto_is(chain: Chain, tmp_path: Path) 
     assert "device auto: 2 × NVIDIA H100, " in said[1]
 
 
+def test_the_header_has_the_nodes_of_a_scheduler_not_the_cores_here() -> None:
+    clusters = (SimpleNamespace(launcher=name, nnodes=2, nproc_per_node=8) for name in ("slurm", "local"))
+    wanted = ["2 nodes × 8 workers", f"{available_cores()} cores"]
+    assert [header._workers(cast(Cluster, cluster)) for cluster in clusters] == wanted
+
+
 @pytest.mark.slow
 def test_the_header_tells_how_long_it_takes_once_stages_were_made(chain: Chain) -> None:
     write_corpus(chain.directory / "corpus.txt", 20_000)
@@ -116,9 +127,9 @@ def test_a_live_line_keeps_its_parts_apart(tmp_path: Path) -> None:
     (tmp_path / "progress.json").write_text(json.dumps(progress))
     program = (
         "import pathlib, time\n"
-        "from pipeline.console.select import choose_once, shown\n"
+        "from pipeline.console.select import choose_once, console\n"
         "choose_once('live')\n"
-        f"with shown().running('pretrain-phase1', pathlib.Path({str(tmp_path)!r})):\n"
+        f"with console().running('pretrain-phase1', pathlib.Path({str(tmp_path)!r})):\n"
         "    time.sleep(0.6)\n"
     )
     screens, _, _ = screens_of([sys.executable, "-c", program], {}, columns=130)
@@ -180,6 +191,16 @@ def test_json_lines_tell_a_program_what_happens(chain: Chain) -> None:
     assert events[0]["event"] == "header"
 
 
+def test_json_lines_tell_a_program_why_a_run_ended(chain: Chain) -> None:
+    """The command refuses its text. Another console shows what luigi says."""
+    (chain.directory / "corpus.txt").write_bytes(b"\xff not UTF-8")
+    done = chain.run(*SHARDS, "--Run-console", "json", status=30)
+    (failed,) = (one for one in map(json.loads, done.stdout.splitlines()) if one["event"] == "failed")
+    assert (failed["stage"], failed["status"]) == ("tokenize_corpus", 1)
+    assert "is not UTF-8" in failed["error"]
+    assert "is not UTF-8" in chain.run(*SHARDS, "--Run-console", "plain", status=30).stderr
+
+
 def test_a_monitor_that_dies_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`luigi … --Run-console json | monitor`: an error here would kill the stage before it has saved."""
     reading, writing = os.pipe()
@@ -198,9 +219,9 @@ def test_warnings_of_a_stage_are_shown_above_its_live_line(tmp_path: Path) -> No
     program = (
         "import pathlib, time\n"
         "from common.console import log\n"
-        "from pipeline.console.select import choose_once, shown\n"
+        "from pipeline.console.select import choose_once, console\n"
         "choose_once('live')\n"
-        f"with shown().running('pretrain-phase1', pathlib.Path({str(tmp_path)!r})) as said:\n"
+        f"with console().running('pretrain-phase1', pathlib.Path({str(tmp_path)!r})) as said:\n"
         "    for line in ('LOG a step', 'warning: the rate is too high', 'note: a batch is skipped'):\n"
         "        said(line, False)\n"
         "    log('a line of luigi')\n"

@@ -136,6 +136,19 @@ def test_a_new_repository_can_be_private(publish: Publisher, hub: Hub) -> None:
     }  # fmt: skip
 
 
+def test_a_public_repository_is_not_taken_for_a_private_model(publish: Publisher, hub: Hub, model: Path) -> None:
+    """The library ignores `private` for a repository that is there."""
+    words = (f"hf://{NAME}", "--private")
+    hub.repositories[NAME] = Repository(private=False)
+    done = publish(*words, status=35, HF_ENDPOINT=hub.url, HF_TOKEN=WRITER)
+    assert_one_line_error(done, f"hf://{NAME} is there already and public", "leave --private out", status=35)
+    assert set(hub.repositories[NAME].files) == {".gitattributes"}
+    assert not hub.large, "nothing was uploaded"
+    hub.repositories[NAME] = Repository(private=True)
+    publish(*words, HF_ENDPOINT=hub.url, HF_TOKEN=WRITER)
+    has_model(hub.repositories[NAME], model)
+
+
 def test_interrupted_before_its_commit_it_has_published_nothing_and_goes_on(
     publish: Publisher, hub: Hub, model: Path
 ) -> None:
