@@ -52,6 +52,9 @@ class Stage(ChainTask):
         """The command's options, from the settings; works before upstream stages are complete."""
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Write into the directory, whose lock is held, what the command reads there; upstream stages are complete."""
+
     def command(self) -> list[str]:
         """The command that fills the directory, as arguments for the Python interpreter; upstream stages must be
         complete."""
@@ -138,6 +141,10 @@ class Stage(ChainTask):
         """What the store had of this stage when it was first asked. Raises `UserError`."""
         return self.store.find(self.shared) if self.store is not None else None
 
+    def make_here(self) -> None:
+        """From now on, the store has nothing of it: it cannot give what it had, or cannot be asked."""
+        self.stored = None
+
     @functools.cached_property
     def stored_step(self) -> int:
         """The global step of the newest checkpoint that the store had of this unfinished training when it was first
@@ -218,7 +225,7 @@ class Stage(ChainTask):
             with exits.while_running(), contextlib.nullcontext() if self.settings.cluster.follows else reports(self):
                 self.make()
         except UpstreamMissing as error:
-            self.__dict__["stored"] = None
+            self.make_here()
             return (tasks for tasks in [error.tasks])
         return None
 
