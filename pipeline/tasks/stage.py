@@ -80,6 +80,12 @@ class Stage(ChainTask):
         """Seconds without a sign of life after which the command is killed; None: never."""
         return self.settings.run.stage_hang_timeout_s or None
 
+    @property
+    def port_offset(self) -> int:
+        """What a stage on all nodes adds to [cluster] master_port: the two phases and the MLP may run at the same time."""
+        phase: int = getattr(self, "phase", 3)
+        return phase - 1
+
     def finish(self, start: StartTime) -> None:
         """Called when the command has succeeded; only a hook, as commands in `stages` write their own manifest."""
 
