@@ -151,8 +151,8 @@ class Pretrain(ModelStage, Training):
         return summary.phase_line(self.counts(), self.phase)
 
     def trainer_command(self, directory: Path, **others: Any) -> list[str]:
-        """The trainer's command, with the config in `directory`; without `others`, that of a trial run: initial weights,
-        same graphs."""
+        """The trainer's command, with the config in `directory`; without `others`, a trial's: initial weights, same
+        graphs."""
         phase = self.settings.phase(self.phase)
         return self.launched(
             phase,

@@ -82,7 +82,7 @@ class Stage(ChainTask):
 
     @property
     def port_offset(self) -> int:
-        """What a stage on all nodes adds to [cluster] master_port: the two phases and the MLP may run at the same time."""
+        """What is added to [cluster] master_port: the two phases and the MLP may run at the same time."""
         phase: int = getattr(self, "phase", 3)
         return phase - 1
 

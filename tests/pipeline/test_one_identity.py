@@ -77,7 +77,10 @@ def test_asking_for_a_command_writes_nothing(bert: tuple[Chain, dict[str, dict[s
         return {path: path.stat().st_mtime_ns for path in chain.work.glob("*/**/*")}
 
     before = seen()
-    asks = "import pipeline.tasks.bert as b, pipeline.status.chain as c\nfor one in c.chain(b.BertPhase2()): one.command()"
+    asks = (
+        "import pipeline.tasks.bert, pipeline.status.chain\n"
+        "for one in pipeline.status.chain.chain(pipeline.tasks.bert.BertPhase2()): one.command()"
+    )
     done = command("-c", asks, env={"LUIGI_CONFIG_PATH": str(chain.config)})
     assert done.returncode == 0, done.stderr
     assert seen() == before

@@ -79,8 +79,8 @@ class Loader:
         observe: Callable[[Step], None] | None = None,
         without_padding: bool = False,
     ) -> None:
-        """`observe` is called by the reading thread with each step, before padding is removed from the micro-batches, if
-        it is (`without_padding`)."""
+        """`observe` is called by the reading thread with each step, before padding is removed from the micro-batches,
+        if it is (`without_padding`)."""
         self._reader = reader
         self._order = order
         self._micro_batch_size = micro_batch_size

@@ -80,7 +80,8 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def identity(self, cache: Path) -> str:
-        """Identifies the data set by its content. File hashes are cached in the directory `cache`. Raises `UserError`."""
+        """Identifies the data set by its content; file hashes are cached in the directory `cache`. Raises
+        `UserError`."""
 
     @abc.abstractmethod
     def reader(self, *, static_shapes: bool, without_padding: bool, seed: int, falling: range) -> Reader:
