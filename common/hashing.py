@@ -53,10 +53,19 @@ class InputFile(NamedTuple):
 
     def require_unchanged(self, fd: int | None = None) -> None:
         """Raise `UserError` unless the file (or the one open as `fd`) is in the state in which it was hashed."""
-        with _readable(self.path):
+        with readable(self.path):
             stat = os.stat(self.path) if fd is None else os.fstat(fd)
         if _state(stat) != self.state:
             raise changed(self.path)
+
+
+@contextlib.contextmanager
+def readable(path: object) -> Iterator[None]:
+    """`UserError` if the block cannot read the file `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise _cannot_read(path, error) from error
 
 
 def changed(path: object) -> UserError:
@@ -168,7 +177,7 @@ def _read(path: Path) -> dict[str, str]:
 def _hash_file(path: str) -> tuple[InputFile, bool]:
     """The file, and whether its state may be cached."""
     for _ in range(_TRIES):
-        with _readable(path), open(path, "rb", buffering=0) as file:
+        with readable(path), open(path, "rb", buffering=0) as file:
             before = os.fstat(file.fileno())
             sha256, buffer = hashlib.sha256(), bytearray(min(_BLOCK_BYTES, before.st_size + 1))
             while count := file.readinto(buffer):
@@ -176,11 +185,3 @@ def _hash_file(path: str) -> tuple[InputFile, bool]:
             if _state(os.fstat(file.fileno())) == _state(before):
                 return InputFile(path, sha256.hexdigest(), before.st_size, _state(before)), _has_settled(before)
     raise UserError(f"{path} is being written: it changed {_TRIES} times while it was read; wait until it is complete")
-
-
-@contextlib.contextmanager
-def _readable(path: object) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _cannot_read(path, error) from error

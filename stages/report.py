@@ -20,6 +20,7 @@ from stages.directory.attempts import ATTEMPTS
 from stages.directory.command import run
 from stages.directory.manifest import IDENTITY, Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints, parse, stage_parser
+from stages.directory.records import flat_texts
 from stages.view.run import Run, Settings
 from stages.view.status import StageStatus
 
@@ -116,20 +117,9 @@ def view_of(directories: list[Path], settings: Settings | None) -> Run:
             raise UserError(f"{directory} has no {IDENTITY}; give directories of stages, such as work/latest/evaluate")
     stages = [StageStatus.of_directory(directory) for directory in directories]
     if settings is None:
-        settings = {
-            stage.stage: {key: str(value) for key, value in _flat(stage.record.get("parameters", {})).items()}
-            for stage in stages
-        }
+        settings = {stage.stage: flat_texts(stage.record.get("parameters", {})) for stage in stages}
     ended = [attempt.ended for stage in stages for attempt in stage.attempts]
     return Run(stages, settings, written=max(ended, default=time.time()))
-
-
-def _flat(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested objects: {"model": {"hidden_size": 128}} → {"model.hidden_size": 128}."""
-    found: dict[str, Any] = {}
-    for key, value in parameters.items():
-        found |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
-    return {key: "" if value is None else value for key, value in found.items()}
 
 
 def parser() -> argparse.ArgumentParser:

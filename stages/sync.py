@@ -19,7 +19,7 @@ from common.process import give_way
 from stages.directory import command
 from stages.directory.lock import hold
 from stages.directory.manifest import Identity, stage_label, why_incomplete
-from stages.directory.progress import Progress
+from stages.directory.progress import transfer
 from stages.directory.records import read_identity
 from stages.store.backend import Backend
 from stages.store.checkpoints import conclude
@@ -58,13 +58,12 @@ def pull(backend: Backend, names: list[str], work_dir: Path) -> None:
             if why_incomplete(directory, fingerprint) is None:
                 print(f"{directory} is complete already")
                 continue
-            with Progress(directory / "progress.json", f"fetch {label}", record.total_bytes, "B", 0) as bar:
+            with transfer(directory, f"fetch {label}", record.total_bytes) as bar:
                 try:
                     beside = [path.name for path in work_dir.iterdir() if path != directory and path.is_dir()]
                     fetch_stage(backend, record, directory, siblings=beside, report=bar.update)
                 except NotUsable as error:
                     raise UserError(f"{error}; remove it with python -m pipeline store verify --remove") from None
-            (directory / "progress.json").unlink(missing_ok=True)
         print(f"{directory}: {record.total_bytes:,} bytes")
 
 

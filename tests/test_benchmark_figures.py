@@ -171,7 +171,7 @@ def test_the_made_data_set_is_known_by_its_manifest(tmp_path: Path) -> None:
     for manifest in (True, False):
         with scale.data_set(shards=3, rows=8, manifest=manifest) as (directory, _):
             names = sorted(path.name for path in (directory / "data").glob("*.hdf5"))
-            found.append(content_identity(directory / "data", names, tmp_path, print))
+            found.append(content_identity(directory / "data", names, tmp_path))
         if manifest:
             assert not list(tmp_path.iterdir())
     assert len(names) == 3

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from common.errors import UserError
 from common.options import add_options, check, fields_of, from_namespace, name_of, option
 from trainer.config import CHANGEABLE, TrainConfig
-from trainer.data.batch_ramp import BatchRamp, BatchSizes
-from trainer.data.order import SampleOrder
+from trainer.data.batch_ramp import BatchRamp
+from trainer.data.order import require_whole_batches
 from trainer.devices.base import DeviceOptions
 from trainer.metrics.trackers.options import TrackerOptions
 from trainer.parallel.mesh import Mesh
@@ -139,7 +139,7 @@ def to_config(given: CommandLine, mesh: Mesh) -> tuple[TrainConfig, Workload]:
         config = dataclasses.replace(config, schedule="linear")  # any warm-up fits
         config = config.lasting(max(config.max_steps, config.warmup_steps))
     whole = config.global_batch_size(workers)
-    SampleOrder(workload.rows_per_shard, seed=0, sizes=[BatchSizes(whole)])
+    require_whole_batches(workload.rows_per_shard, whole)
     BatchRamp(config.batch_ramp_steps, config.batch_ramp_parts).require_whole_parts(
         whole, config.micro_batch_size * config.batches_per_execution * workers
     )

@@ -57,7 +57,7 @@ def _data_of(run: Run, start: ResumePoint | None) -> str:
     """The identity of the data set. A trial trains on some of it only and does not read all, which may take long."""
     if run.config.trial:
         return "" if start is None else start.state.data
-    return run.workload.identity(run.config.output_dir, run.log)
+    return run.workload.identity(run.config.output_dir)
 
 
 def initial_state(run: Run, start: ResumePoint | None, precision: Precision, skipped: Sequence[int]) -> TrainState:

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.errors import UserError
-from pipeline.commands.watch import sparkline
 from pipeline.settings.load import load
 from pipeline.status.comparison import of_work_directory
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.tasks.sweep import Sweep
 from stages.view.comparison import LOSS, Comparison, Trial
-from stages.view.text import columns, duration, number
+from stages.view.text import columns, duration, number, sparkline
 
 SUMMARY = "trials of a sweep, or all trainings: what differs, curves, losses, time, the winner; also as a page"
 _CURVE_WIDTH = 40

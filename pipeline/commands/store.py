@@ -168,8 +168,8 @@ def _prune(shared: SharedStore, args: argparse.Namespace) -> int:
 
 
 def _note_damaged(contents: Contents) -> None:
-    if contents.damaged:
-        log(f"note: {len(contents.damaged)} damaged records; see python -m pipeline store verify")
+    if count := len(contents.damaged):
+        log(f"note: {count} damaged record{'s' if count > 1 else ''}; see python -m pipeline store verify")
 
 
 def _ago(seconds: float) -> str:

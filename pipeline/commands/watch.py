@@ -5,15 +5,14 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from stages.view import facts
 from stages.view.curves import MetricsFile, points
 from stages.view.run import Run
-from stages.view.text import duration, moment, number
+from stages.view.text import duration, moment, number, sparkline
 
-_BARS = "▁▂▃▄▅▆▇█"
 _WIDEST = 72
 #: Metric, title.
 _CURVES = (
@@ -71,12 +70,6 @@ def _curves(run: Run, width: int) -> list[str]:
             drawn = "│".join(sparkline(part, min(every), max(every)) for part in parts)
             lines.append(f"{title:{_NAME_WIDTH}}{drawn} {number(parts[0][0])} → {number(parts[-1][-1])}")
     return [*lines, ""]
-
-
-def sparkline(values: Sequence[float], low: float, high: float) -> str:
-    """Draw one block character per value, scaled from `low` to `high`."""
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values)
 
 
 def watch(view: Callable[[dict[Path, MetricsFile]], Run], table: Callable[[int], str], interval_s: float) -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from pipeline.status.chain import ChainTask
 from pipeline.status.live_report import view
 from pipeline.status.stage_dirs import StageDir, StageDirs, holder, number_of
+from stages.directory.records import flat_texts
 from stages.report import view_of
 from stages.view.comparison import LOSS, Comparison, Trial
-from stages.view.run import Run
 
 _PRETRAIN = "pretrain-phase"
 
@@ -35,10 +34,9 @@ def _trial(training: StageDir, chain: list[StageDir], stage_dirs: StageDirs) -> 
     if training.is_complete:  # what was evaluated at a rung is not what it ended with
         merged = [one for one in merged if "step" not in one.record["parameters"]]
     stages = [*chain, *[one for merge in merged for one in evaluation_of(merge, stage_dirs)][:1]]
-    parameters = {one.label: _flat(one.record["parameters"]) for one in stages if one.label != "evaluate"}
-    run = view_of([one.path for one in stages], parameters)
+    parameters = {one.label: flat_texts(one.record["parameters"]) for one in stages if one.label != "evaluate"}
     note = "running" if holder(training.path) else "" if training.is_complete else "not finished"
-    return Trial(training.path.name, Run(run.stages, parameters, written=run.written), note)
+    return Trial(training.path.name, view_of([one.path for one in stages], parameters), note)
 
 
 def evaluation_of(merged: StageDir, stage_dirs: StageDirs) -> list[StageDir]:
@@ -57,10 +55,3 @@ def made_from(source: StageDir, label: str, stage_dirs: StageDirs) -> list[Stage
     """Stages made from `source`; those made from its last checkpoint before those of a rung, newest first."""
     found = [one for one in stage_dirs.by_label[label] if source.fingerprint in one.record["upstream"].values()]
     return sorted(found, key=lambda one: -(number_of(one.record["parameters"].get("step")) or math.inf))
-
-
-def _flat(parameters: dict[str, Any]) -> dict[str, str]:
-    flat = dict[str, Any]()
-    for key, value in parameters.items():
-        flat |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
-    return {key: "" if value is None else str(value) for key, value in flat.items()}

@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.status.chain import StageTask, is_complete
 from pipeline.status.stage_dirs import StageDirs
 from stages.directory.manifest import difference
+from stages.directory.records import flat
 
 _HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{54}\b")
 
@@ -38,16 +39,7 @@ def _cause(task: StageTask, old: dict[str, Any], stage_dirs: StageDirs) -> str:
 
 def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """`stages.directory.manifest.difference` of single values (`model.hidden_size: 128 → 256`), with short hashes."""
-    text = difference(_flat(old), _flat(new)) or "fingerprint"
-    return _HASH.sub(r"\1…", text)
-
-
-def _flat(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with nested parameters and inputs flattened by one level."""
-    flat = dict(record)
-    for part in ("parameters", "inputs"):
-        values: dict[str, Any] = {}
-        for key, value in (record.get(part) or {}).items():
-            values |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
-        flat[part] = values
-    return flat
+    flattened = (
+        record | {part: flat(record.get(part) or {}) for part in ("parameters", "inputs")} for record in (old, new)
+    )
+    return _HASH.sub(r"\1…", difference(*flattened) or "fingerprint")

@@ -20,6 +20,8 @@ from stages.report import PAGE, refresh
 from stages.view.curves import MetricsFile
 from stages.view.run import Run
 
+#: The settings, as the command that writes the page reads them.
+SETTINGS = "settings.json"
 #: Sections that the page and the card show; others may hold credentials.
 _SHOWN = ("run", "corpus", "dataset", "model", "phase1", "phase2", "precision", "cluster", "evaluation", "card")
 #: The page is rewritten, at the earliest, after this many times the time that writing it took.

@@ -46,7 +46,8 @@ def stored_dirs(backend: Backend, contents: Contents, here: Collection[str]) -> 
         ]
     damaged = len(contents.damaged) + found.count(None)
     if damaged:
-        log(f"note: {backend.url} has {damaged} damaged records; see python -m pipeline store verify --read")
+        records = f"{damaged} damaged record{'s' if damaged > 1 else ''}"
+        log(f"note: {backend.url} has {records}; see python -m pipeline store verify --read")
     return (one for one in found if one is not None)
 
 

@@ -112,7 +112,7 @@ class SharedStore:
 
     def fetch(self, stage: SharedStage) -> bool:
         """Fetch the complete stage, if the store has it whole; returns whether it did. Raises `UserError`."""
-        from stages.directory.progress import Progress
+        from stages.directory.progress import transfer
         from stages.store.complete import fetch_stage
         from stages.store.files import NotUsable
 
@@ -120,9 +120,8 @@ class SharedStore:
         if record is None:
             return False
         log(f"{stage.label}: fetched from {self.backend.url} ({record.total_bytes:,} bytes), pushed by {record.host}")
-        progress = stage.directory / "progress.json"
         try:
-            with Progress(progress, f"fetch {stage.label}", record.total_bytes, "B", 0) as bar:
+            with transfer(stage.directory, f"fetch {stage.label}", record.total_bytes) as bar:
                 fetch_stage(self.backend, record, stage.directory, siblings=stage.siblings, report=bar.update)
         except NotUsable as error:
             log(f"{stage.label}: note: {error}; it is made here instead")
@@ -130,8 +129,6 @@ class SharedStore:
             if self.pushes(stage):  # what is made here takes its place
                 self.backend.delete(error.altered)
             return False
-        finally:
-            progress.unlink(missing_ok=True)
         return True
 
     @contextlib.contextmanager

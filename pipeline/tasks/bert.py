@@ -14,7 +14,7 @@ from common.options import fields_of, is_left_out
 from common.secrets import Secret
 from pipeline.status import live_report
 from pipeline.tasks import summary
-from pipeline.tasks.dataset import ShardDataset, UsesModel, dataset_of, mask_rate, masking_options
+from pipeline.tasks.dataset import CONFIG, ShardDataset, UsesModel, dataset_of, mask_rate, masking_options
 from pipeline.tasks.extension import extend
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.initial_weights import embedded, initial_attention, start_inputs, start_options
@@ -76,7 +76,7 @@ class Precompile(ModelStage):
         return PrecompileOptions(**given, nodes=self.nodes, phase=self.phase, graphs=graphs)
 
     def command(self) -> list[str]:
-        trial = self.sibling(Pretrain, phase=self.phase).trial_command(self.directory)
+        trial = self.sibling(Pretrain, phase=self.phase).trainer_command(self.directory)
         return dataclasses.replace(self.options(), command=tuple(trial)).words(self.directory)
 
 
@@ -122,15 +122,18 @@ class Pretrain(ModelStage, Training):
     def inputs(self) -> dict[str, Any]:
         return start_inputs(self, self.phase)
 
-    def command(self) -> list[str]:
+    def prepare(self) -> None:
+        super().prepare()
         extend(self)
+
+    def command(self) -> list[str]:
         compiled = self.requires()["precompile"].directory
         start: dict[str, Any] = start_options(self, self.phase)
         if self.phase == 2:
             convert = self.requires()["start"]
             start["phase1_end_step"] = convert.counts()["global_step"]
             start["resume_ckpt_path"] = convert.directory / "checkpoint"
-        return self._trainer(
+        return self.trainer_command(
             self.directory,
             **start,
             output_dir=self.directory,
@@ -147,20 +150,14 @@ class Pretrain(ModelStage, Training):
             return f"phase {self.phase}: {self.directory} is not here, but the model made from it is"
         return summary.phase_line(self.counts(), self.phase)
 
-    def trial_command(self, directory: Path) -> list[str]:
-        """The trainer's command for a trial run in `directory`: initial weights, same graphs."""
-        return self._trainer(directory)
-
-    def _trainer(self, directory: Path, **others: Any) -> list[str]:
-        """The trainer's command; writes the model's config into `directory`."""
+    def trainer_command(self, directory: Path, **others: Any) -> list[str]:
+        """The trainer's command, with the config in `directory`; without `others`, a trial's: initial weights, same
+        graphs."""
         phase = self.settings.phase(self.phase)
-        model = directory / "config.json"
-        if not self.settings.cluster.follows:  # node 0 writes it
-            write_json(model, self.model(self.phase).to_hugging_face())
         return self.launched(
             phase,
             data_dir=dataset_of(self, self.phase).directory,
-            model_config=model,
+            model_config=directory / CONFIG,
             seq_len=phase.seq_len,
             max_pred_len=phase.max_pred_len,
             grad_accum_usteps=self.settings.grad_accum_usteps(self.phase),
@@ -197,11 +194,12 @@ class ConvertCheckpoint(ModelStage):
         transport = self.settings.dataset.transport
         return ConvertOptions(source=self.given, optimizer=False, model=self.model_parameters(), **transport)
 
+    def prepare(self) -> None:
+        if self.given:
+            self.write_config(2)
+
     def command(self) -> list[str]:
-        if not self.given:
-            return super().command()
-        config = self.directory / "config.json"
-        write_json(config, self.model(2).to_hugging_face())
+        config = self.directory / CONFIG if self.given else None
         return dataclasses.replace(self.options(), config=config).words(self.directory)
 
 
@@ -262,9 +260,11 @@ class Report(Reported):
     def options(self) -> ReportOptions:
         return ReportOptions(directories=())
 
+    def prepare(self) -> None:
+        write_json(self.directory / live_report.SETTINGS, live_report.settings_by_section(self.settings))
+
     def command(self) -> list[str]:
-        settings = self.directory / "settings.json"
-        write_json(settings, live_report.settings_by_section(self.settings))
+        settings = self.directory / live_report.SETTINGS
         made = tuple(live_report.stage_directories(self))
         return dataclasses.replace(self.options(), directories=made, settings=settings).words(self.directory)
 

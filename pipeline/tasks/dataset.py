@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import luigi
 
 from common.errors import UserError
+from common.files import write_json
 from common.secrets import Secret
 from pipeline.settings.origin import named_places
 from pipeline.settings.sections import Settings
@@ -27,6 +28,9 @@ from trainer.registry import STABLE_SCHEDULES
 
 if TYPE_CHECKING:
     from stages.download import DownloadOptions
+
+#: The model's config, as Hugging Face has it, in the directory of a stage that uses it.
+CONFIG = "config.json"
 
 
 def dataset_of(task: ChainTask, phase: int) -> Stage:
@@ -197,6 +201,14 @@ class UsesModel(Stage):
         for tokens in self.vocabulary(phase).values():
             size = tokens.counts()["vocab_size"]
         return dataclasses.replace(self.settings.model.config(size), next_sentence=self.next_sentence)
+
+    def prepare(self) -> None:
+        if (phase := getattr(self, "phase", None)) is not None:
+            self.write_config(phase)
+
+    def write_config(self, phase: int) -> None:
+        """Write the phase's model into the directory, as Hugging Face's config."""
+        write_json(self.directory / CONFIG, self.model(phase).to_hugging_face())
 
     def model_parameters(self) -> dict[str, Any]:
         """The model settings; a vocabulary size left open comes from the data set."""

@@ -32,7 +32,7 @@ def extend(task: StageTask) -> None:
     changes. A running training is not read, and every byte is verified; what is skipped is logged. Raises
     `DiskError`.
     """
-    if task.settings.cluster.follows or checkpoints(task.directory / CHECKPOINTS):  # node 0 does it for all
+    if checkpoints(task.directory / CHECKPOINTS):
         return
     (task.directory / EXTENDED_FROM).unlink(missing_ok=True)
     refused = False

@@ -52,6 +52,9 @@ class Stage(ChainTask):
         """The command's options, from the settings; works before upstream stages are complete."""
         raise NotImplementedError
 
+    def prepare(self) -> None:
+        """Write into the directory, whose lock is held, what the command reads there; upstream stages are complete."""
+
     def command(self) -> list[str]:
         """The command that fills the directory, as arguments for the Python interpreter; upstream stages must be
         complete."""
@@ -76,6 +79,12 @@ class Stage(ChainTask):
     def hang_timeout_s(self) -> float | None:
         """Seconds without a sign of life after which the command is killed; None: never."""
         return self.settings.run.stage_hang_timeout_s or None
+
+    @property
+    def port_offset(self) -> int:
+        """What is added to [cluster] master_port: the two phases and the MLP may run at the same time."""
+        phase: int = getattr(self, "phase", 3)
+        return phase - 1
 
     def finish(self, start: StartTime) -> None:
         """Called when the command has succeeded; only a hook, as commands in `stages` write their own manifest."""
@@ -137,6 +146,10 @@ class Stage(ChainTask):
     def stored(self) -> StageRecord | None:
         """What the store had of this stage when it was first asked. Raises `UserError`."""
         return self.store.find(self.shared) if self.store is not None else None
+
+    def make_here(self) -> None:
+        """From now on, the store has nothing of it: it cannot give what it had, or cannot be asked."""
+        self.stored = None
 
     @functools.cached_property
     def stored_step(self) -> int:
@@ -218,7 +231,7 @@ class Stage(ChainTask):
             with exits.while_running(), contextlib.nullcontext() if self.settings.cluster.follows else reports(self):
                 self.make()
         except UpstreamMissing as error:
-            self.__dict__["stored"] = None
+            self.make_here()
             return (tasks for tasks in [error.tasks])
         return None
 

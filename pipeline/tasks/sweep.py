@@ -105,7 +105,7 @@ class Trial(ChainTask):
             try:
                 return stage.make()
             except UpstreamMissing as missing:
-                stage.__dict__["stored"] = None
+                stage.make_here()
                 for task in missing.tasks:
                     assert isinstance(task, Stage)
                     self._make(task)

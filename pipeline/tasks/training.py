@@ -59,8 +59,7 @@ class Training(Stage):
         for settings in (self.settings.run, self.settings.cluster, section):
             given |= {name: getattr(settings, name) for name in fields_of(TrainConfig) if name in settings.param_kwargs}
         options = {_option_name(name): value for name, value in (given | others).items() if value is not None}
-        # The two phases and the MLP may run at the same time, so each uses its own port.
-        command = trainer_command(self.settings.cluster, options, port_offset=getattr(self, "phase", 3) - 1)
+        command = trainer_command(self.settings.cluster, options, port_offset=self.port_offset)
         # A trial has no output and is not shown in trackers.
         return command + (words(self.settings.trackers.options) if "output_dir" in others else [])
 

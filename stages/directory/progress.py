@@ -7,10 +7,11 @@ import functools
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from common.errors import DiskError
-from common.files import ALIVE, disk_errors, replace_json, utc_now
+from common.files import ALIVE, PROGRESS, disk_errors, replace_json, utc_now
 from common.process import HEARTBEAT_THREAD
 from common.threads import beside
 
@@ -57,6 +58,16 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
+
+
+@contextlib.contextmanager
+def transfer(directory: Path, label: str, total: int) -> Iterator[Progress]:
+    """Progress of a transfer, in bytes; progress.json goes with the block, however that ends."""
+    try:
+        with Progress(directory / PROGRESS, label, total, "B", 0) as bar:
+            yield bar
+    finally:
+        (directory / PROGRESS).unlink(missing_ok=True)
 
 
 def signs_of_life(directory: Path) -> contextlib.AbstractContextManager[None]:

@@ -38,6 +38,19 @@ def read_manifest(directory: Path, name: str = MANIFEST) -> dict[str, Any] | Non
     return record if is_whole and all(has_types(output, _OUTPUT) for output in record["outputs"]) else None
 
 
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With the values of inner objects among the others: {"model": {"layers": 2}} → {"model.layers": 2}."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
+    return found
+
+
+def flat_texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """`flat`, as text for people: None is ""."""
+    return {key: "" if value is None else str(value) for key, value in flat(values).items()}
+
+
 def is_inside(path: str) -> bool:
     """Whether a relative path of a record stays in its directory, and a file can have it."""
     parts = PurePosixPath(path).parts

@@ -18,9 +18,10 @@ from stages.evaluation.frequencies import characters, count_pieces, frequency_sc
 from stages.evaluation.prompts import suggest
 from trainer.checkpoint.format import read_tensors
 from trainer.data.bert_batch import IGNORED
+from trainer.data.file_names import HELD_OUT_SHARDS
 from trainer.data.order import Samples, shuffled
 from trainer.data.reader import BatchReader
-from trainer.data.shards import ShardSet
+from trainer.data.shards import MASKED_KEYS, ShardSet
 from trainer.devices.base import Device
 from trainer.models.bert import BertForPreTraining, has_next_sentence_head
 from trainer.models.config import ModelConfig
@@ -40,11 +41,12 @@ def evaluate(
     max_samples: int,
 ) -> dict[str, Any]:
     """Evaluate `model` on up to `max_samples` rows of `shards`; losses are means in nats, accuracies in 0 … 1.
-    Next-sentence results are included if both model and shards have what they need.
+    Next-sentence results are included if both model and shards have what they need. Raises `UserError`.
 
     `training`: the shards whose word frequencies make the unigram baseline; None: `shards`. `pieces`: the vocabulary;
     None: bits per character are None. `tokenizer`: the model's `tokenizers.Tokenizer`; None: no prompts are suggested.
     """
+    _require_masked(shards, shards.max_pred_len, MASKED_KEYS[0])
     samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit samples all shards evenly
     vocab_size = model.config.vocab_size
     next_sentence = model.config.next_sentence and shards.next_sentence
@@ -71,7 +73,7 @@ def evaluate(
             right_by_piece += np.bincount(masked_ids[found[len(sums) :] > 0], minlength=vocab_size)
             sequences += counts[1]
             bar.update(len(batch.input_ids))
-    masked = int(masked_by_piece.sum())
+    masked = _require_masked(shards, int(masked_by_piece.sum()), f"masked token in the {sequences} sequences read")
     length = characters(pieces, masked_by_piece) if pieces else None
     frequencies = count_pieces(work, training or shards, vocab_size)
     return {
@@ -86,6 +88,16 @@ def evaluate(
         **frequency_scores(frequencies, masked_by_piece, right_by_piece),
         **({} if tokenizer is None else suggest(model, tokenizer, reader, samples, frequencies, device)),
     }
+
+
+def _require_masked(shards: ShardSet, count: int | None, what: str) -> int:
+    """`count`, of which there must be one or more."""
+    if not count:
+        raise UserError(
+            f"the {HELD_OUT_SHARDS} shards of {shards.directory} have no {what}; they must be masked, so that every "
+            f"model is asked for the same words; give a directory where they are, as python -m stages.shard makes them"
+        )
+    return count
 
 
 def _summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

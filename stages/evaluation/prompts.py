@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from stages.evaluation.blimp import masked_batch
 from trainer.data.order import Samples
-from trainer.data.reader import BatchReader
-from trainer.data.shards import MASKED_KEYS
+from trainer.data.reader import BatchReader, unmasked
 from trainer.data.vocabulary import CLS, CONTINUATION, MASK, SEP, UNK
 from trainer.devices.base import Device
 from trainer.models.bert import BertForPreTraining
@@ -109,10 +108,7 @@ def _best(found: list[tuple[float, _Candidate]], tokenizer: Any) -> list[dict[st
 def _texts(reader: BatchReader, samples: Samples) -> Iterator[list[int]]:
     """The tokens of each of the first rows, as they were before masking."""
     arrays = reader.read(samples[np.s_[:_ROWS]])
-    ids, positions, labels = (arrays[key].astype(np.int64) for key in ("input_ids", *MASKED_KEYS))
-    row, entry = np.nonzero(positions)
-    ids[row, positions[row, entry]] = labels[row, entry]
-    for tokens, is_text in zip(ids, arrays["input_mask"].astype(bool), strict=True):
+    for tokens, is_text in zip(unmasked(arrays), arrays["input_mask"].astype(bool), strict=True):
         yield tokens[is_text].tolist()
 
 

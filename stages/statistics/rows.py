@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.order import Samples
-from trainer.data.reader import BatchReader
-from trainer.data.shards import MASKED_KEYS, ShardSet
+from trainer.data.reader import BatchReader, unmasked
+from trainer.data.shards import ShardSet
 
 #: Limits on what is read: files (those of other tools are decoded whole), and rows in all of them together.
 _SHARDS_MAX, _ROWS_MAX = 16, 1 << 16
@@ -46,10 +46,6 @@ def text_rows(shards: ShardSet, vocab_size: int) -> Iterator[tuple[NDArray[np.in
     reader, samples = BatchReader(shards, vocab_size=vocab_size), sampled_rows(shards)
     for start in range(0, len(samples), _ROWS_AT_ONCE):
         arrays = reader.read(samples[np.s_[start : start + _ROWS_AT_ONCE]])
-        ids, is_text = arrays["input_ids"].astype(np.int64), arrays["input_mask"].astype(bool)
-        if MASKED_KEYS[0] in arrays:
-            positions, labels = (arrays[key].astype(np.int64) for key in MASKED_KEYS)
-            row, entry = np.nonzero(positions)
-            ids[row, positions[row, entry]] = labels[row, entry]
+        ids, is_text = unmasked(arrays), arrays["input_mask"].astype(bool)
         cls, sep = ids[0, 0], ids[0, np.count_nonzero(is_text[0]) - 1]
         yield ids, is_text & (ids != cls) & (ids != sep)

@@ -56,7 +56,9 @@ KEPT = 2
 def stored_state(backend: Backend, name: str, checkpoint: StoredCheckpoint) -> dict[str, Any] | None:
     """The trainer's state in a checkpoint of the training run `name`; None if it is damaged or gone. Raises
     `UserError`."""
-    (file,) = (file for file in checkpoint.files if file.path == STATE)
+    file = next((file for file in checkpoint.files if file.path == STATE), None)
+    if file is None:
+        return None
     try:
         data = backend.read(f"{PREFIX}/{name}/{checkpoint.token}/{file.sha256}")[0]
     except Missing:

@@ -216,9 +216,9 @@ def superfluous(
 def remove(backend: Backend, contents: Contents, gone: Sequence[StoredStage | StoredTraining], now: float) -> int:
     """Remove the stages and the checkpoints of training runs, then the files to which nothing refers any more. Returns
     the bytes freed. Raises `UserError` while any records are damaged, as their files are unknown."""
-    if contents.damaged:
+    if count := len(contents.damaged):
         raise UserError(
-            f"{backend.url} has {len(contents.damaged)} damaged records, whose files would be removed as "
+            f"{backend.url} has {count} damaged record{'s' if count > 1 else ''}, whose files would be removed as "
             f"unreferenced; first: python -m pipeline store verify --remove"
         )
     backend.delete([one.record.key for one in gone if isinstance(one, StoredStage)])

@@ -21,11 +21,10 @@ from common.hashing import InputFile, InputHashes, digest
 from common.options import option
 from stages.directory.manifest import Identity
 from stages.directory.options import BuildOptions
-from stages.text.base import PACKED, Document, FileSource, Source, cannot_read, text_of
+from stages.text.base import PACKED, Document, FileSource, Source, cannot_read
 from stages.text.jsonl import JsonLinesSource
 from stages.text.patterns import expand
 from stages.text.plain import PlainTextSource
-from stages.text.sentences import sentences
 from stages.text.spans import reader
 from stages.text.tables import ArrowSource, ParquetSource
 from stages.text.wikipedia import WikipediaSource
@@ -189,14 +188,6 @@ def no_garbage_collection() -> Iterator[None]:
 def _what_was_dropped(dropped: Counter[str]) -> str:
     what = [f"{reason} {count:,}" for reason, count in sorted(dropped.items()) if not reason.startswith("files: ")]
     return f"nothing was left ({', '.join(what)})" if what else "it is empty, or only white space"
-
-
-def documents(spec: str) -> Iterator[list[str]]:
-    """Yield one source's documents as lists of sentences; raises `UserError` as `open_sources` and `raw_documents`."""
-    dropped: Counter[str] = Counter()
-    for document in raw_documents(open_sources([spec], InputHashes()), dropped):
-        if found := sentences(text_of(document, dropped)):
-            yield found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -223,8 +223,10 @@ def _batches(
 
 
 @functools.cache
-def _encoder(tokenizer: Path, lower_case: bool) -> Encoder:
-    return Encoder(read_vocabulary(tokenizer / "vocab.txt"), lower_case=lower_case)
+def _encoder(tokenizer: Path, lower_case: bool) -> tuple[Encoder, int, type[np.uint16] | type[np.uint32]]:
+    """The encoder, the id of [UNK], and the type of ids."""
+    vocabulary = read_vocabulary(tokenizer / "vocab.txt")
+    return Encoder(vocabulary, lower_case=lower_case), vocabulary.index(UNK), id_dtype(len(vocabulary))
 
 
 @functools.cache
@@ -236,8 +238,7 @@ def _excluded(directory: Path) -> frozenset[bytes]:
 def _encode(batch: _Batch) -> _Encoded:
     """Extract, split and tokenize the text of a batch; drop sentences and documents without tokens, and excluded
     documents."""
-    vocabulary, encoder = read_vocabulary(batch.tokenizer / "vocab.txt"), _encoder(batch.tokenizer, batch.lower_case)
-    unk = vocabulary.index(UNK)
+    encoder, unk, dtype = _encoder(batch.tokenizer, batch.lower_case)
     dropped: Counter[str] = Counter()
     texts = list(texts_of(batch.documents, dropped))
     found = [sentences(text) for text in texts if text]  # an empty text was counted in `dropped`
@@ -270,7 +271,7 @@ def _encode(batch: _Batch) -> _Encoded:
         **{f"{_EXAMPLE}{word[:40]}": count for word, count in examples},
     }
     tokens = Tokens(
-        ids.astype(id_dtype(len(vocabulary))),
+        ids.astype(dtype),
         lengths.astype(np.uint32),
         per_document.astype(np.uint32),
         {key: count for key, count in counts.items() if count},

@@ -1,10 +1,12 @@
-"""Human-readable numbers, times and sizes."""
+"""Numbers, times, sizes, tables and small curves as text for people."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from datetime import datetime
+
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None) -> str:
@@ -54,3 +56,9 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """One line per row, with its cells aligned below those of the first row, the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def sparkline(values: Sequence[float], low: float, high: float) -> str:
+    """Draw one block character per value, scaled from `low` to `high`."""
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)

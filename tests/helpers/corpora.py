@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import feather, parquet
 
+from common.hashing import InputHashes
 from stages.directory.manifest import StageDirectory
-from stages.text.corpus import TokenizeOptions
+from stages.text.base import text_of
+from stages.text.corpus import TokenizeOptions, open_sources, raw_documents
+from stages.text.sentences import sentences
 from stages.tokens import parts
 from stages.tokens.encode import tokenize_corpus
 
@@ -21,6 +25,14 @@ WAYS = (
     *("snappy.parquet", "zstd.parquet", "plain.parquet", "one-group.parquet"),
     *("stream.arrow", "stream-lz4.arrow", "file.arrow", "one-batch.arrow", "file-zstd.arrow", "v2.feather"),
 )
+
+
+def documents(spec: object) -> Iterator[list[str]]:
+    """One source's documents as lists of sentences."""
+    dropped: Counter[str] = Counter()
+    for document in raw_documents(open_sources([str(spec)], InputHashes()), dropped):
+        if found := sentences(text_of(document, dropped)):
+            yield found
 
 
 def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_out: float = 0.1) -> Path:

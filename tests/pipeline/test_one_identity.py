@@ -69,6 +69,23 @@ def test_a_stage_started_by_hand_has_luigis_fingerprint(
     assert by_hand(stage, tmp_path / "out")["fingerprint"] == stage["fingerprint"]
 
 
+def test_asking_for_a_command_writes_nothing(bert: tuple[Chain, dict[str, dict[str, Any]]]) -> None:
+    """Not even a training's, which may begin with a checkpoint of another, or a model's config."""
+    chain, _ = bert
+
+    def seen() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in chain.work.glob("*/**/*")}
+
+    before = seen()
+    asks = (
+        "import pipeline.tasks.bert, pipeline.status.chain\n"
+        "for one in pipeline.status.chain.chain(pipeline.tasks.bert.BertPhase2()): one.command()"
+    )
+    done = command("-c", asks, env={"LUIGI_CONFIG_PATH": str(chain.config)})
+    assert done.returncode == 0, done.stderr
+    assert seen() == before
+
+
 @pytest.mark.parametrize("phase", [1, 2])
 def test_graphs_precompiled_by_hand_have_luigis_parameters(
     bert: tuple[Chain, dict[str, dict[str, Any]]], phase: int, tmp_path: Path

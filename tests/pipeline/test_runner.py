@@ -39,6 +39,11 @@ class Stage:
     def __init__(self, work_dir: Path, *, restarts: bool) -> None:
         self.directory, self.restarts = work_dir / "example-0", restarts
         self.identity = Identity("example", 1)
+        self.prepared = 0
+
+    def prepare(self) -> None:
+        assert self.identity.fingerprint in (self.directory / "stage.json").read_text()
+        self.prepared += 1
 
     def command(self) -> list[str]:
         return ["-c", "pass"]
@@ -78,6 +83,7 @@ def run(tmp_path: Path, *results: ProcessResult | Exception, restarts: bool = Tr
     stage = Stage(tmp_path, restarts=restarts)
     Runner(stage, launcher).run()
     assert stage.why_incomplete() is None
+    assert stage.prepared == (launcher.starts > 0)
     assert (tmp_path / "latest" / "example").resolve() == stage.directory
     return launcher.starts
 

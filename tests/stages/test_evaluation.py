@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from stages.directory.manifest import Identity, StageDirectory
 from stages.evaluation import mlp
 from stages.evaluation.bert import evaluate
 from tests.helpers.images import write_images
-from tests.helpers.support import MODEL, synthetic_rows
+from tests.helpers.support import MODEL, assert_one_line_error, forked, synthetic_rows
 from trainer.data.file_names import HELD_OUT_SHARDS
-from trainer.data.shards import ShardSet, write_shard
+from trainer.data.shards import MASKED_KEYS, ShardSet, write_shard
 from trainer.devices.cpu import CpuDevice
 from trainer.models.bert import BertForPreTraining
 from trainer.models.config import ModelConfig
@@ -107,6 +109,24 @@ def test_next_sentences_are_measured_where_model_and_shards_have_them(ours: Bert
     assert {"next_sentence_loss", "next_sentence_accuracy"} < whole.keys()
     expected = {name: value for name, value in whole.items() if "next_sentence" not in name}
     assert [scores[one] for one in scores if one != ("with", "both")] == [expected] * 3
+
+
+@pytest.mark.parametrize("seen", ["masked_lm_positions", "masked token in the 31 sequences"])
+def test_shards_without_masks_are_refused_in_one_line(ours: BertForPreTraining, tmp_path: Path, seen: str) -> None:
+    """Those that the trainer masks, and those whose every place for a mask is unused."""
+    arrays = synthetic_rows(ROWS, seq_len=32, max_pred_len=5, seed=0)
+    for key in MASKED_KEYS:
+        if seen == MASKED_KEYS[0]:
+            del arrays[key]
+        else:
+            arrays[key][:] = 0
+    write_shard(tmp_path / "x_test_0.hdf5", arrays)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(ours.config.to_hugging_face()))
+    save_file(dict(ours.named_parameters()), model / "model.safetensors")
+    done = forked("stages.evaluate", model, tmp_path, "--device", "cpu", "--out", tmp_path / "out")
+    assert_one_line_error(done, f"*_test_*.hdf5 shards of {tmp_path} have no {seen}", "give a directory where they are")
 
 
 @torch.no_grad()

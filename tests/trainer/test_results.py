@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import signal
 import time
@@ -11,7 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.errors import DiskError
+from tests.helpers.checkpoints import snapshot
 from tests.helpers.support import losses, metrics, train
+from trainer.config import TrainConfig
+from trainer.metrics.metrics import Metrics
+from trainer.metrics.results import TrainTime
 
 GIVEN: dict[str, Any] = {
     "batch_size": 4, "grad_accum_usteps": 2, "warmup_steps": 1, "max_pred_len": 5, "device": "cpu", "max_steps": 12,
@@ -101,3 +107,15 @@ def test_lost_records_are_null_and_not_those_of_other_steps(data: Path, model: P
     assert train(**given).returncode == 0
     assert results(tmp_path)["first_loss"] is None
     assert results(tmp_path)["loss"] == losses(tmp_path)[-1]
+
+
+def test_progress_that_cannot_be_removed_at_the_end_is_one_line(tmp_path: Path) -> None:
+    """Not a traceback after days of training; even root cannot unlink a directory."""
+    (tmp_path / "progress.json").mkdir()
+    ending = Metrics.__new__(Metrics)
+    ending._is_root, ending._lines, ending._board = True, collections.deque(), None
+    ending._config, ending._path = TrainConfig(output_dir=tmp_path), tmp_path / "metrics.jsonl"
+    ending._file = ending._path.open("a")
+    ending._train_time = TrainTime(tmp_path, 1, [], resumes=False)
+    with pytest.raises(DiskError, match="Is a directory"):
+        ending.close(snapshot().state)

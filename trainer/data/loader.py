@@ -22,6 +22,9 @@ from trainer.data.batch import Batch
 from trainer.data.order import SampleOrder, Samples
 from trainer.parallel.threads import use_one_core
 
+#: Reads to stay ahead of the loop, each of one step or several small ones (`rows_at_once`).
+_AHEAD = 2
+
 
 @dataclass(frozen=True)
 class Step:
@@ -73,17 +76,14 @@ class Loader:
         micro_batch_size: int,
         rank: int = 0,
         size: int = 1,
-        prefetch: int = 2,
         observe: Callable[[Step], None] | None = None,
         without_padding: bool = False,
     ) -> None:
-        """`prefetch`: number of reads to stay ahead, each of one step or several small ones (`rows_at_once`). `observe`
-        is called by the reading thread with each step, before padding is removed from the micro-batches, if it is
-        (`without_padding`)."""
+        """`observe` is called by the reading thread with each step, before padding is removed from the micro-batches,
+        if it is (`without_padding`)."""
         self._reader = reader
         self._order = order
         self._micro_batch_size = micro_batch_size
-        self._prefetch = prefetch
         self._observe = observe
         self._without_padding = without_padding
         self._rank, self._size = rank, size
@@ -125,7 +125,7 @@ class Loader:
 
     def steps(self, first: int, last: int) -> Iterator[Step]:
         """Yield steps `first` … `last` - 1, which a thread reads ahead. Raises that thread's errors."""
-        ahead: queue.Queue[list[Step] | BaseException] = queue.Queue(self._prefetch)
+        ahead: queue.Queue[list[Step] | BaseException] = queue.Queue(_AHEAD)
         stopped = threading.Event()
         starts = range(first, last, self._steps_at_once)
 

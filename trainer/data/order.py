@@ -87,6 +87,16 @@ class _Stretch:
     after_ramp: tuple[int, int]
 
 
+def require_whole_batches(rows_per_shard: Int64s, global_batch_size: int) -> None:
+    """Raise `UserError` if the data set has fewer rows than one global batch."""
+    total = int(rows_per_shard.sum())
+    if total < global_batch_size:
+        raise UserError(
+            f"the data set has {total} samples, fewer than one global batch of {global_batch_size}; "
+            f"use more text, a higher dupe_factor or a smaller global_batch_size"
+        )
+
+
 class SampleOrder:
     """Where the samples of each step are. An epoch ends when too few rows for the next batch are left: those rows,
     different ones each epoch, are its documented tail and sit that epoch out.
@@ -103,20 +113,13 @@ class SampleOrder:
         """`sizes`: of all batches, skipped or not, in order; where some end, the next ones continue in the same epoch.
         `skipped`: batches, counted from 0, that no step uses.
 
-        Raises `UserError` if the data set has fewer rows than one global batch."""
-        total, global_batch_size = int(rows_per_shard.sum()), sizes[-1].whole
-        if total < global_batch_size:
-            raise UserError(
-                f"the data set has {total} samples, fewer than one global batch of {global_batch_size}; "
-                f"use more text, a higher dupe_factor or a smaller global_batch_size"
-            )
+        Raises `UserError` as `require_whole_batches`."""
+        require_whole_batches(rows_per_shard, sizes[-1].whole)
         self.rows_per_shard = rows_per_shard
         self.seed = seed
-        self.global_batch_size = global_batch_size
+        self.global_batch_size = sizes[-1].whole
         self._skipped = sorted(set(skipped))
-        #: Steps in an epoch after the ramp.
-        self.steps_per_epoch = total // global_batch_size
-        self._rows = total
+        self._rows = int(rows_per_shard.sum())
         self._stretches = list[_Stretch]()
         for one in sizes:
             self._stretches.append(self._plan_stretch(one))

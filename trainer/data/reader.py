@@ -1,6 +1,6 @@
 """BERT's examples: rows of shards as the micro-batches that the model takes.
 
-S: tokens in a row, P: most masked positions in a row, K: most sequences in a packed row.
+R: rows, S: tokens in a row, P: most masked positions in a row, K: most sequences in a packed row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common.errors import UserError
 from trainer.data.bert_batch import IGNORED, BertBatch, PackedBertBatch, filled_up
 from trainer.data.masking import DynamicMasking
 from trainer.data.order import Samples
-from trainer.data.shards import LENGTHS_KEY, NEXT_SENTENCE_KEY, ShardSet
+from trainer.data.shards import LENGTHS_KEY, MASKED_KEYS, NEXT_SENTENCE_KEY, ShardSet
 from trainer.data.validation import value_limits
 from trainer.data.vocabulary import VOCABULARY_FILE
 
@@ -214,6 +214,16 @@ def _places(runs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int6
     begins = np.repeat(np.cumsum(runs, axis=1) - runs, runs.reshape(-1)).reshape(rows, -1)
     position_ids = np.arange(sequence_ids.shape[1]) - begins
     return sequence_ids, np.where(sequence_ids > 0, position_ids, 0)
+
+
+def unmasked(arrays: Arrays) -> NDArray[np.int64]:
+    """The ids (R, S) of rows as they were before masking."""
+    ids = arrays["input_ids"].astype(np.int64)
+    if MASKED_KEYS[0] in arrays:
+        positions, labels = (arrays[key].astype(np.int64) for key in MASKED_KEYS)
+        row, entry = np.nonzero(positions)
+        ids[row, positions[row, entry]] = labels[row, entry]
+    return ids
 
 
 def as_int64(array: NDArray[np.integer[Any]]) -> torch.Tensor:

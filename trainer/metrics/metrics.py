@@ -15,10 +15,10 @@ from typing import Any
 
 from common.console import clock
 from common.errors import NonFiniteStep
-from common.files import METRICS, PROGRESS, disk_errors, failpoint, read_json, replace_json, write_json
+from common.files import METRICS, PROGRESS, disk_errors, failpoint, replace_json
 from trainer.data.loader import Step, record_samples
 from trainer.metrics.plateau import Diagnosis, Doctor
-from trainer.metrics.results import TrainTime, append_missing, in_words, phase_results, recorded_steps, steps_of_phase
+from trainer.metrics.results import TrainTime, append_missing, recorded_steps, steps_of_phase, write_results
 from trainer.metrics.trackers.base import Tracker
 from trainer.registry import TENSORBOARD, TRACKERS, load
 from trainer.run import Run
@@ -61,7 +61,7 @@ class Metrics:
         """Appends to the records in the output directory and drops those of steps after `start`, which are repeated.
         If no steps are left to train, later records belong to the next phase and stay. `doctor`: what comments on the
         masked-LM loss. Raises `DiskError`."""
-        self._config, self._workload, self._log = run.config, run.workload, run.log
+        self._run, self._config, self._workload, self._log = run, run.config, run.workload, run.log
         self._is_root, self._doctor = run.is_root, doctor
         self._device, self._mesh = run.device, run.mesh
         peak = run.mesh.broadcast_object(run.device.peak_flops_per_s(start.precision) if self._is_root else None)
@@ -266,26 +266,10 @@ class Metrics:
             if self._board is not None:
                 self._board.close()
             self._train_time.write()
-        failpoint("training-end:timed")
-        (self._config.output_dir / PROGRESS).unlink(missing_ok=True)
+            failpoint("training-end:timed")
+            (self._config.output_dir / PROGRESS).unlink(missing_ok=True)
         failpoint("training-end:without-progress")
-        steps = steps_of_phase(self._path, state)
-        summary = {
-            "device": self._config.device,  # as asked for
-            "num_workers": self._mesh.world_size,
-            **phase_results(steps, state, train_time_s=self._train_time.seconds),
-            "microsteps": state.samples_consumed // (self._config.micro_batch_size * self._mesh.data_parallel_size),
-            "batch_size": self._config.micro_batch_size,
-            **self._workload.summary(),
-        }
-        file = self._config.metrics_file or self._config.output_dir / "results.json"
-        written = read_json(file) or {}
-        if self._was_over and written.get("global_step", -1) >= state.global_step:
-            summary = written  # complete before this run, and possibly the next phase's by now
-        else:
-            write_json(file, summary)
-        for line in self._workload.last_lines(summary) or [in_words(summary)]:
-            self._log(line)
+        write_results(self._run, state, train_time_s=self._train_time.seconds, was_over=self._was_over)
 
 
 def _drop_after(path: Path, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The results of a phase, computed from metrics.jsonl, whichever processes trained its steps."""
+"""The results of a phase, computed from metrics.jsonl, whichever processes trained its steps, and results.json."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import DiskError
-from common.files import disk_errors, read_json, replace_json
+from common.files import METRICS, disk_errors, read_json, replace_json, write_json
 from trainer.state import TrainState
+
+if TYPE_CHECKING:
+    from trainer.run import Run
 
 #: File with the training time of each phase, in seconds, by phase number.
 TRAIN_TIME = "train_time.json"
@@ -115,6 +118,29 @@ def phase_results(steps: list[dict[str, Any]], state: TrainState, *, train_time_
         **({"changes": state.changes} if state.changes else {}),
         **({"skipped_batches": state.skipped} if state.skipped else {}),
     }
+
+
+def write_results(run: Run, state: TrainState, *, train_time_s: float, was_over: bool) -> None:
+    """Write the summary of the phase up to `state`, the tutorials' metrics file, and log it. `was_over`: no step was
+    left to train, so a summary that is there stays: it may be the next phase's by now. Raises `DiskError`."""
+    config = run.config
+    steps = steps_of_phase(config.output_dir / METRICS, state)
+    summary = {
+        "device": config.device,  # as asked for
+        "num_workers": run.mesh.world_size,
+        **phase_results(steps, state, train_time_s=train_time_s),
+        "microsteps": state.samples_consumed // (config.micro_batch_size * run.mesh.data_parallel_size),
+        "batch_size": config.micro_batch_size,
+        **run.workload.summary(),
+    }
+    file = config.metrics_file or config.output_dir / "results.json"
+    written = read_json(file) or {}
+    if was_over and written.get("global_step", -1) >= state.global_step:
+        summary = written
+    else:
+        write_json(file, summary)
+    for line in run.workload.last_lines(summary) or [in_words(summary)]:
+        run.log(line)
 
 
 def in_words(counts: Mapping[str, Any]) -> str:

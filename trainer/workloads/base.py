@@ -6,7 +6,7 @@ To add a model: a module in `trainer/models/`, a file like `mnist.py` here, and 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -79,9 +79,9 @@ class Workload(abc.ABC):
         """Whether the parameter called `name` is a weight matrix between hidden layers, which Muon orthogonalises."""
 
     @abc.abstractmethod
-    def identity(self, cache: Path, log: Callable[[str], None]) -> str:
-        """Identifies the data set by its content. File hashes are cached in the directory `cache`; `log` gets a line
-        when hashing takes long. Raises `UserError`."""
+    def identity(self, cache: Path) -> str:
+        """Identifies the data set by its content; file hashes are cached in the directory `cache`. Raises
+        `UserError`."""
 
     @abc.abstractmethod
     def reader(self, *, static_shapes: bool, without_padding: bool, seed: int, falling: range) -> Reader:

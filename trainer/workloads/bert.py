@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -150,9 +150,9 @@ class BertWorkload(Workload):
     def is_hidden_matrix(self, name: str) -> bool:
         return is_hidden_matrix(name)
 
-    def identity(self, cache: Path, log: Callable[[str], None]) -> str:
+    def identity(self, cache: Path) -> str:
         names = self.shards.names if self.masking is None else [*self.shards.names, VOCABULARY_FILE]
-        return content_identity(self.shards.directory, names, cache, log)
+        return content_identity(self.shards.directory, names, cache)
 
     def settings(self) -> dict[str, Any]:
         if self.masking is None:

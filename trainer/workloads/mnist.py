@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -139,7 +139,7 @@ class MnistWorkload(Workload):
     def is_hidden_matrix(self, name: str) -> bool:
         return name in ("fc1.weight", "fc2.weight")
 
-    def identity(self, cache: Path, log: Callable[[str], None]) -> str:
+    def identity(self, cache: Path) -> str:
         return self.images.identity
 
     def reader(self, *, static_shapes: bool, without_padding: bool, seed: int, falling: range) -> Images:

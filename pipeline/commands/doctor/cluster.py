@@ -95,7 +95,7 @@ def ports(plan: Plan) -> Iterator[Finding]:
 def _meeting_ports(plan: Plan) -> list[int]:
     """The trainings' own ports: one for each phase, and the MLP's."""
     first = plan.settings.cluster.master_port
-    offsets = {getattr(stage, "phase", 3) - 1 for stage in plan.stages() if stage.on_all_nodes}
+    offsets = {stage.port_offset for stage in plan.stages() if stage.on_all_nodes}
     return sorted(first + offset for offset in offsets)
 
 

@@ -58,7 +58,7 @@ class Plan:
         """The stages that a run would make or fetch."""
         if not self.store_answers:
             for stage in self.stages():
-                stage.__dict__["stored"] = None  # the store cannot be asked what it has
+                stage.make_here()  # the store cannot be asked what it has
         labels = {stage.label for stage in would_run(self.task)}
         return [stage for stage in self.stages() if stage.label in labels]
 

@@ -235,7 +235,7 @@ def test_what_only_the_store_has_is_listed_as_it_was_here(tmp_path: Path) -> Non
     for record in (tmp_path / "store" / "stages" / "pretrain-phase1").glob("*.json"):
         record.write_text("{}")
     done = elsewhere.ask("runs")
-    assert "1 damaged records; see python -m pipeline store verify" in done.stderr
+    assert "1 damaged record; see python -m pipeline store verify" in done.stderr
     assert len(done.stdout.splitlines()) == 2
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.commands.watch import sparkline
+from stages.view.text import sparkline
 from tests.helpers.chain import Chain, finished_chain
 from tests.helpers.support import ROOT, command
 

@@ -10,7 +10,14 @@ import pytest
 from common.files import METRICS
 from common.secrets import Secret
 from stages.store.backend import Backend
-from stages.store.checkpoints import fetch_checkpoint, forget_newer, forget_set_aside, newest_step, push_checkpoint
+from stages.store.checkpoints import (
+    fetch_checkpoint,
+    forget_newer,
+    forget_set_aside,
+    newest_step,
+    push_checkpoint,
+    stored_state,
+)
 from stages.store.lease import Holder, Lease, LeaseRecord
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
@@ -76,6 +83,15 @@ def test_what_cannot_be_used_makes_room_for_what_is_trained_instead(backend: Bac
     forget_newer(backend, lease, NAME, newest_step(here))
     assert steps(LeaseRecord.read(backend, KEY)) == [4]
     assert fetch_checkpoint(backend, LeaseRecord.read(backend, KEY), NAME, tmp_path / "third", -1) is not None
+
+
+def test_a_listed_checkpoint_without_the_trainers_state_counts_as_damaged(backend: Backend, tmp_path: Path) -> None:
+    """As another version or a person may list it; the record is sealed and whole."""
+    lease = taken(backend)
+    push(backend, lease, tmp_path / "run", 1)
+    (listed,) = LeaseRecord.read(backend, KEY).checkpoints
+    assert "state.json" not in [file.path for file in listed.files]
+    assert stored_state(backend, NAME, listed) is None
 
 
 def damage(path: Path) -> None:

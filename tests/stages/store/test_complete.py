@@ -361,6 +361,16 @@ def test_the_command_refuses_in_one_line(made: Path, tmp_path: Path) -> None:
         assert_one_line_error(command("-m", "stages.sync", *words), expected)
 
 
+def test_a_failed_fetch_shows_no_progress_any_more(backend: Backend, made: Path, tmp_path: Path) -> None:
+    """`status` would show it for ever."""
+    record, _ = push_stage(backend, made, LABEL), (tmp_path / "work").mkdir()
+    for file in record.files[:-1]:  # the last is the manifest, which is fetched first
+        (tmp_path / "store" / file.key).write_bytes(b"?" * file.bytes)
+    pull = ("-m", "stages.sync", "pull", f"{LABEL}-{FINGERPRINT[:10]}", f"--work-dir={tmp_path / 'work'}")
+    assert_one_line_error(command(*pull, f"--store={tmp_path / 'store'}"), "store verify --remove")
+    assert not list((tmp_path / "work").rglob("progress.json"))
+
+
 def test_a_full_disk_leaves_no_complete_stage(made: Path, tmp_path: Path, disk: Disk) -> None:
     store = f"--store={tmp_path / 'store'}"
     assert command("-m", "stages.sync", "push", str(made), store).returncode == 0

@@ -203,7 +203,7 @@ def test_nothing_is_removed_beside_a_damaged_record(backend: Backend, tmp_path: 
     (one, _) = sorted((tmp_path / "store/stages").rglob("*.json"))
     one.write_bytes(one.read_bytes()[:-20])
     age(tmp_path / "store", 40)
-    with pytest.raises(UserError, match="has 1 damaged records"):
+    with pytest.raises(UserError, match="has 1 damaged record, "):
         prune(backend, days=30)
     assert len(maintenance.read(backend).stages) == 1
 

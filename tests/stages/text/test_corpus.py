@@ -24,12 +24,12 @@ from stages.text.corpus import (
     BUILTIN,
     BuiltinSource,
     TokenizeOptions,
-    documents,
     open_sources,
     raw_documents,
 )
 from stages.text.patterns import expand
 from stages.text.sentences import sentences
+from tests.helpers.corpora import documents
 
 
 def read(*specs: object, document: str = "blank_line") -> tuple[list[str], Counter[str]]:
@@ -50,7 +50,7 @@ def refused(*specs: object) -> str:
 def test_blank_lines_part_documents_and_lines_part_sentences(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(b"\xef\xbb\xbf\n\nOne. Two!\r\nThree\r\n \t\r\n\n\nFour by Dr. Smith.\nFive")
-    assert list(documents(str(path))) == [["One.", "Two!", "Three"], ["Four by Dr. Smith.", "Five"]]
+    assert list(documents(path)) == [["One.", "Two!", "Three"], ["Four by Dr. Smith.", "Five"]]
 
 
 def test_a_glob_is_read_in_the_order_of_names(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_glob_is_read_in_the_order_of_names(tmp_path: Path) -> None:
 
 def test_wikitext_loses_nothing_but_white_space(shared: Path) -> None:
     path = shared / "data/wikitext-2/valid.txt"
-    found = list(documents(str(path)))
+    found = list(documents(path))
     assert len(found) == 60  # as its README says
     assert "".join("".join("".join(document).split()) for document in found) == "".join(path.read_text().split())
     assert sum(map(len, found)) > 5000
@@ -71,7 +71,7 @@ def test_wikitext_loses_nothing_but_white_space(shared: Path) -> None:
 def test_one_sentence_a_line_is_cut_further_only_where_a_sentence_ends(shared: Path) -> None:
     path = shared / "fixtures/nvidia_hdf5/text/stdlib_training_0.txt"
     lines = [line.strip() for line in path.read_text().split("\n") if line.strip()]
-    found = [sentence for document in documents(str(path)) for sentence in document]
+    found = [sentence for document in documents(path) for sentence in document]
     assert " ".join(found).split() == " ".join(lines).split()
     pieces = [sentence for line in lines for sentence in sentences(line)[:-1]]
     assert len(found) == len(lines) + len(pieces)
@@ -195,7 +195,7 @@ def test_a_file_may_be_one_document(tmp_path: Path) -> None:
 
 def test_a_document_of_one_sentence_is_one(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Only this.")
-    assert list(documents(str(tmp_path / "a.txt"))) == [["Only this."]]
+    assert list(documents(tmp_path / "a.txt")) == [["Only this."]]
 
 
 def test_packed_text_is_the_same_text(tmp_path: Path) -> None:

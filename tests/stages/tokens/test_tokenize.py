@@ -21,12 +21,13 @@ import pytest
 from common.errors import UserError
 from stages.directory.manifest import Identity, StageDirectory
 from stages.text import spans
-from stages.text.corpus import TokenizeOptions, documents
+from stages.text.corpus import TokenizeOptions
 from stages.tokens import parts
 from stages.tokens.encode import tokenize_corpus
 from stages.tokens.files import TEST, TRAINING, part_paths, read_part
 from stages.tokens.wordpiece import Encoder, build_tokenizer, count_words, learn_vocabulary, save_tokenizer
 from tests.conftest import ROOT, Stage
+from tests.helpers.corpora import documents
 from tests.helpers.support import assert_one_line_error
 from trainer.data.vocabulary import SPECIAL_TOKENS, read_vocabulary
 
@@ -98,7 +99,7 @@ def test_ids_of_all_real_text_are_berttokenizerfasts(tmp_path: Path, shared: Pat
     copy.symlink_to(shared / "data" / name)
     vocabulary = read_vocabulary(shared / "data/vocab/bert-uncased.txt")
     save_tokenizer(tmp_path, vocabulary, lower_case=lower_case)
-    lines = [sentence for document in documents(str(copy)) for sentence in document]
+    lines = [sentence for document in documents(copy) for sentence in document]
     assert sum(map(len, lines)) > 1_000_000
     expected = BertTokenizerFast.from_pretrained(tmp_path)(lines, add_special_tokens=False)["input_ids"]
     ids, lengths = Encoder(vocabulary, lower_case=lower_case).encode(lines)

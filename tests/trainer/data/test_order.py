@@ -27,12 +27,11 @@ def test_an_epoch_has_every_sample_once_but_its_tail(
     monkeypatch: pytest.MonkeyPatch, rows: list[int], block_rows: int
 ) -> None:
     monkeypatch.setattr(module, "BLOCK_ROWS", block_rows)
-    order = make(rows)
-    assert order.steps_per_epoch == sum(rows) // 7
+    order, steps = make(rows), sum(rows) // 7
     for epoch in range(3):
-        first = epoch * order.steps_per_epoch
-        seen = addresses(order, range(first, first + order.steps_per_epoch))
-        assert len(set(seen)) == len(seen) == order.steps_per_epoch * 7
+        first = epoch * steps
+        seen = addresses(order, range(first, first + steps))
+        assert len(set(seen)) == len(seen) == steps * 7
         assert all(row < rows[shard] for shard, row in seen)
 
 
@@ -54,7 +53,7 @@ def test_samples_of_a_step_come_from_few_blocks(monkeypatch: pytest.MonkeyPatch)
     """A reader that keeps a block's shards at hand never goes back to one it has left."""
     monkeypatch.setattr(module, "BLOCK_ROWS", 20)
     order = make([10] * 12, batch=5)
-    seen = [shard for shard, _ in addresses(order, range(order.steps_per_epoch))]
+    seen = [shard for shard, _ in addresses(order, range(120 // 5))]
     last, first = {s: i for i, s in enumerate(seen)}, {}
     for i, shard in enumerate(seen):
         first.setdefault(shard, i)
