@@ -85,7 +85,7 @@ class NonFiniteStep(AgreedError):
 
 
 class ReplicasDiffer(AgreedError):
-    """Data-parallel workers' copies of the weights or moments differ."""
+    """Workers differ in weights or moments that they should hold alike."""
 
     exit_status = EXIT_REPLICAS
 

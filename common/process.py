@@ -19,6 +19,8 @@ from common.errors import EXIT_INTERRUPTED, UserError
 
 #: Environment variable: the id of the process that started this command, and with which it must die.
 PARENT_VARIABLE = "STAGE_PARENT_PID"
+#: Environment variable: set if OMP_NUM_THREADS is the user's, as torchrun sets it to 1 where it was not set.
+THREADS_VARIABLE = "TRAINER_THREADS_GIVEN"
 #: torchrun's environment variables for the rank of this machine and the address of the first one.
 NODE_RANK_VARIABLE, MASTER_ADDR_VARIABLE = "PET_NODE_RANK", "PET_MASTER_ADDR"
 #: Name of a thread that holds no lock that a forked child would need.

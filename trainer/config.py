@@ -68,14 +68,14 @@ class TrainConfig:
     )
     max_steps: int = option(
         28125, **_TRAIN, least=1, unit="steps",
-        help="optimizer steps in the phase; the learning rate is 0 at the last, but with --schedule constant",
+        help="optimizer steps in the phase; the learning rate is 0 after the last, except with --schedule constant",
     )  # fmt: skip
     budget: Duration | None = option(
         None, **_TRAIN_HOW, metavar="TIME",
         help="train for a time such as 20m instead of --max_steps: the steps that fit are measured and then fixed",
     )  # fmt: skip
     stop_step: int = option(
-        -1, **_TRAIN_HOW, names=("--steps_this_run",), unit="steps",
+        -1, **_TRAIN_HOW, names=("--steps_this_run",), least=-1, unit="steps",
         help="stop after this optimizer step of the phase; -1: the last",
     )  # fmt: skip
     warmup_steps: int = option(
@@ -198,6 +198,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.stop_step == 0:
+            raise UserError(
+                "--steps_this_run is 0, which trains nothing; allowed: a step of the phase, or -1, the last"
+            )
         for name in self.allow_changes:
             if name not in CHANGEABLE:
                 raise UserError(f"--allow_changes is {name}; allowed: {', '.join(CHANGEABLE)}")

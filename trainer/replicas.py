@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from common.errors import CheckpointError, NonFiniteStep, ReplicasDiffer
+from common.errors import AgreedError, CheckpointError, NonFiniteStep, ReplicasDiffer
 from trainer.parallel.shares import split_like
 from trainer.run import Run
 from trainer.state import TrainState
@@ -44,8 +44,8 @@ class ReplicaCheck:
         """Data-parallel workers hold everything alike, tensor-parallel ranks what they do not split, unless the
         hardware rounds at random: their programs differ, so their random numbers may.
 
-        Raises, on all workers, `ReplicasDiffer` naming the ranks that differ from the majority, or `NonFiniteStep`. A
-        trial is not checked.
+        Raises, on all workers, `ReplicasDiffer` naming the ranks that differ from the majority, `NonFiniteStep`, or
+        `AgreedError` if the phase began with such weights. A trial is not checked.
         """
         if self._config.trial:
             return
@@ -72,6 +72,8 @@ class ReplicaCheck:
                 f"device or memory"
             )
         for rank, (_, name) in enumerate(found):
+            if name and not state.step:
+                raise AgreedError(f"{step}: {name} of worker {rank} is not finite; begin with other weights")
             if name:
                 raise NonFiniteStep(f"{step}: {name} of worker {rank} is no longer finite", step=state.step - 1)
 

@@ -53,8 +53,9 @@ def _train(run: Run, interruptions: Interruptions, companions: Companions) -> bo
             return result
         reason, batch, before = result
         left_out = sorted({*before, *skipped})
-        if config.non_finite == "stop" or len(left_out) >= config.non_finite_limit or batch in left_out:
-            raise NonFiniteStep(f"{reason}; {_advice(config, left_out)}")
+        is_left_out = batch in left_out
+        if config.non_finite == "stop" or len(left_out) >= config.non_finite_limit or is_left_out:
+            raise NonFiniteStep(f"{reason}; {_advice(config, left_out, batch if is_left_out else None)}")
         run.log(f"{reason}; going back to the last checkpoint and continuing without batch {batch}")
         skipped.append(batch)
         run = dataclasses.replace(run, config=_from_newest(config))
@@ -95,13 +96,16 @@ def _from_newest(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, resume=True, resume_step=-1, resume_ckpt_path=given)
 
 
-def _advice(config: TrainConfig, skipped: list[int]) -> str:
-    """Advice for a run that has diverged."""
+def _advice(config: TrainConfig, skipped: list[int], repeated: int | None) -> str:
+    """Advice for a run that has diverged. `repeated`: the batch, if it was left out in vain."""
     where = f"checkpoints of earlier steps are in {checkpoint_directory(config)}"
     if config.non_finite == "stop":
         return f"{where}: continue without this batch with --non_finite skip, or lower lr with --allow_changes lr"
+    why = f"{len(skipped)} batches have been left out already, and non_finite_limit is {config.non_finite_limit}"
+    if repeated is not None:
+        why = f"batch {repeated} was left out, and the step is not finite without it either"
     return (
-        f"{len(skipped)} batches have been left out already, and non_finite_limit is {config.non_finite_limit}, so the "
-        f"run itself diverges; {where}: go back to one with --resume_ckpt --resume_step, and continue with a lower lr "
-        f"or a longer warm-up (--allow_changes lr warmup_steps) or with --precision fp32 (--allow_changes precision)"
+        f"{why}, so the run itself diverges; {where}: go back to one with --resume_ckpt --resume_step, and continue "
+        f"with a lower lr or a longer warm-up (--allow_changes lr warmup_steps) or with --precision "
+        f"fp32 (--allow_changes precision)"
     )

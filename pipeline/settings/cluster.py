@@ -209,7 +209,7 @@ class Kubernetes(luigi.Config):
             )
         if self.gang == "kueue" and not self.queue:
             raise UserError("[kubernetes] gang = kueue needs queue, the name of one of Kueue's LocalQueues")
-        assert self.labels is not None
+        _ = self.labels  # raises
         self._check_neuron(cluster)
 
     def _check_neuron(self, cluster: Cluster) -> None:

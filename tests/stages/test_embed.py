@@ -188,6 +188,10 @@ def test_embeddings_of_another_model_are_refused(shards: Path, made: Path, tmp_p
     save_file({WORD_EMBEDDINGS: torch.zeros(9, 8)}, narrow)
     with pytest.raises(UserError, match=rf"bias is missing; allowed: up to \[{VOCAB}\]"):
         initialised(shards, narrow)
+    for value in (float("nan"), float("inf")):
+        save_file({WORD_EMBEDDINGS: torch.zeros(9, 8), OUTPUT_BIAS: torch.tensor([0.0] * 8 + [value])}, narrow)
+        with pytest.raises(UserError, match="bias has values that are not finite"):
+            initialised(shards, narrow)
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tests.helpers.support import (
     write_dataset,
     write_model_config,
 )
+from tests.trainer.models.test_bert import batch_of
 from trainer.checkpoint.format import MASTER
 from trainer.data.shards import write_shard
 from trainer.devices.cpu import CpuDevice
@@ -220,13 +221,13 @@ def test_everything_goes_on_from_the_master_copy(data: Path, model: Path, tmp_pa
     assert best.keys() == masters.keys()
     assert all(torch.equal(best[name], masters[name]) for name in masters)
 
-    for command, *words in (
+    for name, *words in (
         ("convert", source, tmp_path / "split", "--tensor-parallel-size", 2),
         ("convert", tmp_path / "split" / "checkpoint", tmp_path / "joined"),
         ("convert", source, tmp_path / "bare", "--no-optimizer"),
         ("merge", source, tmp_path / "merged", "--with-optimizer"),
     ):
-        done = forked(f"stages.{command}", *words)
+        done = forked(f"stages.{name}", *words)
         assert done.returncode == 0, done.stdout
     merged = load_file(tmp_path / "merged" / "model" / "model.safetensors")
     assert all(torch.equal(merged[name], masters[name]) for name in masters)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import ReplicasDiffer
+from common.errors import AgreedError, NonFiniteStep, ReplicasDiffer
 from tests.helpers.support import assert_same_bytes, metrics, train
 from trainer.devices.cpu import CpuDevice
 from trainer.parallel.mesh import Mesh
@@ -159,3 +159,16 @@ def test_what_is_not_finite_is_found(value: float) -> None:
     tensors = [torch.ones(7), torch.empty(0), torch.ones(3, 5)]
     tensors[2][1, 4] = value
     assert [is_finite for _, is_finite in CpuDevice().summaries(tensors)] == [True, True, False]
+
+
+def test_weights_that_are_not_finite_from_the_start_are_no_step() -> None:
+    """No batch is to blame, so none is left out: it ends at once."""
+    mesh = Meeting(0, 0, 1, 1)
+    run: Any = SimpleNamespace(config=SimpleNamespace(trial=False), device=CpuDevice(), mesh=mesh)
+    check = ReplicaCheck(run, {SPLIT: torch.tensor([1.0, float("nan")])}, {}, are_shared=False)
+    begun: Any = SimpleNamespace(global_step=40, step=0, precision="fp32")
+    with pytest.raises(AgreedError, match=f"step 40: {SPLIT} of worker 0 is not finite; begin with other weights"):
+        check.require_equal(begun)
+    with pytest.raises(NonFiniteStep) as error:
+        check.require_equal(SimpleNamespace(global_step=41, step=1, precision="fp32"))  # type: ignore[arg-type]
+    assert error.value.step == 0

@@ -296,3 +296,10 @@ def test_the_number_of_workers_may_change_between_runs(
     assert seen == recorded(straight, 1)
     assert sorted(seen) == list(range(15))
     np.testing.assert_allclose(losses(out), losses(straight), rtol=tolerance)
+
+
+@pytest.mark.parametrize(("steps", "said"), [(-5, "--steps_this_run is -5"), (0, "which trains nothing")])
+def test_steps_that_are_none_are_one_line(data: Path, model: Path, tmp_path: Path, steps: int, said: str) -> None:
+    done = train(data_dir=data, model_config=model, output_dir=tmp_path / "out", max_pred_len=5, steps_this_run=steps)
+    assert_one_line_error(done, said)
+    assert not (tmp_path / "out").exists()

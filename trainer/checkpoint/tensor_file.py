@@ -169,12 +169,15 @@ class TensorFile:
             self._read_chunk(at + offset, view[offset : offset + _CHUNK_BYTES])
 
     def _read_chunk(self, at: int, view: memoryview) -> None:
-        try:
-            count = os.preadv(self._file.fileno(), [view], at)
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-        if count != len(view):
-            raise CheckpointError(f"{self.path} became shorter while it was read; use another checkpoint")
+        count = 0
+        while count < len(view):  # network file systems may give less than they were asked for
+            try:
+                read = os.preadv(self._file.fileno(), [view[count:]], at + count)
+            except OSError as error:
+                raise _unreadable(self.path, error) from error
+            if not read:
+                raise CheckpointError(f"{self.path} became shorter while it was read; use another checkpoint")
+            count += read
         if self._sha256 is not None and at == self._hashed:
             self._digest.update(view)
             self._hashed += len(view)

@@ -20,7 +20,8 @@ from trainer.data.order import hash64
 from trainer.data.vocabulary import Vocabulary
 from trainer.seeds import derive_seed
 
-#: Largest key, which no candidate has.
+#: The largest key, of what is no candidate. A candidate at the last of 2^n places is left out with it, once in 2^(32-n)
+#: draws.
 _NEVER = (1 << 32) - 1
 
 

@@ -90,7 +90,8 @@ class BatchReader:
     def _require_limits(self, arrays: Arrays, samples: Samples) -> None:
         """Raise `UserError`, naming file, row and value, if a value is not one that the model takes."""
         seq_len = self._shards.seq_len
-        for key, limit in value_limits(seq_len, self._vocab_size).items():
+        known = self._vocab_size if self._masking is None else self._masking.vocabulary.size
+        for key, limit in value_limits(seq_len, known).items():
             if key not in arrays:
                 continue
             values = arrays[key].reshape(len(samples), -1)
@@ -102,8 +103,9 @@ class BatchReader:
             row = int((values == wrong).any(axis=1).argmax())
             name, at = self._shards.names[samples.shard[row]], samples.row[row]
             if key in ("input_ids", "masked_lm_ids"):
+                whose = "model's" if self._masking is None else "data set's"
                 raise UserError(
-                    f"{name}: {key} of row {at} holds id {wrong}, but the model's vocabulary has {limit}; "
+                    f"{name}: {key} of row {at} holds id {wrong}, but the {whose} vocabulary has {limit}; "
                     f"use the model the data was made for, or the data made for the model"
                 )
             raise UserError(

@@ -46,7 +46,8 @@ class Vocabulary:
 def read_vocabulary(path: Path) -> list[str]:
     """Read the pieces of a `vocab.txt`, one per line, in id order.
 
-    Raises `UserError` if the file is missing, too large or not UTF-8, lacks a special token or repeats a piece.
+    Raises `UserError` if the file is missing, too large or not UTF-8, lacks a special token, does not begin with [PAD]
+    or repeats a piece.
     """
     try:
         if path.stat().st_size > _VOCABULARY_BYTES_MAX:
@@ -64,6 +65,10 @@ def read_vocabulary(path: Path) -> list[str]:
     if missing:
         raise UserError(
             f"the vocabulary {path} lacks {', '.join(missing)}; it must hold {' '.join(SPECIAL_TOKENS)}, one per line"
+        )
+    if pieces[0] != PAD:
+        raise UserError(
+            f"the vocabulary {path} begins with {pieces[0]!r}; its first piece must be {PAD}: rows are filled up with 0"
         )
     (piece, count), *_ = Counter(pieces).most_common(1)
     if count > 1:

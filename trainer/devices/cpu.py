@@ -12,7 +12,7 @@ from typing import Self
 
 import torch
 
-from common.process import available_cores
+from common.process import THREADS_VARIABLE, available_cores
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.operations import Operations
@@ -30,10 +30,10 @@ class CpuDevice(Device):
 
     def __init__(self, local_world_size: int = 1, threads: int | None = None) -> None:
         """Divides the cores of this machine among its `local_world_size` workers, at most `threads` each, unless
-        OMP_NUM_THREADS is set."""
+        OMP_NUM_THREADS is set. A 1 counts as torchrun's, which it sets for users who did not, unless our torchrun
+        says that it is the user's."""
         wanted = os.environ.get("OMP_NUM_THREADS")
-        # torchrun sets it to 1 for every worker when the user did not set it.
-        is_torchruns = wanted == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+        is_torchruns = wanted == "1" and "TORCHELASTIC_RUN_ID" in os.environ and THREADS_VARIABLE not in os.environ
         if wanted is None or is_torchruns:
             cores = available_cores() if is_torchruns else torch.get_num_threads()
             share = max(1, cores // local_world_size)

@@ -18,6 +18,7 @@ from common.process import (
     IGNORED_VARIABLE,
     PARENT_VARIABLE,
     STOP_SIGNALS,
+    THREADS_VARIABLE,
     die_with_starter,
     heeded_signals,
     shell_status,
@@ -35,6 +36,8 @@ def run() -> int:
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # lets workers see that it died before they started
     heeded = heeded_signals()
     os.environ[IGNORED_VARIABLE] = " ".join(str(int(signum)) for signum in STOP_SIGNALS - heeded)
+    if "OMP_NUM_THREADS" in os.environ:
+        os.environ[THREADS_VARIABLE] = "1"
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     threading.Thread(target=_forward_signals, args=(heeded,), daemon=True).start()
     start()  # imports torch while this process does

@@ -73,7 +73,7 @@ def resolved(run: Run, requests: Requests, make_trainer: MakeTrainer) -> Run:
         pace = mesh.broadcast_object(_measure(run, requests, make_trainer))
         if pace is None:
             raise Interrupted("the time of a step was not measured yet; the same command will measure it")
-        steps = steps_within(config.budget, pace, config, batch, compares=workers > 1)
+        steps = steps_within(config.budget, pace, config, batch, compares=mesh.world_size > 1)
         require_enough(config, pace, steps)
         log(f"budget {config.budget}: {steps} steps of {pace.step_s:.4g} s, after {pace.spent_s:.1f} s of measuring")
         failpoint("budget:measured")

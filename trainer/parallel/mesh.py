@@ -105,7 +105,8 @@ class Mesh:
         """Set up the process groups and return the mesh that uses them.
 
         `backend` reduces the device's tensors; gloo always serves the host. `alone`: set up a process group even for a
-        single worker. Raises `UserError` if the process group numbers the workers differently from torchrun.
+        single worker. Raises `UserError` if the process group numbers the workers differently from torchrun, or
+        if machines have different numbers of workers.
         """
         if self.world_size == 1:
             if alone:
@@ -122,6 +123,7 @@ class Mesh:
         mesh = self
         if "gloo" not in backend:
             mesh = dataclasses.replace(mesh, host_process_group=dist.new_group(backend="gloo", timeout=timeout))
+        mesh._require_equal_machines()
         if self.tensor_parallel_size > 1:
             data, tensor = (
                 dist.new_subgroups_by_enumeration(group.ranks, timeout=timeout)[0]
@@ -129,6 +131,17 @@ class Mesh:
             )
             mesh = dataclasses.replace(mesh, data_process_group=data, tensor_process_group=tensor)
         return mesh
+
+    def _require_equal_machines(self) -> None:
+        """Raise `UserError` unless each machine has as many workers as the others: its turns, cores and shares of files
+        are numbered accordingly."""
+        own = self.local_world_size
+        total, squares = self.sum_on_host([own, own**2])
+        if self.world_size * squares != total**2:  # equal only without variance
+            raise UserError(
+                f"this machine has {own} workers, others have more or fewer; allowed: as many on each, such as "
+                f"torchrun's --nproc_per_node={own} everywhere"
+            )
 
     def disconnect(self) -> None:
         """Wait for the other workers, so that none is left inside a collective, and destroy the process groups."""

@@ -224,6 +224,8 @@ def _word_embeddings(path: Path, model: ModelConfig) -> dict[str, Tensor]:
                 f"--word_embeddings {path}: {name} is {list(shape) if name in found else 'missing'}; allowed: up to "
                 f"{[most, *rest]}, as stages.embed makes them for this model and vocabulary"
             )
+        if not found[name].isfinite().all():
+            raise UserError(f"--word_embeddings {path}: {name} has values that are not finite; make the file again")
     bias = found[OUTPUT_BIAS]
     whole = F.pad(bias, (0, model.vocab_size - len(bias)), value=float(bias.min()))
     return {WORD_EMBEDDINGS: found[WORD_EMBEDDINGS], OUTPUT_BIAS: whole}

@@ -235,6 +235,7 @@ def test_datasets_are_contiguous_and_small(tmp_path: Path, stage: Stage) -> None
 def test_bad_input_is_refused_in_one_line(tmp_path: Path, stage: Stage) -> None:
     text = write_corpus(tmp_path / "text", documents=50)
     (tmp_path / "vocab").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nword")
+    (tmp_path / "later").write_text("[UNK]\n[PAD]\n[CLS]\n[SEP]\n[MASK]\nword")
     (tmp_path / "one").write_text("One document only.")
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     (tmp_path / "empty").write_bytes(b"")
@@ -243,6 +244,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, stage: Stage) -> None:
         (["--source", tmp_path / "none"], "none matches no file"),
         (["--source", tmp_path / "latin"], "is not UTF-8: byte 0xe9 at offset 3"),
         (["--source", text, "--vocab-file", tmp_path / "vocab"], "lacks [MASK]"),
+        (["--source", text, "--vocab-file", tmp_path / "later"], "begins with '[UNK]'; its first piece must be [PAD]"),
         (["--source", text, "--vocab-file", tmp_path / "nope"], "cannot read the vocabulary"),
         (["--source", text, "--vocab-size", 12], "a vocabulary of 12 pieces cannot hold"),
         (["--source", text, "--held-out", 1], "--held-out is 1"),

@@ -229,3 +229,35 @@ def test_the_state_of_another_version_is_one_line(tmp_path: Path, removed: str, 
     with pytest.raises(CheckpointError, match=said):
         TrainState.read(tmp_path)
     assert stable_step(tmp_path) is None
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stops_nothing(tmp_path: Path) -> None:
+    """On NFS, what a reader has open stays; here, what is mounted. The next start removes it."""
+    save(tmp_path, 1, keep=1)
+    held = tmp_path / "ckpt_1" / "held"
+    held.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "test-held", held], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        manager = CheckpointManager(tmp_path, keep=1, log=lambda line: None)
+        manager.save(snapshot(2))
+        manager.finish()
+        assert [step for step, _ in manager.paths()] == [2]
+    finally:
+        subprocess.run(["umount", tmp_path / "ckpt_1.tmp" / "held"], check=True)
+    manager.prepare()
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt_2"]
+
+
+def test_a_file_system_may_give_less_than_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 7 bytes at a time; a file that ends early is still refused."""
+    tensors = {"x": torch.randn(3, 5)}
+    entry = write_tensors(tmp_path / "file.safetensors", tensors, {})
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: read(file, [buffers[0][:7]], at))
+    found = read_tensors(tmp_path / "file.safetensors", entry["sha256"])
+    assert torch.equal(found["x"], tensors["x"])
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: 0)
+    with pytest.raises(CheckpointError, match="became shorter"):
+        read_tensors(tmp_path / "file.safetensors", entry["sha256"])

@@ -296,3 +296,14 @@ def test_a_missing_vocabulary_is_one_line(tmp_path: Path) -> None:
     """As of shards that were copied without it. It is part of what identifies their data set."""
     with pytest.raises(UserError, match=r"vocab.txt cannot be read: No such file or directory; fetch or make"):
         content_identity(tmp_path, ["vocab.txt"], tmp_path, print)
+
+
+def test_an_id_that_the_vocabulary_lacks_is_one_line(shards: ShardSet) -> None:
+    """Although the model's vocabulary, which may be padded, has it."""
+    masks = DynamicMasking(Masking(whole_words=True), Vocabulary.of(PIECES[:-500]), seed=1, falling=range(1))
+    foreign = BatchReader(shards, vocab_size=len(PIECES), dynamic_masking=masks)
+    limit = len(PIECES) - 500
+    with pytest.raises(
+        UserError, match=rf"input_ids of row \d+ holds id \d+, but the data set's vocabulary has {limit};"
+    ):
+        foreign.micro_batches(all_rows(shards), 4)

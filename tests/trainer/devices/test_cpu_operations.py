@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.helpers.support import options, write_model_config
+from tests.helpers.support import ROOT, options, write_dataset, write_model_config
 from trainer.data.bert_batch import IGNORED
 from trainer.devices import cpu_operations
 from trainer.devices.cpu_operations import CpuOperations
@@ -146,3 +147,23 @@ def test_no_other_thread_of_training_has_threads_of_its_own(data: Path, tmp_path
     before, *counts = (int(word) for word in (tmp_path / "threads").read_text().split())
     assert before > 0
     assert counts == [before] * 12
+
+
+@pytest.mark.parametrize(("given", "expected"), [("1", 1), (None, 2)])
+def test_the_users_number_of_threads_counts_under_torchrun(tmp_path: Path, given: str | None, expected: int) -> None:
+    """torchrun itself sets it to 1 where it is not set. The worker has both cores."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    data = write_dataset(tmp_path / "data", [21])
+    words = options(data_dir=data, model_config=write_model_config(tmp_path), output_dir=tmp_path / "out", batch_size=2,
+                    grad_accum_usteps=1, max_pred_len=5, device="cpu", max_steps=1, warmup_steps=0)  # fmt: skip
+    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    env |= {} if given is None else {"OMP_NUM_THREADS": given}
+    both = sorted(os.sched_getaffinity(0))[:2]
+    launcher = [sys.executable, "-m", "trainer.launch.torchrun", "--standalone", "--local-addr=127.0.0.1"]
+    done = subprocess.run(
+        [*launcher, "--nproc_per_node=1", "-m", "trainer", *words], env=env, cwd=ROOT, text=True, capture_output=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, both), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"cpu, {expected} thread" in done.stdout + done.stderr

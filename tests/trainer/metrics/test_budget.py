@@ -330,3 +330,14 @@ def test_a_duration_is_read_and_written(text: str, seconds: int) -> None:
     assert Duration.parse(text) == seconds
     assert str(Duration.parse(text)) == text
     assert f"{Duration.parse(f'{seconds}s')}" == text
+
+
+def test_a_model_that_is_only_split_is_compared_too(data: Path, model: Path, tmp_path: Path) -> None:
+    """Two ranks of one model, compared at every step: each takes a step's time and a comparison's."""
+    values = {"tensor_parallel_size": 2, "replica_check_steps": 1, "ckpt_interval_steps": 0, "steps_this_run": 1}
+    run(data, model, tmp_path, workers=2, budget=LONG, **values)
+    record = json.loads((tmp_path / BUDGET).read_text())["1"]
+    pace = record["measured"]
+    expected = (record["budget_s"] - pace["spent_s"]) / (pace["step_s"] + pace["check_s"])
+    assert record["max_steps"] == pytest.approx(expected, rel=1e-3)  # times are recorded in microseconds
+    assert pace["check_s"] > 2e-3 * pace["step_s"]  # otherwise this shows nothing

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from common.errors import UserError
 from common.process import free_port
 from tests.helpers.support import FORKS
 from trainer.devices.cpu import CpuDevice
@@ -118,3 +120,16 @@ def test_no_more_than_so_many_load_at_once_and_all_do(tmp_path: Path) -> None:
         if word == "out":
             done.append(int(rank))
     assert [set(done[:2]), set(done[2:4]), set(done[4:])] == [{0, 1}, {2, 3}, {4}]
+
+
+def _unequal(rank: int, port: int) -> None:
+    """Two workers on one machine, one on another."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="3")
+    own = 2 if rank < 2 else 1
+    with pytest.raises(UserError, match=f"this machine has {own} workers, others have more or fewer"):
+        Mesh(rank=rank, local_rank=rank % 2, world_size=3, local_world_size=own).connect("gloo", 60)
+
+
+def test_machines_with_other_numbers_of_workers_are_refused_by_all() -> None:
+    """They would wait for turns that the others do not take."""
+    all_end(_unequal, 3)

@@ -92,12 +92,11 @@ class TrackedRun:
     @classmethod
     def read(cls, directory: Path) -> Self:
         """The run that `begin` recorded. Raises `UserError`."""
-        record = read_json(directory / RECORD)
+        record = read_json(directory / RECORD) or {}
         try:
-            assert record is not None
             names = ("base", "branch", "parameters", "last_step")
             return cls(directory, **{name: record[name] for name in names})
-        except (AssertionError, KeyError):
+        except KeyError:
             raise UserError(
                 f"{directory} has no usable {RECORD}: no tracker was set for its training; give the directory of one "
                 f"that was started with --trackers"
