@@ -25,6 +25,8 @@ os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
     "--xla_cpu_enable_fast_math=false"  # torch_xla adds it when it is imported, unless it is here
 )
+# Inductor otherwise tries the vector instructions that the processor names, each in a Python that imports torch.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # What a shell starts in the background ignores Ctrl-C, and so does everything that it starts in turn.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parent.parent

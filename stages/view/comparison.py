@@ -110,8 +110,8 @@ class Comparison:
 
     @property
     def winner(self) -> str | None:
-        """The best complete trial's name; None: no trial is complete, or their losses cannot be compared."""
-        found = self._ranking[1]
+        """The best complete trial's name; None: no complete trial has a loss, or their losses cannot be compared."""
+        found = {name: loss for name, loss in self._ranking[1].items() if loss < math.inf}
         return min(found, key=lambda name: found[name]) if found and not self.remark else None
 
     @property
@@ -120,7 +120,7 @@ class Comparison:
         if not found:
             return "no trial is complete yet"
         if self.winner is None:
-            return f"no winner: {self.remark}"
+            return f"no winner: {self.remark or 'no complete trial has recorded a loss'}"
         return f"winner: {self.winner}, {number(found[self.winner])} {by}"
 
     @property

@@ -11,6 +11,8 @@ def number(value: float | None) -> str:
     """Format with four significant digits, without decimals from 1000 on: 6.512, 28,125, 0.0004, 2.8e-05."""
     if value is None or math.isnan(value):
         return "–"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) >= 1000:
