@@ -17,7 +17,10 @@ from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, fresh_directory, rename_durably
 from common.hashing import InputHashes
 from common.options import from_namespace, option
-from stages.checkpoints.source import (
+from stages.directory.command import run
+from stages.directory.manifest import Identity, Output, StageDirectory
+from stages.directory.options import stage_parser
+from stages.transfer.checkpoint_source import (
     SourceOptions,
     brought,
     checkpoint_of,
@@ -26,9 +29,6 @@ from stages.checkpoints.source import (
     source_identity,
     written,
 )
-from stages.directory.command import run
-from stages.directory.manifest import Identity, Output, StageDirectory
-from stages.directory.options import stage_parser
 from stages.transfer.urls import Transport
 from trainer.data.file_names import TRAINING_SHARDS
 
@@ -133,7 +133,7 @@ def main() -> None:
     args = p.parse_args()
     options = from_namespace(ConvertOptions, args)
     if args.inspect:
-        from stages.checkpoints.inspection import inspect
+        from trainer.checkpoint.interop.inspection import inspect
 
         print(inspect(checkpoint_of(options.source)))
         return

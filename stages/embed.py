@@ -46,7 +46,7 @@ class EmbedOptions(StageOptions):
     def inputs(self, hashes: Any, upstream: Any) -> dict[str, Any]:
         if "dataset" in upstream:
             return {}
-        from stages.statistics.rows import sampled_shards
+        from stages.examples.sampled_rows import sampled_shards
 
         names = sampled_shards(sorted(path.name for path in self.data.glob(TRAINING_SHARDS)))
         return {"data": {Path(file.path).name: file.sha256 for file in hashes.hash(self.data / name for name in names)}}
@@ -59,8 +59,8 @@ def embed(work: StageDirectory, options: EmbedOptions) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from stages.statistics.cooccurrence import Cooccurrences, positive_pmi, word_vectors
-    from stages.statistics.rows import sampled_rows, text_rows
+    from stages.examples.cooccurrence import Cooccurrences, positive_pmi, word_vectors
+    from stages.examples.sampled_rows import sampled_rows, text_rows
     from trainer.checkpoint.format import write_tensors
     from trainer.data.shards import ShardSet
     from trainer.models.bert import OUTPUT_BIAS, WORD_EMBEDDINGS

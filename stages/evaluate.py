@@ -69,7 +69,7 @@ class EvaluateOptions(StageOptions):
             names += ["tokenizer.json"] if (self.model / "tokenizer.json").exists() else []
             inputs["model"] = {name: hashes.sha256(self.model / name) for name in names}
         if "dataset" not in upstream:
-            from stages.statistics.rows import sampled_shards
+            from stages.examples.sampled_rows import sampled_shards
 
             training = sampled_shards(sorted(path.name for path in self.data.glob(TRAINING_SHARDS)))
             read = [*sorted(self.data.glob(HELD_OUT_SHARDS)), *(self.data / name for name in training)]

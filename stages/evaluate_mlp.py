@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 from common.files import sha256_of, write_json
 from common.hashing import InputHashes
 from common.options import option
-from stages.checkpoints.source import checkpoint_in
 from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints, parse, stage_parser
+from stages.transfer.checkpoint_source import checkpoint_in
 from trainer.config import DEVICES
 
 

@@ -20,7 +20,11 @@ from common.files import TEMPORARY_SUFFIX, disk_errors, fresh_directory, rename_
 from common.hashing import InputHashes, changed
 from common.options import option
 from common.size import parse_size
-from stages.checkpoints.source import (
+from stages.directory.command import run
+from stages.directory.manifest import Output, StageDirectory
+from stages.directory.options import fingerprints, parse, stage_parser
+from stages.text.corpus import TOKENIZER
+from stages.transfer.checkpoint_source import (
     SourceOptions,
     checkpoint_of,
     held_still,
@@ -29,10 +33,6 @@ from stages.checkpoints.source import (
     source_identity,
     written,
 )
-from stages.directory.command import run
-from stages.directory.manifest import Output, StageDirectory
-from stages.directory.options import fingerprints, parse, stage_parser
-from stages.text.corpus import TOKENIZER
 from stages.view.card import CARD
 
 MODEL = "model"

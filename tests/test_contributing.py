@@ -19,6 +19,13 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 SECTIONS = dict(re.findall(r"^## (Add .+)\n((?s:.+?))(?=^## |\Z)", TEXT, re.MULTILINE))
 #: A paragraph, and the code block below it.
 _STEP = re.compile(r"((?:^(?!```|#|\n).+\n)+)\n```(python|text|sh)\n((?s:.*?))^```", re.MULTILINE)
+#: Tests of what all files of a kind have in common: their sizes and places, the pages made from them, their options.
+TESTS = (
+    *("tests/test_taste.py", "tests/test_documentation.py", "tests/trainer/test_options.py"),
+    "tests/trainer/checkpoint/test_extension.py::"
+    "test_a_checkpoint_without_a_state_of_the_optimizer_can_be_continued_if_there_is_none",
+    "tests/trainer/checkpoint/test_resume_changes.py::test_an_optimizer_takes_over_the_same_state_or_none",
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,6 @@ def test_an_example_works_as_written(title: str, checkout: Path) -> None:
     assert steps[-1].language == "sh"
     for step in steps:
         step.follow(checkout)
-    # The example meets the standards of the code around it. The copy is what is imported.
-    _run(
-        "ruff check . && ruff format --check . && python -m pytest tests/test_taste.py -k 'short or one_way'", checkout
-    )
+    # The example meets the standards of the code around it, and breaks no test of it. The copy is what is imported.
+    _run("git init --quiet && ruff check . && ruff format --check .", checkout)
+    _run(f"python -m pytest -m 'not slow' {' '.join(TESTS)}", checkout)

@@ -23,6 +23,7 @@ TEXTS = [*PAGES, *sorted((ROOT / "configs").glob("*.cfg")), ROOT / "luigi.cfg", 
 _INNER = {
     "pipeline/commands/doctor/",
     "pipeline/commands/init/",
+    "pipeline/tasks/nights/",
     "trainer/checkpoint/interop/",
     "trainer/metrics/trackers/",
 }

@@ -59,18 +59,7 @@ ORDER = {
     "stages": [
         # One file per command.
         *sorted(path.stem for path in (ROOT / "stages").glob("[a-z]*.py")),
-        *(
-            "view",
-            "evaluation",
-            "statistics",
-            "checkpoints",
-            "examples",
-            "tokens",
-            "text",
-            "store",
-            "transfer",
-            "directory",
-        ),
+        *("view", "evaluation", "examples", "tokens", "text", "store", "transfer", "directory"),
         "__init__",
     ],
     "trainer": [
@@ -152,6 +141,13 @@ def test_folders_are_small(root: str) -> None:
             continue
         entries = [path.name for path in folder.iterdir() if path.name not in made]
         assert len(entries) <= MAX_ENTRIES, f"{folder.relative_to(ROOT)} has {len(entries)} entries"
+
+
+@pytest.mark.parametrize("package", PACKAGES[:3])
+def test_the_tests_mirror_the_source(package: str) -> None:
+    """A folder of tests for each folder of a package, and no others; whole programs are tested in tests/e2e."""
+    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    assert {path.parent.name for path in (ROOT / "tests" / package).glob("*/*.py")} == folders
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if "devices" not in p.parts], ids=name_of)

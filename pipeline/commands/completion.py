@@ -11,7 +11,7 @@ import textwrap
 from common.errors import UserError
 from pipeline.settings.sections import SECTIONS
 from pipeline.tasks.everything import TASKS
-from pipeline.tasks.nightly import Nightly
+from pipeline.tasks.nights.nightly import Nightly
 from pipeline.tasks.sweep import Sweep
 
 SUMMARY = "a script for your shell that completes tasks, settings and commands"

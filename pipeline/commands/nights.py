@@ -10,8 +10,8 @@ from common.console import log
 from common.errors import UserError
 from common.files import local_time
 from pipeline.settings.load import load
-from pipeline.tasks import night_records, night_states, nights, notify
-from pipeline.tasks.night_states import NightState
+from pipeline.tasks.nights import directories, notify, records, states
+from pipeline.tasks.nights.states import NightState
 
 SUMMARY = (
     "how each night went; --check reports by mail and webhook if the last failed or is missing; --trend: their losses"
@@ -38,17 +38,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """List or check. Raises `UserError`."""
     settings = load()
-    directory = nights.NightDirs(settings).path
+    directory = directories.NightDirs(settings).path
     if args.check:
         date = _date(args.date)
-        state = night_states.state_of(directory, date)
+        state = states.state_of(directory, date)
         line = _line(date, state)
         if state.status in ("complete", "rejected", "running"):
             print(line)
             return 0
         if state.status == "missing":
-            other, who = night_states.running(directory)
-            if other is not None and night_states.state_of(directory, other).status == "running":
+            other, who = states.running(directory)
+            if other is not None and states.state_of(directory, other).status == "running":
                 line += f"; night {other} is still running ({who})"
         log(f"error: {line}")
         notify.by_all(
@@ -58,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
     if args.date is not None:
         raise UserError("--date is for --check; without it all nights are listed")
     if args.trend:
-        print(night_records.trend_text(directory))
-        print(f"page: {night_records.write_trend(directory)}")
+        print(records.trend_text(directory))
+        print(f"page: {records.write_trend(directory)}")
         return 0
-    for date in sorted(night_states.dates(directory), reverse=True)[:_SHOWN]:
-        print(_line(date, night_states.state_of(directory, date)))
+    for date in sorted(states.dates(directory), reverse=True)[:_SHOWN]:
+        print(_line(date, states.state_of(directory, date)))
     return 0
 
 

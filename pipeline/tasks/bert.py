@@ -18,7 +18,7 @@ from pipeline.tasks.dataset import CONFIG, ShardDataset, UsesModel, dataset_of, 
 from pipeline.tasks.extension import extend
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.initial_weights import embedded, initial_attention, start_inputs, start_options
-from pipeline.tasks.parent import parent_of
+from pipeline.tasks.nights.parent import parent_of
 from pipeline.tasks.stage import Stage
 from pipeline.tasks.training import EvaluationStage, Training
 from stages.convert import ConvertOptions

@@ -16,7 +16,7 @@ from common.secrets import Secret
 from pipeline.settings.origin import named_places
 from pipeline.settings.sections import Settings
 from pipeline.tasks.base import ChainTask
-from pipeline.tasks.parent import parent_of
+from pipeline.tasks.nights.parent import parent_of
 from pipeline.tasks.stage import Stage
 from stages.directory.manifest import Identity
 from stages.shard import STATIC, ShardOptions

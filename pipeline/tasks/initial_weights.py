@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.tasks.base import ChainTask
 from pipeline.tasks.dataset import dataset_of
-from pipeline.tasks.parent import parent_of
+from pipeline.tasks.nights.parent import parent_of
 from pipeline.tasks.stage import Stage
 from stages.embed import COOCCURRENCE, EMBEDDINGS, RANDOM, EmbedOptions
 from trainer.models.config import ModelConfig

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stages.directory.manifest import StageDirectory
-from stages.statistics.rows import sampled_rows, text_rows
+from stages.examples.sampled_rows import sampled_rows, text_rows
 from trainer.data.shards import ShardSet
 from trainer.data.vocabulary import CONTINUATION, UNK
 

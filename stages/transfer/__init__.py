@@ -1,1 +1,1 @@
-"""File transfer from local paths, HTTP, S3 and archives."""
+"""File transfer from local paths, HTTP, S3 and archives; the checkpoints that convert and merge read."""

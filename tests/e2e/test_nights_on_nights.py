@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from common.files import sha256_of
-from pipeline.tasks.night_parents import decided, take_over
+from pipeline.tasks.nights.start_from import decided, take_over
 from tests.helpers.chain import Chain, write_corpus
 from tests.helpers.post import SETTINGS, Post, receiving
 from tests.helpers.support import assert_one_line_error, flip_a_byte, metrics

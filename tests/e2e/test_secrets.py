@@ -19,7 +19,7 @@ from tests.helpers.post import Post
 from tests.helpers.ready import pack
 from tests.helpers.support import forked, write_dataset
 from tests.helpers.web import Web, serving, status
-from tests.pipeline import test_nightly
+from tests.pipeline.tasks.nights import test_nightly
 
 inbox = test_nightly.post
 DATE, FAILING = "2026-11-20", "2026-11-21"
@@ -196,7 +196,7 @@ def test_a_night_leaves_no_secret_anywhere(
     assert len(inbox.mails) == 2
     assert "HTTP 403: access is denied" in inbox.hooks[1]["line"]
     lines = (chain.directory / "argv.log").read_text()
-    for stage in ("stages.convert", "stages.download", "stages.report", "pipeline.tasks.one_night", "luigid"):
+    for stage in ("stages.convert", "stages.download", "stages.report", "pipeline.tasks.nights.one_night", "luigid"):
         assert stage in lines
     why = chain.ask("why", "BertPhase2", LUIGI_CONFIG_PATH=str(night / "night.cfg"))
     assert "is complete" in why.stdout, "the settings of a night, without secrets, are of the same identity"

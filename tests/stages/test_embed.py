@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
-from stages.statistics.cooccurrence import WINDOW, Cooccurrences, positive_pmi, word_vectors
+from stages.examples.cooccurrence import WINDOW, Cooccurrences, positive_pmi, word_vectors
 from tests.helpers.support import ROOT, VOCAB, synthetic_rows
 from trainer.data.shards import MASKED_KEYS, ShardSet, write_shard
 from trainer.models.bert import OUTPUT_BIAS, WORD_EMBEDDINGS, BertForPreTraining

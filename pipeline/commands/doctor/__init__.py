@@ -18,7 +18,7 @@ from pipeline.commands.why import add_task, find
 from pipeline.settings.load import load
 from pipeline.settings.origin import placed
 from pipeline.status.stage_dirs import StageDirs
-from pipeline.tasks.nights import NightDirs, names_date, overlay_of
+from pipeline.tasks.nights.directories import NightDirs, names_date, overlay_of
 from stages.view.text import duration, size
 
 if TYPE_CHECKING:

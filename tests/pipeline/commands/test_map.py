@@ -32,7 +32,7 @@ def test_the_commands_and_tasks_on_the_map_are_taken() -> None:
 
 
 def _sources(folder: str) -> str:
-    return "".join(path.read_text() for path in Path(folder).resolve().glob("*.py"))
+    return "".join(path.read_text() for path in Path(folder).resolve().rglob("*.py"))
 
 
 @pytest.mark.parametrize(

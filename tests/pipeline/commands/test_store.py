@@ -16,7 +16,7 @@ from stages.store.open import open_store
 from stages.store.options import StoreOptions
 from tests.helpers.chain import Chain, finished_chain
 from tests.helpers.stores.machine import checkpoint_of, write
-from tests.pipeline.test_shared_store import machine
+from tests.pipeline.store.test_shared_store import machine
 from tests.stages.store.test_maintenance import age
 from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
 

@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 import stages.transfer.ranges
-from pipeline.tasks import notify
+from pipeline.tasks.nights import notify
 from tests.helpers.ready import bytes_of, download, pack, refused, write_random_shards
 from tests.helpers.support import assert_one_line_error, forked
 from tests.helpers.web import Fault, Handler, Web, serving

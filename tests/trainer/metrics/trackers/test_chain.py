@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.chain import Chain
-from tests.trainer.trackers import readers
-from tests.trainer.trackers.readers import MlflowServer, wandb_runs
-from tests.trainer.trackers.test_trackers import recorded
+from tests.trainer.metrics.trackers import readers
+from tests.trainer.metrics.trackers.readers import MlflowServer, wandb_runs
+from tests.trainer.metrics.trackers.test_trackers import recorded
 
 mlflow_server = readers.mlflow_server
 TRACKERS = """

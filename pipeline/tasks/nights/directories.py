@@ -21,8 +21,8 @@ from common.secrets import Secret, address_identity
 from pipeline.settings.load import SECRETS_VARIABLE
 from pipeline.settings.sections import PREVIOUS, SECTIONS, Nights, Settings, section_name
 from pipeline.status.stage_dirs import holder
-from pipeline.tasks import night_parents, night_records
-from pipeline.tasks.night_parents import CONFIG
+from pipeline.tasks.nights import records, start_from
+from pipeline.tasks.nights.start_from import CONFIG
 from stages.text.patterns import split
 
 LATEST = "latest"
@@ -51,10 +51,10 @@ class NightDirs:
         require_inputs(self._settings, date)
         given = self._settings.nights
         if given.start_from:
-            night_parents.require_possible(self._settings)
+            start_from.require_possible(self._settings)
             if not self.is_complete(date):
                 night, accepted = self.directory(date), self._accepted_before(date)
-                night_parents.require_agreement(self._settings, _texts(self._settings, date), night, accepted)
+                start_from.require_agreement(self._settings, _texts(self._settings, date), night, accepted)
         elif given.gate_tolerance is not None:
             raise UserError(
                 f"[nights] gate_tolerance = {given.gate_tolerance} compares losses on the same held-out text, which "
@@ -76,8 +76,8 @@ class NightDirs:
                 link.symlink_to(Path("../../tensorboard"))
             parent = None
             if self._settings.nights.start_from:
-                parent = night_parents.take_over(directory, self._accepted_before(date))
-            config, hidden = _config(self._settings, date, directory, night_parents.overrides(parent))
+                parent = start_from.take_over(directory, self._accepted_before(date))
+            config, hidden = _config(self._settings, date, directory, start_from.overrides(parent))
             with (directory / CONFIG).open("w", encoding="utf-8") as file:
                 file.write(
                     "# Without logins and signatures of addresses: a night gets them from the process that starts it.\n"
@@ -89,7 +89,7 @@ class NightDirs:
         """Move `latest` to the newest accepted night, then record that the night is complete: if killed in between, it
         is started again and does both. Raises `DiskError`."""
         accepted = set(self._accepted()) - {date.isoformat()}
-        if night_records.is_accepted(facts):
+        if records.is_accepted(facts):
             accepted.add(date.isoformat())
         temporary = self.path / f"{LATEST}{TEMPORARY_SUFFIX}"
         failpoint(f"latest-before:{date}")
@@ -103,8 +103,8 @@ class NightDirs:
 
     def _accepted(self) -> list[str]:
         """Those of `_complete` that no gate has rejected."""
-        records = {name: night_records.read(self._record(name)) or {} for name in self._complete()}
-        return [name for name, record in records.items() if night_records.is_accepted(record)]
+        found = {name: records.read(self._record(name)) or {} for name in self._complete()}
+        return [name for name, record in found.items() if records.is_accepted(record)]
 
     def _complete(self) -> list[str]:
         """Complete nights whose directories exist, newest first. Future dates, which come from mistakes and wrong

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.helpers.chain import STAGES, Chain
 from tests.helpers.support import ROOT
-from tests.pipeline.test_fingerprints import THEN
+from tests.pipeline.tasks.test_fingerprints import THEN
 
 RECORDED = ROOT / "tests" / "fixtures" / "work_directory"
 

@@ -22,8 +22,8 @@ from common.errors import UserError
 from common.secrets import Secret
 from tests.helpers.chain import wait_until
 from tests.helpers.support import Workers, assert_same_bytes, command, metrics, options, train
-from tests.trainer.trackers import readers
-from tests.trainer.trackers.readers import Curves, MlflowServer, board_curves, wandb_runs
+from tests.trainer.metrics.trackers import readers
+from tests.trainer.metrics.trackers.readers import Curves, MlflowServer, board_curves, wandb_runs
 from trainer.metrics.trackers.options import TrackerOptions
 
 mlflow_server = readers.mlflow_server
@@ -47,7 +47,7 @@ def settings(data: Path, model: Path, out: Path, **changes: Any) -> dict[str, An
 
 
 def recorded(out: Path) -> Curves:
-    """The curves of metrics.jsonl, which is itself checked against what was trained (tests/trainer/test_results.py)."""
+    """The curves of metrics.jsonl, which tests/trainer/metrics/test_results.py checks against what was trained."""
     curves: Curves = {}
     for record in metrics(out):
         for name, value in record.items():

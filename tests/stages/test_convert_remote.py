@@ -10,8 +10,8 @@ import pytest
 
 from common.errors import CheckpointError
 from common.secrets import Secret
-from stages.checkpoints.source import brought
 from stages.directory.manifest import Identity, StageDirectory
+from stages.transfer.checkpoint_source import brought
 from stages.transfer.urls import Transport
 from tests.helpers.checkpoints import CONFIG, snapshot, write_native
 from tests.helpers.support import assert_one_line_error, forked, tensors

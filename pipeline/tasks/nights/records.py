@@ -95,7 +95,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def records(nights: Path) -> dict[str, dict[str, Any]]:
+def by_date(nights: Path) -> dict[str, dict[str, Any]]:
     """The records of all complete nights by date, oldest first."""
     found = {}
     for path in sorted(nights.glob("*.json")):
@@ -123,7 +123,7 @@ def judged(
         return None
     same = [
         (name, before)
-        for name, record in records(nights).items()
+        for name, record in by_date(nights).items()
         if name < date.isoformat() and is_accepted(record) and record.get("held_out") == facts["held_out"]
         if (before := (record.get("evaluation") or {}).get(LOSS)) is not None
     ]
@@ -165,5 +165,5 @@ def _nights(nights: Path) -> list[Night]:
 
     return [
         Night.of(date, record, "" if is_accepted(record) else rejection(record["gate"]))
-        for date, record in records(nights).items()
+        for date, record in by_date(nights).items()
     ]

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.secrets import Secret
-from stages.checkpoints.source import opened
 from stages.convert import ConvertOptions, convert
 from stages.directory.manifest import StageDirectory
 from stages.merge import MergeOptions, merge
+from stages.transfer.checkpoint_source import opened
 from tests.conftest import Disk
 from tests.helpers.checkpoints import CONFIG, contents, rewrite, snapshot, write_config, write_native
 from tests.helpers.support import ROOT, assert_one_line_error, forked

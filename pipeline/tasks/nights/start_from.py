@@ -16,9 +16,9 @@ from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, fresh_directory, rename_durably, sha256_of, write_json
 from pipeline.settings.sections import Settings
 from pipeline.status.stage_dirs import StageDir, StageDirs
-from pipeline.tasks import parent as names
 from pipeline.tasks.extension import copy_file, link_files
-from pipeline.tasks.parent import PARENT, RECORD, Parent
+from pipeline.tasks.nights import parent as names
+from pipeline.tasks.nights.parent import PARENT, RECORD, Parent
 from stages.embed import RANDOM
 from stages.text.corpus import HELD_OUT_TOKENS, TOKENIZER
 from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, whole_checkpoints, why_invalid

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.support import train
-from tests.trainer.trackers.test_trackers import STEPS, kill_before_checkpoint, recorded, settings
-from tests.trainer.trackers.wandb_server import KEY, OnlineRun, OnlineServer, online_server
+from tests.trainer.metrics.trackers.test_trackers import STEPS, kill_before_checkpoint, recorded, settings
+from tests.trainer.metrics.trackers.wandb_server import KEY, OnlineRun, OnlineServer, online_server
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the extra wandb")
 

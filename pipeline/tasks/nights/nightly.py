@@ -18,8 +18,8 @@ from common.files import utc_now
 from pipeline.console.select import console
 from pipeline.launchers import process
 from pipeline.luigi_adapters import exits, luigid_release
-from pipeline.tasks import night_records, night_states, nights, notify
 from pipeline.tasks.base import PipelineTask
+from pipeline.tasks.nights import directories, notify, records, states
 from stages.directory.lock import hold
 
 #: Lines from the end of a night's log in the mail about its failure.
@@ -35,7 +35,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.nights = nights.NightDirs(self.settings)
+        self.nights = directories.NightDirs(self.settings)
 
     def complete(self) -> bool:
         complete = self.nights.is_complete(self.date)
@@ -75,11 +75,11 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
     def _run_chain(self, lock: int) -> None:
         """Raises `Interrupted`; `LockHeld` if another process is working on a stage; `UserError`."""
         directory, clock, started = self.nights.directory(self.date), time.monotonic(), utc_now()
-        night_states.write(self.nights.path, self.date, night_states.now("running"))
+        states.write(self.nights.path, self.date, states.now("running"))
         environment = self.nights.prepare(self.date)
         log(f"night {self.date}: started in {directory}")
         result = process.run(
-            ["-m", "pipeline.tasks.one_night"],
+            ["-m", "pipeline.tasks.nights.one_night"],
             directory=directory,
             fingerprint="",
             keep_open=(lock,),
@@ -99,18 +99,18 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             if result.status == retcode().not_run:
                 reason = "a stage was made to wait: one that failed too often waits [scheduler] disable_persist seconds"
             raise UserError(f"night {self.date} failed: {reason} (exit status {result.status}; log: {log_path})")
-        results = night_records.results(directory)
-        gate = night_records.judged(self.nights.path, self.date, results, self.settings.nights.gate_tolerance)
+        results = records.results(directory)
+        gate = records.judged(self.nights.path, self.date, results, self.settings.nights.gate_tolerance)
         facts = {
             "date": str(self.date), "started": started, "seconds": round(time.monotonic() - clock, 1), **results,
             "gate": gate,
         }  # fmt: skip
         self.nights.record(self.date, facts)
-        night_states.forget(self.nights.path, self.date)
+        states.forget(self.nights.path, self.date)
         self._tell_complete(facts)
         try:
             self.nights.prune(self.date)
-            night_records.write_trend(self.nights.path)
+            records.write_trend(self.nights.path)
         except DiskError as error:
             log(f"note: after night {self.date}: {error}")
 
@@ -119,7 +119,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         accuracy, gate = facts["evaluation"].get("masked_lm_accuracy"), facts["gate"]
         measured = "nothing was held out" if accuracy is None else f"masked-LM accuracy {accuracy:.1%}"
         line = f"night {self.date} is complete: {measured}, model {facts['model']}"
-        if night_records.is_accepted(facts):
+        if records.is_accepted(facts):
             if gate is None and self.settings.nights.gate_tolerance is not None:
                 log(
                     f"note: night {self.date}: no earlier night has a loss on the same held-out text: accepted as it is"
@@ -127,7 +127,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             log(line)
             self.tell_all(self.date, "completion", "complete", line)
             return
-        line = f"night {self.date} is rejected: {night_records.rejection(gate)}; {nights.LATEST} stays; it is kept"
+        line = f"night {self.date} is rejected: {records.rejection(gate)}; {directories.LATEST} stays; it is kept"
         log(line)
         self.tell_all(self.date, "rejection", "rejected", line)
 
@@ -141,30 +141,30 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
     def tell_all(self, date: datetime.date, event: str, status: str, line: str) -> None:
         notify.by_all(self.settings, f"Luigi: Nightly {date} is {status}", line, event=event, status=status, date=date)
 
-    def ended(self, error: BaseException, status: night_states.Status) -> None:
+    def ended(self, error: BaseException, status: states.Status) -> None:
         """Record the error and call the webhook; luigi itself sends the mail."""
         self._note_ended(status, str(error))
         notify.by_webhook_of(self.settings, event="failure", status=status, date=self.date, line=str(error))
 
-    def _note_ended(self, status: night_states.Status, line: str) -> None:
-        night_states.write_ended(self.nights.path, self.date, status, line)
+    def _note_ended(self, status: states.Status, line: str) -> None:
+        states.write_ended(self.nights.path, self.date, status, line)
 
     def _tell_killed(self) -> None:
         """Report nights that were killed. The lock is held."""
-        for date, state in list(night_states.killed(self.nights.path)):
+        for date, state in list(states.killed(self.nights.path)):
             who = f"process {state.pid} on {state.host}, started {state.started}"
             line = f"night {date} was killed before it could say why ({who})"
             log(f"note: {line}")
-            night_states.write_ended(self.nights.path, date, "killed", "")
+            states.write_ended(self.nights.path, date, "killed", "")
             self.tell_all(date, "failure", "killed", line)
 
     def _tell_held(self) -> None:
         """Report that another night blocks this one, once per holder; a second start of this night is not reported."""
-        other, who = night_states.running(self.nights.path)
+        other, who = states.running(self.nights.path)
         line = (
             f"night {self.date} was not started: {f'night {other}' if other else 'another one'} is still running, {who}"
         )
-        before = night_states.recorded(self.nights.path, self.date)
+        before = states.recorded(self.nights.path, self.date)
         if other != self.date and (before is None or before.line != line):
             self._note_ended("held", line)
             self.tell_all(self.date, "failure", "held", line)

@@ -1,4 +1,4 @@
-"""`python -m pipeline.tasks.one_night`: the chain of one night, in a child process that dies with its parent.
+"""`python -m pipeline.tasks.nights.one_night`: the chain of one night, in a child process that dies with its parent.
 
 Settings are global to a process (here those of LUIGI_CONFIG_PATH), but RangeDaily runs many nights in one process.
 """

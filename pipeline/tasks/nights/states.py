@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from common.errors import DiskError
 from common.files import parse_utc, read_json, utc_now, write_json
 from common.secrets import redact
-from pipeline.tasks import night_records
+from pipeline.tasks.nights import records
 from stages.directory.lock import LOCK, is_held
 
 _SUFFIX = ".state.json"
@@ -82,12 +82,12 @@ def _valid(started: Any) -> str:
 
 def state_of(nights: Path, date: datetime.date) -> NightState:
     """The night's state now; changes nothing."""
-    complete = night_records.read(nights / f"{date}.json")
+    complete = records.read(nights / f"{date}.json")
     if complete is not None:
         started = _valid(complete.get("started"))
-        if night_records.is_accepted(complete):
+        if records.is_accepted(complete):
             return NightState("complete", started)
-        return NightState("rejected", started, line=night_records.rejection(complete["gate"]))
+        return NightState("rejected", started, line=records.rejection(complete["gate"]))
     state = recorded(nights, date)
     if state is None:
         return NightState("missing")

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from pipeline.tasks import night_states
-from pipeline.tasks.nightly import Nightly
+from pipeline.tasks.nights import states
+from pipeline.tasks.nights.nightly import Nightly
 from stages.directory.lock import hold
 from tests.helpers.chain import Chain, finished_chain, wait_until, write_corpus
 from tests.helpers.post import Post
 from tests.helpers.support import assert_one_line_error
-from tests.pipeline.test_nightly import chain, night_of, old_night, post, provide, words
+from tests.pipeline.tasks.nights.test_nightly import chain, night_of, old_night, post, provide, words
 
 __all__ = ["chain", "post"]
 LONGER = ("--Phase1-lr", "0.002", "--Phase1-max-steps", "100000", "--Phase1-ckpt-interval-steps", "0")
@@ -109,10 +109,10 @@ def test_the_next_night_tells_of_one_that_was_killed_once(chain: Chain, post: Po
 
 def test_a_night_is_running_while_it_prepares(tmp_path: Path) -> None:
     """Which may read a whole checkpoint: a second start meanwhile, or a kill, is one of a running night."""
-    date, seen = datetime.date(2026, 11, 21), list[night_states.NightState | None]()
+    date, seen = datetime.date(2026, 11, 21), list[states.NightState | None]()
 
     def prepare(_: datetime.date) -> dict[str, str]:
-        seen.append(night_states.recorded(tmp_path, date))
+        seen.append(states.recorded(tmp_path, date))
         raise UserError("the disk is full")
 
     nights = SimpleNamespace(path=tmp_path, directory=lambda _: tmp_path / str(date), prepare=prepare)

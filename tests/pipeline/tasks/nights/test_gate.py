@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.settings.load import overlaid
-from pipeline.tasks import night_records, night_states
-from pipeline.tasks.nights import NightDirs
+from pipeline.tasks.nights import records, states
+from pipeline.tasks.nights.directories import NightDirs
 
 NIGHT = datetime.date(2026, 11, 20)
 HELD_OUT = {"x_test_0.hdf5": "1" * 64}
@@ -36,7 +36,7 @@ def write(nights: Path, **records: dict[str, Any]) -> None:
 )
 def test_a_loss_up_to_the_tolerance_passes(tmp_path: Path, loss: float, passes: bool) -> None:
     write(tmp_path, d19=facts(4.0))
-    gate = night_records.judged(tmp_path, NIGHT, facts(loss), 0.25)
+    gate = records.judged(tmp_path, NIGHT, facts(loss), 0.25)
     assert gate is not None
     assert gate["accepted"] is passes
     assert (gate["reference"], gate["reference_loss"]) == ("2026-11-19", 4.0)
@@ -48,7 +48,7 @@ def test_nights_without_held_out_text_are_not_judged(tmp_path: Path, nothing: An
     """Their text was not split, or their ready-made shards include no test shards."""
     record = {"evaluation": {"samples": 0}, "held_out": nothing, "gate": None}
     write(tmp_path, d18=record, d19=record)
-    assert night_records.judged(tmp_path, NIGHT, record, tolerance) is None
+    assert records.judged(tmp_path, NIGHT, record, tolerance) is None
 
 
 def test_nights_that_are_each_a_little_worse_are_not_all_accepted(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_nights_that_are_each_a_little_worse_are_not_all_accepted(tmp_path: Path
     accepted = []
     for day in range(1, 11):
         date, loss = datetime.date(2026, 11, day), 4.0 + 0.02 * day
-        gate = night_records.judged(tmp_path, date, facts(loss), 0.05)
+        gate = records.judged(tmp_path, date, facts(loss), 0.05)
         write(tmp_path, **{f"d{day:02}": {**facts(loss), "gate": gate}})
         accepted.append(gate is None or gate["accepted"])
     assert accepted == [True] * 3 + [False] * 7
@@ -75,13 +75,13 @@ def test_it_is_compared_with_the_best_accepted_night_before_it_on_the_same_examp
         d21=facts(3.0, accepted=True),
     )
     (tmp_path / "2026-11-19.state.json").write_text("{}")
-    gate = night_records.judged(tmp_path, NIGHT, facts(4.1), 0.0)
+    gate = records.judged(tmp_path, NIGHT, facts(4.1), 0.0)
     assert gate is not None
     assert (gate["accepted"], gate["reference"]) == (False, "2026-11-15")
-    assert night_records.judged(tmp_path, NIGHT, facts(9.0), None) is None, "no gate"
+    assert records.judged(tmp_path, NIGHT, facts(9.0), None) is None, "no gate"
     others = facts(9.0, held_out={"x_test_0.hdf5": "3" * 64})
-    assert night_records.judged(tmp_path, NIGHT, others, 0.0) is None, "no night to compare with"
-    assert night_records.is_accepted({"evaluation": {}}), "a night from before there were gates"
+    assert records.judged(tmp_path, NIGHT, others, 0.0) is None, "no night to compare with"
+    assert records.is_accepted({"evaluation": {}}), "a night from before there were gates"
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_latest_and_pruning_pass_over_rejected_nights(nights: NightDirs) -> None
 
 def test_the_trend_counts_complete_nights_that_were_all_rejected(tmp_path: Path) -> None:
     def headline() -> str:
-        return night_records.trend_text(tmp_path).splitlines()[-1]
+        return records.trend_text(tmp_path).splitlines()[-1]
 
     assert headline() == "no night is complete yet"
     write(tmp_path, d19=facts(9.0, accepted=False), d20=facts(9.5, accepted=False))
@@ -137,13 +137,13 @@ REJECTED = facts(9.0, accepted=False)["gate"]
 def test_a_damaged_part_of_a_record_is_left_out_and_the_night_counts_as_without_a_gate(
     nights: NightDirs, part: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    night_records._note.cache_clear()
+    records._note.cache_clear()
     write(nights.path, d18=facts(5.0), d19={**facts(4.0), **part})
-    state = night_states.state_of(nights.path, datetime.date(2026, 11, 19))
+    state = states.state_of(nights.path, datetime.date(2026, 11, 19))
     assert (state.status, state.line) == ("complete", "")
-    assert "2026-11-19 " in night_records.trend_text(nights.path)
-    assert night_records.write_trend(nights.path).exists()
-    gate = night_records.judged(nights.path, NIGHT, facts(4.1), 0.0)
+    assert "2026-11-19 " in records.trend_text(nights.path)
+    assert records.write_trend(nights.path).exists()
+    gate = records.judged(nights.path, NIGHT, facts(4.1), 0.0)
     assert gate is not None
     assert gate["reference"] == ("2026-11-18" if "evaluation" in part else "2026-11-19")
     nights.record(NIGHT, facts(9.0, accepted=False))
@@ -160,10 +160,10 @@ def test_a_night_whose_record_is_damaged_is_neither_complete_nor_continued(night
     assert nights.is_complete(date)
     (nights.path / "2026-11-19.json").write_text(record)
     assert not nights.is_complete(date), "`Nightly --date` makes it again"
-    assert night_states.state_of(nights.path, date).status == "missing", "`nights --check` says the same"
-    night_states.write(nights.path, date, night_states.now("running"))
-    assert [killed for killed, _ in night_states.killed(nights.path)] == [date]
-    assert list(night_records.records(nights.path)) == ["2026-11-18"]
+    assert states.state_of(nights.path, date).status == "missing", "`nights --check` says the same"
+    states.write(nights.path, date, states.now("running"))
+    assert [killed for killed, _ in states.killed(nights.path)] == [date]
+    assert list(records.by_date(nights.path)) == ["2026-11-18"]
     nights.record(NIGHT, facts(9.0, accepted=False))
     assert (nights.path / "latest").resolve().name == "2026-11-18"
 
@@ -179,6 +179,6 @@ def test_a_night_whose_record_is_damaged_is_neither_complete_nor_continued(night
 )
 def test_of_a_damaged_state_only_what_is_whole_counts(tmp_path: Path, state: dict[str, Any], status: str) -> None:
     (tmp_path / f"{NIGHT}.state.json").write_text(json.dumps(state))
-    found = night_states.state_of(tmp_path, NIGHT)
+    found = states.state_of(tmp_path, NIGHT)
     assert (found.status, found.started, found.host, found.pid, found.line) == (status, "", "", 0, "")
-    assert not list(night_states.killed(tmp_path))
+    assert not list(states.killed(tmp_path))

@@ -17,8 +17,8 @@ from stages.directory.manifest import Identity, StageDirectory
 from stages.evaluate import EvaluateOptions
 from stages.evaluation.bert import evaluate
 from stages.evaluation.frequencies import characters, count_pieces, frequency_scores
-from stages.statistics import rows
-from stages.statistics.rows import evenly_spaced
+from stages.examples import sampled_rows
+from stages.examples.sampled_rows import evenly_spaced
 from tests.helpers.support import MODEL, VOCAB, synthetic_rows
 from trainer.data.file_names import HELD_OUT_SHARDS
 from trainer.data.shards import LENGTHS_KEY, MASKED_KEYS, ShardSet, write_shard
@@ -92,8 +92,8 @@ def test_of_much_data_a_fair_share_is_counted(tmp_path: Path, monkeypatch: pytes
     for shard in range(12):
         arrays, texts[shard] = masked_rows(10, seed=shard)
         write_shard(tmp_path / f"x_training_{shard:02}.hdf5", arrays)
-    monkeypatch.setattr(rows, "_SHARDS_MAX", 4)
-    monkeypatch.setattr(rows, "_ROWS_MAX", 8)
+    monkeypatch.setattr(sampled_rows, "_SHARDS_MAX", 4)
+    monkeypatch.setattr(sampled_rows, "_ROWS_MAX", 8)
     assert counted(tmp_path) == words_of([texts[shard][row] for shard in (0, 3, 6, 9) for row in (0, 5)])
     assert evenly_spaced(3, 16) == [0, 1, 2]
     assert evenly_spaced(0, 16) == []

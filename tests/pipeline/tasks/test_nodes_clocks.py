@@ -18,7 +18,7 @@ from stages.directory.attempts import ATTEMPTS, failures, record_failure, record
 from stages.directory.lock import LOCK, hold
 from stages.directory.manifest import StartTime, claim
 from tests.helpers.chain import wait_until
-from tests.pipeline.test_runner import DONE, Launcher, Stage
+from tests.pipeline.tasks.test_runner import DONE, Launcher, Stage
 
 #: Seconds by which node 0's clock, and the times of its files, are wrong.
 SKEWS = (-7200.0, 7200.0)

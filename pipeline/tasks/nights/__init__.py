@@ -1,0 +1,1 @@
+"""Nightly: the whole chain every night, and what each night leaves behind."""

@@ -1,1 +1,0 @@
-"""Counts over the text of a data set."""
