@@ -17,7 +17,7 @@ from pipeline.status.runs import HeldRun, differing, held_runs, matching
 from pipeline.status.stage_dirs import StageDirs
 from pipeline.status.stored import stored_dirs
 from pipeline.store.shared import SharedStore
-from pipeline.tasks.nights import NightDirs
+from pipeline.tasks.nights.directories import NightDirs
 from stages.view.text import columns, number, percent, size
 
 SUMMARY = "a line for each training, here and in the store: when, how far, held-out loss, size, and what differs"
