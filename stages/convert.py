@@ -16,7 +16,7 @@ from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, fresh_directory, rename_durably
 from common.hashing import InputHashes
-from common.options import from_namespace, option
+from common.options import fields_of, from_namespace, option
 from stages.directory.command import run
 from stages.directory.manifest import Identity, Output, StageDirectory
 from stages.directory.options import stage_parser
@@ -30,11 +30,19 @@ from stages.transfer.checkpoint_source import (
     written,
 )
 from stages.transfer.urls import Transport
+from trainer.config import TrainConfig
 from trainer.data.file_names import TRAINING_SHARDS
+from trainer.registry import require_warmup
 
 #: Format → its directory in OUT; a .pt is written to OUT itself, where the script looks for it.
 RESULT = {"native": "checkpoint", "hf": "model"}
 _SCRIPT = "--to pt"
+
+
+def _of_training(name: str, text: str) -> Any:
+    """An option with the default and the limit of the trainer's."""
+    field, about = fields_of(TrainConfig)[name]
+    return option(field.default, group=_SCRIPT, least=about.least, unit=about.unit, decides=False, help=text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +61,11 @@ class ConvertOptions(SourceOptions, Transport):
     optimizer: bool = option(True, decides=False, help="keep the optimizer's state")
     #: The model settings, for when luigi plans the stage before its vocabulary exists.
     model: Mapping[str, Any] | None = option(None, names=None, omit_default=True, help="in place of --config")
-    # What the tutorial's script resumes with if IN does not record it; the script's own defaults.
-    lr: float = option(4e-4, group=_SCRIPT, decides=False, help="peak learning rate")
-    warmup_steps: int = option(2000, group=_SCRIPT, unit="steps", decides=False, help="optimizer steps of warm-up")
-    max_steps: int = option(28125, group=_SCRIPT, unit="steps", decides=False, help="optimizer steps of the phase")
-    weight_decay: float = option(
-        0.01, group=_SCRIPT, decides=False, help="weight decay of all parameters but biases and norms"
-    )
+    # What the tutorial's script resumes with if IN does not record it; its defaults are the trainer's.
+    lr: float = _of_training("lr", "peak learning rate")
+    warmup_steps: int = _of_training("warmup_steps", "optimizer steps of warm-up")
+    max_steps: int = _of_training("max_steps", "optimizer steps of the phase")
+    weight_decay: float = _of_training("weight_decay", "weight decay of all parameters but biases and norms")
     data_dir: Path | None = option(None, group=_SCRIPT, help="the script's shards, for resuming its phase 1")
 
     def __post_init__(self) -> None:
@@ -69,6 +75,8 @@ class ConvertOptions(SourceOptions, Transport):
                 f"--tensor-parallel-size {self.tensor_parallel_size} with --to {self.to} is not allowed; allowed: 1 or "
                 f"more with --to native, 1 with the others"
             )
+        if self.to == "pt":
+            require_warmup("linear", warmup_steps=self.warmup_steps, max_steps=self.max_steps, decay_share=1)
 
     def parameters(self) -> dict[str, Any]:
         parameters = super().parameters()

@@ -1,8 +1,8 @@
 """Compile before training starts: `python -m stages.precompile --out DIR --device D -- -m trainer …`
 
 Runs the training command after `--` as a trial: a few steps that leave no checkpoint, log or metric. The result is
-`graphs.json`, {"graphs": [{"hash", "operations", "seconds"}]}, and the compiler's cache if the device can reuse it. On
-Neuron, {"modules": [{"hash", "seconds"}]} also lists what neuronx-cc compiled from the graphs.
+`graphs.json`, {"graphs": [{"hash", "operations", "seconds"}]}, and the compiler's cache if the device can reuse it. If
+a program of its own compiles the graphs, as neuronx-cc does, {"modules": [{"hash", "seconds"}]} lists its results.
 
 With several machines, each runs this command and compiles into its own part of the cache; the first waits for the
 others and alone writes the manifest.
@@ -11,14 +11,13 @@ others and alone writes the manifest.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,19 +29,16 @@ from common.process import PARENT_VARIABLE, node_rank
 from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, stage_parser
+from trainer import registry
 from trainer.config import DEVICES
-from trainer.devices.neuron_cache import CC_FLAGS, compiled_modules, merge_flags, node_cache, use_cache
 from trainer.machine.kind import SELF_TESTS, test_once, versions
+from trainer.registry import compilation_of
 
 GRAPHS, CACHE, _TRIAL = "graphs.json", "cache", "trial"
 #: Marker that a machine writes when its part of the cache is compiled.
 _NODE_DONE = "node-{}.json"
-#: Optimizer steps of a trial; Neuron's value is the tutorial's. All graphs of this project occur within two steps.
-_STEPS = {"neuron-xla": 10, "neuron-native": 3, "xla": 3}
-#: The same for torch.compile on the other devices.
+#: Optimizer steps of a trial for torch.compile, on devices that compile nothing else.
 _COMPILE_STEPS = 2
-#: Extracts the graphs of a command, then compiles them in parallel.
-_PARALLEL_COMPILE = "neuron_parallel_compile"
 #: How long the first machine waits for the others, which compile the same graphs.
 _OTHERS_TIMEOUT_S = 3600.0
 _REPORT_EVERY_S, _POLL_EVERY_S = 30.0, 0.2
@@ -67,11 +63,14 @@ class Graphs:
     decays: bool
     clips: bool
     precision: str
-    grad_reduce_in_bf16: bool = False  # added later: part of the identity only where it is on
     tensor_parallel_size: int
     data_parallel: str
     nnodes: int
     nproc_per_node: int
+    # Added later, so part of the identity only where they are not the default.
+    grad_reduce_in_bf16: bool = False
+    #: Whether some steps have fewer micro-steps than others, and so, with DDP, other graphs.
+    grows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,8 @@ class PrecompileOptions(StageOptions):
     def parameters(self) -> dict[str, Any]:
         graphs = self.graphs or graphs_of(self.command)
         trained = {"command": list(self.command)} if graphs is None else asdict(graphs)
-        trained = {name: one for name, one in trained.items() if (name, one) != ("grad_reduce_in_bf16", False)}
+        later = {field.name: field.default for field in fields(Graphs)}
+        trained = {name: one for name, one in trained.items() if later.get(name, MISSING) != one}
         return {**super().parameters(), **trained, "versions": versions(), **flags(self.device)}
 
     def words(self, out: Path) -> list[str]:
@@ -146,18 +146,26 @@ def graphs_of(command: Sequence[str]) -> Graphs | None:
         decays=config.weight_decay > 0,
         clips=config.max_grad_norm > 0,
         precision=named,
-        grad_reduce_in_bf16=config.grad_reduce_in_bf16,
         tensor_parallel_size=config.tensor_parallel_size,
         data_parallel=config.data_parallel,
         nnodes=machines.nnodes,
         nproc_per_node=machines.nproc_per_node,
+        grad_reduce_in_bf16=config.grad_reduce_in_bf16,
+        grows=grows(config.data_parallel, config.batch_ramp_steps),
     )
 
 
+def grows(data_parallel: str, batch_ramp_steps: int) -> bool:
+    """Whether a ramp of the batch has graphs of its own: DDP sums gradients in the last micro-step of a step."""
+    return data_parallel == "ddp" and batch_ramp_steps > 0
+
+
 def flags(device: str) -> dict[str, str]:
-    """The user's Neuron compiler flags, which are part of its cache keys; empty on other devices."""
-    given = os.environ.get(CC_FLAGS, "") if device.startswith(("neuron", "auto")) else ""
-    return {CC_FLAGS: given} if given else {}
+    """The user's flags for the device's compiler, which are part of its cache keys; for every device that `auto` and
+    `neuron` may be."""
+    possible = [device] if device in registry.DEVICES else list(registry.DEVICES)
+    variables = {compilation_of(name).flags for name in possible} - {None}
+    return {name: given for name in sorted(filter(None, variables)) if (given := os.environ.get(name, ""))}
 
 
 def precompile(work: StageDirectory, *, device: str, compiles: bool, nodes: int, command: list[str]) -> int:
@@ -173,10 +181,9 @@ def precompile(work: StageDirectory, *, device: str, compiles: bool, nodes: int,
     else:
         try_out(work.path, device=device, compiles=compiles, command=command)
         _await_nodes(work.path, nodes)
-        if device == "neuron-xla":
-            # All machines compile the same graphs, so the first one's list stands for all.
-            parts = [compiled_modules(node_cache(work.path / CACHE, node)) for node in range(nodes)]
-            write_json(graphs, {**(read_json(graphs) or {}), "modules": parts[0]})
+        if program := compilation_of(device).program:
+            modules = registry.load(program)(work.path / CACHE).modules(nodes)
+            write_json(graphs, {**(read_json(graphs) or {}), "modules": modules})
         with disk_errors(work.path):
             shutil.rmtree(work.path / _TRIAL, ignore_errors=True)
             for node in range(nodes):
@@ -204,37 +211,25 @@ def try_out(directory: Path, *, device: str, compiles: bool, command: list[str])
         "--steps_this_run": str(steps),
         "--graphs": str(directory / GRAPHS),
         "--compile_cache": str(directory / CACHE),
+        "--batch_ramp_steps": str(min(_ramp_steps(command), steps // 2)),  # so that it ends before the trial
     }
     trial = [sys.executable, *command, "--trial", *(word for option in options.items() for word in option)]
-    if device != "neuron-xla":
-        _run(trial, {PARENT_VARIABLE: str(os.getpid())})
+    if program := compilation_of(device).program:
+        registry.load(program)(directory / CACHE).run(node, trial, _run)
     else:
-        cache = node_cache(directory / CACHE, node)
-        with use_cache(cache, functools.partial(print, file=sys.stderr, flush=True)):
-            _run([_parallel_compiler(), *trial], _compiler_environment(cache))
-        compiled_modules(cache)
+        _run(trial, {PARENT_VARIABLE: str(os.getpid())})
     write_json(directory / _NODE_DONE.format(node), {})
 
 
 def _steps(device: str, compiles: bool) -> int:
-    return _STEPS.get(device, _COMPILE_STEPS if compiles else 0)
+    return compilation_of(device).trial_steps or (_COMPILE_STEPS if compiles else 0)
 
 
-def _parallel_compiler() -> str:
-    """Path of neuron_parallel_compile. Raises `UserError` if it is not installed."""
-    program = shutil.which(_PARALLEL_COMPILE)
-    if program is None:
-        raise UserError(f"{_PARALLEL_COMPILE} is not installed; it comes with torch-neuronx (docs/trainium.md)")
-    return program
-
-
-def _compiler_environment(cache: Path) -> dict[str, str]:
-    """Variables that make neuron_parallel_compile compile the graphs in `cache`.
-
-    It uses the cache named by its own environment, not the one set by the trainer that it starts.
-    """
-    flags, _ = merge_flags(os.environ.get(CC_FLAGS, ""), f"--cache_dir={cache} --retry_failed_compilation")
-    return {"NEURON_COMPILE_CACHE_URL": str(cache), CC_FLAGS: flags}
+def _ramp_steps(command: Sequence[str]) -> int:
+    p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    p.add_argument("--batch_ramp_steps", type=int, default=0)
+    steps: int = p.parse_known_args(command)[0].batch_ramp_steps
+    return steps
 
 
 def _run(words: list[str], environment: dict[str, str]) -> None:
@@ -275,18 +270,18 @@ def main() -> None:
     args = parser().parse_args()
     options = from_namespace(PrecompileOptions, args, command=tuple(args.command))
     device = options.device
-    if device in ("auto", "neuron"):
+    if device not in registry.DEVICES:
         from trainer.devices.select import resolve  # imports torch, which only these need
 
         device = resolve(device)
-    if (device in _STEPS or options.compile) and not options.command:
+    if _steps(device, options.compile) and not options.command:
         raise UserError(f"device {device} needs a training command for the trial: … -- -m trainer --data_dir …")
     compiles, command = options.compile, list(options.command)
     if node_rank() > 0:
         try_out(args.out, device=device, compiles=compiles, command=command)
         return
     with StageDirectory.begin(args.out, options.identity) as work:
-        if options.self_test and device.startswith("neuron"):
+        if options.self_test and compilation_of(device).is_tested:
             test_once(args.out.parent / SELF_TESTS, device, command, nodes=options.nodes)
         precompile(work, device=device, compiles=compiles, nodes=options.nodes, command=command)
 

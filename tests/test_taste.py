@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import functools
 import graphlib
+import importlib.util
 import re
 import subprocess
 import sys
@@ -186,3 +187,38 @@ def test_nothing_names_a_machine_or_a_registry() -> None:
             text = path.read_text(errors="replace")
             assert not re.search(r"/(?:root|home/\w+|work/main)/", text), name
             assert not re.search(r"https?://(?:[\w.-]*pypi|[\w.-]*registry)", text), name
+
+
+#: The files that use private names of luigi, and which: where to look when luigi is upgraded.
+PRIVATE_NAMES_OF_LUIGI = {
+    "pipeline/__main__.py": {"_build_parser"},
+    "pipeline/luigi_adapters/command_line.py": {"_build_parser", "_reg"},
+    "pipeline/settings/load.py": {"_config_path", "_config_paths"},
+    "pipeline/settings/origin.py": {"_config_paths"},
+    "pipeline/settings/parameters.py": {"_attribute_name"},
+}
+
+
+def test_only_these_files_use_private_names_of_luigi() -> None:
+    """On objects other than `self`, and on `self` if the file does not define the name itself."""
+
+    def defined(tree: ast.AST) -> set[str]:
+        nodes = list(ast.walk(tree))
+        names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        stored = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+        return {name for name in names | stored if name.startswith("_") and not name.startswith("__")}
+
+    (installed,) = importlib.util.find_spec("luigi").submodule_search_locations or ()  # type: ignore[union-attr]
+    files = [path for path in Path(installed).rglob("*.py") if "contrib" not in path.parts]
+    luigis = set().union(*(defined(ast.parse(path.read_text())) for path in files))
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "pipeline").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        ours = defined(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in luigis:
+                of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                if not of_self or node.attr not in ours:
+                    found.setdefault(name_of(path), set()).add(node.attr)
+    assert found == PRIVATE_NAMES_OF_LUIGI

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from common.errors import UserError
 from trainer.checkpoint.format import MASTER
 from trainer.checkpoint.load import load_into
 from trainer.checkpoint.resume_point import ResumePoint
@@ -98,7 +97,7 @@ def build_parameters(
     run: Run, model: Model, precision: Precision, tensor_parallel: TensorParallel
 ) -> tuple[AllReduceModel | DdpModel, Parameters]:
     """The forward pass and the parameters of `model`, for `--data_parallel`; its weights are converted to the type that
-    `precision` computes with. Raises `UserError`."""
+    `precision` computes with."""
     device, has_weight_decay, extras = run.device, run.workload.has_weight_decay, len(run.workload.losses)
     group = run.mesh.data_parallel_group
     replicas = Replicas(
@@ -107,11 +106,6 @@ def build_parameters(
     )  # fmt: skip
     is_matrix = run.workload.is_hidden_matrix if separates_matrices(run.config.optimizer) else lambda name: False
     if run.config.data_parallel == "ddp":
-        if not device.has_ddp:
-            raise UserError(
-                f"--data_parallel ddp: {device.describe()} has no collective operation that DDP can call while a "
-                f"graph is recorded; use --data_parallel allreduce, or --device cpu"
-            )
         ddp = DdpParameters(model, has_weight_decay, extras, precision, None, replicas, is_matrix)
         return DdpModel(model, group, ddp), ddp
     shared = None
@@ -122,11 +116,6 @@ def build_parameters(
         )  # fmt: skip
     layout: type[Parameters] = SeparateParameters if device.compiles_steps else FlatParameters
     if run.config.shard_optimizer:
-        if device.compiles_steps:
-            raise UserError(
-                f"--shard_optimizer: {device.describe()} compiles the update, which would be a different graph on "
-                f"every worker; leave it out, or share the model itself with --tensor_parallel_size"
-            )
         layout = ShardedParameters
     forward = model if device.compiler is None else device.compiler.compile(model)
     return AllReduceModel(forward), layout(model, has_weight_decay, extras, precision, shared, replicas, is_matrix)

@@ -21,7 +21,9 @@ from trainer.registry import (
     NON_FINITE,
     PRECISIONS,
     SCHEDULES,
+    fallback_names,
     require_agreement,
+    require_ddp_alone,
     require_warmup,
 )
 
@@ -205,16 +207,12 @@ class TrainConfig:
         for name in self.allow_changes:
             if name not in CHANGEABLE:
                 raise UserError(f"--allow_changes is {name}; allowed: {', '.join(CHANGEABLE)}")
-        if "" in self.allowed_fallbacks:
-            raise UserError(
-                f"--allow_fallbacks is '{self.allow_fallbacks}', which has an empty name; allowed: names with commas "
-                f"between them, such as aten::gelu,aten::sort"
-            )
+        fallback_names(self.allow_fallbacks)
         require_agreement(self.optimizer, self.precision)
-        without = self.compile or self.grad_reduce_in_bf16 or self.shard_optimizer
-        if self.data_parallel == "ddp" and (self.tensor_parallel_size > 1 or without):
-            others = "--tensor_parallel_size > 1, --compile, --shard_optimizer nor --grad_reduce_in_bf16"
-            raise UserError(f"--data_parallel ddp supports neither {others}; use allreduce, or leave them out")
+        require_ddp_alone(
+            self.data_parallel, tensor_parallel_size=self.tensor_parallel_size, compile=self.compile,
+            shard_optimizer=self.shard_optimizer, grad_reduce_in_bf16=self.grad_reduce_in_bf16,
+        )  # fmt: skip
         if self.grad_accum_usteps % self.batches_per_execution:
             raise UserError(
                 f"grad_accum_usteps / batches_per_execution = {self.grad_accum_usteps} / {self.batches_per_execution} "
@@ -240,7 +238,7 @@ class TrainConfig:
     @property
     def allowed_fallbacks(self) -> tuple[str, ...]:
         """The operations that `allow_fallbacks` names."""
-        return () if self.allow_fallbacks is None else tuple(map(str.strip, self.allow_fallbacks.split(",")))
+        return fallback_names(self.allow_fallbacks)
 
     def global_batch_size(self, data_parallel_size: int) -> int:
         """Samples in one optimizer step of all workers, after the ramp."""

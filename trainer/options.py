@@ -165,6 +165,8 @@ def device_options(config: TrainConfig, workload: Workload, mesh: Mesh) -> Devic
         reports=config.output_dir if mesh.is_root and config.graphs is not None else None,
         count_operations=config.trial,
         compile=config.compile,
+        data_parallel=config.data_parallel,
+        shard_optimizer=config.shard_optimizer,
         allow_fallbacks=config.allowed_fallbacks,
         threads=workload.threads,
         rounding_seed=derive_seed(config.seed, "Neuron stochastic rounding"),

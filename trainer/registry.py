@@ -8,6 +8,8 @@ To add one, write its file and add its line here (CONTRIBUTING.md).
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from common.errors import UserError
@@ -20,6 +22,39 @@ DEVICES = {
     "neuron-xla": "trainer.devices.neuron_xla:NeuronXlaDevice",
     "neuron-native": "trainer.devices.neuron_native:NeuronNativeDevice",
 }
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What the settings and Precompile need to know of a device's compiler; by default it has none of its own."""
+
+    #: Optimizer steps of Precompile's trial if the device always compiles; 0: it does not. All graphs of this project
+    #: occur within two.
+    trial_steps: int = 0
+    #: Whether whole steps are compiled, with the update: `Device.compiles_steps`.
+    whole_steps: bool = False
+    #: Whether `--compile` makes one graph of the model: `Compiler.whole_graph`.
+    whole_model: bool = False
+    #: Whether torch's DistributedDataParallel works on it: gloo's collectives cannot be part of a recorded graph.
+    has_ddp: bool = True
+    #: What compiles the graphs of a trial, if the trial does not, such as `neuron_compile.ParallelCompile`.
+    program: str | None = None
+    #: The variable with the user's flags for the compiler, on which its caches depend.
+    flags: str | None = None
+    #: Whether Precompile first checks what the device computes.
+    is_tested: bool = False
+
+
+#: By the names in `DEVICES`; those that are missing have the defaults. The first value is the tutorial's.
+COMPILATION = {
+    "neuron-xla": Compilation(
+        trial_steps=10, whole_steps=True, program="trainer.devices.neuron_compile:ParallelCompile",
+        flags="NEURON_CC_FLAGS", is_tested=True,
+    ),
+    "neuron-native": Compilation(trial_steps=3, whole_model=True, flags="NEURON_CC_FLAGS", is_tested=True),
+    "xla": Compilation(trial_steps=3, whole_steps=True, has_ddp=False),
+}  # fmt: skip
+
 #: Implementations of `trainer.optim.select.Optimizer`. Two of them are the tutorials' names, which imply a precision.
 OPTIMIZERS = {
     "AdamW": "trainer.optim.adamw:AdamW",
@@ -69,6 +104,69 @@ def require_agreement(optimizer: str, precision: str) -> None:
         )
 
 
+#: How a message writes an option and its value: the trainer's command line, or the settings.
+Written = Callable[[str, object], str]
+
+
+def on_command_line(name: str, value: object) -> str:
+    """--compile, --data_parallel ddp."""
+    return f"--{name}" if value is True else f"--{name} {value}"
+
+
+def require_ddp_alone(
+    data_parallel: str, *, tensor_parallel_size: int, compile: bool, shard_optimizer: bool, grad_reduce_in_bf16: bool,
+    written: Written = on_command_line,
+) -> None:  # fmt: skip
+    """Raise `UserError` if torch's DistributedDataParallel is to train with what only `allreduce` can."""
+    others = {
+        "tensor_parallel_size": tensor_parallel_size if tensor_parallel_size > 1 else None, "compile": compile,
+        "shard_optimizer": shard_optimizer, "grad_reduce_in_bf16": grad_reduce_in_bf16,
+    }  # fmt: skip
+    given = [written(name, value) for name, value in others.items() if value]
+    if data_parallel == "ddp" and given:
+        raise UserError(
+            f"{written('data_parallel', 'ddp')} does not go with {' or '.join(given)}; use allreduce, or leave the "
+            f"rest at its default"
+        )
+
+
+def require_device(
+    device: str, *, data_parallel: str, tensor_parallel_size: int, compile: bool, shard_optimizer: bool,
+    written: Written = on_command_line,
+) -> None:  # fmt: skip
+    """Raise `UserError` if the device cannot train so. `auto` and `neuron`, which a machine resolves, pass."""
+    how, named = compilation_of(device), written("device", device)
+    if data_parallel == "ddp" and not how.has_ddp:
+        raise UserError(
+            f"{written('data_parallel', 'ddp')} does not go with {named}, which has no collective operation that DDP "
+            f"can call while a graph is recorded; use allreduce, or another device"
+        )
+    if compile and how.whole_steps:
+        raise UserError(f"{written('compile', True)} does not go with {named}, which always compiles; leave it off")
+    if shard_optimizer and how.whole_steps:
+        raise UserError(
+            f"{written('shard_optimizer', True)} does not go with {named}, which compiles the update: it would be a "
+            f"different graph on every worker; leave it off, or share the model itself with tensor_parallel_size"
+        )
+    if compile and how.whole_model and tensor_parallel_size > 1:
+        raise UserError(
+            f"{written('compile', True)} makes one graph of the model on {named}, which the sums over "
+            f"{written('tensor_parallel_size', tensor_parallel_size)} workers would break; leave compile off, or "
+            f"tensor_parallel_size at 1"
+        )
+
+
+def fallback_names(text: str | None, written: Written = on_command_line) -> tuple[str, ...]:
+    """The operations that `allow_fallbacks` names. Raises `UserError` for an empty name."""
+    names = () if text is None else tuple(map(str.strip, text.split(",")))
+    if "" in names:
+        raise UserError(
+            f"{written('allow_fallbacks', repr(text))} has an empty name; allowed: names with commas between them, "
+            f"such as aten::gelu,aten::sort"
+        )
+    return names
+
+
 def stable_steps(schedule: str, *, max_steps: int, decay_share: float) -> int:
     """Steps up to the end of the stable part, warm-up included: the same in all runs that are stable as long and differ
     only in `DECAY_OPTIONS` (trainer/optim/schedule.py). 0 for a schedule that depends on its end from the start."""
@@ -93,6 +191,11 @@ def require_warmup(schedule: str, *, warmup_steps: int, max_steps: int, decay_sh
             f"warmup_steps = {warmup_steps} is more than {before if schedule == 'wsd' else ''}max_steps = {max_steps}; "
             f"lower it"
         )
+
+
+def compilation_of(device: str) -> Compilation:
+    """How a device of the registry compiles; a name that only its machine resolves has the defaults."""
+    return COMPILATION.get(device, Compilation())
 
 
 def load(reference: str) -> Any:

@@ -1,4 +1,9 @@
-"""The only code that works around luigi's behaviour. Each module names the luigi functions concerned."""
+"""What works around luigi's behaviour as it parses the command line and runs tasks. Each module names the luigi
+functions concerned.
+
+How luigi reads settings is worked around in `pipeline/settings`, which lies below this package and cannot import it.
+`tests/test_taste.py` lists every file that uses a private name of luigi.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from stages.convert import ConvertOptions
 from stages.evaluate import EvaluateOptions
 from stages.examples.form import PACKED_SEQUENCES
 from stages.merge import MergeOptions
-from stages.precompile import Graphs, PrecompileOptions
+from stages.precompile import Graphs, PrecompileOptions, grows
 from stages.report import PAGE, ReportOptions
 from trainer.config import TrainConfig
 from trainer.metrics.budget import fixed_steps
@@ -69,8 +69,8 @@ class Precompile(ModelStage):
             optimizer=phase.optimizer,
             decays=phase.weight_decay > 0,
             clips=phase.max_grad_norm > 0,
-            **self.settings.precision.options,
-            **cluster.layout,
+            **self.settings.precision.options | cluster.layout,
+            grows=grows(cluster.data_parallel, phase.batch_ramp_steps),
         )
         given = {name: getattr(cluster, name) for name in ("device", "compile", "self_test")}
         return PrecompileOptions(**given, nodes=self.nodes, phase=self.phase, graphs=graphs)

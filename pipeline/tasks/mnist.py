@@ -29,7 +29,7 @@ class TrainMlp(Training):
     format_version = 2  # 2: initial weights and sample order from independent streams
 
     def requires(self) -> dict[str, Stage]:
-        return {"download_mnist": DownloadMnist()}
+        return {"download_mnist": self.sibling(DownloadMnist)}
 
     def parameters(self) -> dict[str, Any]:
         """Parameters that identify the training; batch size and learning rate scale with the number of workers."""
@@ -60,7 +60,9 @@ class TrainMlp(Training):
             output_dir=self.directory,
             epochs=mnist.epochs,
             micro_batch_size=mnist.batch_size,
-            tensor_parallel_size=None,  # the MLP is not split
+            # The MLP is not split, and a step of it is one micro-step.
+            tensor_parallel_size=None,
+            batches_per_execution=None,
             resume=True,
         )
 
@@ -71,12 +73,12 @@ class EvaluateMlp(EvaluationStage):
     on_cluster = imports_torch = True
 
     def requires(self) -> dict[str, Stage]:
-        return {"train_mlp": TrainMlp(), "download_mnist": DownloadMnist()}
+        return {"train_mlp": self.sibling(TrainMlp), "download_mnist": self.sibling(DownloadMnist)}
 
     def options(self) -> EvaluateMlpOptions:
         return EvaluateMlpOptions(
-            checkpoint=TrainMlp().directory,
-            data=DownloadMnist().directory,
+            checkpoint=self.sibling(TrainMlp).directory,
+            data=self.sibling(DownloadMnist).directory,
             batch_size=self.settings.mnist.batch_size,
             device=self.settings.cluster.device,
         )
@@ -86,9 +88,9 @@ class MnistMlp(Goal):
     """The whole MLP tutorial."""
 
     def requires(self) -> dict[str, Stage]:
-        return {"train_mlp": TrainMlp(), "evaluate_mlp": EvaluateMlp()}
+        return {"train_mlp": self.sibling(TrainMlp), "evaluate_mlp": self.sibling(EvaluateMlp)}
 
     def print_summary(self) -> None:
-        training = TrainMlp()
+        training = self.sibling(TrainMlp)
         checkpoint: Path = training.directory / training.counts()["checkpoint"]
-        summary.print_mlp(training.counts(), EvaluateMlp().counts(), checkpoint)
+        summary.print_mlp(training.counts(), self.sibling(EvaluateMlp).counts(), checkpoint)

@@ -13,10 +13,20 @@ from common.errors import UserError
 from trainer import registry
 from trainer.data.batch import Batch
 from trainer.devices.base import Device
+from trainer.devices.neuron_native import NeuronCompiler
 from trainer.devices.select import select_alone
 from trainer.registry import PRECISIONS
 
 NAMES = [name for name, reference in registry.DEVICES.items() if not registry.load(reference).compiles_steps]
+
+
+def test_what_is_said_of_a_device_without_importing_it_is_true() -> None:
+    for name, reference in registry.DEVICES.items():
+        how, kind = registry.compilation_of(name), registry.load(reference)
+        assert (how.whole_steps, how.trial_steps > 0) == (kind.compiles_steps, kind.compiles_shapes)
+        assert how.program is None or callable(registry.load(how.program))
+    assert registry.compilation_of("neuron-native").whole_model == NeuronCompiler.whole_graph
+    assert set(registry.COMPILATION) <= set(registry.DEVICES)
 
 
 @pytest.fixture(scope="module", params=NAMES)

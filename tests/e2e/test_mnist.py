@@ -20,6 +20,7 @@ from tests.helpers import neuron_machine
 from tests.helpers.chain import LUIGI
 from tests.helpers.images import write_images
 from tests.helpers.support import assert_one_line_error, command, forked
+from trainer.options import parse
 
 
 def luigi(
@@ -131,6 +132,35 @@ def test_workers_and_learning_rate_make_another_model(images: Path, tmp_path: Pa
                     "--Mnist-checksums", "none")  # fmt: skip
     assert "download_mnist" not in clean.stdout, clean.stdout
     assert first.name in clean.stdout
+
+
+#: Prints the commands of the goal with an overlay, and the directory of its training.
+_COMMANDS = """
+import json, sys, pipeline
+from pipeline.tasks.mnist import MnistMlp
+train, evaluate = (MnistMlp(overlay=json.loads(sys.argv[1])).requires()[name] for name in ("train_mlp", "evaluate_mlp"))
+json.dump([list(map(str, train.command())), list(map(str, evaluate.command())), str(train.directory)], sys.stdout)
+"""
+
+
+@pytest.mark.parametrize("overlay", [{}, {"mnist": {"lr": "0.01", "batch_size": "4"}}])
+def test_the_mlp_has_the_settings_of_its_overlay_and_none_of_berts(
+    images: Path, tmp_path: Path, overlay: dict[str, dict[str, str]]
+) -> None:
+    """Its step is one micro-step, whatever a graph of BERT holds; each stage is given the overlay of the goal."""
+    config = tmp_path / "luigi.cfg"
+    config.write_text(
+        f"[run]\nwork_dir = {tmp_path}/work\n[mnist]\nurl = {images}\nchecksums = none\n"
+        f"[cluster]\nnproc_per_node = 2\ntensor_parallel_size = 2\nbatches_per_execution = 2\n"
+    )
+    done = command("-c", _COMMANDS, json.dumps(overlay), env={"LUIGI_CONFIG_PATH": str(config)})
+    assert done.returncode == 0, done.stderr
+    training, evaluation, directory = json.loads(done.stdout)
+    found = parse(training[training.index("trainer") + 1 :]).config
+    given = overlay.get("mnist", {"lr": "0.05", "batch_size": "32"})
+    assert (found.lr, found.micro_batch_size) == (float(given["lr"]), int(given["batch_size"]))
+    assert (found.batches_per_execution, found.tensor_parallel_size, found.grad_accum_usteps) == (1, 1, 1)
+    assert directory in evaluation
 
 
 def test_files_come_over_http_and_are_checked(images: Path, tmp_path: Path) -> None:

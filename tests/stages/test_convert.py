@@ -113,6 +113,21 @@ def test_moments_of_an_earlier_training_keep_their_number_of_updates(tmp_path: P
     assert saved["scheduler"]["last_epoch"] == 7
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--lr", "-1"), "--lr is -1.0; allowed: a number 0 or more"),
+        (("--weight-decay", "-0.1"), "--weight-decay is -0.1; allowed: a number 0 or more"),
+        (("--max-steps", "0"), "--max-steps is 0; allowed: a whole number 1 or more"),
+        (("--warmup-steps", "11", "--max-steps", "10"), "warmup_steps = 11 is more than max_steps = 10; lower it"),
+    ],
+)
+def test_a_schedule_that_no_training_takes_is_not_written(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    done = forked("stages.convert", write_native(tmp_path, snapshot(step=7)), tmp_path / "out", "--to", "pt", *words)
+    assert_one_line_error(done, said)
+    assert not (tmp_path / "out").exists()
+
+
 def test_another_model_than_bert_is_one_line(tmp_path: Path) -> None:
     was = snapshot()
     mlp = dataclasses.replace(was.state, model={"architecture": "MLP", "layers": [784, 120, 84, 10]})

@@ -17,6 +17,7 @@ from tests.helpers.support import (
     ROOT,
     assert_one_line_error,
     command,
+    metrics,
     options,
     require_torch_xla,
     tensors,
@@ -71,6 +72,29 @@ def test_the_graphs_of_xla_are_those_that_training_meets(work: dict[str, object]
     warnings = [line for line in trained.stdout.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 1
     assert "is not in" in warnings[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data_parallel", ["allreduce", "ddp"])
+def test_a_batch_that_grows_meets_no_graph_that_the_trial_has_not_met(
+    work: dict[str, object], tmp_path: Path, data_parallel: str
+) -> None:
+    """A step of the ramp has one micro-step, later ones have two, as torch's DDP has other graphs; the ramp is longer
+    than the trial."""
+    require_torch_xla()
+    env, out = machine(tmp_path / "machine"), tmp_path / "compiled"
+    given = {**work, "device": "neuron", "data_parallel": data_parallel, "batch_ramp_steps": 11, "max_steps": 13}
+    words = options(**given)
+    done = command(
+        "-m", "stages.precompile", "--out", str(out), "--device", "neuron", "--no-self-test", "--", "-m", "trainer",
+        *words, env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    held = options(graphs=out / "graphs.json", compile_cache=out / "cache", output_dir=tmp_path / "trained")
+    trained = command("-m", "trainer", *words, *held, env=env)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert [line["samples"] for line in metrics(tmp_path / "trained")] == [*range(4, 48, 4), 52, 60]
+    assert "warning" not in trained.stdout, trained.stdout
 
 
 def test_where_nothing_is_compiled_that_is_said(tmp_path: Path) -> None:
@@ -223,7 +247,7 @@ def test_torch_compiles_once_and_a_killed_run_finds_its_code(work: dict[str, obj
 
 @pytest.mark.parametrize(
     ("values", "fragment"),
-    [({"device": "xla"}, "device xla always compiles"), ({"data_parallel": "ddp"}, "ddp supports neither")],
+    [({"device": "xla"}, "device xla, which always compiles"), ({"data_parallel": "ddp"}, "ddp does not go with")],
 )
 def test_what_does_not_go_with_compile_is_one_line(
     work: dict[str, object], tmp_path: Path, values: dict[str, str], fragment: str

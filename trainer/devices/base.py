@@ -42,6 +42,9 @@ class DeviceOptions:
     count_operations: bool = False
     #: Whether to use torch.compile.
     compile: bool = False
+    #: How the workers train together, which not every device can.
+    data_parallel: str = "allreduce"
+    shard_optimizer: bool = False
     #: Operations that may run on the CPU instead, where the device would otherwise refuse to train; None: all.
     allow_fallbacks: tuple[str, ...] | None = ()
     #: Most CPU threads that the workload can use; None: no limit.
@@ -62,8 +65,6 @@ class Device(abc.ABC):
     operations: Operations = Operations()
     #: Those that replace them if torch.compile was requested: it fuses torch's own better than a device's.
     compiled_operations: Operations = Operations()
-    #: Whether torch's DistributedDataParallel works on it.
-    has_ddp: bool = True
     #: Whether the state can be read after a collective has failed: no kernel waits for a lost worker.
     outlives_collectives: bool = False
     #: torch.compile, if it was requested.

@@ -1,6 +1,6 @@
 """The compile cache of neuronx-cc: its location, the flag that names it, and the locks that killed compilers leave.
 
-Imports no torch, because stages.precompile uses it too.
+Imports no torch, because Precompile uses it too.
 """
 
 from __future__ import annotations

@@ -120,7 +120,6 @@ class NeuronXlaDevice(XlaDevice):
     backend = "xla"
     #: torch_xla's own rendezvous: without it XLA's world is 1 in every worker, and `xm.all_reduce` does nothing.
     init_method = "xla://"
-    has_ddp = True
 
     def __init__(self, mesh: Mesh, options: DeviceOptions) -> None:
         """Sets the runtime's environment variables and loads it. Raises `UserError`."""

@@ -17,17 +17,14 @@ from trainer.parallel.mesh import Mesh
 def select(name: str, mesh: Mesh, options: DeviceOptions) -> Device:
     """The device `name` for this worker. Raises `UserError`."""
     name = resolve(name, log=print if mesh.is_root else None)
+    registry.require_device(
+        name, data_parallel=options.data_parallel, tensor_parallel_size=mesh.tensor_parallel_size,
+        compile=options.compile, shard_optimizer=options.shard_optimizer,
+    )  # fmt: skip
     kind: type[Device] = registry.load(registry.DEVICES[name])
-    if options.compile and kind.compiles_steps:
-        raise UserError(f"device {name} always compiles: leave compile off")
     device = kind.of(mesh, options)
     if options.compile:
         device.compiler = device.make_compiler(options.compile_cache)
-        if mesh.tensor_parallel_size > 1 and device.compiler.whole_graph:
-            raise UserError(
-                f"device {name} compiles the model as one graph, which the sums over tensor_parallel_size = "
-                f"{mesh.tensor_parallel_size} workers would break: leave compile off, or tensor_parallel_size at 1"
-            )
         device.operations = device.compiled_operations
     return device
 

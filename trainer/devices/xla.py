@@ -26,8 +26,6 @@ class XlaDevice(Device):
     """XLA on the CPU (`PJRT_DEVICE=CPU`), where workers reduce host copies through gloo."""
 
     compiles_steps = compiles_shapes = True
-    #: DDP reduces while the graph is recorded, and gloo's collectives cannot be part of it.
-    has_ddp = False
     backend = "gloo"
 
     def __init__(self, options: DeviceOptions) -> None:

@@ -145,8 +145,9 @@ def _alone(given: CommandLine) -> CommandLine:
 def _device_options(config: TrainConfig, *, compiles: bool = False) -> DeviceOptions:
     """Operations on the CPU end no check: `check_fallbacks` judges them."""
     return DeviceOptions(
-        precision=config.precision, compile_cache=config.compile_cache, compile=compiles, allow_fallbacks=None
-    )
+        precision=config.precision, compile_cache=config.compile_cache, compile=compiles, allow_fallbacks=None,
+        shard_optimizer=config.shard_optimizer,
+    )  # fmt: skip
 
 
 def _subject(given: CommandLine, device: Device, mesh: Mesh, folder: Path) -> Subject:

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import luigi
 import pytest
@@ -16,6 +18,7 @@ from common.options import fields_of
 from pipeline.settings import sections
 from pipeline.settings.cluster import Cluster
 from pipeline.settings.config_file import entries
+from pipeline.settings.load import overlaid
 from stages.evaluate import EvaluateOptions
 from stages.mnist import MnistOptions
 from stages.shard import ShardOptions
@@ -23,7 +26,11 @@ from stages.text.corpus import TokenizeOptions
 from stages.transfer.urls import Transport
 from tests.helpers.support import ROOT, assert_one_line_error, command
 from trainer.config import TrainConfig
+from trainer.devices.select import select
 from trainer.models.config import ModelConfig
+from trainer.options import device_options
+from trainer.parallel.mesh import Mesh
+from trainer.workloads.base import Workload
 
 CONFIGS = sorted((ROOT / "configs").glob("*.cfg"))
 LUIGI = ("-m", "luigi", "--module", "pipeline")
@@ -139,6 +146,47 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
 )
 def test_what_cannot_work_is_one_line(tmp_path: Path, text: str, fragments: list[str]) -> None:
     refused(tmp_path, text, *fragments)
+
+
+#: Options that no training can have together.
+IMPOSSIBLE: list[dict[str, Any]] = [
+    *({"data_parallel": "ddp", name: True} for name in ("compile", "shard_optimizer", "grad_reduce_in_bf16")),
+    {"data_parallel": "ddp", "tensor_parallel_size": 2},
+    {"data_parallel": "ddp", "device": "xla"},
+    *({"device": device, name: True} for device in ("xla", "neuron-xla") for name in ("compile", "shard_optimizer")),
+    {"device": "neuron-native", "compile": True, "tensor_parallel_size": 2},
+    {"allow_fallbacks": "aten::gelu,,aten::sort"},
+]
+
+
+@pytest.mark.parametrize("given", IMPOSSIBLE, ids=lambda given: "-".join(map(str, given.values())))
+def test_what_every_training_would_refuse_is_refused_before_anything_is_made(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    """By the trainer on the machine, and by luigi at once; each names every option as it was given."""
+    size = given.get("tensor_parallel_size", 1)
+    workload, mesh = cast("Workload", SimpleNamespace(threads=None)), Mesh(world_size=size, tensor_parallel_size=size)
+
+    def start() -> None:
+        config = TrainConfig(**given)
+        select(config.device, mesh, device_options(config, workload, mesh))
+
+    with pytest.raises(UserError, match="".join(rf"(?=.*--{name}\b)" for name in given)):
+        start()
+    sections_of = {name: "precision" if name == "grad_reduce_in_bf16" else "cluster" for name in given}
+    text = f"[cluster]\nnproc_per_node = {size}\n"
+    for name, value in given.items():
+        text += f"{'[precision]' if name == 'grad_reduce_in_bf16' else ''}\n{name} = {str(value).lower()}\n"
+    refused(tmp_path, text, *(f"[{section}] {name} = " for name, section in sections_of.items()))
+
+
+def test_what_only_the_machine_can_say_is_left_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which device auto and neuron are, and, without XLA, what takes its place."""
+    for device in ("auto", "neuron"):
+        settings = overlaid({"cluster": {"device": device, "compile": "true", "shard_optimizer": "true"}})
+        assert (settings.cluster.device, settings.cluster.compile) == (device, True)
+    monkeypatch.setenv("DISABLE_XLA", "1")
+    assert overlaid({"cluster": {"device": "xla", "compile": "true"}}).cluster.compile
 
 
 def pods(device: str, resources: str, *, nodes: int = 1) -> str:

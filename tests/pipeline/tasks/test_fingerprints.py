@@ -323,6 +323,13 @@ def test_every_setting_has_its_line() -> None:
     assert known == {(sections.section_name(s), name) for s in sections.SECTIONS for name, _ in s.get_params()}
 
 
+def test_a_ramp_of_the_batch_has_graphs_of_its_own_with_ddp(fingerprints: Fingerprints) -> None:
+    """Which reduces in the last micro-step of a step; without it a longer step only repeats its micro-steps."""
+    ddp, ramp = ("cluster", "data_parallel", "ddp"), ("phase1", "batch_ramp_steps", "10")
+    direct = ("precompile-phase1", "pretrain-phase1")
+    assert difference(fingerprints(ddp), fingerprints(ddp, ramp)) == changed_by(direct)
+
+
 @pytest.mark.parametrize(("section", "key", "value", "direct"), CASES, ids=lambda v: v if isinstance(v, str) else None)
 def test_exactly_what_depends_on_a_setting_changes(
     fingerprints: Fingerprints, section: str, key: str, value: str, direct: tuple[str, ...]

@@ -224,7 +224,9 @@ def test_a_model_that_workers_share_is_not_compiled(monkeypatch: pytest.MonkeyPa
     """Their sums cannot be part of the one graph that this lane compiles; a whole model is compiled."""
     monkeypatch.setattr(registry, "load", lambda reference: _AnyMachine)
     options = DeviceOptions(compile=True)
-    with pytest.raises(UserError, match="neuron-native compiles the model as one graph.* = 2 workers.* leave compile"):
+    with pytest.raises(
+        UserError, match="one graph of the model on --device neuron-native.*_size 2 workers.* leave compile"
+    ):
         select("neuron-native", Mesh(world_size=2, tensor_parallel_size=2), options)
     assert select("neuron-native", Mesh(), options).compiler is not None
     assert select("neuron-native", Mesh(world_size=2, tensor_parallel_size=2), DeviceOptions()).compiler is None

@@ -105,7 +105,7 @@ def test_operations_that_the_options_allow_on_the_cpu_are_no_failure() -> None:
 
 @pytest.mark.parametrize("given", ["", "aten::gelu,", "aten::gelu, ,aten::sort"])
 def test_operations_have_names(given: str) -> None:
-    with pytest.raises(UserError, match=f"--allow_fallbacks is '{given}', .*; allowed: .*aten::gelu,aten::sort"):
+    with pytest.raises(UserError, match=f"--allow_fallbacks '{given}' has .*; allowed: .*aten::gelu,aten::sort"):
         TrainConfig(allow_fallbacks=given)
 
 

@@ -178,8 +178,8 @@ def test_a_flipped_bit_is_found(data: Path, model: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"data_parallel": "ddp"}, "ddp supports neither"),
-        ({"device": "xla", "precision": "fp32"}, "the update, which would be a different graph on every worker"),
+        ({"data_parallel": "ddp"}, "ddp does not go with"),
+        ({"device": "xla", "precision": "fp32"}, "compiles the update: it would be a different graph on every worker"),
     ],
 )
 def test_what_cannot_share_says_so(data: Path, model: Path, tmp_path: Path, option: dict[str, str], said: str) -> None:

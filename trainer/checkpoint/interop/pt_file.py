@@ -26,6 +26,7 @@ from trainer.checkpoint.interop.contents import MODEL, OPTIMIZER
 from trainer.checkpoint.interop.join import Checkpoint
 from trainer.checkpoint.interop.names import MOMENTS, TIED
 from trainer.checkpoint.tensor_file import Spec, bytes_of
+from trainer.config import TrainConfig
 from trainer.data.file_names import TRAINING_SHARDS
 from trainer.models.bert import has_weight_decay
 from trainer.optim.adamw import BETA1, BETA2, EPSILON
@@ -41,12 +42,12 @@ Stream = Callable[[Checkpoint, str], Iterator[Chunk]]
 
 @dataclass(frozen=True)
 class ScriptSettings:
-    """Settings of the script's optimizer and schedule that the source does not record; the script's defaults."""
+    """What the source does not record of the script's optimizer and schedule; the defaults are the trainer's."""
 
-    lr: float = 4e-4
-    warmup_steps: int = 2000
-    max_steps: int = 28125
-    weight_decay: float = 0.01
+    lr: float = TrainConfig.lr
+    warmup_steps: int = TrainConfig.warmup_steps
+    max_steps: int = TrainConfig.max_steps
+    weight_decay: float = TrainConfig.weight_decay
     #: Directory of the script's shards; None: `files` is empty, and only a phase 2 can start from the file.
     data_dir: Path | None = None
 
