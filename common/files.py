@@ -253,7 +253,8 @@ def sha256_of(path: Path) -> str:
 
 
 def sweep_temporaries(directory: Path) -> list[str]:
-    """Remove what dead runs left unfinished directly in `directory`; returns the names. The caller holds its lock."""
+    """Remove what dead runs left unfinished directly in `directory`; returns the names of what is gone. What a reader
+    on NFS has open stays in its directory until a later sweep. The caller holds its lock."""
     swept = []
     for path in list(directory.iterdir()):
         if path.name.endswith(_REPLACED_SUFFIX):
@@ -262,6 +263,9 @@ def sweep_temporaries(directory: Path) -> list[str]:
             path.rename(path.with_name(final.name + TEMPORARY_SUFFIX) if final.exists() else final)
     for path in directory.iterdir():
         if path.name.endswith(TEMPORARY_SUFFIX):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            swept.append(path.name)
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+            swept += [] if path.exists() else [path.name]
     return sorted(swept)

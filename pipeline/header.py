@@ -54,7 +54,8 @@ def _workers(cluster: Cluster) -> str:
     """What trains: the cores here, or on other machines the workers."""
     if cluster.launcher == "local":
         return f"{processes_asked_for(0)} cores"
-    return f"{cluster.nnodes} node{'s' if cluster.nnodes > 1 else ''} × {cluster.nproc_per_node} workers"
+    nodes, workers = cluster.nnodes, cluster.nproc_per_node
+    return f"{nodes} node{'s' if nodes > 1 else ''} × {workers} worker{'s' if workers > 1 else ''}"
 
 
 def _how_long(task: Goal | Stage) -> str:

@@ -159,7 +159,7 @@ def _held_out(
         ShardSet.open(options.held_out_directory, HELD_OUT_SHARDS, max_pred_len=options.max_pred_len),
         training=ShardSet.open(options.data, TRAINING_SHARDS) if has_training else None,
         tokenizer=_tokenizer(options, model),
-        pieces=read_vocabulary(options.vocabulary) if options.vocabulary else None,
+        pieces=read_vocabulary(options.vocabulary, pads=False) if options.vocabulary else None,
         device=device,
         batch_size=options.batch_size,
         max_samples=options.max_samples,

@@ -149,7 +149,7 @@ def _vocabulary_of(path: Path, size: int, sha256: str) -> list[str]:
     (file,) = InputHashes().hash([path])
     if file.sha256 != sha256:
         raise changed(path)
-    pieces = read_vocabulary(path)
+    pieces = read_vocabulary(path, pads=False)
     file.require_unchanged()
     # A model may have more entries than pieces: sizes are padded to a multiple of 8 or 64.
     if len(pieces) > size:
@@ -177,7 +177,7 @@ def main() -> None:
     if options.vocab_file:
         from trainer.data.vocabulary import read_vocabulary
 
-        read_vocabulary(options.vocab_file)
+        read_vocabulary(options.vocab_file, pads=False)
     with StageDirectory.begin(out, lambda: options.identity(InputHashes.beside(out))) as work:
         merge(work, options)
     print(f"model: {out / MODEL}")

@@ -56,12 +56,13 @@ class Precision:
         return self.round_stochastically(weights)
 
     def step_context(self, device_type: str) -> contextlib.AbstractContextManager[object]:
-        """The context of a step's micro-steps: under autocast it converts each weight once for all of them.
+        """The context of a step's micro-steps: under autocast each weight that is used as it is, not joined with
+        others, is converted once for all of them.
 
         torch keeps converted weights until the outermost autocast context ends; by itself, that is one forward pass.
         """
         if self.name.startswith("autocast"):
-            return torch.autocast(device_type, enabled=False)
+            return torch.autocast(device_type, dtype=torch.bfloat16, enabled=False)
         return contextlib.nullcontext()
 
     def forward_context(self, device_type: str) -> contextlib.AbstractContextManager[object]:

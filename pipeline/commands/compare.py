@@ -23,7 +23,7 @@ _CURVE_WIDTH = 40
 def text(comparison: Comparison) -> str:
     """The table, the curves of the training loss on one scale, and the winner, or why there is none."""
     trials = comparison.trials
-    over_steps = _drawing("training loss over steps", trials, [trial.curves.steps for trial in trials], number)
+    over_steps = _drawing("training loss over steps", trials, [trial.own_steps for trial in trials], number)
     over_time = _drawing("training loss over time", trials, [trial.elapsed for trial in trials], duration)
     table = columns([comparison.head, *comparison.rows])
     return "\n".join([*table, *over_steps, *over_time, "", comparison.headline])

@@ -54,7 +54,7 @@ class StageDirs:
     def __init__(self, work_dir: Path, elsewhere: Iterable[StageDir] = ()) -> None:
         self.work_dir = work_dir
         self.by_label: dict[str, list[StageDir]] = defaultdict(list)
-        #: Those that cannot be read: another user's.
+        #: Those that cannot be read, or the work directory itself: another user's.
         self.unreadable: list[Path] = []
         found = (*self._found(), *elsewhere)
         self.all = sorted(found, key=lambda stage_dir: stage_dir.written, reverse=True)
@@ -64,7 +64,12 @@ class StageDirs:
             self._by_fingerprint.setdefault(stage_dir.fingerprint, stage_dir)
 
     def _found(self) -> Iterator[StageDir]:
-        for path in self.work_dir.iterdir() if self.work_dir.is_dir() else ():
+        try:
+            inside = list(self.work_dir.iterdir()) if self.work_dir.is_dir() else []
+        except PermissionError:
+            self.unreadable.append(self.work_dir)
+            return
+        for path in inside:
             name = _NAME.fullmatch(path.name)
             if name is None or path.is_symlink() or not path.is_dir():
                 continue

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from common.console import log
@@ -81,23 +81,12 @@ class Runner:
         Raises `LockHeld`, `Interrupted`, or `UserError`; a `CommandFailed` is recorded for `attempts.last_failure`.
         """
         stage, began = self._stage, time.monotonic()
-        try:
-            with hold(stage.directory, knows_jobs=True) as lock:
-                with contextlib.suppress(AlreadyComplete):
-                    self._fill(lock)
-                is_complete = (stage.directory / MANIFEST).exists()
-                if is_complete:
-                    latest.link(stage.label, stage.directory)
-        except Interrupted:
-            console().interrupted(stage.label)
-            raise
-        except (LockHeld, UpstreamMissing):
-            raise
-        except Exception as error:
-            status, said = (error.status, error.error) if isinstance(error, CommandFailed) else (None, str(error))
-            attempts.record_failure(stage.directory, said)
-            console().failed(stage.label, status, redact(said))
-            raise
+        with self._told(records=True), hold(stage.directory, knows_jobs=True) as lock:
+            with contextlib.suppress(AlreadyComplete):
+                self._fill(lock)
+            is_complete = (stage.directory / MANIFEST).exists()
+            if is_complete:
+                latest.link(stage.label, stage.directory)
         if is_complete:
             console().complete(stage.label, time.monotonic() - began, self._result())
         else:
@@ -114,15 +103,34 @@ class Runner:
             await_node_0, stage.label, stage.directory, timeout_s=timeout_s,
             failures_before=attempts.failures(stage.directory),
         )  # fmt: skip
-        if stage.nodes > 1 and stage.stored is None:
-            log(f"{stage.label}: node {node} of {stage.nodes}, in {stage.directory}")
-            awaited(why_incomplete=self._why_not_started)
-            if stage.why_incomplete() is not None:
-                with (stage.directory / LOCK).open("a", encoding="utf-8") as unlocked:
-                    self._run_command(unlocked.fileno(), None)
-        awaited(why_incomplete=stage.why_incomplete)
+        with self._told(records=False):
+            if stage.nodes > 1 and stage.stored is None:
+                log(f"{stage.label}: node {node} of {stage.nodes}, in {stage.directory}")
+                awaited(why_incomplete=self._why_not_started)
+                if stage.why_incomplete() is not None:
+                    with (stage.directory / LOCK).open("a", encoding="utf-8") as unlocked:
+                        self._run_command(unlocked.fileno(), None)
+            awaited(why_incomplete=stage.why_incomplete)
         log(f"{stage.label}: complete")
         self._heed_stop()
+
+    @contextlib.contextmanager
+    def _told(self, *, records: bool) -> Iterator[None]:
+        """Tell the console how the block failed or was interrupted; `records`: and record a failure."""
+        label = self._stage.label
+        try:
+            yield
+        except Interrupted:
+            console().interrupted(label)
+            raise
+        except (LockHeld, UpstreamMissing):
+            raise
+        except Exception as error:
+            status, said = (error.status, error.error) if isinstance(error, CommandFailed) else (None, str(error))
+            if records:
+                attempts.record_failure(self._stage.directory, said)
+            console().failed(label, status, redact(said))
+            raise
 
     def _why_not_started(self) -> str | None:
         """Why this node has no share to run yet; None: node 0 runs the command, or has completed the stage: until then

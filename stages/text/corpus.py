@@ -213,7 +213,7 @@ class TokenizeOptions(BuildOptions):
         metavar="DIR",
         help="leave out documents with the same tokens as one of DIR/tokens_test_*.hdf5; needs their --vocab-file",
     )
-    vocab_file: Path | None = option(None, metavar="FILE", help="vocab.txt to use (default: learn one)")
+    vocab_file: Path | None = option(None, metavar="FILE", help="vocab.txt to use, [PAD] first (default: learn one)")
     vocab_size: int = option(8192, unit="pieces", least=1, help="pieces of the vocabulary to learn")
     lower_case: bool = option(True, help="lower-case and strip accents, for an uncased model")
     held_out: float = option(0.05, unit="share", least=0, below=1, help="share of documents to evaluate on")

@@ -53,6 +53,11 @@ class Trial:
         return next(reversed(self.run.curves.values()), Curves())
 
     @property
+    def own_steps(self) -> list[int]:
+        """The steps of `curves`, counted from the beginning of their phase."""
+        return [step - self.curves.steps[0] + 1 for step in self.curves.steps]
+
+    @property
     def elapsed(self) -> list[float]:
         """Seconds of training until the end of each step of `curves`."""
         return list(itertools.accumulate(self.curves.values["step_time_s"]))

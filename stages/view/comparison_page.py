@@ -23,7 +23,7 @@ _LONG_S = 600
 
 def page(comparison: Comparison, written: float) -> str:
     """Render the page as HTML. It loads no external resource and runs no script."""
-    steps = [(trial, [float(step) for step in trial.curves.steps]) for trial in comparison.trials]
+    steps = [(trial, [float(step) for step in trial.own_steps]) for trial in comparison.trials]
     times = [(trial, trial.elapsed) for trial in comparison.trials]
     scale, unit = (60, "minutes") if max((x[-1] for _, x in times if x), default=0) >= _LONG_S else (1, "seconds")
     in_unit = [(trial, [second / scale for second in x]) for trial, x in times]

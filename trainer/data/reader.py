@@ -103,10 +103,11 @@ class BatchReader:
             row = int((values == wrong).any(axis=1).argmax())
             name, at = self._shards.names[samples.shard[row]], samples.row[row]
             if key in ("input_ids", "masked_lm_ids"):
-                whose = "model's" if self._masking is None else "data set's"
+                whose, mend = "model's", "use the model the data was made for, or the data made for the model"
+                if self._masking is not None:
+                    whose, mend = "data set's", f"put the {VOCABULARY_FILE} beside the shards that they were made with"
                 raise UserError(
-                    f"{name}: {key} of row {at} holds id {wrong}, but the {whose} vocabulary has {limit}; "
-                    f"use the model the data was made for, or the data made for the model"
+                    f"{name}: {key} of row {at} holds id {wrong}, but the {whose} vocabulary has {limit}; {mend}"
                 )
             raise UserError(
                 f"{name}: {key} of row {at} holds {wrong}; allowed: 0 to {limit - 1} in rows of {seq_len} tokens; "

@@ -43,11 +43,11 @@ class Vocabulary:
         return cls(len(pieces), ids[CLS], ids[SEP], ids[MASK], ordinary, continues)
 
 
-def read_vocabulary(path: Path) -> list[str]:
-    """Read the pieces of a `vocab.txt`, one per line, in id order.
+def read_vocabulary(path: Path, *, pads: bool = True) -> list[str]:
+    """Read the pieces of a `vocab.txt`, one per line, in id order. `pads`: for rows, which are filled up with id 0.
 
-    Raises `UserError` if the file is missing, too large or not UTF-8, lacks a special token, does not begin with [PAD]
-    or repeats a piece.
+    Raises `UserError` if the file is missing, too large or not UTF-8, lacks a special token, repeats a piece, or does
+    not begin with [PAD] although it `pads`.
     """
     try:
         if path.stat().st_size > _VOCABULARY_BYTES_MAX:
@@ -66,7 +66,7 @@ def read_vocabulary(path: Path) -> list[str]:
         raise UserError(
             f"the vocabulary {path} lacks {', '.join(missing)}; it must hold {' '.join(SPECIAL_TOKENS)}, one per line"
         )
-    if pieces[0] != PAD:
+    if pads and pieces[0] != PAD:
         raise UserError(
             f"the vocabulary {path} begins with {pieces[0]!r}; its first piece must be {PAD}: rows are filled up with 0"
         )

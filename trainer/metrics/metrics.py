@@ -266,8 +266,10 @@ class Metrics:
             if self._board is not None:
                 self._board.close()
             self._train_time.write()
-            failpoint("training-end:timed")
-            (self._config.output_dir / PROGRESS).unlink(missing_ok=True)
+        failpoint("training-end:timed")
+        progress = self._config.output_dir / PROGRESS
+        with disk_errors(progress):
+            progress.unlink(missing_ok=True)
         failpoint("training-end:without-progress")
         write_results(self._run, state, train_time_s=self._train_time.seconds, was_over=self._was_over)
 

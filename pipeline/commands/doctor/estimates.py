@@ -224,10 +224,10 @@ class Estimates:
                 yield one
 
     def _ran_alike(self, training: StageDir) -> bool:
-        """Whether it ran on the device that is asked for now, with as many workers."""
+        """Whether it ran on the device that is asked for now, which older records do not name, with as many workers."""
         cluster = self._plan.settings.cluster
         wanted = {"device": cluster.device, "num_workers": cluster.workers}
-        return _of(training.record["counts"], *wanted) == wanted
+        return _of({"device": cluster.device, **training.record["counts"]}, *wanted) == wanted
 
     def _checkpoint_bytes(self, stage: Pretrain) -> int:
         """Bytes of a checkpoint with its optimizer."""

@@ -16,10 +16,11 @@ from stages.view.run import Run
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def trial(name: str, losses: list[float], step_time_s: float) -> Trial:
+def trial(name: str, losses: list[float], step_time_s: float, *, before: int = 0) -> Trial:
+    """`before`: steps of the phase before."""
     run, steps = Run([]), len(losses)
     values = {**{key: [math.nan] * steps for key in NAMES}, LOSS: losses, "step_time_s": [step_time_s] * steps}
-    run.curves = {1: Curves(list(range(1, steps + 1)), [0.0] * steps, values)}
+    run.curves = {1: Curves(list(range(before + 1, before + steps + 1)), [0.0] * steps, values)}
     return Trial(name, run)
 
 
@@ -45,6 +46,14 @@ def test_trials_are_drawn_on_the_same_axes() -> None:
     first, last = map(float, steps["long"][1].split(" → "))
     assert first == pytest.approx(means[0], rel=1e-3)
     assert last == pytest.approx(means[-1], rel=1e-3)
+
+
+def test_the_steps_of_phase_2_are_its_own() -> None:
+    """Their numbers go on from phase 1's."""
+    losses = list(np.linspace(8.0, 2.0, 40))
+    said = text(Comparison("one", [trial("second", losses, 1.0, before=2000)]))
+    bars, _ = drawn(said, "training loss over steps (to 40)\n")["second"]
+    assert [BARS.index(bar) for bar in bars] == [round(7 * (loss - 2.0) / 6.0) for loss in losses]
 
 
 @pytest.mark.parametrize("damaged", [math.nan, math.inf, -1.0, 0.0])

@@ -245,6 +245,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_stops_nothing(tmp_path: Path) 
         manager = CheckpointManager(tmp_path, keep=1, log=lambda line: None)
         manager.save(snapshot(2))
         manager.finish()
+        manager.prepare()
         assert [step for step, _ in manager.paths()] == [2]
     finally:
         subprocess.run(["umount", tmp_path / "ckpt_1.tmp" / "held"], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.process import THREADS_VARIABLE, available_cores
 from tests.helpers.support import ROOT, options, write_dataset, write_model_config
 from trainer.data.bert_batch import IGNORED
 from trainer.devices import cpu_operations
+from trainer.devices.cpu import CpuDevice
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.operations import Operations
 
@@ -151,7 +154,7 @@ def test_no_other_thread_of_training_has_threads_of_its_own(data: Path, tmp_path
 
 @pytest.mark.parametrize(("given", "expected"), [("1", 1), (None, 2)])
 def test_the_users_number_of_threads_counts_under_torchrun(tmp_path: Path, given: str | None, expected: int) -> None:
-    """torchrun itself sets it to 1 where it is not set. The worker has both cores."""
+    """The worker has both cores."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     data = write_dataset(tmp_path / "data", [21])
@@ -167,3 +170,18 @@ def test_the_users_number_of_threads_counts_under_torchrun(tmp_path: Path, given
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"cpu, {expected} thread" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_torchruns_number_of_threads_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, is_given: bool
+) -> None:
+    """torchrun sets it to 1 for several workers where it is not set; only ours says whether it was."""
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    if is_given:
+        monkeypatch.setenv(THREADS_VARIABLE, "1")
+    CpuDevice(local_world_size=1)
+    assert torch.get_num_threads() == (1 if is_given else available_cores())
