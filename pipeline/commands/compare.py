@@ -61,7 +61,7 @@ def _parts(curve: Sequence[tuple[float, float]], end: float) -> list[float]:
     a step has the loss of the part before it, or of the first step."""
     parts: list[list[float]] = [[] for _ in range(_CURVE_WIDTH)]
     for x, loss in curve:
-        parts[min(int(_CURVE_WIDTH * x / end), _CURVE_WIDTH - 1)].append(loss)
+        parts[max(0, math.ceil(_CURVE_WIDTH * x / end) - 1)].append(loss)  # each includes its end
     while not parts[-1]:
         parts.pop()
     means = [curve[0][1]]
