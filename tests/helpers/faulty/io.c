@@ -1,5 +1,6 @@
 /* Preloaded into a command under test: the FAULTY_N-th write, pwrite or fsync to a file whose path begins with
-   FAULTY_PREFIX fails with EIO, as on a broken disk; with FAULTY_RANK only in the worker of that RANK. Where
+   FAULTY_PREFIX fails with EIO, as on a broken disk, and FAULTY_SAID then holds that path; with FAULTY_RANK only in the
+   worker of that RANK. Where
    FAULTY_UNREADABLE begins a path, each read of such a file fails with EIO, or with FAULTY_ERRNO=13 each open with
    EACCES (root may open everything). With FAULTY_EXCHANGE names cannot be exchanged, as on NFS. Everything else goes
    through. */
@@ -21,20 +22,36 @@ static int concerned(const char *prefix, const char *path) {
     return !strncmp(path, prefix, strlen(prefix));
 }
 
-static int is_open_below(const char *prefix, int fd) {
-    char link[64], path[4096];
+static int path_of(int fd, char path[4096]) {
+    char link[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    ssize_t length = readlink(link, path, sizeof path - 1);
+    ssize_t length = readlink(link, path, 4095);
     if (length < 0) return 0;
     path[length] = 0;
-    return concerned(prefix, path);
+    return 1;
+}
+
+static int is_open_below(const char *prefix, int fd) {
+    char path[4096];
+    return path_of(fd, path) && concerned(prefix, path);
+}
+
+static void say(int fd) {
+    char path[4096];
+    const char *said = getenv("FAULTY_SAID");
+    FILE *file = said && path_of(fd, path) ? fopen(said, "w") : NULL;
+    if (!file) return;
+    fputs(path, file);
+    fclose(file);
 }
 
 static int fails(int fd) {
     static long calls;
     const char *prefix = getenv("FAULTY_PREFIX"), *nth = getenv("FAULTY_N");
     if (!prefix || !nth || !is_open_below(prefix, fd)) return 0;
-    return __atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST) == atol(nth);
+    if (__atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST) != atol(nth)) return 0;
+    say(fd);
+    return 1;
 }
 
 static int read_error(void) {
