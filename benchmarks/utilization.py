@@ -38,8 +38,8 @@ class Claim:
 
 
 CLAIMS = (
-    Claim(A.but(name="work A"), "autocast", 55.0),
-    Claim(BASE, "autocast", 65.0),
+    Claim(A.but(name="work A"), "autocast", 50.0),
+    Claim(BASE, "autocast", 60.0),
     Claim(BASE, "fp32", 75.0, most_outside=2.0),
 )
 

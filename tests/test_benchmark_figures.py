@@ -85,7 +85,7 @@ def test_the_shares_are_those_of_each_work_in_its_own_type(
     run(monkeypatch, "utilization", "--steps=4", "--cores=1")
     said = capsys.readouterr().out.splitlines()
     measured = [(256, "autocast", "bfloat16"), (768, "autocast", "bfloat16"), (768, "fp32", "float32")]
-    claims = [("at least 55 %", "met"), ("at least 65 %", "MISSED"), ("at least 75 %", "MISSED")]
+    claims = [("at least 50 %", "met"), ("at least 60 %", "met"), ("at least 75 %", "MISSED")]
     if auto == "fp32":
         measured, claims = measured[2:], claims[2:]
     assert ran == 3 * measured

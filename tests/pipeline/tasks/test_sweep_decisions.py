@@ -143,7 +143,7 @@ def test_a_trial_makes_itself_what_the_store_no_longer_has(monkeypatch: pytest.M
             raise UpstreamMissing([tokens])
         made.append("shards")
 
-    shards.make = make
+    shards.make, shards.make_here = make, lambda: Stage.make_here(shards)
     monkeypatch.setattr(sweep, "Stage", SimpleNamespace)
     monkeypatch.setattr(sweep, "is_complete", lambda stage: stage.name in made)
     fake: Any = SimpleNamespace(trial="a")
