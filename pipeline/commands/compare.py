@@ -61,8 +61,8 @@ def _parts(curve: Sequence[tuple[float, float]], end: float) -> list[float]:
     a step has the loss of the part before it, or of the first step."""
     parts: list[list[float]] = [[] for _ in range(_CURVE_WIDTH)]
     for x, loss in curve:
-        part = math.ceil(_CURVE_WIDTH * x / end) - 1  # each includes its end
-        parts[min(max(part, 0), _CURVE_WIDTH - 1)].append(loss)
+        at = math.ceil(_CURVE_WIDTH * x / end) - 1  # each part includes its end
+        parts[min(max(at, 0), _CURVE_WIDTH - 1)].append(loss)
     while not parts[-1]:
         parts.pop()
     means = [curve[0][1]]
