@@ -52,9 +52,9 @@ def start(
         return subprocess.Popen([sys.executable, *words], cwd=cwd, env=variables, preexec_fn=dies, **files)
 
 
-def python(*words: str) -> str:
+def python(*words: str, environment: Mapping[str, str] | None = None) -> str:
     """Run `python words…` from the repository root and return its stdout; exits if the command fails."""
-    with start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start(*words, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         output, errors = process.communicate()
     if process.returncode:
         sys.exit(f"{' '.join(words)} failed:\n{output}{errors}")

@@ -186,3 +186,34 @@ def test_a_checkpoint_of_a_small_model_is_saved_and_timed(
     stall, memory = capsys.readouterr().out.splitlines()[-2:]
     assert "claimed: at most 1 %: met" in stall
     assert "claimed: at most 1.05 ×" in memory
+
+
+@pytest.mark.parametrize("auto", ["autocast", "fp32"])
+def test_the_embedded_default_is_compared_with_guessing(
+    auto: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three seeds, each a chain of its own, with the project's settings whatever the caller's are."""
+    losses = iter((4.0, 5.5, 4.2))
+
+    def chain(*words: str, environment: dict[str, str]) -> str:
+        assert environment["LUIGI_CONFIG_PATH"].endswith("/luigi.cfg")
+        (work, seed) = (words[words.index(name) + 1] for name in ("--Run-work-dir", "--Run-seed"))
+        report = Path(work) / f"evaluate-{seed}" / "evaluation.json"
+        report.parent.mkdir()
+        found = {
+            "masked_lm_loss": next(losses),
+            "masked_lm_accuracy": 0.3,
+            "unigram_loss": 6.2,
+            "unigram_accuracy": 0.05,
+        }
+        report.write_text(json.dumps(found))
+        return ""
+
+    monkeypatch.setattr(CpuDevice, "automatic_precision", lambda device: (auto, ""))
+    monkeypatch.setattr(quality, "python", chain)
+    run(monkeypatch, "quality", "--only-default", "--cores=1")
+    accuracy, loss, time = capsys.readouterr().out.splitlines()
+    assert "loss 4.200, accuracy 30.0 %, 0 s; by frequency loss 6.200, accuracy 5.0 %: 30 %" in accuracy
+    assert accuracy.endswith("claimed: at least 22 %: met")
+    assert loss.endswith(": 2 nats less (2.2, 0.7, 2); claimed: at least 0.8 nats less: met")
+    assert time.endswith("claimed: at most 300 s: met" if auto == "autocast" else "claimed: nothing")
