@@ -391,8 +391,8 @@ def test_a_vocabulary_that_is_not_the_one_the_stage_was_claimed_with_is_refused(
     path.write_text("\n".join([*SPECIAL_TOKENS, "day", "night"]))
     options = MergeOptions(source=Secret.address(str(write_native(tmp_path, snapshot()))), vocab_file=path)
 
-    def read_and_change(path: Path) -> list[str]:
-        pieces = read_vocabulary(path)
+    def read_and_change(path: Path, *, pads: bool = True) -> list[str]:
+        pieces = read_vocabulary(path, pads=pads)
         path.write_text("\n".join([*pieces, "year"]))
         return pieces
 
