@@ -80,7 +80,7 @@ def main() -> None:
         f"written, hashed and fsynced beside it in {written_s:.2f} s ({gigabytes / written_s:.2f} GB/s)",
     )
     shares = [100 * seconds / (60 * args.interval_minutes) for seconds in blocked]
-    say(Result(what, *said, statistics.median(shares), " %", at_most=1, each=tuple(shares)))
+    say(Result.median(what, *said, shares, " %", at_most=1))
     extra = peak_bytes() - before
     said = (f"{extra / 1e9:.2f} GB", f"the state {state_bytes / 1e9:.2f} GB")
     say(Result("host memory that saving needs", *said, extra / state_bytes, " ×", at_most=1.05))

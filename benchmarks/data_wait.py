@@ -61,7 +61,7 @@ def main() -> None:
     said = (f"{1000 * wait / steps:.2f} ms a step of waiting", f"a step {1000 * wall / steps:.0f} ms")
     form = ", gzip'd shards" if args.gzip else ""
     what = f"data wait, {args.workers} workers on {args.cores} cores, work A{form}"
-    say(Result(what, *said, statistics.median(shares), " %", at_most=MOST, each=shares))
+    say(Result.median(what, *said, shares, " %", at_most=MOST))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def compared(what: str, pairs: list[tuple[float, float]], beside: str, *, at_lea
     mine, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
     each = tuple(other / own for own, other in pairs)
     said = f"{short(mine)} MB", f"{beside} {short(theirs)} MB"
-    return Result(what, *said, statistics.median(each), " × less", at_least=at_least, each=each)
+    return Result.median(what, *said, each, " × less", at_least)
 
 
 def main() -> None:

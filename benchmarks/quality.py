@@ -201,8 +201,9 @@ def code() -> str:
     return found.hexdigest()
 
 
-def describe(trained: Trained) -> str:
-    return f"loss {trained.loss:.3f}, accuracy {100 * trained.accuracy:.1f} %, {trained.seconds:.0f} s"
+def describe(trained: Trained, *, timed: bool = True) -> str:
+    said = f"loss {trained.loss:.3f}, accuracy {100 * trained.accuracy:.1f} %"
+    return f"{said}, {trained.seconds:.0f} s" if timed else said
 
 
 def median(runs: list[Trained]) -> Trained:
@@ -219,17 +220,17 @@ def compared(
     said = f"{SHORT.name} {describe(short)}"
     sooner = tuple(a.seconds / b.seconds for a, b, _ in runs)
     reached = statistics.median(b.loss - a.loss for a, b, _ in runs)
-    yield Result(f"{what}: time to BERT's loss", said, beside, statistics.median(sooner), " ×", SOONER, each=sooner)
+    yield Result.median(f"{what}: time to BERT's loss", said, beside, sooner, " ×", SOONER)
     yield Result(f"{what}: loss in that time", said, beside, reached, " nats more", at_most=0)
     said = f"{LONG.name} {describe(long)}"
     as_long = tuple(c.seconds / a.seconds for a, _, c in runs)
     yield Result(f"{what}: accuracy in BERT's time", said, beside, 100 * long.accuracy, " %", 100 * ACCURACY)
-    yield Result(f"{what}: time of that", said, beside, statistics.median(as_long), " ×", at_most=1, each=as_long)
+    yield Result.median(f"{what}: time of that", said, beside, as_long, " ×", at_most=1)
     for name, others in theirs.items():
         ahead = tuple(other.loss - run[1].loss for run, other in zip(runs, others, strict=True))
         titled = f"{what}: loss of Trainer after {SOONER_THAN_TRAINER} × our time"
         said, other = f"{SHORT.name} {describe(short)}", f"{name} {describe(median(list(others)))}"
-        yield Result(titled, said, other, statistics.median(ahead), " nats more", at_least=0, each=ahead)
+        yield Result.median(titled, said, other, ahead, " nats more", at_least=0)
 
 
 def embedded_default(cores: int, seeds: int) -> Iterator[Result]:
@@ -248,13 +249,12 @@ def embedded_default(cores: int, seeds: int) -> Iterator[Result]:
         guessing.append(Trained(0.0, found["unigram_loss"], found["unigram_accuracy"]))
     in_time = DEFAULT_S if CpuDevice().automatic_precision()[0] == "autocast" else None
     what = f"the embedded default, {cores} cores, {seeds} seeds"
-    said, other = describe(median(runs)), f"by frequency {describe(median(guessing)).rsplit(',', 1)[0]}"
-    accuracies = tuple(100 * run.accuracy for run in runs)
-    gains = tuple(theirs.loss - ours.loss for ours, theirs in zip(runs, guessing, strict=True))
-    accuracy, gain, seconds = map(statistics.median, (accuracies, gains, times := tuple(run.seconds for run in runs)))
-    yield Result(f"{what}: accuracy", said, other, accuracy, " %", 100 * DEFAULT_ACCURACY, each=accuracies)
-    yield Result(f"{what}: loss", said, other, gain, " nats less", DEFAULT_GAIN, each=gains)
-    yield Result(f"{what}: time of the chain", said, other, seconds, " s", at_most=in_time, each=times)
+    said = describe(median(runs)), f"by frequency {describe(median(guessing), timed=False)}"
+    accuracies = [100 * run.accuracy for run in runs]
+    gains = [theirs.loss - ours.loss for ours, theirs in zip(runs, guessing, strict=True)]
+    yield Result.median(f"{what}: accuracy", *said, accuracies, " %", 100 * DEFAULT_ACCURACY)
+    yield Result.median(f"{what}: loss", *said, gains, " nats less", DEFAULT_GAIN)
+    yield Result.median(f"{what}: time of the chain", *said, [run.seconds for run in runs], " s", at_most=in_time)
 
 
 def main() -> None:

@@ -39,6 +39,14 @@ class Result:
     #: Individual measurements, where there are several.
     each: tuple[float, ...] = ()
 
+    @classmethod
+    def median(
+        cls, what: str, ours: str, beside: str, each: Sequence[float], unit: str, at_least: float | None = None,
+        at_most: float | None = None,
+    ) -> Result:  # fmt: skip
+        """A figure that was measured several times."""
+        return cls(what, ours, beside, statistics.median(each), unit, at_least, at_most, tuple(each))
+
     @property
     def measured(self) -> str:
         each = f" ({', '.join(map(short, self.each))})" if len(self.each) > 1 else ""
@@ -80,10 +88,8 @@ def ratio(
     """Compare two figures measured alternately: the medians, and the median of the pairwise ratios."""
     mine, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
     each = tuple(a / b for a, b in pairs)
-    return Result(
-        what, f"{ours} {short(mine)} {unit}", f"{beside} {short(theirs)} {unit}",
-        statistics.median(each), " ×", at_least=at_least, at_most=at_most, each=each,
-    )  # fmt: skip
+    said = f"{ours} {short(mine)} {unit}", f"{beside} {short(theirs)} {unit}"
+    return Result.median(what, *said, each, " ×", at_least, at_most)
 
 
 def read(path: Path) -> list[Result]:

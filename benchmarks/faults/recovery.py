@@ -70,8 +70,8 @@ def results(count: int, interval: int, seconds: Sequence[float], again: Sequence
     """The claims, from the seconds of each kill to the next step and the steps' worth of work that was done again."""
     what = f"SIGKILL of one of {count} workers to the next step, {os.cpu_count()} cores"
     beside = "restarted from the step that another worker has saved"
-    yield Result(what, f"checkpoints every {interval} steps", beside, statistics.median(seconds), " s",
-                 at_most=MOST_S, each=tuple(sorted(seconds)))  # fmt: skip
+    said = f"checkpoints every {interval} steps"
+    yield Result.median(what, said, beside, sorted(seconds), " s", at_most=MOST_S)
     yield Result(f"{what}: steps' worth of work done again", "the most of all kills",
                  f"median {statistics.median(again):.2g}", max(again), " steps", at_most=MOST_STEPS,
                  each=tuple(sorted(again)))  # fmt: skip

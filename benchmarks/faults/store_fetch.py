@@ -175,13 +175,9 @@ def compare(kind: str, directory: Path, pairs: int, megabytes: int) -> None:
         beside = f"{name} {statistics.median(each):.2f} s"
         ratios = tuple((mine - start) / other for mine, start, other in zip(whole, starts, each, strict=True))
         said = f"fetched in {statistics.median(a - b for a, b in zip(whole, starts, strict=True)):.2f} s"
-        say(Result(what, said, beside, statistics.median(ratios), " ×", at_most=MOST, each=ratios))
+        say(Result.median(what, said, beside, ratios, " ×", at_most=MOST))
         ratios = tuple(mine / other for mine, other in zip(whole, each, strict=True))
-        say(
-            Result(
-                f"{what}, luigi's start included", f"{ours:.2f} s", beside, statistics.median(ratios), " ×", each=ratios
-            )
-        )
+        say(Result.median(f"{what}, luigi's start included", f"{ours:.2f} s", beside, ratios, " ×"))
 
 
 def main() -> None:

@@ -137,17 +137,7 @@ def compare(kind: str, directory: Path, args: argparse.Namespace) -> None:
     share = f"processor time of what pushes {statistics.median(shares):.2g} % of the cores'"
     saved = (work.steps - 1) // work.interval
     ours = f"{statistics.median(pushed):g} of {saved} checkpoints pushed meanwhile"
-    say(
-        Result(
-            what,
-            f"{ours}; {share}",
-            "without a store",
-            statistics.median(each),
-            " %",
-            at_most=MOST_PERCENT,
-            each=tuple(each),
-        )
-    )
+    say(Result.median(what, f"{ours}; {share}", "without a store", each, " %", at_most=MOST_PERCENT))
 
 
 def main() -> None:

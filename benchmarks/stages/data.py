@@ -190,8 +190,8 @@ def main() -> None:
             seconds = [sum(run[stage].wall_s for stage in stages) for run in one]
             rates = [text.mb / wall_s for wall_s in seconds]
             said = f"{statistics.median(seconds):.1f} s for {text.mb:.0f} MB"
-            say(Result(f"{what}, {text.name}, one core", said, beside, statistics.median(rates), " MB/s",
-                       at_least=least if text.has_claims else None, each=tuple(rates)))  # fmt: skip
+            asked = least if text.has_claims else None
+            say(Result.median(f"{what}, {text.name}, one core", said, beside, rates, " MB/s", asked))
         for what, stages, least in (
             ("tokens and both phases", (0, 1, 2), 0.9), ("tokens", (0,), None), ("phase 1", (1,), None),
             ("phase 2", (2,), None),

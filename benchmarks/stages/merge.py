@@ -160,7 +160,7 @@ def compare(directory: Path, pairs: int) -> None:
             what = f"merging BERT-Large's {SPLIT} shards, {where}, beside {beside}"
             said = (f"merge {merge_s:.2f} s", f"cp {cp_s:.2f} s, with sync and sha256sum {all_s:.2f} s")
             each = tuple(run[0] / run[side] for run in runs)
-            say(Result(what, *said, statistics.median(each), " ×", at_most=asked, each=each))
+            say(Result.median(what, *said, each, " ×", at_most=asked))
     said = (
         f"{max(extras) + largest / 1e6:.0f} MB more than a small model's",
         f"largest tensor {largest / 1e6:.0f} MB",
