@@ -117,10 +117,7 @@ def graphs_of(command: Sequence[str]) -> Graphs | None:
     from trainer.options import parse
 
     at = command.index("trainer")
-    launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("nnodes", "nproc_per_node"):
-        launcher.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int, default=1)
-    machines, _ = launcher.parse_known_args(command[:at])
+    machines = _numbers(command[:at], nnodes=1, nproc_per_node=1)
     given = parse(command[at + 1 :])
     run, config, data = given.run, given.config, vars(given.workload)
     model = {name: data.get(name) for name in ("model", "vocab_size", "disable_dropout", "debug")}
@@ -205,13 +202,13 @@ def try_out(directory: Path, *, device: str, compiles: bool, command: list[str])
     steps = _steps(device, compiles)
     if not steps:
         return
-    node = node_rank()
+    node, ramp_steps = node_rank(), _numbers(command, batch_ramp_steps=0).batch_ramp_steps
     options = {
         "--output_dir": str(directory / _TRIAL),
         "--steps_this_run": str(steps),
         "--graphs": str(directory / GRAPHS),
         "--compile_cache": str(directory / CACHE),
-        "--batch_ramp_steps": str(min(_ramp_steps(command), steps // 2)),  # so that it ends before the trial
+        "--batch_ramp_steps": str(min(ramp_steps, steps // 2)),  # so that it ends before the trial
     }
     trial = [sys.executable, *command, "--trial", *(word for option in options.items() for word in option)]
     if program := compilation_of(device).program:
@@ -225,11 +222,12 @@ def _steps(device: str, compiles: bool) -> int:
     return compilation_of(device).trial_steps or (_COMPILE_STEPS if compiles else 0)
 
 
-def _ramp_steps(command: Sequence[str]) -> int:
+def _numbers(words: Sequence[str], **defaults: int) -> argparse.Namespace:
+    """The values of these options among `words`, which have others, too."""
     p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    p.add_argument("--batch_ramp_steps", type=int, default=0)
-    steps: int = p.parse_known_args(command)[0].batch_ramp_steps
-    return steps
+    for name, default in defaults.items():
+        p.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int, default=default)
+    return p.parse_known_args(words)[0]
 
 
 def _run(words: list[str], environment: dict[str, str]) -> None:
