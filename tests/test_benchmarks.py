@@ -161,7 +161,7 @@ def test_the_parts_of_a_timed_step_are_there_and_within_it(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_small_on_a_cpu(tmp_path: Path) -> None:
     results = {"BENCHMARK_RESULTS": str(tmp_path / "r")}
-    done = command("-m", "benchmarks.gpu", "--device", "cpu", "--steps", "4", env=results)
+    done = command("-m", "benchmarks.gpu", "--device", "cpu", "--alone", "--pairs", "1", "--steps", "4", env=results)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
     assert ["phase 1" in found[0]["what"], "phase 2" in found[1]["what"]] == [True, True]

@@ -65,12 +65,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def main() -> None:
     p = parser(__doc__)
     p.add_argument("--precision", choices=("fp32", "autocast"), default="fp32")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = p.parse_args()
     model = transformers.BertForPreTraining(transformers.BertConfig(**json.loads(args.model.read_text())))
     clock = Clock()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as out:
         settings = transformers.TrainingArguments(
-            output_dir=out, use_cpu=True, bf16=args.precision == "autocast", max_grad_norm=1.0,
+            output_dir=out, use_cpu=args.device == "cpu", bf16=args.precision == "autocast", max_grad_norm=1.0,
             per_device_train_batch_size=args.batch_size, gradient_accumulation_steps=args.grad_accum,
             max_steps=args.steps, warmup_steps=2, weight_decay=0.01, save_strategy="no", report_to=[],
             disable_tqdm=True, logging_steps=args.steps,
