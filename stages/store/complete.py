@@ -41,6 +41,7 @@ from stages.store.files import (
     upload,
 )
 from stages.store.records import RESUMED_RECORDS, Damaged, StageRecord, StoredFile, require_inside, stage_key
+from stages.store.removals import await_removals
 from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
 from trainer.checkpoint.stable import stable_step
 
@@ -115,9 +116,11 @@ def _push(
         for _ in range(_TRIES):
             relied_on = upload(backend, by_key, paths, report)
             failpoint("store-record")
-            if not _write_record(backend, record) or backend.present(relied_on).keys() >= relied_on:
+            is_ours = _write_record(backend, record)
+            needed = {*by_key, record.key} if await_removals(backend) else relied_on if is_ours else {record.key}
+            if backend.present(needed).keys() >= needed:
                 break
-            log(f"note: {backend.url} is being pruned; missing files of {label} are pushed again")
+            log(f"note: files were removed from {backend.url}; those of {label} that are missing are pushed again")
         else:
             raise UserError(f"{backend.url} keeps losing files of {label} while it is pushed; run the same again")
     _mark(directory, backend)

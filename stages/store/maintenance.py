@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import tempfile
 import uuid
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +28,12 @@ from stages.store.records import (
     StoredFile,
     stage_of_key,
 )
+from stages.store.removals import announced
 
 #: How long files to which no record refers are kept, in seconds: somebody may be about to write the record.
 GRACE_S = 86400.0
+#: Files that are removed without a look at whether others still wait.
+_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -180,13 +183,14 @@ def remove_damaged(backend: Backend, contents: Contents, wrong: dict[str, str]) 
     """Remove what is damaged, and the records of stages and checkpoints that are incomplete without it. Returns the
     stages' names."""
     broken = [stage for stage in contents.stages if wrong.keys() & stage.files().keys()]
-    backend.delete([stage.record.key for stage in broken])
-    for training in contents.trainings:
-        listed = training.lease.checkpoints
-        whole = tuple(one for one in listed if not any(key in wrong for key, _ in training.files_of(one)))
-        if whole != listed:
-            training.keep(backend, whole)
-    backend.delete(wrong)
+    with announced(backend) as go_on:
+        backend.delete([stage.record.key for stage in broken])
+        for training in contents.trainings:
+            listed = training.lease.checkpoints
+            whole = tuple(one for one in listed if not any(key in wrong for key, _ in training.files_of(one)))
+            if whole != listed:
+                training.keep(backend, whole)
+        _remove_files(backend, wrong, {stage.record.key for stage in contents.stages}, go_on)
     return [stage.name for stage in broken]
 
 
@@ -221,31 +225,37 @@ def remove(backend: Backend, contents: Contents, gone: Sequence[StoredStage | St
             f"{backend.url} has {count} damaged record{'s' if count > 1 else ''}, whose files would be removed as "
             f"unreferenced; first: python -m pipeline store verify --remove"
         )
-    backend.delete([one.record.key for one in gone if isinstance(one, StoredStage)])
-    for one in gone:
-        if isinstance(one, StoredTraining):
-            one.keep(backend, ())
-    left = read_records(backend)  # what was pushed since `contents` were read needs its files
-    left.files = contents.files
-    unused = unreferenced(left, gone, now)
-    backend.delete([entry.key for entry in unused])
-    _remove_broken(backend, {stage.record.key for stage in left.stages}, {entry.key for entry in unused})
+    with announced(backend) as go_on:
+        backend.delete([one.record.key for one in gone if isinstance(one, StoredStage)])
+        for one in gone:
+            if isinstance(one, StoredTraining):
+                one.keep(backend, ())
+        left = read_records(backend)  # what was pushed since `contents` were read needs its files
+        left.files = contents.files
+        unused = unreferenced(left, gone, now)
+        _remove_files(backend, [entry.key for entry in unused], {stage.record.key for stage in left.stages}, go_on)
     backend.sweep(now - GRACE_S)
     return sum(entry.bytes for entry in unused)
 
 
-def _remove_broken(backend: Backend, known: Collection[str], removed: Set[str]) -> None:
-    """Remove the records of stages that were pushed after the `known` ones were read and rely on a removed file."""
+def _remove_files(backend: Backend, keys: Iterable[str], known: Collection[str], go_on: Callable[[], None]) -> None:
+    """Remove files, then the records of stages that were pushed after the `known` ones were read and rely on them:
+    whoever pushed one may have died since. `go_on` is called before each part."""
+    removed = sorted(set(keys))
+    for first in range(0, len(removed), _AT_ONCE):
+        go_on()
+        backend.delete(removed[first : first + _AT_ONCE])
+    go_on()
     for entry in list(backend.list(f"{STAGES}/")):
         stage = stage_of_key(entry.key)
         if entry.key in known or stage is None:
             continue
         with contextlib.suppress(Missing, Damaged):
             record = StageRecord.decode(backend.read(entry.key)[0], *stage)
-            if not removed.isdisjoint(file.key for file in record.files):
+            if not {file.key for file in record.files}.isdisjoint(removed):
                 backend.delete([entry.key])
                 name = f"{record.label}-{record.fingerprint[:10]}"
-                log(f"note: {name} was pushed meanwhile and lacks files; push it again")
+                log(f"note: {name} was pushed meanwhile and lacks files; whoever pushes it sends them again")
 
 
 def unreferenced(left: Contents, gone: Sequence[StoredStage | StoredTraining], now: float) -> list[Entry]:

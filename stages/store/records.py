@@ -25,8 +25,10 @@ from stages.directory.records import is_inside
 STAGES, OBJECTS, LEASES, CHECKPOINTS = "stages", "objects", "leases", "checkpoints"
 #: Small objects that are written to see whether writing works, then removed.
 PROBES = "probe"
+#: Announcements of those who remove files.
+REMOVALS = "removals"
 #: The first part of every key. Others may keep files beside them.
-PREFIXES = (STAGES, OBJECTS, LEASES, CHECKPOINTS, PROBES)
+PREFIXES = (STAGES, OBJECTS, LEASES, CHECKPOINTS, PROBES, REMOVALS)
 #: Files beside a training run's checkpoints with which a resume on another machine continues.
 RESUMED_RECORDS = (
     *("metrics.jsonl", "attempts.jsonl", "train_time.json", "budget.json", "extended_from.json"),

@@ -101,6 +101,7 @@ class ActorsBackend:
 
     def __init__(self, actor: Actor) -> None:
         self.actor, self._objects = actor, actor.shared.objects
+        self._written = actor.shared.written
 
     def read(self, key: str) -> tuple[bytes, str]:
         return self.actor.call(f"read {key}", lambda: (self._get(key), _sha256(self._get(key))))
@@ -115,10 +116,13 @@ class ActorsBackend:
             before = _sha256(self._objects[key]) if key in self._objects else None
             if before != replaces and (before != _sha256(data) or not self.actor.shared.knows_own_bytes):
                 raise Conflict(key)
-            self._objects[key] = data
+            self._put(key, data)
             return _sha256(data)
 
         return self.actor.call(f"write {key}", effect)
+
+    def _put(self, key: str, data: bytes) -> None:
+        self._objects[key], self._written[key] = data, self.actor.shared.now
 
     def delete(self, keys: Collection[str]) -> None:
         for key in sorted(keys):
@@ -126,7 +130,10 @@ class ActorsBackend:
 
     def list(self, prefix: str) -> Iterator[Entry]:
         everything = self.actor.call(f"list {prefix}", lambda: dict(self._objects))
-        return (Entry(key, len(data), 0.0) for key, data in everything.items() if key.startswith(prefix))
+        times = dict(self._written)
+        return (
+            Entry(key, len(data), times.get(key, 0.0)) for key, data in everything.items() if key.startswith(prefix)
+        )
 
     def present(self, keys: Collection[str]) -> dict[str, int]:
         return self.actor.call(
@@ -137,7 +144,7 @@ class ActorsBackend:
         data = path.read_bytes()
         if (len(data), _sha256(data)) != (size, sha256):
             raise Altered(key)
-        self.actor.call(f"upload {key}", lambda: self._objects.__setitem__(key, data))
+        self.actor.call(f"upload {key}", lambda: self._put(key, data))
         report(size)
 
     def download(self, key: str, path: Path, size: int, sha256: str, report: Report) -> None:
@@ -158,6 +165,10 @@ class Shared:
 
     def __init__(self, objects: Mapping[str, bytes] = MappingProxyType({})) -> None:
         self.objects = dict(objects)
+        #: When objects were written; those that were there at the beginning at 0.
+        self.written: dict[str, float] = {}
+        #: Whether somebody removes objects that records list: then records may be incomplete for a while.
+        self.is_pruned = False
         self._checked: dict[str, bytes] = {}
         self.now = 0.0
         #: Whether a write that finds its own bytes there counts as done, as in S3, or not, as in a folder.
@@ -187,7 +198,7 @@ class Shared:
         for one in self.record["checkpoints"]:
             self._check_objects(f"checkpoints/{self.name}/{one['token']}/", one["files"] + one["records"])
         for key, data in self.objects.items():
-            if stage_of_key(key):
+            if stage_of_key(key) and not self.is_pruned:
                 for file in json.loads(data)["content"]["files"]:
                     self._check_objects(f"objects/{file['sha256'][:2]}/", [file])
 

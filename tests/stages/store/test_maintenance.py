@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,31 +135,27 @@ def test_what_is_pushed_while_others_are_removed_keeps_its_files(
     assert_whole(backend, tmp_path / "fetched", *pushed)
 
 
-def removed_beside(backend: Backend, monkeypatch: pytest.MonkeyPatch, push: Any) -> None:
-    """Prune stage 1, which is old. `push` is called when its record is gone, and its files are about to be removed."""
-    delete = backend.delete
-
-    def push_before_files(keys: Any) -> None:
-        keys = list(keys)
-        if any(key.startswith("objects/") for key in keys):
-            monkeypatch.setattr(backend, "delete", delete)
-            push()
-        delete(keys)
-
-    monkeypatch.setattr(backend, "delete", push_before_files)
-    prune(backend, days=30)
-
-
-def test_a_push_that_ends_before_its_files_are_removed_is_no_stage(
+def test_a_push_that_ends_before_its_files_are_removed_sends_them_again(
     backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It has found the files of the old stage, and written its record when the old one is gone."""
     stage(backend, tmp_path, 1)
     age(tmp_path / "store", 40)
-    removed_beside(backend, monkeypatch, lambda: stage(backend, tmp_path, 2))
-    assert_whole(backend, tmp_path / "fetched")
-    again = Identity("shard_dataset", 1, 1, {"seed": 2})
-    push_stage(backend, tmp_path / "stage-2", LABEL)
-    assert_whole(backend, tmp_path / "fetched", again)
+    delete = backend.delete
+    with ThreadPoolExecutor(1) as thread:
+        pushing: list[Future[Identity]] = []
+
+        def push_before_files(keys: Any) -> None:
+            keys = list(keys)
+            if any(key.startswith("objects/") for key in keys):
+                pushing.append(thread.submit(stage, backend, tmp_path, 2))
+                while not list(backend.list("stages/")):
+                    time.sleep(0.01)
+            delete(keys)
+
+        monkeypatch.setattr(backend, "delete", push_before_files)
+        prune(backend, days=30)
+        assert_whole(backend, tmp_path / "fetched", pushing[0].result())
 
 
 def test_a_push_that_looks_before_files_are_removed_and_ends_after_it_is_whole(
