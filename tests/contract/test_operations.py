@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.devices.cuda import CudaOperations
@@ -117,3 +118,17 @@ def test_packed_sequences_do_not_see_each_other(ops: Operations, dropout_p: floa
     expected, real = attention_by_hand(q, k, v, look), (ids > 0)[:, None, :, None].expand_as(q)
     error = draws.std(0) / math.sqrt(len(draws)) if dropout_p else torch.zeros_like(q)
     assert ((draws.mean(0) - expected).abs() < 6 * error + 1e-12)[real].all()
+
+
+@every
+def test_projections_are_those_of_each_layer(ops: Operations) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(16, width).double() for width in (8, 24, 8)]
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    found, expected = ops.projections(x, layers), [layer(x) for layer in layers]
+    inputs = [x, *(parameter for layer in layers for parameter in layer.parameters())]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    gradients = [torch.autograd.grad(sum(y.square().sum() for y in ys), inputs) for ys in (found, expected)]  # type: ignore
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)

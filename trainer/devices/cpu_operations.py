@@ -31,10 +31,7 @@ class CpuOperations(Operations):
         return dropped
 
     def projections(self, x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
-        """As one product, for which `x` is read, and under autocast converted, once."""
-        weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
-        joined = F.linear(x, weight, bias)
-        return torch.split(joined, [layer.out_features for layer in layers], dim=-1)
+        return self.joined_projections(x, layers)
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         summed: Tensor = _CrossEntropy.apply(logits, labels)  # type: ignore[no-untyped-call]

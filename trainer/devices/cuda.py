@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.errors import UserError
@@ -45,6 +45,11 @@ class CudaOperations(Operations):
         """`has_flash`: whether this GPU and this build of torch have the kernels; `head_size_max`: the largest heads
         that they take with dropout."""
         self.has_flash, self.head_size_max = has_flash, head_size_max
+
+    def projections(self, x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        if torch.compiler.is_compiling():  # torch's compiler joins the conversions
+            return super().projections(x, layers)
+        return self.joined_projections(x, layers)
 
     def attention_mask(
         self, sequence_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None

@@ -27,6 +27,12 @@ class Operations:
         """(…, H) → one (…, out) of each layer."""
         return [layer(x) for layer in layers]
 
+    def joined_projections(self, x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        """The same as one product, for which `x` is read, and under autocast converted, once; its gradient, too."""
+        weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+        joined = F.linear(x, weight, bias)
+        return torch.split(joined, [layer.out_features for layer in layers], dim=-1)
+
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The sum of cross-entropies, in nats, of logits (M, V) and labels (M,), of which `IGNORED` are left out; in
         fp32 at least, whatever the logits' type."""

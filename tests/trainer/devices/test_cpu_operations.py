@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from common.process import THREADS_VARIABLE, available_cores
@@ -107,19 +107,6 @@ def test_the_cross_entropy_of_nothing_is_nothing() -> None:
     )
     assert loss == 0
     assert gradient.shape == (0, V)
-
-
-def test_projections_are_those_of_each_layer() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(16, width).double() for width in (8, 24, 8)]
-    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
-    found, expected = CpuOperations().projections(x, layers), Operations().projections(x, layers)
-    inputs = [x, *(parameter for layer in layers for parameter in layer.parameters())]
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
-    gradients = [torch.autograd.grad(sum(y.square().sum() for y in ys), inputs) for ys in (found, expected)]  # type: ignore
-    for mine, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

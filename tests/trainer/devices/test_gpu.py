@@ -29,11 +29,11 @@ def bounds() -> Tensor:
 
 
 def attended(dtype: torch.dtype, bounds: Tensor, head_size: int, dropout_p: float = 0.0) -> list[Tensor]:
-    """The result for random queries, keys and values, and their gradients; then what these are in float64, by torch's
-    own attention of each sequence alone, without dropout."""
+    """The result for random queries, keys and values, views of one tensor, and their gradients; then what these are in
+    float64, by torch's own attention of each sequence alone, without dropout."""
     random = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(TOKENS, 4, head_size, generator=random).to("cuda", dtype) for _ in range(4)]
-    *given, gradient = drawn
+    drawn = torch.randn(TOKENS, 4, 4 * head_size, generator=random).to("cuda", dtype)
+    *given, gradient = drawn.chunk(4, dim=2)
     for x in given:
         x.requires_grad_()
     out = varlen_attention(*given, bounds, max(LENGTHS), dropout_p)

@@ -57,6 +57,20 @@ def test_values_and_gradients_are_those_of_torch_for_each_sequence(head_size: in
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+def test_views_of_one_product_give_what_copies_give() -> None:
+    """Query, key and value that lie side by side, as they come from one product."""
+    joined = torch.cat([x.detach().flatten(1) for x in inputs()], dim=1).requires_grad_()
+    views = [x.view(TOKENS, HEADS, -1) for x in joined.split(joined.shape[1] // 3, dim=1)]
+    copies = [x.detach().contiguous().requires_grad_() for x in views]
+    assert not views[0].is_contiguous()
+    out, expected = attend(*views, BOUNDS, 7, 0.0), attend(*copies, BOUNDS, 7, 0.0)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    expected.sum().backward()
+    assert joined.grad is not None
+    assert torch.equal(joined.grad, torch.cat([x.grad.flatten(1) for x in copies if x.grad is not None], dim=1))
+
+
 def test_bf16_is_as_near_to_the_true_values_as_torch_own_bf16() -> None:
     given = inputs(dtype=torch.bfloat16)
     true = sequence_by_sequence(*(x.double() for x in given))
@@ -144,7 +158,9 @@ def test_gpu_kernels_are_called_as_torch_declares_them(dtype: torch.dtype, dropo
     """On tensors without values: torch's own description of its kernels gives shapes, types and devices, and refuses
     arguments that they do not take. The sequences' lengths are never read."""
     with FakeTensorMode(), Calls() as calls:
-        query, key, value, gradient = (torch.empty(TOKENS, HEADS, 64, device="cuda:0", dtype=dtype) for _ in range(4))
+        gradient = torch.empty(TOKENS, HEADS, 64, device="cuda:0", dtype=dtype)
+        joined = torch.empty(TOKENS, 3 * HEADS * 64, device="cuda:0", dtype=dtype)  # as the model has them
+        query, key, value = (x.view(TOKENS, HEADS, 64) for x in joined.chunk(3, dim=1))
         bounds = torch.empty(len(BOUNDS), device="cuda:0", dtype=torch.int32)
         rest = (bounds, 7, dropout_p, SCALE)
         kernel = flash_forward(query, key, value, *rest)
@@ -152,7 +168,7 @@ def test_gpu_kernels_are_called_as_torch_declares_them(dtype: torch.dtype, dropo
         said = forward(query, key, value, *rest)
         said_gradients = backward(gradient, query, key, value, *said, *rest)
     assert described(kernel) == described(said)
-    assert described(gradients) == described(said_gradients) == described([query, key, value])
+    assert described(gradients) == described(said_gradients) == described([gradient] * 3)
     by_name = {func: (args, kwargs) for func, args, kwargs in calls.seen}
     args, kwargs = by_name[torch.ops.aten._flash_attention_forward.default]
     assert args[:3] == (query, key, value)
