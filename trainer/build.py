@@ -86,6 +86,8 @@ def build_model(
             state.require_same_model(start.state, start.checkpoint)
             model.to(precision.dtype)  # before loading: fp64 weights would be rounded to fp32
             load_into(dict(model.named_parameters()), start, "model", run.workload.vocab_size, tensor_parallel)
+            if start.weights_only and (line := run.workload.begin_phase(model, start.state.settings)):
+                run.log(line)
         built.append(model.to(run.device.torch_device, precision.dtype).train())
         run.device.finish_closures()  # until then a lazy device keeps the host's copy
 

@@ -74,12 +74,14 @@ TRACKERS = {
     "mlflow": "trainer.metrics.trackers.mlflow:MlflowTracker",
     "wandb": "trainer.metrics.trackers.wandb:WandbTracker",
 }
-#: Values of `--schedule`, `--non_finite`, `--data_parallel`, `--precision` and `--initial_attention`.
+#: Values of `--schedule`, `--non_finite`, `--data_parallel`, `--precision`, `--initial_attention` and
+#: `--new_positions`.
 SCHEDULES = ("linear", "cosine", "constant", "wsd")
 NON_FINITE = ("skip", "stop")
 DATA_PARALLEL = ("allreduce", "ddp")
 PRECISIONS = ("auto", "fp32", "autocast", "autocast-sr", "bf16-sr", "bf16-master", "fp64")
 INITIAL_ATTENTION = ("random", "neighbours")
+NEW_POSITIONS = ("initial", "scaled")
 #: Schedules with a stable part: up to its end nothing depends on the number of steps or on how the run ends.
 STABLE_SCHEDULES = ("constant", "wsd")
 

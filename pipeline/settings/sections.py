@@ -38,7 +38,7 @@ from stages.text.corpus import TokenizeOptions
 from stages.transfer.urls import Transport
 from trainer.config import TrainConfig
 from trainer.models.config import PRESETS, ModelConfig
-from trainer.registry import INITIAL_ATTENTION
+from trainer.registry import INITIAL_ATTENTION, NEW_POSITIONS
 
 #: Values of [store] push and pull.
 STORED_STAGES = ("all", "shards", "models", "none")
@@ -159,6 +159,7 @@ class Phase1(Phase):
 
 class Phase2(Phase):
     start_from = Address()
+    new_positions = Choice(NEW_POSITIONS)
 
 
 class Precision(luigi.Config):

@@ -17,7 +17,7 @@ from pipeline.tasks import summary
 from pipeline.tasks.dataset import CONFIG, ShardDataset, UsesModel, dataset_of, mask_rate, masking_options
 from pipeline.tasks.extension import extend
 from pipeline.tasks.goal import Goal
-from pipeline.tasks.initial_weights import embedded, initial_attention, start_inputs, start_options
+from pipeline.tasks.initial_weights import embedded, first_positions, start_inputs, start_options
 from pipeline.tasks.nights.parent import parent_of
 from pipeline.tasks.stage import Stage
 from pipeline.tasks.training import EvaluationStage, Training
@@ -111,7 +111,7 @@ class Pretrain(ModelStage, Training):
         return {
             **{name: value for name, value in given.items() if not is_left_out(TrainConfig, name, value)},
             **self.masking_identity(self.phase),
-            **initial_attention(self, self.phase),
+            **first_positions(self, self.phase),
             "seq_len": phase.seq_len,
             "global_batch_size": phase.global_batch_size,
             "seed": self.settings.run.seed,

@@ -1,4 +1,4 @@
-"""What phase 1 starts from, if not from BERT's random weights."""
+"""What the phases start from, if phase 1 not from BERT's random weights and phase 2 not just from phase 1's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pipeline.tasks.base import ChainTask
 from pipeline.tasks.dataset import dataset_of
 from pipeline.tasks.nights.parent import parent_of
 from pipeline.tasks.stage import Stage
-from stages.embed import COOCCURRENCE, EMBEDDINGS, RANDOM, EmbedOptions
+from stages.embed import COOCCURRENCE, EMBEDDINGS, EmbedOptions
 from trainer.models.config import ModelConfig
+from trainer.registry import INITIAL_ATTENTION, NEW_POSITIONS
 
 
 class EmbedWords(Stage):
@@ -40,10 +41,11 @@ def embedded(task: ChainTask, phase: int) -> dict[str, EmbedWords]:
     return {"word_embeddings": task} if phase == 1 and task.settings.phase1.word_embeddings == COOCCURRENCE else {}
 
 
-def initial_attention(task: ChainTask, phase: int) -> dict[str, str]:
-    """The trainer's option for what a phase's heads attend to at the beginning; none if that is random."""
-    attention = task.settings.phase1.initial_attention
-    return {"initial_attention": attention} if phase == 1 and attention != RANDOM else {}
+def first_positions(task: ChainTask, phase: int) -> dict[str, str]:
+    """The trainer's option for the positions that a phase begins with; none if it is the trainer's default."""
+    name, default = ("initial_attention", INITIAL_ATTENTION[0]) if phase == 1 else ("new_positions", NEW_POSITIONS[0])
+    value = getattr(task.settings.phase(phase), name)
+    return {} if value == default else {name: value}
 
 
 def start_options(task: ChainTask, phase: int) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def start_options(task: ChainTask, phase: int) -> dict[str, Any]:
     parent = parent_of(task.settings) if phase == 1 else None
     if parent is not None:
         return {"resume_ckpt_path": parent.checkpoint, "new_data": True}
-    return {**initial_attention(task, phase), **{role: made.file for role, made in embedded(task, phase).items()}}
+    return {**first_positions(task, phase), **{role: made.file for role, made in embedded(task, phase).items()}}
 
 
 def start_inputs(task: ChainTask, phase: int) -> dict[str, Any]:

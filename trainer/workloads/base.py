@@ -70,6 +70,11 @@ class Workload(abc.ABC):
         """Set all parameters of a model that `make_model` returned to initial values. Raises `UserError`."""
         model.initialise(seed)
 
+    def begin_phase(self, model: Any, before: Mapping[str, Any]) -> str:
+        """Prepare a model whose weights are those of another phase, trained with the settings `before`, for this one;
+        returns a line for the log, or ""."""
+        return ""
+
     @abc.abstractmethod
     def has_weight_decay(self, name: str) -> bool:
         """Whether weight decay applies to the parameter called `name`."""

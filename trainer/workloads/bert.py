@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -30,10 +30,10 @@ from trainer.models.bert import (
     is_hidden_matrix,
 )
 from trainer.models.config import PRESETS, ModelConfig
-from trainer.models.neighbours import neighbour_weights, position_directions
+from trainer.models.neighbours import neighbour_weights, position_directions, scale_untrained
 from trainer.models.operations import Operations
 from trainer.parallel.tensor import TensorParallel
-from trainer.registry import INITIAL_ATTENTION
+from trainer.registry import INITIAL_ATTENTION, NEW_POSITIONS
 from trainer.workloads.base import MASKED_LM_LOSS, StepCost, Workload
 
 
@@ -80,6 +80,11 @@ class BertOptions:
         help="what the first layer's heads attend to in the beginning: random, as in BERT; or neighbours: each to the "
         "token at one distance before or after",
     )  # fmt: skip
+    new_positions: str = option(
+        "initial", group="model", choices=NEW_POSITIONS, decides=False,
+        help="position embeddings that the shorter rows of an earlier phase left untrained: initial; or scaled: those "
+        "of --initial_attention neighbours grow as the trained ones did; others are kept",
+    )  # fmt: skip
     disable_dropout: bool = option(False, group="model", help="train without dropout")
     debug: bool = option(False, group="model", help="the tutorials' toy model: 1 layer, 2 heads, hidden size 16")
 
@@ -97,6 +102,7 @@ class BertWorkload(Workload):
         masking: Masking | None = None,
         word_embeddings: Path | None = None,
         initial_attention: str = "random",
+        new_positions: str = "initial",
     ) -> None:
         """`masking`: for shards without masks; `word_embeddings`: a file with initial ones.
 
@@ -119,6 +125,7 @@ class BertWorkload(Workload):
         self.masking = masking
         self.word_embeddings = word_embeddings
         self.attends_to_neighbours = initial_attention == "neighbours"
+        self.scales_new_positions = new_positions == "scaled"
         self.rows_per_shard = shards.rows_per_shard
 
     @classmethod
@@ -126,7 +133,8 @@ class BertWorkload(Workload):
         directory = options.data_dir.expanduser()
         shards = ShardSet.open(directory, seq_len=options.seq_len, max_pred_len=options.max_pred_len)
         masking = _masking(options, shards)
-        return cls(model_of(options), shards, masking, options.word_embeddings, options.initial_attention)
+        begin = (options.word_embeddings, options.initial_attention, options.new_positions)
+        return cls(model_of(options), shards, masking, *begin)
 
     def describe(self) -> dict[str, Any]:
         return self.config.to_dict()
@@ -144,6 +152,18 @@ class BertWorkload(Workload):
         if self.attends_to_neighbours:
             model.bert.embeddings.keep_words_out_of(position_directions(self.config))
 
+    def begin_phase(self, model: BertForPreTraining, before: Mapping[str, Any]) -> str:
+        if not self.scales_new_positions:
+            return ""
+        trained = before.get("seq_len")
+        if trained is None:
+            return (
+                "the checkpoint does not say how long the rows of its training were: all position embeddings are kept"
+            )
+        if trained >= self.shards.seq_len:
+            return ""
+        return scale_untrained(model.bert.embeddings.position_embeddings.weight, trained, self.config)
+
     def has_weight_decay(self, name: str) -> bool:
         return has_weight_decay(name)
 
@@ -155,9 +175,10 @@ class BertWorkload(Workload):
         return content_identity(self.shards.directory, names, cache)
 
     def settings(self) -> dict[str, Any]:
+        settings: dict[str, Any] = {"seq_len": self.shards.seq_len}
         if self.masking is None:
-            return {}
-        return {
+            return settings
+        return settings | {
             "masked_lm_prob": self.masking.rate.first,
             "final_masked_lm_prob": self.masking.rate.last,
             "whole_word_mask": self.masking.whole_words,

@@ -66,7 +66,7 @@ def test_a_narrow_terminal_gets_lines_that_fit_it(chain: Chain, columns: int) ->
     text = "\n".join(lines)
     for stage in STAGES:
         assert re.search(rf"^{stage}\b", text, re.MULTILINE)
-    assert re.search(r"lr:\s+0.01\s+→\s+0.0001", text)
+    assert re.search(r"lr:\s+0.002\s+→\s+0.0001", text)
 
 
 def test_it_answers_without_torch(chain: Chain) -> None:
@@ -201,8 +201,8 @@ def test_other_settings_make_stages_stale_from_where_they_differ(chain: Chain) -
     stale = {stage for stage, row in rows.items() if row["state"] == "stale"}
     assert stale == {"pretrain-phase2", "merge_shards", "evaluate", "report"}
     assert {row["state"] for stage, row in rows.items() if stage not in stale} == {"complete"}
-    assert rows["pretrain-phase2"]["detail"] == "made with other settings: lr: 0.01 → 0.0001"
-    assert rows["evaluate"]["detail"].endswith("its upstream pretrain-phase2 would change: lr: 0.01 → 0.0001")
+    assert rows["pretrain-phase2"]["detail"] == "made with other settings: lr: 0.002 → 0.0001"
+    assert rows["evaluate"]["detail"].endswith("its upstream pretrain-phase2 would change: lr: 0.002 → 0.0001")
 
 
 def test_a_cut_output_is_damaged(chain: Chain, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_stage_has_the_name_that_status_gives_it(chain: Chain) -> None:
 @pytest.mark.parametrize(
     ("task", "change", "line"),
     [
-        ("pretrain-phase2", ("--Phase2-lr", "1e-4"), "lr: 0.01 → 0.0001"),
+        ("pretrain-phase2", ("--Phase2-lr", "1e-4"), "lr: 0.002 → 0.0001"),
         ("pretrain-phase1", ("--Model-hidden-size", "64"), "model.hidden_size: 32 → 64"),
         ("precompile-phase1", ("--Cluster-nproc-per-node", "2"), "accumulates: True → False"),
         ("shard_dataset-phase1", ("--Dataset-dupe-factor", "4"), "dupe_factor: 1 → 4"),

@@ -281,6 +281,7 @@ def test_the_aws_configs_say_what_training_begins_with(path: Path) -> None:
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(path)
     assert [parser["phase1"][key] for key in ("word_embeddings", "initial_attention")] == ["random", "random"]
+    assert parser["phase2"]["new_positions"] == "initial"
 
 
 @pytest.mark.parametrize("name", ["trn1-bert-large", "trn1-wikipedia"])

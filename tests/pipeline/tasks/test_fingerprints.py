@@ -130,6 +130,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase1", "minimal_ckpt", "true", NOTHING),
     ("phase1", "word_embeddings", "random", ("pretrain-phase1",)),
     ("phase1", "initial_attention", "random", ("pretrain-phase1",)),
+    ("phase2", "new_positions", "initial", ("pretrain-phase2",)),
     # Phase 1 is then left out, and the settings define the model.
     ("phase2", "start_from", "{tmp}/ckpt_5.pt", ("convert_checkpoint",)),
     ("phase2", "seq_len", "256", ("shard_dataset-phase2", "precompile-phase2", "pretrain-phase2")),
@@ -576,7 +577,7 @@ THEN = (
     *(("phase1", "optimizer", "AdamW"), ("phase1", "lr", "1e-3"), ("phase1", "word_embeddings", "random")),
     ("phase1", "initial_attention", "random"),
     *(("phase1", "global_batch_size", "64"), ("phase1", "micro_batch_size", "32"), ("phase1", "max_steps", "500")),
-    *(("phase2", "optimizer", "AdamW"), ("phase2", "lr", "5e-4")),
+    *(("phase2", "optimizer", "AdamW"), ("phase2", "lr", "5e-4"), ("phase2", "new_positions", "initial")),
     *(("phase2", "global_batch_size", "32"), ("phase2", "max_steps", "100")),
 )
 #: Settings → the first digits of fingerprints that an earlier version gave to stages. They must not change: a work
