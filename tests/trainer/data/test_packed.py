@@ -150,6 +150,10 @@ def test_without_padding_the_tokens_are_those_of_the_sequences(tmp_path: Path) -
         assert tokens <= bare.input_ids.shape[1] <= tokens + max(16, shards.rows * S // 32)
         assert torch.equal(bare.input_ids[0, :tokens], batch.input_ids[is_real])
         assert torch.equal(bare.position_ids[0, :tokens], batch.position_ids.expand_as(is_real)[is_real])
+        used = batch.masked_labels != IGNORED
+        assert int(bare.masked_index[used].max()) < tokens
+        masked = batch.input_ids.flatten()[batch.masked_index[used]]
+        assert torch.equal(bare.input_ids[0][bare.masked_index[used]], masked)
         lengths = bare.cu_seqlens.diff()
         assert lengths.max() <= bare.max_seqlen == S
         assert lengths.min() > 0
