@@ -15,11 +15,12 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from luigi.cmdline_parser import CmdlineParser
 from luigi.retcodes import retcode
 
+from common.command_line import EXIT_UNKNOWN_OPTION, Parser, refuse_options
 from common.errors import UserError, suggestion, unreadable
 from common.process import is_ignored
 from pipeline.commands import (
@@ -42,7 +43,6 @@ from pipeline.commands import (
     try_model,
     why,
 )
-from pipeline.luigi_adapters.command_line import EXIT_UNKNOWN_OPTION, refuse_options
 from pipeline.settings.load import load
 
 
@@ -108,24 +108,15 @@ python -m pipeline COMMAND, or luigi --module pipeline TASK. Which does what:
 A setting: a line of luigi.cfg, or --Phase1-lr 5e-4. More: COMMAND --help."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """With one-line errors, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        refuse_options(message, self)
-
-
 def parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
-    p = _Parser(prog="python -m pipeline", description=__doc__, formatter_class=plain, allow_abbrev=False)
+    p = Parser(prog="python -m pipeline", description=__doc__, formatter_class=plain)
     p.set_defaults(parser=p)  # for `completion`, which lists its commands
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         described = f"{command.SUMMARY}.\n\nSettings are given as for luigi: --Phase1-lr 5e-4."
         command.add_options(
-            commands.add_parser(
-                name, help=command.SUMMARY, description=described, formatter_class=plain, allow_abbrev=False
-            )
+            commands.add_parser(name, help=command.SUMMARY, description=described, formatter_class=plain)
         )
     return p
 

@@ -109,6 +109,11 @@ def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, 
     counts: dict[str, Any] = {"samples": 0}
     has_held_out = any(options.held_out_directory.glob(HELD_OUT_SHARDS))
     if not has_held_out:
+        if not (options.blimp or any(options.held_out_directory.glob(TRAINING_SHARDS))):
+            raise UserError(
+                f"{options.held_out_directory} has no shards, neither {HELD_OUT_SHARDS} nor {TRAINING_SHARDS}; name "
+                f"the folder that stages.shard has filled"
+            )
         print(f"{options.held_out_directory} has no {HELD_OUT_SHARDS}: nothing was held out, so nothing is measured")
     if has_held_out or options.blimp:
         from stages.evaluation.bert import load_model

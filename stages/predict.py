@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.command_line import Parser
 from common.errors import UserError
 from stages.directory.command import run
 
@@ -126,7 +127,7 @@ def show(texts: list[str], prediction: Prediction) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m stages.predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face directory")

@@ -12,6 +12,7 @@ import argparse
 import signal
 from pathlib import Path
 
+from common.command_line import Parser
 from common.errors import UserError
 from common.files import failpoint
 from common.options import add_options, from_namespace
@@ -98,9 +99,7 @@ def accompany(backend: Backend, directory: Path, holder: str, token: int) -> Non
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m stages.sync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = Parser(prog="python -m stages.sync", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = p.add_subparsers(dest="verb", required=True, metavar="push|pull")
     sender = verbs.add_parser("push", help="push complete stages")
     sender.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="directory of a complete stage")

@@ -105,7 +105,9 @@ def _run(config: TrainConfig, workload: Workload, trackers: TrackerOptions, devi
         f"{config.optimizer} at {config.lr:g}, {config.schedule} schedule, batches of "
         f"{config.global_batch_size(mesh.data_parallel_size)} in {config.grad_accum_usteps} micro-steps a worker"
     )
-    stopped = f"the state is saved: {how_to_go_on(config)}"
+    stopped = "the state is saved"
+    if not is_held_for_us(config.output_dir):  # else luigi says how to go on
+        stopped = f"{stopped}: {how_to_go_on(config)}"
     try:
         done = train(Run(config, workload, device, mesh, log, trackers.chosen), trackers)
     except Interrupted as error:

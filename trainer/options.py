@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from common.command_line import Parser
 from common.errors import UserError
 from common.options import add_options, check, fields_of, from_namespace, name_of, option
 from trainer.config import CHANGEABLE, TrainConfig
@@ -79,11 +80,10 @@ def parser(workload: str = BERT) -> argparse.ArgumentParser:
 
     The tutorials' options keep their names; the help notes each default that differs from the tutorials'.
     """
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m trainer",
         description=f"Train {workload}, on one worker, or on several under torchrun.",
         epilog=f"--allow_changes takes: {', '.join(CHANGEABLE)}.",
-        allow_abbrev=False,
     )
     kind = WORKLOADS[workload]
     add_options(p, RunOptions, kind.options, TrainConfig, TrackerOptions, defaults=kind.defaults, without=kind.without)

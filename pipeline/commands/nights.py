@@ -21,13 +21,14 @@ _SHOWN = 30
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument(
         "--check",
         action="store_true",
         help="look at one night only: exit status 0 if it is complete (accepted or rejected) or running, else 1, "
         "reported by mail and webhook",
     )
-    parser.add_argument(
+    one.add_argument(
         "--trend", action="store_true", help="loss, accuracy, time and text of all complete nights, also as a page"
     )
     parser.add_argument(
@@ -59,8 +60,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--date is for --check; without it all nights are listed")
     if args.trend:
         print(records.trend_text(directory))
-        print(f"page: {records.write_trend(directory)}")
+        if records.by_date(directory):
+            print(f"page: {records.write_trend(directory)}")
         return 0
+    if not states.dates(directory):
+        print(f"no night in {directory} yet")
     for date in sorted(states.dates(directory), reverse=True)[:_SHOWN]:
         print(_line(date, states.state_of(directory, date)))
     return 0

@@ -127,6 +127,8 @@ def _verify(shared: SharedStore, args: argparse.Namespace) -> int:
     from stages.store import maintenance
 
     contents = maintenance.read(shared.backend)
+    if not (contents.stages or contents.trainings or contents.files or contents.damaged):
+        raise UserError(f"there is nothing in {shared.backend.url}; check [store] url, or push something first")
     if args.read:
         with transfer_bar("verify", contents.referenced_bytes) as bar:
             wrong = maintenance.verify(shared.backend, contents, read_all=True, report=bar.update)

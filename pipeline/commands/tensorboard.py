@@ -8,6 +8,7 @@ import signal
 import threading
 from pathlib import Path
 
+from common.command_line import port
 from common.errors import LockHeld, UserError
 from common.files import disk_errors, read_json, replace_json
 from common.process import is_ignored
@@ -45,13 +46,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; anyone who reaches it sees the curves (%(default)s)"
     )
-    parser.add_argument("--port", type=int, default=6006, help="0: any free port (%(default)s)")
+    parser.add_argument("--port", type=port(0), default=6006, help="0: any free port (%(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM. Raises `UserError`."""
-    work_dir = load().work_dir
-    directory = work_dir / DIRECTORY
+    directory = (load().work_dir / DIRECTORY).resolve()  # of a night: that of all nights
+    work_dir = directory.parent
     over = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if not is_ignored(signum):

@@ -55,7 +55,7 @@ class ProcessResult:
     stopped_by: int | None
     #: Whether it was killed after the hang timeout.
     hung: bool
-    #: Its `error:` line, else its traceback, else its last line.
+    #: Its `error:` line, else its traceback, else its last line, and whether it was killed.
     error: str
     #: Whether its supervisor has used up all restarts.
     is_final: bool = False
@@ -174,7 +174,9 @@ def run(
         finally:
             command.end()
     lines = _lines_since(log_path, began)
-    return ProcessResult(status, command.stopped_by, watch.hung, _error(lines), last_line=lines[-1] if lines else "")
+    return ProcessResult(
+        status, command.stopped_by, watch.hung, _error(lines, status), last_line=lines[-1] if lines else ""
+    )
 
 
 class _Watch:
@@ -210,14 +212,15 @@ def _lines_since(log_path: Path, began: int) -> list[str]:
     return [line for line in lines[1:] if line.strip()]
 
 
-def _error(said: list[str]) -> str:
+def _error(said: list[str], status: int) -> str:
     errors = [line for line in said if line.startswith("error: ")]
     if errors:
         return errors[0].removeprefix("error: ")
     for at, line in enumerate(said):
         if line.startswith("Traceback (most recent call last)"):
             return "\n".join(said[at:][:60])
-    return said[-1] if said else "it said nothing"
+    last = said[-1] if said else "it said nothing"
+    return f"killed, usually for lack of memory; its last line: {last}" if -status == signal.SIGKILL else last
 
 
 def _copy(command: Command, log_path: Path, watch: _Watch, said: Said, words: list[str]) -> None:

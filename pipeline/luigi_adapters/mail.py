@@ -6,6 +6,7 @@ mails of `luigi.notifications.send_error_email` quote the command line and the t
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from luigi import notifications
@@ -21,7 +22,10 @@ def install() -> None:
 
     def send_email(subject: str, message: str, *rest: Any, **options: Any) -> None:
         try:
-            send(redact(subject), redact(message), *rest, **options)
+            with warnings.catch_warnings():
+                # Six lines about luigi's own settings of mail servers, whose defaults it does not allow.
+                warnings.filterwarnings("ignore", message='Parameter ".*" with value "None" is not of type string')
+                send(redact(subject), redact(message), *rest, **options)
         except Exception as error:  # smtplib, sockets, boto3, sendgrid and settings have no common base
             log(f"note: the mail was not sent: {type(error).__name__}: {one_line(error)}; see [email] and [smtp]")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from common.command_line import Parser
 from common.hashing import InputHashes
 from common.options import add_options, check, deciding, from_namespace, kind_of, option, words
 from common.secrets import Secret
@@ -101,7 +102,7 @@ def fingerprints(**directories: Path | None) -> dict[str, str]:
 
 def stage_parser(cls: type[StageOptions], description: str | None) -> argparse.ArgumentParser:
     """The parser of a stage's command, made from its options."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog=f"python -m {cls.module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(p, cls)

@@ -37,7 +37,10 @@ def expand(pattern: str) -> list[str]:
         return [pattern]
     found = sorted(_regular_files(pattern))
     if not found:
-        raise UserError(f"{pattern} matches no file; check the path, and quote one with spaces")
+        what = (
+            "a date is filled in for nights only" if "{date" in pattern else "check the path, and quote one with spaces"
+        )
+        raise UserError(f"{pattern} matches no file; {what}")
     return found
 
 

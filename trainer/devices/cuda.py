@@ -104,6 +104,8 @@ class CudaDevice(Device):
     def __init__(self, local_rank: int) -> None:
         """Raises `UserError` if torch sees fewer than `local_rank` + 1 GPUs."""
         count = torch.cuda.device_count()
+        if count == 0:
+            raise UserError("torch sees no GPU; use --device cpu, or see to the driver and to a torch with CUDA")
         if local_rank >= count:
             raise UserError(
                 f"worker {local_rank} of this machine asks for GPU {local_rank}, but torch sees {count}; "

@@ -14,8 +14,9 @@ from common.errors import EXIT_SOFTWARE, AgreedError, UserError
 from trainer.launch.preemption import signalled
 from trainer.parallel.mesh import Mesh
 
-#: Seconds that a worker which lost another waits for torchrun to see the other's exit status.
-_PATIENCE_S = 20.0
+#: Seconds that a worker which lost another waits for torchrun to see the other's exit status; and that workers with an
+#: error that all agreed on wait for the root's, before which it prints the line.
+_PATIENCE_S, _ROOTS_TURN_S = 20.0, 2.0
 #: Substrings of the errors of gloo, NCCL and torch's store when another worker has exited or does not answer.
 _SIGNS_OF_LOSS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 
@@ -32,13 +33,12 @@ def end(error: Exception, mesh: Mesh) -> int:
         if not isinstance(error, AgreedError) or mesh.is_root:
             who = "" if alone or isinstance(error, AgreedError) else f"worker {mesh.rank}: "
             sys.stderr.write(f"error: {who}{error}\n")  # one write: other workers may print at the same time
+        else:
+            _await_the_others(_ROOTS_TURN_S)
     elif not alone and is_loss(error):
         sys.stderr.write(f"worker {mesh.rank} {_said(error)}\n")
         sys.stderr.flush()
-        # Sent by torchrun once it has seen the failed worker, which may have been before this one saw the loss.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if not signalled.is_set():
-            time.sleep(_PATIENCE_S)
+        _await_the_others(_PATIENCE_S)
     else:
         traceback.print_exception(error)
     sys.stdout.flush()
@@ -48,6 +48,13 @@ def end(error: Exception, mesh: Mesh) -> int:
     # Without cleanup: threads may hang in a collective, and destroying a process group that has lost a member aborts
     # the process.
     os._exit(status)
+
+
+def _await_the_others(most_s: float) -> None:
+    """Until torchrun sends SIGTERM, as it does once it has seen a failed worker: that may have been long ago."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not signalled.is_set():
+        time.sleep(most_s)
 
 
 def _said(error: Exception) -> str:

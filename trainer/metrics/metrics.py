@@ -184,7 +184,8 @@ class Metrics:
             for name in ("samples", "flops", "usual_flops")
         )
         rates = {"throughput": samples, "flops_per_s": flops}
-        if self._peak_flops_per_s:
+        # A CPU's peak is measured when training begins, perhaps beside other programs.
+        if self._peak_flops_per_s and flops <= self._peak_flops_per_s:
             rates |= {"mfu": flops / self._peak_flops_per_s, "mfu_usual": usual_flops / self._peak_flops_per_s}
         return rates
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import textwrap
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{path}: for {target}, {why} ({seen})")
     for line in missing:
         print(f"edit:  {line}")
-    there = "" if args.folder.resolve() == Path.cwd() else f"cd {args.folder} && "
+    there = "" if args.folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(args.folder))} && "
     print(f"next:  {there}python -m pipeline doctor")
     print(f"then:  {there}luigi --module pipeline BertPhase2")
     return 0

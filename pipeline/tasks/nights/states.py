@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from common.errors import DiskError
-from common.files import parse_utc, read_json, utc_now, write_json
+from common.files import disk_errors, parse_utc, read_json, utc_now, write_json
 from common.secrets import redact
 from pipeline.tasks.nights import records
 from stages.directory.lock import LOCK, is_held
@@ -51,7 +51,7 @@ def write(nights: Path, date: datetime.date, state: NightState) -> None:
 
 def write_ended(nights: Path, date: datetime.date, status: Status, line: str) -> None:
     """Record how a night ended; best effort, because the disk may be full."""
-    with contextlib.suppress(DiskError):
+    with contextlib.suppress(DiskError), disk_errors(nights):
         nights.mkdir(parents=True, exist_ok=True)
         before = recorded(nights, date)
         started = before.started if before is not None else ""

@@ -326,3 +326,5 @@ def test_another_folder_is_made(tmp_path: Path, bare: dict[str, str]) -> None:
     done = run("-m", "pipeline", "init", "new/folder", cwd=tmp_path, **bare)
     assert (tmp_path / "new" / "folder" / "luigi.cfg").exists()
     assert "cd new/folder && luigi --module pipeline BertPhase2" in done.stdout
+    done = run("-m", "pipeline", "init", "my run %20", cwd=tmp_path, **bare)
+    assert "cd 'my run %20' && luigi --module pipeline BertPhase2" in done.stdout

@@ -16,6 +16,7 @@ from stages.store.open import open_store
 from stages.store.options import StoreOptions
 from tests.helpers.chain import Chain, finished_chain
 from tests.helpers.stores.machine import checkpoint_of, write
+from tests.helpers.support import assert_one_line_error
 from tests.pipeline.store.test_shared_store import machine
 from tests.stages.store.test_maintenance import age
 from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
@@ -45,6 +46,12 @@ def push_newest(store: Backend, directory: Path, fingerprint: str, holder: Holde
 
 def lease_of(store: Backend, fingerprint: str) -> LeaseRecord:
     return LeaseRecord.read(store, lease_key(LABEL, fingerprint))
+
+
+def test_a_store_without_anything_is_not_called_intact(chain: Chain, tmp_path: Path) -> None:
+    """A monitor with a wrong address would never notice."""
+    done = chain.ask("store", "verify", "--Store-url", str(tmp_path / "nowhere"), status=35)
+    assert_one_line_error(done, f"there is nothing in {tmp_path / 'nowhere'}; check [store] url", status=35)
 
 
 @pytest.mark.parametrize("is_run", [True, False], ids=["the next run", "store push"])

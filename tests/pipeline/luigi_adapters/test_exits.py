@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import UserError
 from pipeline.luigi_adapters.exits import while_scheduling
-from tests.helpers.support import ROOT
+from tests.helpers.support import ROOT, assert_one_line_error, command
 
 SLOW = """
 import sys, time, luigi
@@ -65,3 +65,10 @@ def test_what_cannot_be_read_is_one_line(error: Exception, line: str, capsys: py
         raise error
     assert ended.value.code == 35
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("workers", ["0", "-2"])
+def test_no_workers_are_refused(workers: str) -> None:
+    """luigi would schedule everything, run nothing and say nothing."""
+    done = command("-m", "luigi", "--module", "pipeline", "BertPhase2", "--workers", workers)
+    assert_one_line_error(done, f"--workers is {workers}; allowed: 1 or more", status=35)

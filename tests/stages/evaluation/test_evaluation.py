@@ -129,6 +129,23 @@ def test_shards_without_masks_are_refused_in_one_line(ours: BertForPreTraining, 
     assert_one_line_error(done, f"*_test_*.hdf5 shards of {tmp_path} have no {seen}", "give a directory where they are")
 
 
+def test_a_folder_without_shards_is_refused(ours: BertForPreTraining, tmp_path: Path) -> None:
+    """But not a data set of which nothing was held out: the chain goes on without an evaluation."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(ours.config.to_hugging_face()))
+    save_file(dict(ours.named_parameters()), model / "model.safetensors")
+    (tmp_path / "data").mkdir()
+    given = ("stages.evaluate", model, tmp_path / "data", "--device", "cpu", "--out", tmp_path / "out")
+    assert_one_line_error(
+        forked(*given), f"{tmp_path / 'data'} has no shards, neither *_test_*", "name the folder that"
+    )
+    write_shard(tmp_path / "data" / "x_training_0.hdf5", synthetic_rows(3, seq_len=32, max_pred_len=5, seed=0))
+    done = forked(*given)
+    assert done.returncode == 0, done.stdout
+    assert "nothing was held out" in done.stdout
+
+
 @torch.no_grad()
 def test_a_limit_takes_a_fair_share_of_all_shards(ours: BertForPreTraining, tmp_path: Path) -> None:
     """Three shards of 200 rows, alike except for the label of the pair, which is right only in the first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import DistBackendError
 
+from common.errors import AgreedError
 from trainer.launch import failure
 from trainer.parallel.mesh import Mesh
 
@@ -35,3 +36,17 @@ def test_the_cause_is_said(
     failure.end(error, Mesh(rank=1, world_size=2))
     assert capsys.readouterr().err == said
     assert ended == [70]
+
+
+@pytest.mark.parametrize(("rank", "said", "waited"), [(0, "error: the disk is full\n", []), (1, "", [2.0])])
+def test_others_leave_the_root_time_to_say_what_all_agreed_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, said: str, waited: list[float]
+) -> None:
+    """torchrun ends the root as soon as it has seen another worker fail."""
+    ended: list[int] = []
+    slept: list[float] = []
+    monkeypatch.setattr(failure.os, "_exit", ended.append)
+    monkeypatch.setattr(failure.time, "sleep", slept.append)
+    monkeypatch.setattr(failure.signal, "signal", lambda *_: None)
+    failure.end(AgreedError("the disk is full"), Mesh(rank=rank, world_size=2))
+    assert (capsys.readouterr().err, slept, ended) == (said, waited, [1])

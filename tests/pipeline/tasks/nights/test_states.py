@@ -152,6 +152,7 @@ def test_a_night_that_another_holds_up_is_told_once(chain: Chain, post: Post) ->
 def test_the_check_tells_of_a_night_that_is_missing(chain: Chain, post: Post, today: datetime.date) -> None:
     done = chain.ask("nights", "--check", status=1)
     assert_one_line_error(done, f"night {today}: missing: it was never started")
+    assert "UserWarning" not in done.stderr  # of luigi, about its own settings of mail servers
     (facts,) = post.hooks
     assert (facts["event"], facts["date"], facts["status"]) == ("check", str(today), "missing")
     assert post.subjects() == [f"Luigi: Nightly {today} is missing"]
@@ -161,6 +162,20 @@ def test_the_check_tells_of_a_night_that_is_missing(chain: Chain, post: Post, to
     assert len(post.hooks) == 1
     refused = chain.ask("nights", "--check", "--date", "yesterday", status=35)
     assert_one_line_error(refused, "--date yesterday is not allowed", status=35)
+
+
+def test_without_any_night_there_is_nothing_to_list_and_no_page(chain: Chain) -> None:
+    assert chain.ask("nights").stdout == f"no night in {chain.work / 'nights'} yet\n"
+    done = chain.ask("nights", "--trend")
+    assert "no night is complete yet" in done.stdout
+    assert "page" not in done.stdout
+    assert_one_line_error(chain.ask("nights", "--trend", "--check", status=2), "not allowed with", status=2)
+
+
+def test_an_end_that_cannot_be_recorded_is_let_pass(tmp_path: Path) -> None:
+    """Else the webhook would not be called, and luigi would print a traceback."""
+    (tmp_path / "file").touch()
+    states.write_ended(tmp_path / "file" / "nights", datetime.date(2026, 11, 21), "failed", "a full disk")
 
 
 def test_trouble_with_telling_fails_no_complete_night(chain: Chain, finished: Chain) -> None:
