@@ -205,7 +205,7 @@ def test_small_steps_are_read_together_and_stay_the_same(data: Path) -> None:
 def test_options_of_bert_are_unknown_and_help_shows_its_own() -> None:
     done = command("-m", "trainer", "--workload", "mnist", "--seq_len", "128")
     assert done.returncode == 2
-    assert "unrecognized arguments: --seq_len 128" in done.stderr
+    assert "unknown option --seq_len" in done.stderr
     shown = command("-m", "trainer", "--workload", "mnist", "--help").stdout
     assert "--epochs" in shown
     assert "--seq_len" not in shown
