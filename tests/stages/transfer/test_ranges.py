@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import ssl
 import subprocess
@@ -467,7 +468,8 @@ def test_a_connection_below_the_least_rate_is_dropped_and_its_range_asked_for_ag
     if not headers:
         assert 0 < again % MIB < 3000, "it goes on from the byte where it was"
     said = capsys.readouterr().err
-    assert "bytes in 3 s, less than 1000 bytes/s; trying again in" in said
+    # 3 s, and on a busy machine longer.
+    assert re.search(r"bytes in \d+ s, less than 1000 bytes/s; trying again in", said), said
 
 
 @pytest.mark.slow

@@ -159,7 +159,8 @@ def test_a_lost_workers_share_is_gone_and_the_run_goes_on_from_its_checkpoint(
     done = train(2, env={"FAILPOINT": "micro-step:6.1.1"}, output_dir=out, **given)
     assert done.returncode, done.stdout
     assert "Traceback" not in done.stderr, done.stderr
-    assert [path.name for path in (out / "checkpoints").iterdir()] == ["ckpt_4"]
+    # Nothing of a later step; on a slow disk that of step 4 is not finished yet.
+    assert {path.name.removesuffix(".tmp") for path in (out / "checkpoints").iterdir()} == {"ckpt_4"}
     run(data, model, out, 2, resume_ckpt=True)
     straight = run(data, model, tmp_path / "straight", 2)
     assert_same_bytes(*(directory / "checkpoints" / "ckpt_8" for directory in (out, straight)))
