@@ -19,6 +19,7 @@ from benchmarks.processes import on_cores
 from benchmarks.results import Result, ratio, say
 from benchmarks.work import (
     LEAST_STEPS,
+    WARM_UP,
     Work,
     at_least,
     half_padding_lengths,
@@ -54,7 +55,7 @@ def matrix_flops_per_s() -> float:
     side, runs = MATRIX
     a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     times = []
-    for _ in range(3 + runs):
+    for _ in range(WARM_UP + runs):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began.record()
         torch.mm(a, b)

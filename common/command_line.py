@@ -16,7 +16,7 @@ class Parser(argparse.ArgumentParser):
     """Its errors are one line. Names cannot be abbreviated: a typo that begins a name would be taken for it."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, **options})
+        super().__init__(allow_abbrev=False, **options)
         self._words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         """An option that does not exist is said first: what is missing may be what it was meant for."""
         own = self._words[: self._words.index("--")] if "--" in self._words else self._words
         names = [word.partition("=")[0] for word in own if word.startswith("--")]
-        unknown = [name for name in names if name not in self._option_string_actions]
+        unknown = sorted(set(names).difference(_names(self)), key=names.index)
         if "required" in message and unknown:
             message = f"{_UNKNOWN}{' '.join(unknown)}"
         refuse_options(message, self)

@@ -63,9 +63,10 @@ def run(args: argparse.Namespace) -> int:
         if records.by_date(directory):
             print(f"page: {records.write_trend(directory)}")
         return 0
-    if not states.dates(directory):
+    dates = sorted(states.dates(directory), reverse=True)
+    if not dates:
         print(f"no night in {directory} yet")
-    for date in sorted(states.dates(directory), reverse=True)[:_SHOWN]:
+    for date in dates[:_SHOWN]:
         print(_line(date, states.state_of(directory, date)))
     return 0
 

@@ -117,6 +117,8 @@ def _push(
             relied_on = upload(backend, by_key, paths, report)
             failpoint("store-record")
             is_ours = _write_record(backend, record)
+            # After a removal anything may be gone. Without one: what was there before this push may be, and an older
+            # record has its files or has been removed with them.
             needed = {*by_key, record.key} if await_removals(backend) else relied_on if is_ours else {record.key}
             if backend.present(needed).keys() >= needed:
                 break

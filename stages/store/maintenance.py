@@ -241,10 +241,11 @@ def remove(backend: Backend, contents: Contents, gone: Sequence[StoredStage | St
 def _remove_files(backend: Backend, keys: Iterable[str], known: Collection[str], go_on: Callable[[], None]) -> None:
     """Remove files, then the records of stages that were pushed after the `known` ones were read and rely on them:
     whoever pushed one may have died since. `go_on` is called before each part."""
-    removed = sorted(set(keys))
-    for first in range(0, len(removed), _AT_ONCE):
+    removed = set(keys)
+    in_order = sorted(removed)
+    for first in range(0, len(in_order), _AT_ONCE):
         go_on()
-        backend.delete(removed[first : first + _AT_ONCE])
+        backend.delete(in_order[first : first + _AT_ONCE])
     go_on()
     for entry in list(backend.list(f"{STAGES}/")):
         stage = stage_of_key(entry.key)
@@ -252,7 +253,7 @@ def _remove_files(backend: Backend, keys: Iterable[str], known: Collection[str],
             continue
         with contextlib.suppress(Missing, Damaged):
             record = StageRecord.decode(backend.read(entry.key)[0], *stage)
-            if not {file.key for file in record.files}.isdisjoint(removed):
+            if not removed.isdisjoint(file.key for file in record.files):
                 backend.delete([entry.key])
                 name = f"{record.label}-{record.fingerprint[:10]}"
                 log(f"note: {name} was pushed meanwhile and lacks files; whoever pushes it sends them again")

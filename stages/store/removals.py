@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from common.console import log
@@ -46,15 +47,16 @@ def announced(backend: Backend) -> Iterator[Callable[[], None]]:
 
 def await_removals(backend: Backend) -> bool:
     """Wait until nobody removes files; returns whether somebody did. Raises `UserError`."""
-    unchanged: dict[bytes, int] = {}
+    was_any, unchanged = False, Counter[bytes]()
     while found := [entry.key for entry in backend.list(f"{REMOVALS}/")]:
-        if not unchanged:
+        if not was_any:
             log(f"note: somebody removes files from {backend.url}; the push goes on after that")
+        was_any = True
         for key in found:
             with contextlib.suppress(Missing):
                 content = backend.read(key)[0]
-                unchanged[content] = unchanged.get(content, 0) + 1
+                unchanged[content] += 1
                 if unchanged[content] > _PATIENCE:
                     backend.delete([key])
         time.sleep(_POLL_S)
-    return bool(unchanged)
+    return was_any

@@ -50,6 +50,7 @@ def test_what_is_right_is_taken(parser: Parser) -> None:
     [
         (["trainer", "--data_dir", "x", "--lrr", "4"], "unknown option --lrr; did you mean --lr?"),
         (["stages.tokenize", "--sorce", "builtin"], "unknown option --sorce; did you mean --source?"),
+        (["stages.sync", "--work-dir=x"], "the following arguments are required: push|pull; see --help"),
         (["pipeline", "store", "verify", "--rad"], "unknown option --rad; did you mean --read?"),
     ],
 )

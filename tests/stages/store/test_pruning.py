@@ -177,6 +177,17 @@ def test_a_removal_that_died_holds_nobody_up_for_ever(folder: Backend, made: dic
     assert not list(folder.list("removals/"))
 
 
+def test_a_removal_that_ends_between_two_looks_was_one(
+    folder: Backend, made: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is listed, and gone when it is read: what it removed has to be looked for all the same."""
+    with removals.announced(folder):
+        listed = list(folder.list("removals/"))
+    looks = iter([listed, []])
+    monkeypatch.setattr(folder, "list", lambda prefix: next(looks))
+    assert removals.await_removals(folder)
+
+
 def test_a_removal_that_was_taken_for_dead_removes_nothing_more(folder: Backend, made: dict[str, Path]) -> None:
     push_stage(folder, made[OLD], LABEL)
     before = maintenance.read(folder)

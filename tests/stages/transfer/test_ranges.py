@@ -469,7 +469,7 @@ def test_a_connection_below_the_least_rate_is_dropped_and_its_range_asked_for_ag
         assert 0 < again % MIB < 3000, "it goes on from the byte where it was"
     said = capsys.readouterr().err
     # 3 s, and on a busy machine longer.
-    assert re.search(r"bytes in \d+ s, less than 1000 bytes/s; trying again in", said), said
+    assert re.search(r"bytes in ([3-9]|\d\d) s, less than 1000 bytes/s; trying again in", said), said
 
 
 @pytest.mark.slow
