@@ -71,6 +71,7 @@ class Graphs:
     grad_reduce_in_bf16: bool = False
     #: Whether some steps have fewer micro-steps than others, and so, with DDP, other graphs.
     grows: bool = False
+    sampled_softmax: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,8 @@ class PrecompileOptions(StageOptions):
 
     module: ClassVar = "stages.precompile"
     stage: ClassVar = "precompile"
-    format_version: ClassVar = 2  # 2: each machine has its own part of Neuron's cache
+    #: 2: each machine has its own part of Neuron's cache. 3: the last layer only where something is predicted.
+    format_version: ClassVar = 3
 
     device: str = option("cpu", choices=DEVICES, help="device the phase will be trained on")
     compile: bool = option(False, help="on cpu and cuda: set if the training command has --compile")
@@ -149,6 +151,7 @@ def graphs_of(command: Sequence[str]) -> Graphs | None:
         nproc_per_node=machines.nproc_per_node,
         grad_reduce_in_bf16=config.grad_reduce_in_bf16,
         grows=grows(config.data_parallel, config.batch_ramp_steps),
+        sampled_softmax=data.get("sampled_softmax", 0),
     )
 
 

@@ -142,7 +142,8 @@ class Trainer:
         self._is_whole = True
         self.parameters.zero_gradients()
         failpoint(f"step:{self.state.global_step}.{self.mesh.rank}", lambda: flip_a_bit(next(self.model.parameters())))
-        record = StepRecord(self.state, lr, counts, self.device.compiled_graphs())
+        micro_batches = step.micro_steps * self.mesh.data_parallel_size
+        record = StepRecord(self.state, lr, counts, micro_batches, self.device.compiled_graphs())
         self.device.step_closure(functools.partial(self.metrics.record, record), torch.cat([losses, norm[None]]))
         return True
 

@@ -14,7 +14,7 @@ from common.options import fields_of, is_left_out
 from common.secrets import Secret
 from pipeline.status import live_report
 from pipeline.tasks import summary
-from pipeline.tasks.dataset import CONFIG, ShardDataset, UsesModel, dataset_of, mask_rate, masking_options
+from pipeline.tasks.dataset import CONFIG, ShardDataset, UsesModel, dataset_of, mask_rate, objective_options
 from pipeline.tasks.extension import extend
 from pipeline.tasks.goal import Goal
 from pipeline.tasks.initial_weights import embedded, first_positions, start_inputs, start_options
@@ -71,6 +71,7 @@ class Precompile(ModelStage):
             clips=phase.max_grad_norm > 0,
             **self.settings.precision.options | cluster.layout,
             grows=grows(cluster.data_parallel, phase.batch_ramp_steps),
+            sampled_softmax=phase.sampled_softmax,
         )
         given = {name: getattr(cluster, name) for name in ("device", "compile", "self_test")}
         return PrecompileOptions(**given, nodes=self.nodes, phase=self.phase, graphs=graphs)
@@ -110,7 +111,7 @@ class Pretrain(ModelStage, Training):
             given["budget"] = str(phase.budget)
         return {
             **{name: value for name, value in given.items() if not is_left_out(TrainConfig, name, value)},
-            **self.masking_identity(self.phase),
+            **self.objective_identity(self.phase),
             **first_positions(self, self.phase),
             "seq_len": phase.seq_len,
             "global_batch_size": phase.global_batch_size,
@@ -162,9 +163,8 @@ class Pretrain(ModelStage, Training):
             max_pred_len=phase.max_pred_len,
             grad_accum_usteps=self.settings.grad_accum_usteps(self.phase),
             max_steps=phase.max_steps if phase.budget is None else None,
-            **self.settings.precision.options,
-            **{"no-next_sentence": not self.next_sentence},
-            **masking_options(self, self.phase),
+            **self.settings.precision.options | {"no-next_sentence": not self.next_sentence},
+            **objective_options(self, self.phase),
             **others,
         )
 

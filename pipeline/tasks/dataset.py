@@ -54,13 +54,14 @@ def mask_rate(task: ChainTask, phase: int) -> MaskRate | None:
     return MaskRate.of(settings.masked_lm_prob, settings.final_masked_lm_prob)
 
 
-def masking_options(task: ChainTask, phase: int) -> dict[str, Any]:
-    """The trainer's options for masking what it reads; empty if the shards are masked."""
-    rate = mask_rate(task, phase)
+def objective_options(task: ChainTask, phase: int) -> dict[str, Any]:
+    """The trainer's options for the masked-LM objective: how it masks what it reads, unless the shards are masked, and
+    which words its softmax is over."""
+    rate, sampled = mask_rate(task, phase), {"sampled_softmax": task.settings.phase(phase).sampled_softmax or None}
     if rate is None:
-        return {}
-    whole_words = dataset_of(task, phase).settings.dataset.whole_word_mask
-    return {"masked_lm_prob": rate.first, "final_masked_lm_prob": rate.last, "whole_word_mask": whole_words or None}
+        return sampled
+    whole_words = dataset_of(task, phase).settings.dataset.whole_word_mask or None
+    return {"masked_lm_prob": rate.first, "final_masked_lm_prob": rate.last, "whole_word_mask": whole_words, **sampled}
 
 
 def _require_one_vocabulary(settings: Settings) -> None:
@@ -214,13 +215,14 @@ class UsesModel(Stage):
         """The model settings; a vocabulary size left open comes from the data set."""
         return {**self.settings.model.param_kwargs, **({} if self.next_sentence else {"next_sentence": False})}
 
-    def masking_identity(self, phase: int) -> dict[str, Any]:
-        """The parameters by which masks affect a phase's training."""
-        rate, settings = mask_rate(self, phase), self.settings.phase(phase)
-        masking = masking_options(self, phase) or {"max_pred_len": settings.max_pred_len}
-        if rate is not None and rate.last != rate.first and settings.schedule in STABLE_SCHEDULES:
-            masking["mask_schedule"] = 2  # 1: the rate fell from the first step on
-        return {name: value for name, value in masking.items() if value}
+    def objective_identity(self, phase: int) -> dict[str, Any]:
+        """The parameters by which masks and the softmax affect a phase's training."""
+        rate, settings, objective = mask_rate(self, phase), self.settings.phase(phase), objective_options(self, phase)
+        if rate is None:
+            objective["max_pred_len"] = settings.max_pred_len
+        elif rate.last != rate.first and settings.schedule in STABLE_SCHEDULES:
+            objective["mask_schedule"] = 2  # 1: the rate fell from the first step on
+        return {name: value for name, value in objective.items() if value}
 
     @property
     def next_sentence(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.devices.base import Device
 from trainer.machine.subject import Finding, Subject, differing, fetch, program
-from trainer.models.bert import Dropout
+from trainer.models.encoder import Dropout
 from trainer.precision import Precision
 
 _P = 0.1

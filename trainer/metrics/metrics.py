@@ -50,6 +50,8 @@ class StepRecord:
     learning_rate: float
     #: The reader's counts, summed over the global batch.
     counts: Sequence[int]
+    #: Of all workers.
+    micro_batches: int
     #: Graphs compiled so far, on devices that compile.
     compiled_graphs: int | None = None
 
@@ -130,7 +132,7 @@ class Metrics:
         now = time.monotonic()
         assert self._last is not None
         step_time, self._last = now - self._last, now
-        self._recent.append((step_time, self._workload.work(record.counts)))
+        self._recent.append((step_time, self._workload.work(record.counts, record.micro_batches)))
         rates = self._rates()
         scalars = {
             "loss": sum(losses),

@@ -19,26 +19,24 @@ from torch.nn import functional as F
 from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.models.base import Model
 from trainer.models.config import ModelConfig
+from trainer.models.encoder import Dropout, Encoder
 from trainer.models.initial import InitialValues
-from trainer.models.operations import AttentionMask, Operations
+from trainer.models.operations import Operations
+from trainer.models.sampled_softmax import sampled_words
 from trainer.parallel.fp32_sums import Embedding, LayerNorm, at_least_fp32
 from trainer.parallel.shares import put_share, whole_shape
-from trainer.parallel.tensor import RowLinear, TensorParallel, VocabularyEmbedding, vocabulary_cross_entropy
+from trainer.parallel.tensor import (
+    TensorParallel,
+    VocabularyEmbedding,
+    own_labels,
+    own_words,
+    vocabulary_cross_entropy,
+)
 
 WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 OUTPUT_BIAS = "cls.predictions.bias"
 #: Prefixes of the parameters that only next-sentence prediction has.
 NEXT_SENTENCE_HEAD = ("bert.pooler.", "cls.seq_relationship.")
-
-
-class Dropout(nn.Module):
-    def __init__(self, p: float, ops: Operations) -> None:
-        super().__init__()
-        self.p = p
-        self._ops = ops
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._ops.dropout(x, self.p) if self.training and self.p > 0 else x
 
 
 class Embeddings(nn.Module):
@@ -61,92 +59,6 @@ class Embeddings(nn.Module):
         """Set these columns of the embeddings of words and token types to 0."""
         for table in (self.word_embeddings, self.token_type_embeddings):
             table.weight[:, directions] = 0
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
-        super().__init__()
-        self.head_size = config.hidden_size // config.num_attention_heads
-        mine = ranks.share(config.hidden_size)
-        self.query = nn.Linear(config.hidden_size, mine)
-        self.key = nn.Linear(config.hidden_size, mine)
-        self.value = nn.Linear(config.hidden_size, mine)
-        self._ranks = ranks
-        self.dropout_p = config.attention_probs_dropout_prob
-        self._ops = ops
-
-    def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
-        """(B, S, H) → (B, S, H / t)."""
-        batch, length, _ = x.shape
-        x = self._ranks.copy(x)
-
-        query, key, value = (
-            projection.view(batch, length, -1, self.head_size).transpose(1, 2)
-            for projection in self._ops.projections(x, (self.query, self.key, self.value))
-        )
-        dropout_p = self.dropout_p if self.training else 0.0
-        with self._ranks.region():
-            out = self._ops.attention(query, key, value, mask, dropout_p)
-        return out.transpose(1, 2).reshape(batch, length, -1)
-
-
-class DenseAndNorm(nn.Module):
-    """Hugging Face's BertSelfOutput and BertOutput: a projection, dropout, the residual, LayerNorm."""
-
-    def __init__(self, inputs: int, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
-        super().__init__()
-        self.dense = RowLinear(inputs, config.hidden_size, ranks)
-        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = Dropout(config.hidden_dropout_prob, ops)
-
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + residual)
-        return out
-
-
-class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
-        super().__init__()
-        self.self = SelfAttention(config, ops, ranks)
-        self.output = DenseAndNorm(config.hidden_size, config, ops, ranks)
-
-    def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
-        out: Tensor = self.output(self.self(x, mask), x)
-        return out
-
-
-class Intermediate(nn.Module):
-    def __init__(self, config: ModelConfig, ranks: TensorParallel) -> None:
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, ranks.share(config.intermediate_size))
-        self._ranks = ranks
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.dense(self._ranks.copy(x)))
-
-
-class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
-        super().__init__()
-        self.attention = Attention(config, ops, ranks)
-        self.intermediate = Intermediate(config, ranks)
-        self.output = DenseAndNorm(config.intermediate_size, config, ops, ranks)
-
-    def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
-        x = self.attention(x, mask)
-        out: Tensor = self.output(self.intermediate(x), x)
-        return out
-
-
-class Encoder(nn.Module):
-    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
-        super().__init__()
-        self.layer = nn.ModuleList(Layer(config, ops, ranks) for _ in range(config.num_hidden_layers))
-
-    def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
-        for layer in self.layer:
-            x = layer(x, mask)
-        return x
 
 
 class Pooler(nn.Module):
@@ -186,9 +98,9 @@ class Predictions(nn.Module):
         self.bias = nn.Parameter(torch.empty(ranks.share(config.vocab_size)))
         self._ranks = ranks
 
-    def forward(self, x: Tensor, decoder_weight: Tensor) -> Tensor:
-        """(M, H) → (M, V / t) logits."""
-        return F.linear(self._ranks.copy(self.transform(x)), decoder_weight, self.bias)
+    def forward(self, x: Tensor, decoder_weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(M, H) → (M, V / t) logits; with `bias`, those of the words whose weights and biases these are."""
+        return F.linear(self._ranks.copy(self.transform(x)), decoder_weight, self.bias if bias is None else bias)
 
 
 class Heads(nn.Module):
@@ -204,10 +116,17 @@ class BertForPreTraining(Model):
     `parameters()` has each tied tensor once.
     """
 
-    def __init__(self, config: ModelConfig, ops: Operations | None = None, ranks: TensorParallel | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Operations | None = None,
+        ranks: TensorParallel | None = None,
+        sampled_softmax: int = 0,
+    ) -> None:
         """`ops`: the device's operations; None: torch's. `ranks`: the tensor-parallel ranks that share the model; None:
-        it is not split."""
+        it is not split. `sampled_softmax`: words drawn for a micro-batch's masked-LM loss in training; 0: all."""
         super().__init__()
+        self._sampled_softmax = sampled_softmax
         self.config = config
         self._ranks = ranks or TensorParallel()
         self._ops = ops or Operations()
@@ -217,23 +136,17 @@ class BertForPreTraining(Model):
     def logits(self, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
         """Masked-LM logits (M, V / t) at the masked positions, and next-sentence logits (Q, 2), or None if the model
         or the batch is without next-sentence prediction."""
-        mask = self._ops.attention_mask(batch.sequence_ids, batch.packed_bounds, batch.max_seqlen)
-        x = self.bert.encoder(self.bert.embeddings(batch), mask).flatten(0, 1)
-        masked = x.index_select(0, batch.masked_index)
-        first = None if batch.first_index is None else x.index_select(0, batch.first_index)
-        words = self.cls.predictions(masked, self.bert.embeddings.word_embeddings.weight)
-        if first is None or self.bert.pooler is None or self.cls.seq_relationship is None:
-            return words, None
-        return words, self.cls.seq_relationship(self.bert.pooler(first))
+        masked, next_sentence = self._encoded(batch)
+        return self.cls.predictions(masked, self.bert.embeddings.word_embeddings.weight), next_sentence
 
     def forward(self, batch: BertBatch) -> tuple[Tensor, ...]:
         """Summed cross-entropies in nats: over the masked positions, and with next-sentence prediction over the
         sequences; scalars.
 
-        Computed in fp32 at least, whatever the logits' type.
+        Computed in fp32 at least, whatever the logits' type. With `sampled_softmax` training's first is an estimate.
         """
-        masked_lm, next_sentence = self.logits(batch)
-        masked_lm_loss = self._masked_lm_loss(masked_lm, batch.masked_labels)
+        masked, next_sentence = self._encoded(batch)
+        masked_lm_loss = self._masked_lm_loss(masked, batch.masked_labels)
         if next_sentence is None:
             return (masked_lm_loss,)
         assert batch.next_sentence_labels is not None
@@ -241,10 +154,26 @@ class BertForPreTraining(Model):
             at_least_fp32(next_sentence), batch.next_sentence_labels, ignore_index=IGNORED, reduction="sum"
         )
 
-    def _masked_lm_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _encoded(self, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
+        """The encoder's output at the masked positions (M, H), and next-sentence logits as in `logits`."""
+        mask = self._ops.attention_mask(batch.sequence_ids, batch.packed_bounds, batch.max_seqlen)
+        x, predictions = self.bert.embeddings(batch), len(batch.masked_index)
+        if batch.first_index is None or self.bert.pooler is None or self.cls.seq_relationship is None:
+            return self.bert.encoder(x, mask, batch.masked_index), None
+        x = self.bert.encoder(x, mask, torch.cat([batch.masked_index, batch.first_index]))
+        return x[:predictions], self.cls.seq_relationship(self.bert.pooler(x[predictions:]))
+
+    def _masked_lm_loss(self, masked: Tensor, labels: Tensor) -> Tensor:
+        weight, bias = self.bert.embeddings.word_embeddings.weight, self.cls.predictions.bias
+        mine, own = own_labels(labels, len(weight), self._ranks), own_words(self.config.vocab_size, self._ranks)
+        if self.training and self._sampled_softmax:
+            drawn = -(-self._sampled_softmax // self._ranks.size)
+            with self._ranks.region():
+                weight, bias, mine = sampled_words(weight[:own], bias[:own], mine, drawn)
+        logits = self.cls.predictions(masked, weight, bias)
         if self._ranks.size == 1:
-            return self._ops.cross_entropy(logits, labels)
-        return vocabulary_cross_entropy(at_least_fp32(logits), labels, IGNORED, self.config.vocab_size, self._ranks)
+            return self._ops.cross_entropy(logits, mine)
+        return vocabulary_cross_entropy(at_least_fp32(logits), mine, labels != IGNORED, own, self._ranks)
 
     @torch.no_grad()
     def initialise(self, seed: int, given: Mapping[str, Tensor] | None = None) -> None:

@@ -142,19 +142,29 @@ def own_ids(ids: Tensor, rows: int, ranks: TensorParallel) -> tuple[Tensor, Tens
     return torch.where(here, mine, torch.zeros_like(mine)), here
 
 
-def vocabulary_cross_entropy(
-    logits: Tensor, labels: Tensor, ignored: int, vocab_size: int, ranks: TensorParallel
-) -> Tensor:
-    """The sum of cross-entropies, in nats, of logits (M, V) that are split over the ranks, which are never gathered.
-
-    `labels` (M,) of the whole vocabulary, `ignored` where there is none. Rows past `vocab_size` are padding.
-    """
-    rows = logits.shape[1]
-    real = torch.arange(rows, device=logits.device) + ranks.rank * rows < vocab_size
-    logits = logits.masked_fill(~real, torch.finfo(logits.dtype).min)
-    shifted = logits - ranks.largest(logits.amax(1))[:, None]
+def own_labels(labels: Tensor, rows: int, ranks: TensorParallel) -> Tensor:
+    """`labels` as numbers of this rank's rows, negative where they are another rank's; as they are on a single rank."""
+    if ranks.size == 1:
+        return labels
     mine, here = own_ids(labels, rows, ranks)
-    of_label = shifted.gather(1, mine[:, None])[:, 0] * here
-    counts = labels != ignored
+    return torch.where(here, mine, torch.full_like(mine, -1))
+
+
+def own_words(vocab_size: int, ranks: TensorParallel) -> int:
+    """How many of this rank's rows of the vocabulary are not padding: the first ones."""
+    rows = ranks.share(vocab_size)
+    return min(rows, vocab_size - ranks.rank * rows)
+
+
+def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, counts: Tensor, own: int, ranks: TensorParallel) -> Tensor:
+    """The sum of cross-entropies, in nats, of logits (M, K) that are split over the ranks, which are never gathered.
+
+    `labels` (M,): columns of this rank, negative where the label is another rank's; `counts` (M,), bool: whether there
+    is a label. Columns from `own` on are padding.
+    """
+    is_padding = torch.arange(logits.shape[1], device=logits.device) >= own
+    logits = logits.masked_fill(is_padding, torch.finfo(logits.dtype).min)
+    shifted = logits - ranks.largest(logits.amax(1))[:, None]
+    of_label = shifted.gather(1, labels.clamp(min=0)[:, None])[:, 0] * (labels >= 0)
     total, of_label = ranks.sum(shifted.exp().sum(1)), ranks.sum(of_label)
     return ((total.log() - of_label) * counts).sum()

@@ -97,8 +97,8 @@ class Workload(abc.ABC):
         """
 
     @abc.abstractmethod
-    def work(self, counts: Sequence[int]) -> StepCost:
-        """The work of a step, from its reader's counts summed over the workers."""
+    def work(self, counts: Sequence[int], micro_batches: int) -> StepCost:
+        """The work of a step, from its reader's counts and its micro-batches, summed over the workers."""
 
     def settings(self) -> dict[str, Any]:
         """Options of the workload that decide the result, by name; `describe` has those of the model."""

@@ -85,6 +85,11 @@ class BertOptions:
         help="position embeddings that the shorter rows of an earlier phase left untrained: initial; or scaled: those "
         "of --initial_attention neighbours grow as the trained ones did; others are kept",
     )  # fmt: skip
+    sampled_softmax: int = option(
+        0, group="training", least=0, unit="words",
+        help="the masked-LM loss of a micro-batch is over its own masked words and as many others, drawn at random, "
+        "instead of the whole vocabulary; 0: the whole one",
+    )  # fmt: skip
     disable_dropout: bool = option(False, group="model", help="train without dropout")
     debug: bool = option(False, group="model", help="the tutorials' toy model: 1 layer, 2 heads, hidden size 16")
 
@@ -103,6 +108,7 @@ class BertWorkload(Workload):
         word_embeddings: Path | None = None,
         initial_attention: str = "random",
         new_positions: str = "initial",
+        sampled_softmax: int = 0,
     ) -> None:
         """`masking`: for shards without masks; `word_embeddings`: a file with initial ones.
 
@@ -126,6 +132,7 @@ class BertWorkload(Workload):
         self.word_embeddings = word_embeddings
         self.attends_to_neighbours = initial_attention == "neighbours"
         self.scales_new_positions = new_positions == "scaled"
+        self.sampled_softmax = sampled_softmax
         self.rows_per_shard = shards.rows_per_shard
 
     @classmethod
@@ -134,14 +141,14 @@ class BertWorkload(Workload):
         shards = ShardSet.open(directory, seq_len=options.seq_len, max_pred_len=options.max_pred_len)
         masking = _masking(options, shards)
         begin = (options.word_embeddings, options.initial_attention, options.new_positions)
-        return cls(model_of(options), shards, masking, *begin)
+        return cls(model_of(options), shards, masking, *begin, options.sampled_softmax)
 
     def describe(self) -> dict[str, Any]:
         return self.config.to_dict()
 
     def make_model(self, operations: Operations, ranks: TensorParallel) -> BertForPreTraining:
         self.config.require_divisible(ranks.size)
-        return BertForPreTraining(self.config, operations, ranks)
+        return BertForPreTraining(self.config, operations, ranks, self.sampled_softmax)
 
     def initialise(self, model: BertForPreTraining, seed: int) -> None:
         """With the embeddings and output bias of `word_embeddings`, if given. Raises `UserError`."""
@@ -175,7 +182,7 @@ class BertWorkload(Workload):
         return content_identity(self.shards.directory, names, cache)
 
     def settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"seq_len": self.shards.seq_len}
+        settings: dict[str, Any] = {"seq_len": self.shards.seq_len, "sampled_softmax": self.sampled_softmax}
         if self.masking is None:
             return settings
         return settings | {
@@ -194,19 +201,25 @@ class BertWorkload(Workload):
             without_padding=without_padding, dynamic_masking=masks,
         )  # fmt: skip
 
-    def work(self, counts: Sequence[int]) -> StepCost:
+    def work(self, counts: Sequence[int], micro_batches: int) -> StepCost:
         """A multiply-add counts as two operations and the backward pass as two forward passes (Narayanan et al. 2021,
         arXiv:2104.04473, appendix); embeddings, norms and softmax are not counted. The usual formula pads every
         sequence to S tokens and computes the masked-LM head at all of them.
         """
         masked, sequences, tokens, pairs = counts
+        words = self.config.vocab_size
+        if self.sampled_softmax:
+            words = min(words, masked // micro_batches + self.sampled_softmax)
         S, h, c = self.shards.seq_len, self.config.hidden_size, self.config
-        a_token = c.num_hidden_layers * (8 * h**2 + 4 * h * c.intermediate_size)
+        a_value, after = 6 * h**2, 2 * h**2 + 4 * h * c.intermediate_size  # up to attention in a layer, and after it
+        a_token = c.num_hidden_layers * (a_value + after)
         a_pair = c.num_hidden_layers * 4 * h
-        a_prediction = 2 * h**2 + 2 * h * c.vocab_size
+        a_transform, a_word = 2 * h**2, 2 * h
         a_sequence = 2 * h**2 + 4 * h if c.next_sentence else 0
-        needed = tokens * a_token + pairs * a_pair + masked * a_prediction + sequences * a_sequence
-        usual = sequences * (S * (a_token + a_prediction) + S**2 * a_pair + a_sequence)
+        used = masked + (sequences if c.next_sentence else 0)
+        needed = tokens * (a_token - after) + used * after + pairs * a_pair
+        needed += masked * (a_transform + words * a_word) + sequences * a_sequence
+        usual = sequences * (S * (a_token + a_transform + c.vocab_size * a_word) + S**2 * a_pair + a_sequence)
         return StepCost(sequences, 3.0 * needed, 3.0 * usual)
 
     def summary(self) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class MnistWorkload(Workload):
     def reader(self, *, static_shapes: bool, without_padding: bool, seed: int, falling: range) -> Images:
         return self.images  # SampleOrder makes no smaller batches
 
-    def work(self, counts: Sequence[int]) -> StepCost:
+    def work(self, counts: Sequence[int], micro_batches: int) -> StepCost:
         sizes = [PIXELS, *HIDDEN, CLASSES]
         flops = 6.0 * counts[0] * sum(a * b for a, b in itertools.pairwise(sizes))
         return StepCost(counts[0], flops, flops)

@@ -96,7 +96,7 @@ def test_graphs_precompiled_by_hand_have_luigis_parameters(
     assert made["parameters"].keys() == wanted["parameters"].keys()
     differing = {key for key, value in wanted["parameters"].items() if made["parameters"][key] != value}
     assert differing == {"model"}
-    assert (made["stage"], made["format_version"], made["phase"]) == ("precompile", 2, phase)
+    assert (made["stage"], made["format_version"], made["phase"]) == ("precompile", 3, phase)
 
 
 def test_the_mlps_stages_and_downloads_started_by_hand_have_luigis_fingerprints(tmp_path: Path) -> None:

@@ -53,14 +53,15 @@ def shards(tmp_path: Path) -> ShardSet:
     return ShardSet.open(tmp_path)
 
 
-def test_floating_point_operations_are_those_that_torch_counts(shards: ShardSet) -> None:
+@pytest.mark.parametrize("sampled", [0, 20])
+def test_floating_point_operations_are_those_that_torch_counts(shards: ShardSet, sampled: int) -> None:
     """Our count for our model, the usual formula's for Hugging Face's, which computes its head at every token."""
     transformers = pytest.importorskip("transformers")
     rows = np.arange(ROWS)
     (batch,), (counts,) = BatchReader(shards, vocab_size=VOCAB).micro_batches(Samples(0 * rows, rows), ROWS)
-    work = BertWorkload(CONFIG, shards).work(counts)
+    work = BertWorkload(CONFIG, shards, sampled_softmax=sampled).work(counts, 1)
     # With dropout, since torch does not count fused attention.
-    ours = BertForPreTraining(CONFIG, CpuOperations())
+    ours = BertForPreTraining(CONFIG, CpuOperations(), sampled_softmax=sampled)
     ours.initialise(seed=1)
     with FlopCounterMode(display=False) as counted:
         sum(ours.train()(batch)).backward()
@@ -108,6 +109,7 @@ def flops_of_steps(out: Path, data: Path) -> list[int]:
     token, a prediction or a sequence meets, and 12 h for each pair of tokens in a layer."""
     files = [h5py.File(path) for path in sorted(data.glob("*.hdf5"))]
     layers, h, inner = (MODEL[name] for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    after = h * h + 2 * h * inner  # after the last attention only what is used
     found = [0] * 14
     for worker in range(2):
         for line in (out / f"samples-{worker}.jsonl").read_text().splitlines():
@@ -116,7 +118,8 @@ def flops_of_steps(out: Path, data: Path) -> list[int]:
                 tokens = len(files[shard]["input_mask"][row])
                 predictions = int((files[shard]["masked_lm_positions"][row] > 0).sum())
                 found[record["step"]] += (
-                    6 * tokens * layers * (4 * h * h + 2 * h * inner)
+                    6 * tokens * (layers * (4 * h * h + 2 * h * inner) - after)
+                    + 6 * (predictions + 1) * after
                     + 12 * tokens**2 * layers * h
                     + 6 * predictions * (h * h + h * MODEL["vocab_size"])
                     + 6 * (h * h + 2 * h)

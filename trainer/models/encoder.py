@@ -1,0 +1,117 @@
+"""BERT's encoder, in Hugging Face's names.
+
+B: rows in the micro-batch, S: tokens in a row, H: hidden size, t: tensor-parallel ranks, W: places that are used.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trainer.models.config import ModelConfig
+from trainer.models.operations import AttentionMask, Operations
+from trainer.parallel.fp32_sums import LayerNorm
+from trainer.parallel.tensor import RowLinear, TensorParallel
+
+
+class Dropout(nn.Module):
+    def __init__(self, p: float, ops: Operations) -> None:
+        super().__init__()
+        self.p = p
+        self._ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ops.dropout(x, self.p) if self.training and self.p > 0 else x
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.head_size = config.hidden_size // config.num_attention_heads
+        mine = ranks.share(config.hidden_size)
+        self.query = nn.Linear(config.hidden_size, mine)
+        self.key = nn.Linear(config.hidden_size, mine)
+        self.value = nn.Linear(config.hidden_size, mine)
+        self._ranks = ranks
+        self.dropout_p = config.attention_probs_dropout_prob
+        self._ops = ops
+
+    def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
+        """(B, S, H) → (B, S, H / t)."""
+        batch, length, _ = x.shape
+        x = self._ranks.copy(x)
+
+        query, key, value = (
+            projection.view(batch, length, -1, self.head_size).transpose(1, 2)
+            for projection in self._ops.projections(x, (self.query, self.key, self.value))
+        )
+        dropout_p = self.dropout_p if self.training else 0.0
+        with self._ranks.region():
+            out = self._ops.attention(query, key, value, mask, dropout_p)
+        return out.transpose(1, 2).reshape(batch, length, -1)
+
+
+class DenseAndNorm(nn.Module):
+    """Hugging Face's BertSelfOutput and BertOutput: a projection, dropout, the residual, LayerNorm."""
+
+    def __init__(self, inputs: int, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.dense = RowLinear(inputs, config.hidden_size, ranks)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = Dropout(config.hidden_dropout_prob, ops)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        out: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + residual)
+        return out
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.self = SelfAttention(config, ops, ranks)
+        self.output = DenseAndNorm(config.hidden_size, config, ops, ranks)
+
+    def forward(self, x: Tensor, mask: AttentionMask, places: Tensor | None) -> Tensor:
+        attended = self.self(x, mask)
+        if places is not None:
+            attended, x = attended.flatten(0, 1).index_select(0, places), x.flatten(0, 1).index_select(0, places)
+        out: Tensor = self.output(attended, x)
+        return out
+
+
+class Intermediate(nn.Module):
+    def __init__(self, config: ModelConfig, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, ranks.share(config.intermediate_size))
+        self._ranks = ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.dense(self._ranks.copy(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.attention = Attention(config, ops, ranks)
+        self.intermediate = Intermediate(config, ranks)
+        self.output = DenseAndNorm(config.intermediate_size, config, ops, ranks)
+
+    def forward(self, x: Tensor, mask: AttentionMask, places: Tensor | None = None) -> Tensor:
+        """(B, S, H) → (B, S, H); with `places` (W,), indices of the flattened tokens, those only: (W, H)."""
+        x = self.attention(x, mask, places)
+        out: Tensor = self.output(self.intermediate(x), x)
+        return out
+
+
+class Encoder(nn.Module):
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Layer(config, ops, ranks) for _ in range(config.num_hidden_layers))
+
+    def forward(self, x: Tensor, mask: AttentionMask, places: Tensor) -> Tensor:
+        """(B, S, H) → (W, H), at the `places` (W,) that are used: the last layer computes no others."""
+        *before, last = self.layer
+        for layer in before:
+            x = layer(x, mask)
+        out: Tensor = last(x, mask, places)
+        return out
