@@ -3,9 +3,8 @@ masks, dropout 0.1) and against Hugging Face's Trainer; the disk space that both
 embedded default, which needs no data, against guessing by word frequency.
 
 Losses are those of the masked tokens of held-out rows, of which 15 % are masked. Our seconds are those of whole
-processes, start-up and initial word embeddings included; Trainer's begin just before its model is made. The examples
-are made beforehand. It takes hours: with --work, what an interrupted run of the same code has finished is not done
-again.
+processes, start-up and initial word embeddings included; Trainer's begin just before its model is made; examples are
+made beforehand. It takes hours: with --work, what an interrupted run of the same code has finished is not repeated.
 """
 
 from __future__ import annotations
@@ -80,11 +79,12 @@ LONG = Recipe(
         **_OURS,
         "lr": 2e-3,
         "adamw_lr_ratio": 1.5,
-        "masked_lm_prob": 0.4,
+        "masked_lm_prob": 0.5,
+        "sampled_softmax": 4096,
         "batch_size": 32,
         "grad_accum_usteps": 1,
         "warmup_steps": 50,
-        "max_steps": 1200,
+        "max_steps": 1500,
     },
     "dynamic",
     embeds=True,

@@ -231,12 +231,12 @@ def test_a_crash_loop_ends_with_the_workers_own_traceback(prepared, start) -> No
     assert 'trainer/loop.py", line' in last
 
 
-def test_of_40_simultaneous_starts_one_runs(prepared: Chain, tmp_path: Path) -> None:
+def test_of_20_simultaneous_starts_one_runs(prepared: Chain, tmp_path: Path) -> None:
     words = [*LUIGI, "Pretrain", "--phase", "1", *LONG, "--Phase1-lr", "0.006"]
     environment = {**os.environ, "LUIGI_CONFIG_PATH": str(prepared.config)}
     start_fork_server()
     starts = []
-    for number in range(40):
+    for number in range(20):
         with (tmp_path / str(number)).open("wb") as output:
             starts.append(start_python(words, environment=environment, output=output.fileno(), directory=ROOT))
     wait_for(lambda: sum(process.poll() is None for process in starts) == 1, timeout=300)
