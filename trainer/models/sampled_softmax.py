@@ -30,10 +30,11 @@ def draw_candidates(labels: Tensor, vocab_size: int, drawn: int) -> tuple[Tensor
     """
     known = labels.clamp(min=0)
     scores = torch.rand(vocab_size, device=labels.device).index_fill(0, known, 2.0)  # more than any drawn number
-    ids = scores.topk(min(vocab_size, len(labels) + drawn), sorted=False).indices.sort().values
+    # + 0: torch_xla's index_select aborts on what sort itself returns.
+    ids = scores.topk(min(vocab_size, len(labels) + drawn), sorted=False).indices.sort().values + 0
     is_label = scores[ids] > 1
     different = is_label.sum()
     stands_for = (vocab_size - different) / (len(ids) - different)
     numbers = torch.arange(len(ids), device=labels.device)
-    places = torch.zeros(vocab_size, dtype=torch.int64, device=labels.device).index_copy(0, ids, numbers)
+    places = torch.zeros(vocab_size, dtype=torch.int64, device=labels.device).scatter(0, ids, numbers)
     return ids, torch.where(is_label, 0.0, stands_for.log()), torch.where(labels < 0, labels, places[known])
