@@ -308,17 +308,18 @@ def test_contradictions_are_one_line(
 
 
 @pytest.mark.parametrize(
-    ("flags", "mode", "reason"),
+    ("vendor", "flags", "mode", "reason"),
     [
-        ({"fpu", "avx512_bf16"}, "autocast", "has bf16 instructions (avx512_bf16)"),
-        ({"amx_bf16", "avx512_bf16"}, "autocast", "(amx_bf16, avx512_bf16)"),
-        ({"fpu", "avx2"}, "fp32", "no bf16 instructions"),
+        ("AuthenticAMD", "fpu avx512_bf16", "autocast", "has bf16 instructions (avx512_bf16)"),
+        ("GenuineIntel", "amx_bf16 avx512_bf16", "autocast", "has bf16 instructions (amx_bf16)"),
+        ("GenuineIntel", "fpu avx512_bf16", "fp32", "GenuineIntel, avx512_bf16 without AMX is slower"),
+        ("GenuineIntel", "fpu avx2", "fp32", "no bf16 instructions"),
     ],
 )
 def test_auto_on_a_cpu_follows_its_instructions(
-    monkeypatch: pytest.MonkeyPatch, flags: set[str], mode: str, reason: str
+    monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, mode: str, reason: str
 ) -> None:
-    monkeypatch.setattr("trainer.devices.cpu.cpu_flags", lambda: flags)
+    monkeypatch.setattr("trainer.devices.cpu.cpu_info", lambda: {"vendor_id": vendor, "flags": flags})
     chosen, why = CpuDevice().automatic_precision()
     assert chosen == mode
     assert reason in why

@@ -164,7 +164,8 @@ class BertForPreTraining(Model):
         return x[:predictions], self.cls.seq_relationship(self.bert.pooler(x[predictions:]))
 
     def _masked_lm_loss(self, masked: Tensor, labels: Tensor) -> Tensor:
-        weight, bias = self.bert.embeddings.word_embeddings.weight, self.cls.predictions.bias
+        weight: Tensor = self.bert.embeddings.word_embeddings.weight
+        bias: Tensor = self.cls.predictions.bias
         mine, own = own_labels(labels, len(weight), self._ranks), own_words(self.config.vocab_size, self._ranks)
         if self.training and self._sampled_softmax:
             drawn = -(-self._sampled_softmax // self._ranks.size)

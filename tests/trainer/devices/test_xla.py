@@ -63,8 +63,8 @@ def test_the_loss_curve_is_the_cpus(data: Path, model: Path, tmp_path: Path, pre
 def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
     data: Path, model: Path, tmp_path: Path
 ) -> None:
-    """An epoch has 8 steps: the run crosses its end, log lines, checkpoints and a changing learning rate. Its softmax is
-    sampled, anew in each micro-step."""
+    """An epoch has 8 steps: the run crosses its end, log lines, checkpoints and a changing learning rate. Its softmax
+    is sampled, anew in each micro-step."""
     given = {"precision": "fp32", "max_steps": 14, "ckpt_interval_steps": 5, "log_interval": 3, "sampled_softmax": 40}
     whole = run(data, model, tmp_path / "whole", **given)
     out = tmp_path / "killed"
