@@ -50,7 +50,7 @@ class CpuDevice(Device):
         return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
     def automatic_precision(self) -> tuple[str, str]:
-        """autocast where bf16 products are faster than fp32 ones: with AMX, and with AMD's avx512_bf16. With Intel's alone
+        """autocast where bf16 products are faster than fp32 ones: with AMX, or AMD's avx512_bf16. With Intel's alone
         they take twice as long."""
         info, flags = cpu_info(), cpu_flags()
         if "amx_bf16" in flags:
