@@ -1,5 +1,5 @@
-"""What share of this machine's matrix rate training reaches on the CPU: BERT-Base (S=128) in fp32 and, where it has
-bf16 instructions, BERT-Base and work A in autocast; and what share of its time is spent outside forward pass, backward
+"""What share of this machine's matrix rate training reaches on the CPU: BERT-Base (S=128) in fp32 and, where `auto`
+is autocast, BERT-Base and work A in that; and what share of its time is spent outside forward pass, backward
 pass and optimizer.
 
 The rate is the best of large `mm`s of the products' type in the same process, before and after training; model FLOPs

@@ -110,7 +110,7 @@ class TrainConfig:
         "auto", **_TRAIN, choices=PRECISIONS,
         help="autocast: fp32 weights, bf16 products; autocast-sr: the same, rounded stochastically by the hardware "
         "(neuron-xla); bf16-sr: bf16 weights with stochastic rounding; bf16-master: bf16 weights with an fp32 copy; "
-        "sums, moments and losses are fp32; auto: by the optimizer's name, else autocast with bf16 hardware, else fp32",
+        "sums, moments and losses are fp32; auto: by the optimizer's name, else autocast if bf16 is faster, else fp32",
     )  # fmt: skip
     grad_reduce_in_bf16: bool = option(
         False, **_TRAIN, omit_default=True, help="sum gradients over the workers in bf16, half the bytes of fp32"

@@ -114,7 +114,7 @@ class Trainer:
         Returns False if the run is to stop: the step was given up before it changed the state.
 
         Every loss is a sum divided by the global batch's count, so the result depends on neither the micro-batch size
-        nor the number of workers.
+        nor the number of workers, except through what a micro-batch draws: dropout and sampled softmax.
         """
         config = self.config
         self.metrics.begin_step(step)

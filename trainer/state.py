@@ -19,6 +19,8 @@ from trainer.registry import stable_steps
 
 #: Name of the file in a checkpoint directory.
 STATE = "state.json"
+#: Settings that are left out of a state at these values.
+_LEFT_OUT = {"sampled_softmax": 0}
 _BATCH_OPTIONS = ("global_batch_size", "batch_ramp_steps", "batch_ramp_parts")
 
 
@@ -154,7 +156,7 @@ class TrainState:
         Raises `CheckpointError` if this run cannot continue from there.
         """
         self.require_same_model(other, checkpoint)
-        theirs = other.deciding
+        ours, theirs = _LEFT_OUT | self.deciding, _LEFT_OUT | other.deciding
         shared = min(self.stable_steps, other.stable_steps)
         undecided = DECAY_OPTIONS if other.step <= shared else ()
         # A converted checkpoint has no batch size.
@@ -167,7 +169,7 @@ class TrainState:
                 "new": mine,
                 **(batch if name in _BATCH_OPTIONS else {}),
             }
-            for name, mine in self.deciding.items()
+            for name, mine in ours.items()
             if name in theirs and theirs[name] != mine and name not in undecided
         ]
         refused = [change for change in differ if change["name"] not in allowed]

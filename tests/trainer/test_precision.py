@@ -311,8 +311,8 @@ def test_contradictions_are_one_line(
     ("vendor", "flags", "mode", "reason"),
     [
         ("AuthenticAMD", "fpu avx512_bf16", "autocast", "has bf16 instructions (avx512_bf16)"),
-        ("GenuineIntel", "amx_bf16 avx512_bf16", "autocast", "has bf16 instructions (amx_bf16)"),
-        ("GenuineIntel", "fpu avx512_bf16", "fp32", "GenuineIntel, avx512_bf16 without AMX is slower"),
+        ("GenuineIntel", "amx_bf16 avx512_bf16", "autocast", "has bf16 instructions (amx_bf16, avx512_bf16)"),
+        ("GenuineIntel", "fpu avx512_bf16", "fp32", "on Intel's CPUs avx512_bf16 without AMX is slower"),
         ("GenuineIntel", "fpu avx2", "fp32", "no bf16 instructions"),
     ],
 )

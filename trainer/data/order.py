@@ -25,7 +25,7 @@ from trainer.seeds import derive_seed
 
 #: Rows shuffled together, at least: about 120 MB of phase-1 rows.
 BLOCK_ROWS = 1 << 18
-#: Part of every checkpoint: a change to the order, or to any other random stream of training, raises it.
+#: Part of every checkpoint: a change to the order, or to the seeds of any other random stream of training, raises it.
 ORDER_VERSION = 2
 
 #: Constants of splitmix64.

@@ -1,10 +1,11 @@
 """BERT for pretraining: Hugging Face's `BertForPreTraining`, or `BertForMaskedLM` without next-sentence prediction,
-parameter for parameter, with the masked-LM head computed at the masked positions only.
+parameter for parameter, with the masked-LM head, and the last layer after its attention, computed only where they are
+used.
 
 The modules are our own because importing Hugging Face's takes longer than the trainer's whole start-up may
 (docs/decisions.md). Names, shapes and results are the same (tests/trainer/models/test_bert.py).
 
-B: rows in the micro-batch, S: tokens in a row, H: hidden size, A: heads, M: masked positions and Q: sequences in the
+B: rows in the micro-batch, S: tokens in a row, H: hidden size, M: masked positions and Q: sequences in the
 whole micro-batch, V: vocabulary. A row is one sequence or, if packed, several that do not attend to each other.
 """
 
@@ -98,9 +99,9 @@ class Predictions(nn.Module):
         self.bias = nn.Parameter(torch.empty(ranks.share(config.vocab_size)))
         self._ranks = ranks
 
-    def forward(self, x: Tensor, decoder_weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """(M, H) → (M, V / t) logits; with `bias`, those of the words whose weights and biases these are."""
-        return F.linear(self._ranks.copy(self.transform(x)), decoder_weight, self.bias if bias is None else bias)
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """(M, H) → (M, K) logits of the words whose weights (K, H) and biases (K,) are given."""
+        return F.linear(self._ranks.copy(self.transform(x)), weight, bias)
 
 
 class Heads(nn.Module):
@@ -124,7 +125,7 @@ class BertForPreTraining(Model):
         sampled_softmax: int = 0,
     ) -> None:
         """`ops`: the device's operations; None: torch's. `ranks`: the tensor-parallel ranks that share the model; None:
-        it is not split. `sampled_softmax`: words drawn for a micro-batch's masked-LM loss in training; 0: all."""
+        it is not split. `sampled_softmax`: words drawn beside a micro-batch's labels in training; 0: all."""
         super().__init__()
         self._sampled_softmax = sampled_softmax
         self.config = config
@@ -137,7 +138,8 @@ class BertForPreTraining(Model):
         """Masked-LM logits (M, V / t) at the masked positions, and next-sentence logits (Q, 2), or None if the model
         or the batch is without next-sentence prediction."""
         masked, next_sentence = self._encoded(batch)
-        return self.cls.predictions(masked, self.bert.embeddings.word_embeddings.weight), next_sentence
+        weight, bias = self.bert.embeddings.word_embeddings.weight, self.cls.predictions.bias
+        return self.cls.predictions(masked, weight, bias), next_sentence
 
     def forward(self, batch: BertBatch) -> tuple[Tensor, ...]:
         """Summed cross-entropies in nats: over the masked positions, and with next-sentence prediction over the
@@ -167,7 +169,7 @@ class BertForPreTraining(Model):
         weight: Tensor = self.bert.embeddings.word_embeddings.weight
         bias: Tensor = self.cls.predictions.bias
         mine, own = own_labels(labels, len(weight), self._ranks), own_words(self.config.vocab_size, self._ranks)
-        if self.training and self._sampled_softmax:
+        if self.training and self._sampled_softmax and own:
             drawn = -(-self._sampled_softmax // self._ranks.size)
             with self._ranks.region():
                 weight, bias, mine = sampled_words(weight[:own], bias[:own], mine, drawn)

@@ -2,7 +2,8 @@
 
 A small model with a large vocabulary spends half of its training time on the products with all word embeddings.
 
-V: vocabulary, M: masked positions, N: words drawn, K = min(V, M + N): candidates.
+V: vocabulary, M: masked positions, N: words to draw, K = min(V, M + N): candidates. Where labels repeat, more than N
+are drawn: the number of candidates is fixed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The split is that of Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053, section 3): a dense layer split by columns,
 followed by one split by rows, needs one sum forward and one backward. Every rank computes the same losses.
 
-B: sequences, S: tokens, H: hidden size, M: masked positions, V: this rank's rows of the vocabulary.
+B: sequences, S: tokens, H: hidden size, M: masked positions, V: this rank's rows of the vocabulary, K: those in a loss.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def own_labels(labels: Tensor, rows: int, ranks: TensorParallel) -> Tensor:
 def own_words(vocab_size: int, ranks: TensorParallel) -> int:
     """How many of this rank's rows of the vocabulary are not padding: the first ones."""
     rows = ranks.share(vocab_size)
-    return min(rows, vocab_size - ranks.rank * rows)
+    return min(rows, max(0, vocab_size - ranks.rank * rows))
 
 
 def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, counts: Tensor, own: int, ranks: TensorParallel) -> Tensor:

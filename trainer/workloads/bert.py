@@ -87,8 +87,8 @@ class BertOptions:
     )  # fmt: skip
     sampled_softmax: int = option(
         0, group="training", least=0, unit="words",
-        help="the masked-LM loss of a micro-batch is over its own masked words and as many others, drawn at random, "
-        "instead of the whole vocabulary; 0: the whole one",
+        help="the masked-LM loss of a micro-batch is over its own masked words and at least as many others, drawn at "
+        "random, instead of the whole vocabulary; 0: the whole one",
     )  # fmt: skip
     disable_dropout: bool = option(False, group="model", help="train without dropout")
     debug: bool = option(False, group="model", help="the tutorials' toy model: 1 layer, 2 heads, hidden size 16")
@@ -182,7 +182,9 @@ class BertWorkload(Workload):
         return content_identity(self.shards.directory, names, cache)
 
     def settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"seq_len": self.shards.seq_len, "sampled_softmax": self.sampled_softmax}
+        settings: dict[str, Any] = {"seq_len": self.shards.seq_len}
+        if self.sampled_softmax:
+            settings["sampled_softmax"] = self.sampled_softmax
         if self.masking is None:
             return settings
         return settings | {

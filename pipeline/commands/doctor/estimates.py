@@ -217,7 +217,10 @@ class Estimates:
     def _trained_before(self, stage: Pretrain) -> Iterator[StageDir]:
         """Complete trainings of the same model with the same row length, device and worker count; their steps may
         differ."""
-        wanted = {"model": stage.model_parameters(), **_of(stage.parameters(), "seq_len", "precision")}
+        wanted = {
+            "model": stage.model_parameters(),
+            **_of(stage.parameters(), "seq_len", "precision", "sampled_softmax"),
+        }
         for one in self._before(stage.label):
             same = self._ran_alike(one) and wanted == _of(one.record["parameters"], *wanted)
             if same and one.record["counts"]["steps"]:

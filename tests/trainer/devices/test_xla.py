@@ -50,6 +50,8 @@ def test_the_loss_curve_is_the_cpus(data: Path, model: Path, tmp_path: Path, pre
     """Other kernels sum in another order: rounding, which grows over 20 steps. Two workers reduce through gloo. One
     worker compiles as a user's does, with optimization, in the precision that users have."""
     given = {"precision": precision, "disable_dropout": True, "max_steps": 20}
+    if precision == "fp64":  # the last layer is not like the others
+        model = write_model_config(tmp_path)
     expected = losses(run(data, model, tmp_path / "cpu", device="cpu", **given))
     assert expected[-1] < expected[0]
     optimized = A_USERS_FLAGS if precision == "fp32" else None
