@@ -134,7 +134,7 @@ def trainer_here(
     **options: Any,
 ) -> tuple[Trainer, list[str]]:
     """A trainer for `steps` steps in this process, and the lines that its log will get. `rates`: the first and last
-    share of masked tokens; `initial`: the workload's options on initial weights."""
+    share of masked tokens; `initial`: more of the workload's options."""
     shards = ShardSet.open(data)
     sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128}
     config = ModelConfig(

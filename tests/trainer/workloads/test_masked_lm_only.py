@@ -128,9 +128,8 @@ def test_the_work_of_a_step_is_that_of_the_model_without_the_head(data: Path) ->
     # Per sequence: the pooler's and the classifier's matrices, times two for a multiply-add and three for the backward.
     h = config.hidden_size
     head = 8 * 3 * 2 * (h**2 + 2 * h)
-    last = (
-        8 * 3 * 2 * (h**2 + 2 * h * config.intermediate_size)
-    )  # what the last layer does for the head after attention
+    # And what the last layer does for the head after its attention.
+    last = 8 * 3 * 2 * (h**2 + 2 * h * config.intermediate_size)
     assert (both.flops - one.flops, both.usual_flops - one.usual_flops) == (head + last, head)
     assert both.samples == one.samples
 
