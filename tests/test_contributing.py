@@ -83,13 +83,13 @@ def test_there_is_an_example_of_each_kind() -> None:
 
 
 @pytest.mark.slow
-def test_the_examples_work_as_written(checkout: Path) -> None:
-    for title, text in SECTIONS.items():
-        steps = [Step(*found) for found in _STEP.findall(text)]
-        assert len(steps) == text.count("```") // 2, title
-        assert steps[-1].language == "sh", title
-        for step in steps:
-            step.follow(checkout)
-    # The examples meet the standards of the code around them, and break no test of it. The copy is what is imported.
+@pytest.mark.parametrize("title", SECTIONS)
+def test_an_example_works_as_written(title: str, checkout: Path) -> None:
+    steps = [Step(*found) for found in _STEP.findall(SECTIONS[title])]
+    assert len(steps) == SECTIONS[title].count("```") // 2
+    assert steps[-1].language == "sh"
+    for step in steps:
+        step.follow(checkout)
+    # The example meets the standards of the code around it, and breaks no test of it. The copy is what is imported.
     _run("git init --quiet && ruff check . && ruff format --check .", checkout)
     _run(f"python -m pytest -m 'not slow' {' '.join(TESTS)}", checkout)
