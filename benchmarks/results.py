@@ -100,14 +100,11 @@ def read(path: Path) -> list[Result]:
 
 def machine() -> tuple[str, str]:
     """A description of this machine, and a name for its file."""
-    from trainer.devices.cpu import cpu_flags
+    from trainer.devices.cpu import cpu_flags, cpu_info
 
-    found = re.search(
-        r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
-    )
     # A virtual machine may see no more of its CPU than the maker's name.
     features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in cpu_flags()]
-    name = found[1] if found else platform.processor() or platform.machine()
+    name = cpu_info().get("model name") or platform.processor() or platform.machine()
     said = ", ".join([name, *features[:1], f"{os.cpu_count()} cores"])
     gpu = _gpu()
     said = f"{said}, {gpu}" if gpu else said

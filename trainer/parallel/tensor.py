@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainer.parallel.fp32_sums import Embedding
-from trainer.parallel.plan import padded_length
+from trainer.parallel.plan import padded_length, share
 from trainer.seeds import derive_seed
 
 #: Sums (True) or maxima (False) of tensors over the ranks, in place.
@@ -152,8 +152,7 @@ def own_labels(labels: Tensor, rows: int, ranks: TensorParallel) -> Tensor:
 
 def own_words(vocab_size: int, ranks: TensorParallel) -> int:
     """How many of this rank's rows of the vocabulary are not padding: the first ones."""
-    rows = ranks.share(vocab_size)
-    return min(rows, max(0, vocab_size - ranks.rank * rows))
+    return len(range(vocab_size)[share(vocab_size, ranks.rank, ranks.size)])
 
 
 def vocabulary_cross_entropy(logits: Tensor, labels: Tensor, counts: Tensor, own: int, ranks: TensorParallel) -> Tensor:

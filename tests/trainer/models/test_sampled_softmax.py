@@ -86,9 +86,8 @@ def test_the_loss_is_the_papers() -> None:
     torch.manual_seed(3)
     ids, _, _ = draw_candidates(labels, V, 200)
     torch.manual_seed(3)
-    loss = CpuOperations().cross_entropy(
-        F.linear(x, *(found := sampled_words(weight, bias, labels, 200))[:2]), found[2]
-    )
+    weights, biases, places = sampled_words(weight, bias, labels, 200)
+    loss = CpuOperations().cross_entropy(F.linear(x, weights, biases), places)
     scores = (x @ weight.T + bias).numpy()
     certain = sorted({0, *known.tolist()})
     drawn = sorted(set(ids.tolist()) - set(certain))
@@ -133,9 +132,9 @@ def test_as_many_words_as_there_are_make_the_whole_loss(drawn: int) -> None:
     weight, bias, x = decoder()
     labels = labels_of(weight, bias, x)
     labels[:] = torch.arange(60)  # all different: 60 labels and V - 60 drawn are all words
-    found = sampled_words(weight, bias, labels, drawn)
-    assert torch.equal(found[0], weight)
-    loss = F.cross_entropy(F.linear(x, *found[:2]), found[2], reduction="sum")
+    weights, biases, places = sampled_words(weight, bias, labels, drawn)
+    assert torch.equal(weights, weight)
+    loss = F.cross_entropy(F.linear(x, weights, biases), places, reduction="sum")
     assert float(loss) == pytest.approx(float(F.cross_entropy(F.linear(x, weight, bias), labels, reduction="sum")))
 
 
