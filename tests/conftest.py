@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.helpers.support import command, fork_server, require_torch_xla, start_fork_server, stop_fork_servers
+from tests.interpreter import interpret_kernels
 
 # One thread per process, here and in all that is started: many tests run in parallel. Read when torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -27,6 +28,7 @@ os.environ["XLA_FLAGS"] = (
 )
 # Inductor otherwise tries the vector instructions that the processor names, each in a Python that imports torch.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+interpret_kernels()
 # What a shell starts in the background ignores Ctrl-C, and so does everything that it starts in turn.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parent.parent

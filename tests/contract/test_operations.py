@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.devices.cpu_operations import CpuOperations
-from trainer.devices.cuda import CudaOperations
+from trainer.devices.cuda_operations import CudaOperations
 from trainer.models.operations import Operations
 
 IMPLEMENTATIONS = [Operations(), CpuOperations(), CudaOperations()]

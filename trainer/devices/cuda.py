@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from common.errors import UserError
 from trainer.data.batch import B
 from trainer.devices.base import Device, DeviceOptions
-from trainer.models.operations import AttentionMask, Operations
-from trainer.models.varlen_attention import (
-    CAPABILITY,
-    HEAD_SIZE_MAX,
-    KERNEL_TYPES,
-    head_size_max,
-    takes,
-    varlen_attention,
-)
+from trainer.devices.cuda_operations import CudaOperations
+from trainer.devices.inductor import has_c_compiler
 from trainer.parallel.mesh import Mesh
 from trainer.precision import Precision
 
@@ -33,68 +25,6 @@ _BF16_PEAKS: dict[str, float | None] = {
     "H200": 989e12, "H200 NVL": None, "H100": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12, "A100": 312e12,
     "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12,
 }  # fmt: skip
-
-
-class CudaOperations(Operations):
-    """Attention over rows, packed or not, by FlashAttention, which takes sequence lengths instead of a mask; in
-    types that it does not support, by matrix products with a mask. Torch's memory-efficient kernel, which torch would
-    choose with a mask, adds up a query's gradient in whatever order its blocks finish: a resumed run would end with
-    other bytes (torch, aten/src/ATen/native/transformers/cuda/attention_backward.cu, num_splits_key)."""
-
-    def __init__(self, *, has_flash: bool = True, head_size_max: int = HEAD_SIZE_MAX) -> None:
-        """`has_flash`: whether this GPU and this build of torch have the kernels; `head_size_max`: the largest heads
-        that they take with dropout."""
-        self.has_flash, self.head_size_max = has_flash, head_size_max
-
-    def projections(self, x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
-        if torch.compiler.is_compiling():  # torch's compiler joins the conversions
-            return super().projections(x, layers)
-        return self.joined_projections(x, layers)
-
-    def attention_mask(
-        self, sequence_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None
-    ) -> AttentionMask:
-        if not self.has_flash:
-            return super().attention_mask(sequence_ids, cu_seqlens, max_seqlen)
-        bounds = row_bounds(sequence_ids) if cu_seqlens is None else cu_seqlens
-        return Sequences(bounds.int(), max_seqlen or sequence_ids.shape[1], sequence_ids, cu_seqlens)
-
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
-        if not isinstance(mask, Sequences):
-            return self.attention_by_products(query, key, value, mask, dropout_p)
-        most = self.head_size_max if dropout_p else HEAD_SIZE_MAX
-        if not takes(query, most):
-            if mask.max_seqlen < query.shape[2]:  # without padding: a row, and so its mask, as long as a micro-batch
-                raise UserError(
-                    f"attention heads of {query.shape[3]} numbers in {str(query.dtype).removeprefix('torch.')}; "
-                    f"FlashAttention takes at most {most} on this GPU; use precision fp32, or a model with more heads"
-                )
-            dense = super().attention_mask(mask.sequence_ids, mask.packed_bounds)
-            return self.attention_by_products(query, key, value, dense, dropout_p)
-        B, A, S, D = query.shape
-        q, k, v = (x.transpose(1, 2).reshape(B * S, A, D) for x in (query, key, value))
-        out = varlen_attention(q, k, v, mask.cu_seqlens, mask.max_seqlen, dropout_p)
-        return out.view(B, S, A, D).transpose(1, 2)
-
-
-class Sequences(NamedTuple):
-    """What `CudaOperations.attention` is told about a micro-batch. Each token belongs to a sequence, a row's padding
-    to one of its own: the kernels leave the results of other tokens undefined."""
-
-    #: (R + 1,) int32, as `varlen_attention` takes it.
-    cu_seqlens: Tensor
-    max_seqlen: int
-    #: What the mask is made of where the kernels are not used.
-    sequence_ids: Tensor
-    packed_bounds: Tensor | None
-
-
-def row_bounds(sequence_ids: Tensor) -> Tensor:
-    """Where each row's sequence and its padding begin in the flattened micro-batch, and its end: (B, S), of rows that
-    are not packed, → (2B + 1,). Computed on the rows' device: the host does not wait."""
-    rows, seq_len = sequence_ids.shape
-    lengths = sequence_ids.count_nonzero(1)
-    return F.pad(torch.stack([lengths, seq_len - lengths], dim=1).flatten().cumsum(0), (1, 0))
 
 
 class CudaDevice(Device):
@@ -114,12 +44,8 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.torch_device)
         torch.backends.cuda.matmul.allow_tf32 = False
-        # AMD's build, a cuda device too, has other kernels behind the same operators.
-        has_flash = torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
-        capability = torch.cuda.get_device_capability(self.torch_device)
-        self.operations = self.compiled_operations = CudaOperations(
-            has_flash=has_flash and capability >= CAPABILITY, head_size_max=head_size_max(capability)
-        )
+        self._no_triton = why_no_triton(torch.cuda.get_device_capability(self.torch_device))
+        self.operations = self.compiled_operations = CudaOperations(has_triton=self._no_triton is None)
         self._waiting: list[tuple[Callable[..., Any], list[torch.Tensor], torch.cuda.Event]] = []
 
     @classmethod
@@ -127,7 +53,8 @@ class CudaDevice(Device):
         return cls(mesh.local_rank)
 
     def describe(self) -> str:
-        return f"cuda, {torch.cuda.get_device_name(self.torch_device)}"
+        slower = f"; without Triton kernels: {self._no_triton}" if self._no_triton else ""
+        return f"cuda, {torch.cuda.get_device_name(self.torch_device)}{slower}"
 
     def automatic_precision(self) -> tuple[str, str]:
         if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -136,7 +63,7 @@ class CudaDevice(Device):
 
     def needs_no_padding(self, precision: Precision) -> bool:
         """If the kernels are used, and batches need not all have the same shapes."""
-        return self.operations.has_flash and precision.products in KERNEL_TYPES and not self.static_shapes
+        return self.operations.has_triton and precision.products == torch.bfloat16 and not self.static_shapes
 
     def put(self, batch: B) -> B:
         """In one copy, which the host does not wait for."""
@@ -180,6 +107,17 @@ class CudaDevice(Device):
         if precision in ("fp32", "fp64"):
             return None
         return bf16_peak(name)
+
+
+def why_no_triton(capability: tuple[int, int]) -> str | None:
+    """Why torch's own operations take the place of the Triton kernels; None: they do not."""
+    if torch.version.hip is not None or capability < (8, 0):
+        return "they are for NVIDIA GPUs of compute capability 8.0 or more"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not has_c_compiler():
+        return "they need a C compiler; install gcc"
+    return None
 
 
 def bf16_peak(name: str) -> float | None:

@@ -5,10 +5,11 @@ B: rows, S: tokens in a row, H: hidden size, A: heads, D: head size, M: masked p
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,9 @@ def cases(model: ModelConfig) -> Iterator[Case]:
     yield Case("linear", lambda ops, *of: F.linear(*of), (draw(_B, _S, H), weight, draw(model.intermediate_size)))
     yield Case("layer norm", lambda ops, *of: _normalise(*of), (draw(_B, _S, H), draw(H), draw(H)))
     yield Case("gelu", lambda ops, x: F.gelu(x), (3 * draw(_B, _S, H),))
+    dense = draw(H, H) * H**-0.5, draw(H)
+    yield Case("linear and gelu", lambda ops, x, *of: ops.dense_gelu(x, _linear(*of)), (draw(_B, _S, H), *dense))
+    yield Case("linear, residual and layer norm", _add_norm, (draw(_B, _S, H), *dense, draw(_B, _S, H), *draw(2, H)))
     yield Case("tanh", lambda ops, x: torch.tanh(x), (draw(_B, H),))
     yield Case("sum", lambda ops, x, y: x + y, (draw(_B, _S, H), draw(_B, _S, H)))
     heads = tuple(draw(_B, A, _S, H // A) for _ in range(3))
@@ -90,7 +94,7 @@ def cases(model: ModelConfig) -> Iterator[Case]:
     yield Case("selected rows", lambda ops, x, index: x.index_select(0, index), (draw(_B * _S, H), index))
     labels = torch.randint(V, (_M,), generator=random)
     labels[::3] = IGNORED
-    yield Case("cross-entropy", lambda ops, *of: _cross_entropy(*of), (3 * draw(_M, V), labels), (torch.float32,))
+    yield Case("cross-entropy", lambda ops, *of: ops.cross_entropy(*of), (3 * draw(_M, V), labels))
     yield Case("norm", lambda ops, x: torch.linalg.vector_norm(x), (draw(H * H),), (torch.float32,))
 
 
@@ -220,8 +224,19 @@ def _attend(ops: Operations, query: Tensor, key: Tensor, value: Tensor, ids: Ten
     return out.masked_fill(ids[:, None, :, None] == 0, 0.0)
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+def _linear(weight: Tensor, bias: Tensor) -> Any:
+    """What operations need of a `RowLinear`, with these tensors as they are."""
+    layer: Any = functools.partial(F.linear, weight=weight, bias=bias)
+    layer.weight, layer.bias, layer.product = weight, bias, functools.partial(F.linear, weight=weight)
+    return layer
+
+
+def _add_norm(
+    ops: Operations, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, scale: Tensor, shift: Tensor
+) -> Tensor:
+    norm: Any = functools.partial(_normalise, weight=scale, bias=shift)
+    norm.weight, norm.bias, norm.eps = scale, shift, 1e-12
+    return ops.dense_add_norm(x, _linear(weight, bias), residual, norm, 0.0)
 
 
 def _sequence_ids() -> Tensor:

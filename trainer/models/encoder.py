@@ -6,7 +6,6 @@ B: rows in the micro-batch, S: tokens in a row, H: hidden size, t: tensor-parall
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from trainer.models.config import ModelConfig
 from trainer.models.operations import AttentionMask, Operations
@@ -38,17 +37,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: AttentionMask) -> Tensor:
         """(B, S, H) → (B, S, H / t)."""
-        batch, length, _ = x.shape
         x = self._ranks.copy(x)
-
-        query, key, value = (
-            projection.view(batch, length, -1, self.head_size).transpose(1, 2)
-            for projection in self._ops.projections(x, (self.query, self.key, self.value))
-        )
         dropout_p = self.dropout_p if self.training else 0.0
         with self._ranks.region():
-            out = self._ops.attention(query, key, value, mask, dropout_p)
-        return out.transpose(1, 2).reshape(batch, length, -1)
+            layers = self.query, self.key, self.value
+            return self._ops.self_attention(x, layers, self.head_size, mask, dropout_p)
 
 
 class DenseAndNorm(nn.Module):
@@ -58,11 +51,12 @@ class DenseAndNorm(nn.Module):
         super().__init__()
         self.dense = RowLinear(inputs, config.hidden_size, ranks)
         self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = Dropout(config.hidden_dropout_prob, ops)
+        self.dropout_p = config.hidden_dropout_prob
+        self._ops = ops
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = self.LayerNorm(self.dropout(self.dense(x)) + residual)
-        return out
+        dropout_p = self.dropout_p if self.training else 0.0
+        return self._ops.dense_add_norm(x, self.dense, residual, self.LayerNorm, dropout_p)
 
 
 class Attention(nn.Module):
@@ -80,20 +74,20 @@ class Attention(nn.Module):
 
 
 class Intermediate(nn.Module):
-    def __init__(self, config: ModelConfig, ranks: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, ranks.share(config.intermediate_size))
-        self._ranks = ranks
+        self._ops, self._ranks = ops, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(self.dense(self._ranks.copy(x)))
+        return self._ops.dense_gelu(self._ranks.copy(x), self.dense)
 
 
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
         self.attention = Attention(config, ops, ranks)
-        self.intermediate = Intermediate(config, ranks)
+        self.intermediate = Intermediate(config, ops, ranks)
         self.output = DenseAndNorm(config.intermediate_size, config, ops, ranks)
 
     def forward(self, x: Tensor, mask: AttentionMask, places: Tensor | None = None) -> Tensor:

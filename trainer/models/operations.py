@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from trainer.data.bert_batch import IGNORED
 from trainer.parallel.fp32_sums import at_least_fp32
+from trainer.parallel.tensor import RowLinear
 
 #: Made by `Operations.attention_mask` for `Operations.attention` of the same device.
 AttentionMask = Any
@@ -22,6 +23,18 @@ class Operations:
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Zero a share `p` of `x` and scale the rest by 1 / (1 - p)."""
         return F.dropout(x, p)
+
+    def dense_gelu(self, x: Tensor, dense: nn.Linear) -> Tensor:
+        """gelu(dense(x))."""
+        return F.gelu(dense(x))
+
+    def dense_add_norm(
+        self, x: Tensor, dense: RowLinear, residual: Tensor, norm: nn.LayerNorm, dropout_p: float
+    ) -> Tensor:
+        """norm(dropout(dense(x)) + residual)."""
+        product = dense(x)
+        out: Tensor = norm((self.dropout(product, dropout_p) if dropout_p else product) + residual)
+        return out
 
     def projections(self, x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
         """(…, H) → one (…, out) of each layer."""
@@ -50,6 +63,16 @@ class Operations:
         if cu_seqlens is None:
             return sequence_ids.bool()[:, None, None, :]
         return sequence_ids[:, None, :, None] == sequence_ids[:, None, None, :]
+
+    def self_attention(
+        self, x: Tensor, layers: Sequence[nn.Linear], head_size: int, mask: AttentionMask, dropout_p: float
+    ) -> Tensor:
+        """Attention with queries, keys and values by three layers: (B, S, H) → (B, S, A · D)."""
+        rows, length, _ = x.shape
+        query, key, value = (
+            projection.view(rows, length, -1, head_size).transpose(1, 2) for projection in self.projections(x, layers)
+        )
+        return self.attention(query, key, value, mask, dropout_p).transpose(1, 2).reshape(rows, length, -1)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
         """Scaled dot-product attention, (B, A, S, D) → (B, A, S, D)."""

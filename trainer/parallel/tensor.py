@@ -118,7 +118,11 @@ class RowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self._ranks.size == 1:
             return super().forward(x)
-        return self._ranks.sum(F.linear(x, self.weight)) + self.bias
+        return self.product(x) + self.bias
+
+    def product(self, x: Tensor) -> Tensor:
+        """The same without the bias."""
+        return self._ranks.sum(F.linear(x, self.weight))
 
 
 class VocabularyEmbedding(Embedding):

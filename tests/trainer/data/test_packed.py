@@ -22,7 +22,7 @@ from trainer.data.reader import BatchReader
 from trainer.data.shards import LENGTHS_KEY, ShardSet, write_shard
 from trainer.devices.cpu import CpuDevice
 from trainer.devices.cpu_operations import CpuOperations
-from trainer.devices.cuda import CudaOperations
+from trainer.devices.cuda_operations import CudaOperations
 from trainer.models.bert import BertForPreTraining
 from trainer.models.config import ModelConfig
 from trainer.models.operations import Operations
@@ -110,9 +110,7 @@ def test_a_model_is_measured_alike_on_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize(
-    "operations", [Operations(), CpuOperations(), CudaOperations(), CudaOperations(has_flash=False)]
-)
+@pytest.mark.parametrize("operations", [Operations(), CpuOperations(), CudaOperations()])
 def test_loss_and_gradients_are_those_of_sequences_apart(tmp_path: Path, operations: Operations, static: bool) -> None:
     apart, packed = write_both(tmp_path, 23)
     assert ShardSet.open(packed).rows < 0.7 * 23

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,9 @@ from trainer.data.batch import Batch
 from trainer.data.bert_batch import BertBatch
 from trainer.data.loader import Step
 from trainer.data.order import Samples
-from trainer.devices.cuda import CudaDevice, CudaOperations
+from trainer.devices import cuda
+from trainer.devices.cuda import CudaDevice
+from trainer.devices.cuda_operations import CudaOperations
 from trainer.loop import Trainer
 from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
 from trainer.models.config import ModelConfig
@@ -38,7 +41,7 @@ class WithoutValues(CudaDevice):
 
     def __init__(self) -> None:
         self.torch_device = torch.device("meta")
-        self.operations = self.compiled_operations = CudaOperations()
+        self.operations = self.compiled_operations = CudaOperations(has_triton=True)
         self.copies = 0
         self.late: list[Tensor] = []
 
@@ -95,7 +98,7 @@ def test_no_step_asks_for_a_value(optimizer: str, precision: str) -> None:
         tensor_parallel=TensorParallel(), _number=device_number(device), _all_reduce=lambda tensors: None,
     )  # fmt: skip
     rows = batch_of(synthetic_rows(4, seq_len=32, max_pred_len=5, seed=3))
-    batches = [rows, rows.without_padding()]
+    batches = [rows, rows.without_padding()] if device.needs_no_padding(kind) else [rows]
     with NoCopies():
         try:
             assert trainer.train_step(step_of(batches, device), [1, 1])
@@ -144,16 +147,20 @@ def test_a_batch_is_one_copy() -> None:
         assert len(storages) == 1
 
 
-def heads(dtype: torch.dtype, head_size: int) -> Tensor:
-    return torch.empty(2, 3, 16, head_size, device="cuda:0", dtype=dtype)
+def layers(head_size: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    """A GPU's input and layers, without values."""
+    x, weight, bias = (
+        torch.empty(*shape, 3 * head_size, device="cuda:0", dtype=dtype) for shape in ((2, 16), (3 * head_size,), ())
+    )
+    return x, [SimpleNamespace(weight=weight, bias=bias, out_features=3 * head_size)] * 3
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "has_flash"), [(torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)]
+    ("dtype", "has_triton"), [(torch.bfloat16, True), (torch.float32, True), (torch.bfloat16, False)]
 )
-def test_the_kernels_are_used_where_they_are(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has_flash: bool, packed: bool
+def test_the_kernel_is_used_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, has_triton: bool, packed: bool
 ) -> None:
     """For packed rows and for others; otherwise products with a mask."""
     masks: list[Any] = []
@@ -162,33 +169,71 @@ def test_the_kernels_are_used_where_they_are(
     with FakeTensorMode(), torch.no_grad():
         ids = torch.ones(2, 16, device="cuda:0", dtype=torch.int64)
         bounds = torch.zeros(5, device="cuda:0", dtype=torch.int64) if packed else None
-        operations, x = CudaOperations(has_flash=has_flash), heads(dtype, 64)
-        out = operations.attention(x, x, x, operations.attention_mask(ids, bounds), 0.1)
+        operations, (x, three) = CudaOperations(has_triton=has_triton), layers(64, dtype)
+        out = operations.self_attention(x, three, 64, operations.attention_mask(ids, bounds), 0.1)
     assert (out.shape, out.dtype) == (x.shape, dtype)
-    assert masks == ([] if has_flash and dtype == torch.bfloat16 else [(ids, bounds)])
+    assert masks == ([] if has_triton and dtype == torch.bfloat16 else [(ids, bounds)])
 
 
-def test_heads_that_the_kernels_do_not_take_are_refused_without_padding() -> None:
+def test_with_a_mask_no_kernel_is_used_that_adds_in_any_order() -> None:
+    """torch would choose its memory-efficient kernel on a GPU."""
+    operations, x = CudaOperations(), torch.zeros(2, 2, 16, 8, requires_grad=True)
+    with Called() as called:
+        mask = operations.attention_mask(torch.ones(2, 16, dtype=torch.int64), None, 16)
+        operations.attention(x, x, x, mask, 0.1).sum().backward()
+    assert not [name for name in called.names if "attention" in name], called.names
+    assert [name for name in called.names if "bmm" in name]
+
+
+class Called(TorchDispatchMode):
+    """Records which of torch's operations are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_heads_that_the_kernel_does_not_take_are_refused_without_padding() -> None:
     with FakeTensorMode(), torch.no_grad():
-        operations, x = CudaOperations(), heads(torch.bfloat16, 264)
+        operations, (x, three) = CudaOperations(has_triton=True), layers(136, torch.bfloat16)
         ids, bounds = (torch.ones(*shape, device="cuda:0", dtype=torch.int64) for shape in ((2, 16), (3,)))
-        with pytest.raises(
-            UserError, match=r"heads of 264 numbers in bfloat16; FlashAttention takes at most 256 on this GPU; use "
-        ):
-            operations.attention(x, x, x, operations.attention_mask(ids, bounds, 8), 0.1)
+        with pytest.raises(UserError, match=r"heads of 136 numbers in bfloat16; the kernels take at most 128; use "):
+            operations.self_attention(x, three, 136, operations.attention_mask(ids, bounds, 8), 0.1)
 
 
 @pytest.mark.parametrize(
-    ("precision", "has_flash", "compiled", "expected"),
+    ("precision", "has_triton", "compiled", "expected"),
     [
         ("autocast", True, False, True), ("bf16-master", True, False, True), ("fp32", True, False, False),
         ("autocast", False, False, False), ("autocast", True, True, False),
     ],
 )  # fmt: skip
 def test_micro_batches_come_without_padding_where_nothing_needs_rows(
-    precision: str, has_flash: bool, compiled: bool, expected: bool
+    precision: str, has_triton: bool, compiled: bool, expected: bool
 ) -> None:
     device = WithoutValues()
-    device.operations = CudaOperations(has_flash=has_flash)
+    device.operations = CudaOperations(has_triton=has_triton)
     device.compiler = Nothing() if compiled else None  # type: ignore[assignment]
     assert device.needs_no_padding(Precision(precision)) is expected
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("gpu", "they are for NVIDIA GPUs of compute capability 8.0 or more"),
+        ("triton", "triton is not installed"),
+        ("compiler", "they need a C compiler; install gcc"),
+        (None, None),
+    ],
+)
+def test_why_there_are_no_kernels_is_said(
+    monkeypatch: pytest.MonkeyPatch, missing: str | None, said: str | None
+) -> None:
+    if missing == "triton":
+        monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None if missing == "compiler" else "/usr/bin/gcc")
+    assert cuda.why_no_triton((7, 5) if missing == "gpu" else (8, 0)) == said

@@ -1,102 +1,20 @@
-"""The GPU itself: its kernels against float64, its training against the CPU's, resumes to the byte, no waiting."""
+"""Training on the GPU itself: against the CPU's, resumes to the byte, no waiting. tests/trainer/devices/kernels has its
+kernels, which run on the GPU where there is one."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from tests.helpers.support import assert_same_bytes, forked, losses, options, train, write_dataset
-from trainer.models.varlen_attention import varlen_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
 COMMON = {"lr": 3e-3, "warmup_steps": 5, "ckpt_interval_steps": 0, "batch_size": 4, "grad_accum_usteps": 4}
-#: From one token to longer than a tile of the kernels; one is empty.
-LENGTHS = (1, 512, 37, 0, 128, 129, 300)
-TOKENS = sum(LENGTHS)
-
-
-@pytest.fixture
-def bounds() -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device="cuda")
-
-
-def attended(dtype: torch.dtype, bounds: Tensor, head_size: int, dropout_p: float = 0.0) -> list[Tensor]:
-    """The result for random queries, keys and values, views of one tensor, and their gradients; then what these are in
-    float64, by torch's own attention of each sequence alone, without dropout."""
-    random = torch.Generator().manual_seed(0)
-    drawn = torch.randn(TOKENS, 4, 4 * head_size, generator=random).to("cuda", dtype)
-    *given, gradient = drawn.chunk(4, dim=2)
-    for x in given:
-        x.requires_grad_()
-    out = varlen_attention(*given, bounds, max(LENGTHS), dropout_p)
-    ours = [out, *torch.autograd.grad(out, given, gradient)]
-    exact = [x.detach().double().requires_grad_() for x in given]
-    parts = zip(*(x.transpose(0, 1).split(LENGTHS, dim=1) for x in exact), strict=True)
-    true = torch.cat([F.scaled_dot_product_attention(*part) for part in parts], dim=1).transpose(0, 1)
-    return [*ours, true, *torch.autograd.grad(true, exact, gradient.double())]
-
-
-@pytest.mark.parametrize("head_size", [64, 20, 128, 256])
-@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
-def test_attention_is_that_of_float64_but_for_rounding(
-    bounds: Tensor, dtype: torch.dtype, unit: float, head_size: int
-) -> None:
-    """Weights and result are each rounded once to `dtype`, and so are the scores' gradients: a few units, relative to
-    the whole tensor."""
-    found = attended(dtype, bounds, head_size)
-    for ours, true in zip(found[:4], found[4:], strict=True):
-        assert (ours.double() - true).norm() <= 2 * unit * true.norm()
-
-
-def test_dropped_weights_are_a_share_and_the_others_are_scaled(bounds: Tensor) -> None:
-    """With the identity as values the result is the attention weights themselves. The gradient of the values must drop
-    the same ones."""
-    length, p = 128, 0.25
-    random = torch.Generator().manual_seed(0)
-    query, key, gradient = (torch.randn(64 * length, 8, length, generator=random).cuda().bfloat16() for _ in range(3))
-    value = torch.eye(length, device="cuda").bfloat16()[None].repeat(64, 1, 1).flatten(0, 1)[:, None].repeat(1, 8, 1)
-    value.requires_grad_()
-    starts = torch.arange(0, 64 * length + 1, length, dtype=torch.int32, device="cuda")
-    with torch.no_grad():
-        whole = varlen_attention(query, key, value, starts, length, 0.0).float()
-    torch.cuda.manual_seed(7)
-    weights = varlen_attention(query, key, value, starts, length, p)
-    (d_value,) = torch.autograd.grad(weights, value, gradient)
-    kept = weights.detach().float()
-    dropped = (kept == 0) & (whole > 0)
-    count = int((whole > 0).sum())
-    # The kernel compares 8 random bits, so the share is a multiple of 1/256; five standard deviations beside it.
-    share = int(dropped.sum()) / count
-    assert abs(share - p) <= 5 * (p * (1 - p) / count) ** 0.5 + 1 / 256
-    rest = ~dropped
-    assert (kept[rest] - whole[rest] / (1 - p)).norm() <= 2 * 2.0**-8 * kept.norm()
-    # No row, column, head or sequence is favoured.
-    for dimension in (1, 2):
-        shares = dropped.double().mean(tuple(d for d in range(3) if d != dimension)).cpu()
-        n = dropped.numel() / len(shares)
-        assert (shares - share).abs().max() <= 5 * (p * (1 - p) / n) ** 0.5
-    weights, gradient = (x.detach().view(64, length, 8, length).permute(0, 2, 1, 3) for x in (weights, gradient))
-    expected = (weights.double().transpose(2, 3) @ gradient.double()).permute(0, 2, 1, 3).reshape(d_value.shape)
-    assert (d_value.double() - expected).norm() <= 2 * 2.0**-8 * expected.norm()
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-def test_attention_has_the_same_bits_every_time(bounds: Tensor, dropout_p: float) -> None:
-    """The kernel's default adds up a query's gradient with atomics."""
-    found = []
-    for _ in range(10):
-        torch.cuda.manual_seed(1)
-        found.append(attended(torch.bfloat16, bounds, 64, dropout_p)[:4])
-    for again in found[1:]:
-        assert all(map(torch.equal, found[0], again))
 
 
 def run(data: Path, model: Path, out: Path, **values: Any) -> Path:

@@ -1,0 +1,128 @@
+"""The GPU's operations with their kernels: the self-test accepts them, and a whole model computes what torch's do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import UserError
+from tests.helpers.support import MODEL, synthetic_rows
+from tests.trainer.models.test_bert import batch_of
+from trainer.data.bert_batch import BertBatch
+from trainer.devices.cpu import CpuDevice
+from trainer.machine import arithmetic, randomness
+from trainer.models.bert import BertForPreTraining
+from trainer.models.config import ModelConfig
+from trainer.models.operations import Operations
+
+pytest.importorskip("triton", reason="needs Triton, which is for Linux")
+
+from trainer.devices.cuda_operations import CudaOperations
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Kernels(CpuDevice):
+    """A device whose operations are a GPU's; where there is none, the kernels are interpreted."""
+
+    def __init__(self) -> None:
+        self.torch_device, self.operations = torch.device(DEVICE), CudaOperations(has_triton=True)
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+
+@pytest.fixture
+def subject() -> Any:
+    device, config = Kernels(), SimpleNamespace(precision="autocast")
+    return SimpleNamespace(device=device, devices={"eager": device}, model=ModelConfig(**MODEL), config=config)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        arithmetic.check_operations, arithmetic.check_attention_mask, randomness.check_dropout_rate,
+        randomness.check_dropout_independence,
+    ],
+)  # fmt: skip
+def test_the_self_test_accepts_them(subject: Any, check: Any) -> None:
+    findings = list(check(subject))
+    assert findings
+    assert [finding for finding in findings if not finding.passed] == []
+
+
+def gradients(
+    model: BertForPreTraining, batch: BertBatch, dtype: torch.dtype | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss, a mean, and its gradients, in float64; under autocast to `dtype`, if it is given."""
+    with torch.autocast(DEVICE, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        loss = sum(model(batch)) / len(batch.masked_labels)
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    return loss.item(), {
+        name: gradient.double() for (name, _), gradient in zip(model.named_parameters(), found, strict=True)
+    }
+
+
+@pytest.mark.parametrize("without_padding", [False, True])
+def test_a_model_under_autocast_is_float64s_but_for_rounding(without_padding: bool) -> None:
+    """As near as torch's own operations under autocast, in bf16: with a half more allowed for two roundings less or
+    more. Two layers, sequences of several lengths."""
+    batch = batch_of(synthetic_rows(3, seq_len=32, max_pred_len=5, seed=3))
+    batch = batch.map(lambda tensor: tensor.to(DEVICE))
+    exact = BertForPreTraining(ModelConfig(**MODEL).without_dropout()).double().to(DEVICE)
+    exact.initialise(seed=1)
+    with torch.no_grad():
+        for name, parameter in exact.named_parameters():  # else scores are so small that attention is a mean
+            if "query" in name or "key" in name:
+                parameter *= 20
+    true, expected = gradients(exact, batch)
+    errors = []
+    for operations in (CudaOperations(has_triton=True), Operations()):
+        model = BertForPreTraining(ModelConfig(**MODEL).without_dropout(), operations).to(DEVICE)
+        model.load_state_dict(exact.state_dict())
+        fused = isinstance(operations, CudaOperations)
+        given = batch.without_padding() if without_padding and fused else batch
+        loss, found = gradients(model, given, torch.bfloat16)
+        assert loss == pytest.approx(true, rel=2e-3)
+        difference = sum((found[name] - expected[name]).square().sum() for name in expected)
+        errors.append(float(difference / sum(x.square().sum() for x in expected.values())) ** 0.5)
+        for name in ("encoder.layer.0.attention.self.query.weight", "encoder.layer.1.attention.self.value.bias"):
+            one, other = found[f"bert.{name}"], expected[f"bert.{name}"]
+            assert (one - other).norm() <= 0.05 * other.norm(), name
+    ours, theirs = errors
+    assert ours <= 1.5 * theirs
+
+
+def test_training_drops_with_the_kernels_and_evaluation_does_not() -> None:
+    batch = batch_of(synthetic_rows(2, seq_len=32, max_pred_len=5, seed=3)).map(lambda tensor: tensor.to(DEVICE))
+    config = ModelConfig(**{**MODEL, "hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3})
+    model = BertForPreTraining(config, CudaOperations(has_triton=True)).to(DEVICE)
+    model.initialise(seed=1)
+    found = []
+    for training, seed in ((True, 1), (True, 1), (True, 2), (False, 1), (False, 2)):
+        torch.manual_seed(seed)
+        with torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16):
+            found.append(model.train(training)(batch)[0].item())
+    assert found[0] == found[1] != found[2]
+    assert found[3] == found[4]
+
+
+def test_without_words_to_predict_there_is_no_loss() -> None:
+    """No kernel is started for no rows."""
+    operations = CudaOperations(has_triton=True)
+    logits = torch.zeros(0, 7, device=DEVICE, requires_grad=True)
+    assert operations.cross_entropy(logits, torch.zeros(0, dtype=torch.int64, device=DEVICE)) == 0
+
+
+def test_heads_that_are_too_large_are_refused_without_padding() -> None:
+    operations = CudaOperations(has_triton=True)
+    ids = torch.ones(1, 16, dtype=torch.int64, device=DEVICE)
+    bounds = torch.tensor([0, 8, 16], device=DEVICE)
+    x = torch.zeros(1, 1, 16, 136, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(UserError, match=r"heads of 136 numbers in bfloat16; the kernels take at most 128; use "):
+        operations.attention(x, x, x, operations.attention_mask(ids, bounds, 8), 0.0)
+    assert operations.attention(x, x, x, operations.attention_mask(ids, bounds, 16), 0.0).shape == x.shape

@@ -1,0 +1,138 @@
+"""The model's operations on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.errors import UserError
+from trainer.data.bert_batch import IGNORED
+from trainer.models.operations import AttentionMask, Operations
+from trainer.parallel.tensor import RowLinear
+
+
+class CudaOperations(Operations):
+    """Attention over sequences without their padding, and what lies between the products in one pass over memory each,
+    by the Triton kernels of `trainer.devices.kernels`. Where they cannot be used, attention by matrix products with a
+    mask: torch's memory-efficient kernel, which torch would choose, adds up a query's gradient in whatever order its
+    blocks finish, and a resumed run would end with other bytes (torch,
+    aten/src/ATen/native/transformers/cuda/attention_backward.cu, num_splits_key)."""
+
+    def __init__(self, *, has_triton: bool = False) -> None:
+        """`has_triton`: whether this GPU and this installation have Triton."""
+        self._kernels: Any = None
+        if has_triton:
+            from trainer.devices import kernels
+
+            self._kernels = kernels
+
+    @property
+    def has_triton(self) -> bool:
+        return self._kernels is not None
+
+    def _fuses(self, x: Tensor) -> bool:
+        return self.has_triton and x.dtype != torch.float64 and x.numel() > 0
+
+    def dense_gelu(self, x: Tensor, dense: nn.Linear) -> Tensor:
+        if not self._fuses(x):
+            return super().dense_gelu(x, dense)
+        out: Tensor = self._kernels.bias_gelu(F.linear(x, dense.weight), dense.bias)
+        return out
+
+    def dense_add_norm(
+        self, x: Tensor, dense: RowLinear, residual: Tensor, norm: nn.LayerNorm, dropout_p: float
+    ) -> Tensor:
+        if not self._fuses(x):
+            return super().dense_add_norm(x, dense, residual, norm, dropout_p)
+        out: Tensor = self._kernels.bias_dropout_add_norm(dense.product(x), dense.bias, residual, norm, dropout_p)
+        return out
+
+    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if not self._fuses(logits):
+            return super().cross_entropy(logits, labels)
+        summed: Tensor = self._kernels.cross_entropy(logits.contiguous(), labels, IGNORED)
+        return summed
+
+    def projections(self, x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
+        if torch.compiler.is_compiling():  # torch's compiler joins the conversions
+            return super().projections(x, layers)
+        return self.joined_projections(x, layers)
+
+    def attention_mask(
+        self, sequence_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None = None
+    ) -> AttentionMask:
+        if not self.has_triton:
+            return super().attention_mask(sequence_ids, cu_seqlens, max_seqlen)
+        bounds = row_bounds(sequence_ids) if cu_seqlens is None else cu_seqlens
+        lengths = bounds.diff()
+        of_tokens = lengths.repeat_interleave(lengths, output_size=sequence_ids.numel())
+        longest = max_seqlen or sequence_ids.shape[1]
+        return Sequences(bounds.int(), of_tokens.int(), longest, sequence_ids, cu_seqlens)
+
+    def self_attention(
+        self, x: Tensor, layers: Sequence[nn.Linear], head_size: int, mask: AttentionMask, dropout_p: float
+    ) -> Tensor:
+        if not isinstance(mask, Sequences):
+            return super().self_attention(x, layers, head_size, mask, dropout_p)
+        kind = "cpu" if x.is_cpu else "cuda"
+        is_converted = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+        if not self._attends(torch.get_autocast_dtype(kind) if is_converted else x.dtype, head_size, mask):
+            dense = super().attention_mask(mask.sequence_ids, mask.packed_bounds)
+            return super().self_attention(x, layers, head_size, dense, dropout_p)
+        weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+        # The kernel gives the bias its gradient.
+        qkv = F.linear(x, weight, bias.detach()).flatten(0, 1)
+        return self._attend(qkv, bias, mask, head_size, dropout_p).view(*x.shape[:2], -1)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
+        if not isinstance(mask, Sequences):
+            return self.attention_by_products(query, key, value, mask, dropout_p)
+        B, A, S, D = query.shape
+        if not self._attends(query.dtype, D, mask):
+            dense = super().attention_mask(mask.sequence_ids, mask.packed_bounds)
+            return self.attention_by_products(query, key, value, dense, dropout_p)
+        qkv = torch.cat([x.transpose(1, 2).reshape(B * S, A * D) for x in (query, key, value)], dim=1)
+        return self._attend(qkv, qkv.new_zeros(3 * A * D), mask, D, dropout_p).view(B, S, A, D).transpose(1, 2)
+
+    def _attends(self, dtype: torch.dtype, head_size: int, mask: Sequences) -> bool:
+        """Whether by the kernel; `dtype`: of the products. Raises `UserError` if nothing else can do it."""
+        if self._kernels.takes_heads(dtype, head_size):
+            return True
+        if mask.max_seqlen < mask.sequence_ids.shape[1]:  # without padding: a row is as long as a micro-batch
+            raise UserError(
+                f"attention heads of {head_size} numbers in {str(dtype).removeprefix('torch.')}; the kernels take at "
+                f"most {self._kernels.HEAD_SIZE_MAX}; use precision fp32, or a model with more heads"
+            )
+        return False
+
+    def _attend(self, qkv: Tensor, bias: Tensor, mask: Sequences, head_size: int, dropout_p: float) -> Tensor:
+        heads = qkv.shape[1] // 3 // head_size
+        out: Tensor = self._kernels.attention(
+            qkv, bias, mask.bounds, mask.lengths, mask.max_seqlen, heads, dropout_p
+        )  # fmt: skip
+        return out
+
+
+class Sequences(NamedTuple):
+    """What `CudaOperations.self_attention` is told about a micro-batch. Each token belongs to a sequence, a row's
+    padding to one of its own: the kernels leave the results of other tokens undefined."""
+
+    #: (R + 1,) and (T,) int32, as the kernel takes them.
+    bounds: Tensor
+    lengths: Tensor
+    max_seqlen: int
+    #: What the mask is made of where the kernel is not used.
+    sequence_ids: Tensor
+    packed_bounds: Tensor | None
+
+
+def row_bounds(sequence_ids: Tensor) -> Tensor:
+    """Where each row's sequence and its padding begin in the flattened micro-batch, and its end: (B, S), of rows that
+    are not packed, → (2B + 1,). Computed on the rows' device: the host does not wait."""
+    rows, seq_len = sequence_ids.shape
+    lengths = sequence_ids.count_nonzero(1)
+    return F.pad(torch.stack([lengths, seq_len - lengths], dim=1).flatten().cumsum(0), (1, 0))
