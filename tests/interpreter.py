@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 
+@functools.cache
 def interpret_kernels() -> None:
     """From here on, in this process; before Triton is imported, which decides it then. Mends what the interpreter of
     Triton 3.5 cannot do: a loop to a number that was loaded, with numpy from 2.4 on, and products of bf16 matrices."""

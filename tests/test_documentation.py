@@ -25,6 +25,7 @@ _INNER = {
     "pipeline/commands/init/",
     "pipeline/tasks/nights/",
     "trainer/checkpoint/interop/",
+    "trainer/devices/kernels/",
     "trainer/metrics/trackers/",
 }
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -37,6 +37,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import interpret_kernels
+
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).parent / "faults"
 #: Seconds after which the tests of a file without a fault, or the test of one fault, are given up.
@@ -254,6 +256,8 @@ def try_all(root: Path, faults: Sequence[Fault], *, jobs: int) -> int:
     """Try all faults and print a table; returns how many were not caught. Raises `Outdated`."""
     for fault in faults:
         fault.applied((root / fault.file).read_text())
+    if root == ROOT:
+        interpret_kernels()  # before Triton is imported
     for name in PRELOADED if root == ROOT else ():
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
