@@ -26,8 +26,8 @@ def interpret_kernels() -> None:
     del os.environ["TRITON_INTERPRET"]  # which other processes would inherit
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 
-    def patched(tensor: Any) -> None:
-        patch(tensor)
+    def patched(tensor: Any, *scope: Any) -> None:  # a scope from Triton 3.6 on
+        patch(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:

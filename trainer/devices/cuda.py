@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,6 @@ from common.errors import UserError
 from trainer.data.batch import B
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.cuda_operations import CudaOperations
-from trainer.devices.inductor import has_c_compiler
 from trainer.parallel.mesh import Mesh
 from trainer.precision import Precision
 
@@ -115,8 +115,11 @@ def why_no_triton(capability: tuple[int, int]) -> str | None:
         return "they are for NVIDIA GPUs of compute capability 8.0 or more"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if not has_c_compiler():
-        return "they need a C compiler; install gcc"
+    try:
+        import_module("triton.runtime.driver").driver.active.get_current_target()
+    except Exception as error:  # of a missing compiler or header, a folder that cannot be written, an old driver
+        first = f"{type(error).__name__} {error}".splitlines()[0]
+        return f"Triton cannot be used, see that there is a C compiler with Python's headers: {first}"
     return None
 
 

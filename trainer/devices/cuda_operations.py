@@ -80,41 +80,24 @@ class CudaOperations(Operations):
             return super().self_attention(x, layers, head_size, mask, dropout_p)
         kind = "cpu" if x.is_cpu else "cuda"
         is_converted = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-        if not self._attends(torch.get_autocast_dtype(kind) if is_converted else x.dtype, head_size, mask):
+        of_products = torch.get_autocast_dtype(kind) if is_converted else x.dtype
+        if not self._kernels.takes_heads(of_products, head_size):
+            if mask.max_seqlen < x.shape[1]:  # without padding: a row, and so its mask, as long as a micro-batch
+                raise UserError(
+                    f"attention heads of {head_size} numbers in {str(of_products).removeprefix('torch.')}; the kernels "
+                    f"take at most {self._kernels.HEAD_SIZE_MAX}; use precision fp32, or a model with more heads"
+                )
             dense = super().attention_mask(mask.sequence_ids, mask.packed_bounds)
             return super().self_attention(x, layers, head_size, dense, dropout_p)
         weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
         # The kernel gives the bias its gradient.
         qkv = F.linear(x, weight, bias.detach()).flatten(0, 1)
-        return self._attend(qkv, bias, mask, head_size, dropout_p).view(*x.shape[:2], -1)
+        given = mask.bounds, mask.lengths, mask.max_seqlen
+        out: Tensor = self._kernels.attention(qkv, bias, *given, qkv.shape[1] // 3 // head_size, dropout_p)
+        return out.view(*x.shape[:2], -1)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, dropout_p: float) -> Tensor:
-        if not isinstance(mask, Sequences):
-            return self.attention_by_products(query, key, value, mask, dropout_p)
-        B, A, S, D = query.shape
-        if not self._attends(query.dtype, D, mask):
-            dense = super().attention_mask(mask.sequence_ids, mask.packed_bounds)
-            return self.attention_by_products(query, key, value, dense, dropout_p)
-        qkv = torch.cat([x.transpose(1, 2).reshape(B * S, A * D) for x in (query, key, value)], dim=1)
-        return self._attend(qkv, qkv.new_zeros(3 * A * D), mask, D, dropout_p).view(B, S, A, D).transpose(1, 2)
-
-    def _attends(self, dtype: torch.dtype, head_size: int, mask: Sequences) -> bool:
-        """Whether by the kernel; `dtype`: of the products. Raises `UserError` if nothing else can do it."""
-        if self._kernels.takes_heads(dtype, head_size):
-            return True
-        if mask.max_seqlen < mask.sequence_ids.shape[1]:  # without padding: a row is as long as a micro-batch
-            raise UserError(
-                f"attention heads of {head_size} numbers in {str(dtype).removeprefix('torch.')}; the kernels take at "
-                f"most {self._kernels.HEAD_SIZE_MAX}; use precision fp32, or a model with more heads"
-            )
-        return False
-
-    def _attend(self, qkv: Tensor, bias: Tensor, mask: Sequences, head_size: int, dropout_p: float) -> Tensor:
-        heads = qkv.shape[1] // 3 // head_size
-        out: Tensor = self._kernels.attention(
-            qkv, bias, mask.bounds, mask.lengths, mask.max_seqlen, heads, dropout_p
-        )  # fmt: skip
-        return out
+        return self.attention_by_products(query, key, value, mask, dropout_p)
 
 
 class Sequences(NamedTuple):

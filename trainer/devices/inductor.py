@@ -25,9 +25,10 @@ class Inductor(Compiler):
     def __init__(self, cache: str | None, *, for_cpu: bool) -> None:
         """`cache`: directory for compiled code; None: torch's. Raises `UserError` if there is no compiler."""
         super().__init__()
-        language, names = ("C++", _CXX) if for_cpu else ("C", _CC)
-        if not _is_installed(names):
-            raise UserError(f"compile needs a {language} compiler; install {names[1]}, or leave compile off")
+        variable, *names = _CXX if for_cpu else _CC
+        if not any(map(shutil.which, (os.environ.get(variable, names[0]), *names))):
+            language = "C++" if for_cpu else "C"
+            raise UserError(f"compile needs a {language} compiler; install {names[0]}, or leave compile off")
         if cache is not None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
 
@@ -39,16 +40,6 @@ class Inductor(Compiler):
         compiled: Any = compile_fx(graph, inputs, config_patches=fixed, decompositions=_rules())
         kernel: Callable[..., Any] = compiled
         return kernel
-
-
-def has_c_compiler() -> bool:
-    """Whether Triton finds what it builds its kernels' launchers with."""
-    return _is_installed(_CC)
-
-
-def _is_installed(compilers: tuple[str, ...]) -> bool:
-    variable, *names = compilers
-    return any(map(shutil.which, (os.environ.get(variable, names[0]), *names)))
 
 
 @functools.cache

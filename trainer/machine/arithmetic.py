@@ -6,6 +6,7 @@ B: rows, S: tokens in a row, H: hidden size, A: heads, D: head size, M: masked p
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,16 @@ from torch.nn import functional as F
 from trainer.data.batch import Batch
 from trainer.data.bert_batch import IGNORED
 from trainer.devices.base import Device
-from trainer.machine.subject import Finding, Subject, differing, fetch, program, relative_error
+from trainer.machine.subject import (
+    Finding,
+    Subject,
+    attention_types,
+    differing,
+    fetch,
+    linear,
+    program,
+    relative_error,
+)
 from trainer.models.config import ModelConfig
 from trainer.models.operations import Operations
 from trainer.parallel.fp32_sums import Embedding, LayerNorm
@@ -83,7 +93,7 @@ def cases(model: ModelConfig) -> Iterator[Case]:
     yield Case("layer norm", lambda ops, *of: _normalise(*of), (draw(_B, _S, H), draw(H), draw(H)))
     yield Case("gelu", lambda ops, x: F.gelu(x), (3 * draw(_B, _S, H),))
     dense = draw(H, H) * H**-0.5, draw(H)
-    yield Case("linear and gelu", lambda ops, x, *of: ops.dense_gelu(x, _linear(*of)), (draw(_B, _S, H), *dense))
+    yield Case("linear and gelu", lambda ops, x, *of: ops.dense_gelu(x, linear(*of)), (draw(_B, _S, H), *dense))
     yield Case("linear, residual and layer norm", _add_norm, (draw(_B, _S, H), *dense, draw(_B, _S, H), *draw(2, H)))
     yield Case("tanh", lambda ops, x: torch.tanh(x), (draw(_B, H),))
     yield Case("sum", lambda ops, x, y: x + y, (draw(_B, _S, H), draw(_B, _S, H)))
@@ -118,15 +128,16 @@ def check_attention_mask(subject: Subject) -> Iterator[Finding]:
     shape = _B, model.num_attention_heads, _S, model.hidden_size // model.num_attention_heads
     query, key, value = (torch.randn(shape, generator=random) for _ in range(3))
     ids = _sequence_ids()
-    for name, packed in (("padding", []), ("a packed row's other sequence", [_cu_seqlens()])):
+    hidden: dict[str, list[Tensor]] = {"padding": [], "a packed row's other sequence": [_cu_seqlens()]}
+    for dtype, (name, packed) in itertools.product(attention_types(subject), hidden.items()):
         seen = ids[0] == 1 if packed else ids[0] > 0
         outs = []
         for scale in (1.0, 100.0):
-            others = torch.ones(_S).masked_fill(~seen, scale)[:, None]
-            inputs = [query, key * others, value * others, ids, *packed]
-            (out,) = fetch(device, _attend(device.operations, *(_put(device, x) for x in inputs)))
+            factors = torch.ones(_S).masked_fill(~seen, scale)[:, None]
+            inputs = [x.to(dtype) for x in (query, key * factors, value * factors)]
+            (out,) = fetch(device, _attend(device.operations, *(_put(device, x) for x in (*inputs, ids, *packed))))
             outs.append(out[0, :, seen])
-        yield Finding(f"outputs that {name} changes", differing(*outs))
+        yield Finding(f"outputs in {dtype} that {name} changes", differing(*outs))
 
 
 class _Affine(nn.Module):
@@ -218,17 +229,15 @@ def _normalise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _attend(ops: Operations, query: Tensor, key: Tensor, value: Tensor, ids: Tensor, *packed: Tensor) -> Tensor:
-    """Attention; 0 at padding, whose results are not used."""
+    """Attention as a model calls it, with layers that choose query, key and value from what they are given side by
+    side; 0 at padding, whose results are not used."""
     mask = ops.attention_mask(ids, *(packed or (None,)))
-    out = ops.attention(query, key, value, mask, 0.0)
-    return out.masked_fill(ids[:, None, :, None] == 0, 0.0)
-
-
-def _linear(weight: Tensor, bias: Tensor) -> Any:
-    """What operations need of a `RowLinear`, with these tensors as they are."""
-    layer: Any = functools.partial(F.linear, weight=weight, bias=bias)
-    layer.weight, layer.bias, layer.product = weight, bias, functools.partial(F.linear, weight=weight)
-    return layer
+    _, A, _, D = query.shape
+    x = torch.cat([part.transpose(1, 2).flatten(2) for part in (query, key, value)], dim=2)
+    chosen = torch.eye(x.shape[2], dtype=x.dtype, device=x.device).split(A * D)
+    out = ops.self_attention(x, [linear(weight, weight.new_zeros(A * D)) for weight in chosen], D, mask, 0.0)
+    heads: Tensor = out.unflatten(2, (A, D)).transpose(1, 2)
+    return heads.masked_fill(ids[:, None, :, None] == 0, 0.0)
 
 
 def _add_norm(
@@ -236,7 +245,7 @@ def _add_norm(
 ) -> Tensor:
     norm: Any = functools.partial(_normalise, weight=scale, bias=shift)
     norm.weight, norm.bias, norm.eps = scale, shift, 1e-12
-    return ops.dense_add_norm(x, _linear(weight, bias), residual, norm, 0.0)
+    return ops.dense_add_norm(x, linear(weight, bias), residual, norm, 0.0)
 
 
 def _sequence_ids() -> Tensor:

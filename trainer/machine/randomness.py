@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from trainer.devices.base import Device
-from trainer.machine.subject import Finding, Subject, differing, fetch, program
+from trainer.machine.subject import Finding, Subject, attention_types, differing, fetch, linear, program
 from trainer.models.encoder import Dropout
-from trainer.precision import Precision
 
 _P = 0.1
 _N = 1 << 18
 #: Standard deviations of a share or a correlation. One in 1.7 million exceeds it by chance; about a hundred are tried.
 _SIGMAS = 5.0
-#: The CPU's dropout rounds p to a multiple of 2⁻¹⁶ (trainer/devices/cpu_operations.py).
-_ROUNDING = 2**-17
+#: p is rounded to a multiple of 2⁻¹⁶ by the CPU's dropout and by GPUs' in layers, in GPUs' attention to one of 2⁻⁸.
+_ROUNDING, _ATTENTION_ROUNDING = 2**-17, 2**-9
 
 
 def check_dropout_rate(subject: Subject) -> Iterator[Finding]:
@@ -34,10 +36,13 @@ def check_dropout_rate(subject: Subject) -> Iterator[Finding]:
         scale = (kept[kept != 0] * (1 - _P) - 1).abs().max().item()
         yield Finding(f"{way}, scale of the rest", scale, 1e-4)
         yield Finding(f"{way}, elements dropped in one direction only", differing(gradient, kept))
-    for dtype in _attention_types(subject):
+    for dtype in attention_types(subject):
+        subject.device.seed(1)
+        error = abs(_dropped_by_a_layer(subject.device, _P, dtype).double().mean().item() - _P) - _ROUNDING
+        yield Finding(f"a layer in {dtype}, share dropped, in standard deviations", error / _deviation(_P, _N), _SIGMAS)
         for p in (0.0, _P):
             weights, gradient = _attention_weights(subject.device, p, dtype)
-            error = abs((weights == 0).double().mean().item() - p) - _ROUNDING
+            error = abs((weights == 0).double().mean().item() - p) - _ATTENTION_ROUNDING
             sigmas, what = max(0.0, error) / _deviation(_P, _ATTENDED * _ATTENDED), f"attention in {dtype}"
             yield Finding(f"{what}, share dropped at p = {p:g}", sigmas, _SIGMAS)
             yield Finding(f"{what}, weights dropped in one direction only", differing(gradient == 0, weights == 0))
@@ -48,7 +53,9 @@ def check_dropout_independence(subject: Subject) -> Iterator[Finding]:
     for way, device in subject.devices.items():
         dropout = program(device, Dropout(0.5, device.operations))
         yield from (Finding(f"{way}, {what}", *rest) for what, *rest in _independence(device, _masks_of(dropout)))
-    for dtype in _attention_types(subject):
+    for dtype in attention_types(subject):
+        found = _independence(subject.device, functools.partial(_dropped_by_a_layer, p=0.5, dtype=dtype))
+        yield from (Finding(f"a layer in {dtype}, {what}", *rest) for what, *rest in found)
         masks = [_attention_weights(subject.device, _P, dtype, seed)[0] == 0 for seed in (1, 1, 2)]
         what = f"attention in {dtype}"
         yield Finding(f"{what}, elements that a repeated seed changes", differing(masks[0], masks[1]))
@@ -93,24 +100,31 @@ def _deviation(p: float, count: int) -> float:
     return math.sqrt(p * (1 - p) / count)
 
 
+#: Numbers in a row.
+_COLUMNS = 256
 #: Tokens, and the head size that shows the weights of all of them.
 _ATTENDED = 64
-
-
-def _attention_types(subject: Subject) -> list[torch.dtype]:
-    """The type of matrix products in the training, which decides the kernel; and fp32."""
-    return list(dict.fromkeys([torch.float32, Precision(subject.config.precision).products]))
 
 
 def _attention_weights(device: Device, p: float, dtype: torch.dtype, seed: int = 1) -> tuple[Tensor, Tensor]:
     """The weights after dropout, (S, S); without it, all are 1/S, as queries are 0 and values the identity. And the
     same from the gradient of the values."""
-    ids = torch.ones(1, _ATTENDED, dtype=torch.int64).to(device.torch_device)
-    zeros = torch.zeros(1, 1, _ATTENDED, _ATTENDED, dtype=dtype).to(device.torch_device)
-    identity = torch.eye(_ATTENDED, dtype=dtype)[None, None].to(device.torch_device)
-    values = identity.clone().requires_grad_()
+    ops, to = device.operations, functools.partial(torch.Tensor.to, device=device.torch_device)
+    identity, zeros = to(torch.eye(_ATTENDED, dtype=dtype)), to(torch.zeros(_ATTENDED, dtype=dtype))
+    nothing, weight = linear(0 * identity, zeros), identity.clone().requires_grad_()
     device.seed(seed)
-    ops = device.operations
-    out = ops.attention(zeros, zeros, values, ops.attention_mask(ids, None), p)
-    out, gradient = fetch(device, out, *torch.autograd.grad(out, [values], [identity]))
-    return out[0, 0], gradient[0, 0].T
+    mask = ops.attention_mask(to(torch.ones(1, _ATTENDED, dtype=torch.int64)), None)
+    out = ops.self_attention(identity[None], [nothing, nothing, linear(weight, zeros)], _ATTENDED, mask, p)
+    # The gradient of values is that of the layer's weight, transposed.
+    out, gradient = fetch(device, out, *torch.autograd.grad(out, [weight], [identity[None]]))
+    return out[0], gradient
+
+
+def _dropped_by_a_layer(device: Device, p: float, dtype: torch.dtype) -> Tensor:
+    """Which of `_N` numbers of a layer are dropped before the norm: what was 1 is negative then."""
+    ones = torch.ones(_COLUMNS, dtype=dtype).to(device.torch_device)
+    x, square = (0 * ones.expand(rows, -1) for rows in (_N // _COLUMNS, _COLUMNS))
+    norm: Any = functools.partial(F.layer_norm, normalized_shape=(_COLUMNS,))
+    norm.weight, norm.bias, norm.eps = ones, 0 * ones, 1e-5
+    (out,) = fetch(device, device.operations.dense_add_norm(x, linear(square, ones), x, norm, p))
+    return (out < 0).flatten()

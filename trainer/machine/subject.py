@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from trainer.config import TrainConfig
 from trainer.devices.base import Device
@@ -16,6 +20,7 @@ from trainer.launch.preemption import Interruptions
 from trainer.loop import Trainer
 from trainer.models.config import ModelConfig
 from trainer.parallel.mesh import Mesh
+from trainer.precision import Precision
 from trainer.run import Run
 from trainer.workloads.base import Workload
 from trainer.workloads.bert import BertOptions, BertWorkload
@@ -75,6 +80,19 @@ class Subject:
         """A run of `model` on `device`; `changes` of the config."""
         config = dataclasses.replace(self.config, **changes)  # type: ignore[arg-type]
         return Run(config, self.workload(model), device, self.mesh if mesh is None else mesh, lambda line: None)
+
+
+def attention_types(subject: Subject) -> list[torch.dtype]:
+    """The type of matrix products in the training, which decides the kernel; and fp32."""
+    return list(dict.fromkeys([torch.float32, Precision(subject.config.precision).products]))
+
+
+def linear(weight: Tensor, bias: Tensor) -> Any:
+    """What operations need of a `RowLinear`, with these tensors as they are."""
+    layer: Any = functools.partial(F.linear, weight=weight, bias=bias)
+    layer.weight, layer.bias, layer.out_features = weight, bias, len(weight)
+    layer.product = functools.partial(F.linear, weight=weight)
+    return layer
 
 
 def trained_steps(run: Run, trainer: Trainer, count: int) -> Iterator[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +33,8 @@ from trainer.parallel.allreduce import AllReduceModel
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.tensor import TensorParallel
 from trainer.precision import Precision
+
+pytest.importorskip("triton", reason="needs Triton, which is for Linux")
 
 
 class WithoutValues(CudaDevice):
@@ -226,14 +227,22 @@ def test_micro_batches_come_without_padding_where_nothing_needs_rows(
     [
         ("gpu", "they are for NVIDIA GPUs of compute capability 8.0 or more"),
         ("triton", "triton is not installed"),
-        ("compiler", "they need a C compiler; install gcc"),
+        (
+            "compiler",
+            "Triton cannot be used, see that there is a C compiler with Python's headers: "
+            "RuntimeError Failed to find C compiler.",
+        ),
         (None, None),
     ],
 )
 def test_why_there_are_no_kernels_is_said(
     monkeypatch: pytest.MonkeyPatch, missing: str | None, said: str | None
 ) -> None:
-    if missing == "triton":
-        monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(shutil, "which", lambda name: None if missing == "compiler" else "/usr/bin/gcc")
+    def target() -> None:
+        if missing == "compiler":
+            raise RuntimeError("Failed to find C compiler.\nMore of it")
+
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=target))
+    monkeypatch.setattr(cuda, "import_module", lambda name: SimpleNamespace(driver=driver))
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None if missing == "triton" else name)
     assert cuda.why_no_triton((7, 5) if missing == "gpu" else (8, 0)) == said

@@ -2,8 +2,8 @@
 arXiv:2307.08691), which never has the scores in memory.
 
 Beside torch's own kernel of that name: query, key and value are parts of one product's result, and their gradients
-become one tensor, with the sums that the bias's gradient is; gradients are summed in a fixed order; what dropout keeps
-is drawn once, 32 weights a word, and read again in the backward pass.
+become one tensor, which the same pass sums for the bias; gradients are summed in a fixed order; what dropout keeps is
+drawn once, 32 weights a word, and read again in the backward pass.
 
 T: tokens of all sequences, A: heads, D: head size, H = A · D, R: sequences, some of which may be empty.
 """
@@ -22,7 +22,7 @@ from trainer.devices.kernels.operator import differentiate, operator
 _LOG2_E = 1.4426950408889634
 #: Types and the largest heads that the kernels take.
 TYPES, HEAD_SIZE_MAX = (torch.bfloat16, torch.float16), 128
-#: Tokens, queries or keys, that a program handles at a time: two words of decisions.
+#: Tokens, queries or keys, that a program handles at a time: two words of decisions for each query.
 _BLOCK = 64
 
 
@@ -44,6 +44,8 @@ class _Problem:
         self.blocks, self.sequences, self.heads = triton.cdiv(max_seqlen, _BLOCK), len(bounds) - 1, heads
         self.head_size, self.drop = width // heads, _draws(dropout_p)
         self.words = triton.cdiv(max_seqlen, 32)
+        assert max(heads, 3) * self.words * tokens < 2**31, "the kernels' indices have 32 bits"
+        assert self.sequences < 2**16, "a GPU's grid has as many programs in its second dimension"
         # Exponentials are powers of 2. Weights that are kept are scaled by 1 / (share of the kept).
         self.kept_scale = 256 / (256 - self.drop)
         self.numbers = (tokens, self.words, _LOG2_E * self.head_size**-0.5, self.kept_scale)
@@ -128,7 +130,7 @@ def attention(
     `qkv`: queries, keys and values, in which `bias` (3H,) is contained without its gradient; it gets it here, where no
     pass over memory is needed for it. `bounds` (R + 1,) int32: where the sequences begin, and T; `lengths` (T,) int32:
     that of each token's sequence; `max_seqlen`: at least the longest one's. `dropout_p`: share of the attention weights
-    to drop, rounded to a multiple of 1/256; the scale of the others follows.
+    to drop, rounded to a multiple of 1/256 (0, if it is below 1/512); the scale of the others follows.
     """
     out: Tensor = _attention(qkv, bias, bounds, lengths, max_seqlen, heads, dropout_p)[0]
     return out

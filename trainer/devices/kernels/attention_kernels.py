@@ -108,9 +108,9 @@ def backward_queries(
     gradient, qkv, out, bounds, kept, log_sums, along, d_qkv, parts, T, words, score_scale, kept_scale, scale,
     H: tl.constexpr, D: tl.constexpr, DROPS: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of `BLOCK` queries. `along`: what each weight's gradient is less by, the result's product with its
-    gradient (Dao et al. 2022, arXiv:2205.14135, appendix B.4), over `kept_scale`, which `scale` contains instead.
-    `parts` (blocks · R, 3H): sums of the gradients over these tokens."""
+    """The gradients of `BLOCK` queries. `along`: what is subtracted from the gradient of each weight, the result's
+    product with its gradient (Dao et al. 2022, arXiv:2205.14135, appendix B.4), divided by `kept_scale`, which `scale`
+    contains. `parts` (blocks · R, 3H): sums of the gradients over these tokens."""
     block, sequence, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = tl.load(bounds + sequence)
     length = tl.load(bounds + sequence + 1) - begin

@@ -18,10 +18,8 @@ from trainer.devices.kernels.operator import differentiate, operator
 _LOGITS = 4096
 
 
-@triton.jit
-def _cross_entropy_forward(
-    logits, labels, losses, log_sums, ignored: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["V"])
+def _cross_entropy_forward(logits, labels, losses, log_sums, V, ignored: tl.constexpr, BLOCK: tl.constexpr):
     """A row's loss, and the logarithm of the sum of its exponentials."""
     row = tl.program_id(0)
     first = logits + row.to(tl.int64) * V
@@ -42,10 +40,8 @@ def _cross_entropy_forward(
     tl.store(losses + row, tl.where(counts, log_sum - of_label, 0.0))
 
 
-@triton.jit
-def _cross_entropy_backward(
-    gradient, logits, labels, log_sums, out, ignored: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["V"])
+def _cross_entropy_backward(gradient, logits, labels, log_sums, out, V, ignored: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = row.to(tl.int64) * V + columns
@@ -66,7 +62,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor
     rows, words = logits.shape
     losses, log_sums = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     _cross_entropy_forward[(rows,)](
-        logits, labels, losses, log_sums, ignored=ignored, V=words, BLOCK=_LOGITS, num_warps=8
+        logits, labels, losses, log_sums, words, ignored=ignored, BLOCK=_LOGITS, num_warps=8
     )  # fmt: skip
     return losses.sum(), log_sums
 
@@ -82,7 +78,7 @@ def _cross_entropy_gradient(gradient: Tensor, logits: Tensor, labels: Tensor, lo
     rows, words = logits.shape
     out = torch.empty_like(logits)
     _cross_entropy_backward[(rows, triton.cdiv(words, _LOGITS))](
-        gradient, logits, labels, log_sums, out, ignored=ignored, V=words, BLOCK=_LOGITS, num_warps=8
+        gradient, logits, labels, log_sums, out, words, ignored=ignored, BLOCK=_LOGITS, num_warps=8
     )  # fmt: skip
     return out
 

@@ -68,7 +68,9 @@ def main() -> None:
                 signature[name] = TYPES[value.dtype]
             else:
                 signature[name] = "i32" if isinstance(value, int) else "fp32"
-        source = ASTSource(kernel, signature, options)
+        pointers = [(index,) for index, kind in enumerate(signature.values()) if kind.startswith("*")]
+        aligned = {index: [["tt.divisibility", 16]] for index in pointers}  # as all of torch's memory is
+        source = ASTSource(kernel, signature, options, aligned)
         shared.append(compile(source, GPUTarget("cuda", capability, 32), options=chosen).metadata.shared)
     print(len(shared), max(shared))
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from common.errors import UserError
 from tests.helpers.support import MODEL, synthetic_rows
+from tests.trainer.data.test_packed import write_both
 from tests.trainer.models.test_bert import batch_of
 from trainer.data.bert_batch import BertBatch
+from trainer.data.order import Samples
+from trainer.data.reader import BatchReader
+from trainer.data.shards import ShardSet
 from trainer.devices.cpu import CpuDevice
 from trainer.machine import arithmetic, randomness
 from trainer.models.bert import BertForPreTraining
@@ -49,7 +54,8 @@ def subject() -> Any:
         randomness.check_dropout_independence,
     ],
 )  # fmt: skip
-def test_the_self_test_accepts_them(subject: Any, check: Any) -> None:
+def test_the_self_test_accepts_them(monkeypatch: pytest.MonkeyPatch, subject: Any, check: Any) -> None:
+    monkeypatch.setattr(randomness, "_N", 1 << 13)  # the interpreter takes minutes for more
     findings = list(check(subject))
     assert findings
     assert [finding for finding in findings if not finding.passed] == []
@@ -67,12 +73,22 @@ def gradients(
     }
 
 
-@pytest.mark.parametrize("without_padding", [False, True])
-def test_a_model_under_autocast_is_float64s_but_for_rounding(without_padding: bool) -> None:
-    """As near as torch's own operations under autocast, in bf16: with a half more allowed for two roundings less or
-    more. Two layers, sequences of several lengths."""
-    batch = batch_of(synthetic_rows(3, seq_len=32, max_pred_len=5, seed=3))
-    batch = batch.map(lambda tensor: tensor.to(DEVICE))
+def packed_rows(tmp_path: Path) -> BertBatch:
+    """With as many sequences as there may be, some of them empty, as for a compiled graph."""
+    _, packed = write_both(tmp_path, 5)
+    shards = ShardSet.open(packed)
+    rows = np.arange(shards.rows)
+    reader = BatchReader(shards, vocab_size=MODEL["vocab_size"], static_shapes=True)
+    (batch,), _ = reader.micro_batches(Samples(0 * rows, rows), len(rows))
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["rows", "without padding", "packed"])
+def test_a_model_under_autocast_is_float64s_but_for_rounding(tmp_path: Path, kind: str) -> None:
+    """As near as torch's own operations under autocast, in bf16, or half as near: the interpreter cuts off where a GPU
+    rounds. Two layers, sequences of several lengths."""
+    rows = batch_of(synthetic_rows(3, seq_len=32, max_pred_len=5, seed=3))
+    batch = (packed_rows(tmp_path) if kind == "packed" else rows).map(lambda tensor: tensor.to(DEVICE))
     exact = BertForPreTraining(ModelConfig(**MODEL).without_dropout()).double().to(DEVICE)
     exact.initialise(seed=1)
     with torch.no_grad():
@@ -85,16 +101,16 @@ def test_a_model_under_autocast_is_float64s_but_for_rounding(without_padding: bo
         model = BertForPreTraining(ModelConfig(**MODEL).without_dropout(), operations).to(DEVICE)
         model.load_state_dict(exact.state_dict())
         fused = isinstance(operations, CudaOperations)
-        given = batch.without_padding() if without_padding and fused else batch
+        given = batch.without_padding() if kind == "without padding" and fused else batch
         loss, found = gradients(model, given, torch.bfloat16)
-        assert loss == pytest.approx(true, rel=2e-3)
+        assert loss == pytest.approx(true, rel=2.0**-9)  # half a unit of bf16; a mean of losses has less
         difference = sum((found[name] - expected[name]).square().sum() for name in expected)
         errors.append(float(difference / sum(x.square().sum() for x in expected.values())) ** 0.5)
         for name in ("encoder.layer.0.attention.self.query.weight", "encoder.layer.1.attention.self.value.bias"):
             one, other = found[f"bert.{name}"], expected[f"bert.{name}"]
-            assert (one - other).norm() <= 0.05 * other.norm(), name
+            assert (one - other).norm() <= 12 * 2.0**-8 * other.norm(), name  # a rounding for each product before it
     ours, theirs = errors
-    assert ours <= 1.5 * theirs
+    assert ours <= 2 * theirs
 
 
 def test_training_drops_with_the_kernels_and_evaluation_does_not() -> None:
@@ -116,13 +132,3 @@ def test_without_words_to_predict_there_is_no_loss() -> None:
     operations = CudaOperations(has_triton=True)
     logits = torch.zeros(0, 7, device=DEVICE, requires_grad=True)
     assert operations.cross_entropy(logits, torch.zeros(0, dtype=torch.int64, device=DEVICE)) == 0
-
-
-def test_heads_that_are_too_large_are_refused_without_padding() -> None:
-    operations = CudaOperations(has_triton=True)
-    ids = torch.ones(1, 16, dtype=torch.int64, device=DEVICE)
-    bounds = torch.tensor([0, 8, 16], device=DEVICE)
-    x = torch.zeros(1, 1, 16, 136, dtype=torch.bfloat16, device=DEVICE)
-    with pytest.raises(UserError, match=r"heads of 136 numbers in bfloat16; the kernels take at most 128; use "):
-        operations.attention(x, x, x, operations.attention_mask(ids, bounds, 8), 0.0)
-    assert operations.attention(x, x, x, operations.attention_mask(ids, bounds, 16), 0.0).shape == x.shape

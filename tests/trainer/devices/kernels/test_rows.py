@@ -4,6 +4,7 @@ elsewhere."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,20 @@ pytest.importorskip("triton", reason="needs Triton, which is for Linux")
 
 from trainer.data.bert_batch import IGNORED
 from trainer.devices.kernels import bias_dropout_add_norm, bias_gelu, cross_entropy
+from trainer.devices.kernels.rows import programs_for
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: Rounding once to the type of the result, relative to it (to bf16 the interpreter cuts off); fp32: of sums of up to
 #: 1,000 numbers.
 UNITS = {torch.float32: 2e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
 every_type = pytest.mark.parametrize("dtype", UNITS)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each handles several rows, on a GPU too."""
+    monkeypatch.setattr(sys.modules["trainer.devices.kernels.rows"], "_processors", lambda device: 1)
+    assert programs_for(torch.zeros(300, 1)) == 8
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
