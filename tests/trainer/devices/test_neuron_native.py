@@ -108,7 +108,7 @@ findings = [*check_dropout_rate(subject), *check_dropout_independence(subject)]
 print(len(findings), [finding for finding in findings if not finding.passed])
 """
     done = command("-c", program, env={**autoloading, "STANDIN_DRAWS_ON_HOST": draws_on_host})
-    assert done.stdout == "30 []\n", done.stdout + done.stderr
+    assert done.stdout == "62 []\n", done.stdout + done.stderr
 
 
 @pytest.mark.slow
