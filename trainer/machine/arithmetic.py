@@ -5,12 +5,11 @@ B: rows, S: tokens in a row, H: hidden size, A: heads, D: head size, M: masked p
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +25,14 @@ from trainer.machine.subject import (
     attention_types,
     differing,
     fetch,
+    layer_norm,
     linear,
     program,
     relative_error,
 )
 from trainer.models.config import ModelConfig
 from trainer.models.operations import Operations
-from trainer.parallel.fp32_sums import Embedding, LayerNorm
+from trainer.parallel.fp32_sums import Embedding
 
 #: Largest error of one operation, relative to the largest value: a thousand roundings in fp32, since a norm sums a
 #: million squares; ten in bf16, since scores of attention are rounded before their exponential. Measured values:
@@ -90,7 +90,7 @@ def cases(model: ModelConfig) -> Iterator[Case]:
     yield Case("embedding", lambda ops, weight, ids: _embed(weight, ids), (draw(V, H), ids))
     weight = draw(model.intermediate_size, H) * H**-0.5
     yield Case("linear", lambda ops, *of: F.linear(*of), (draw(_B, _S, H), weight, draw(model.intermediate_size)))
-    yield Case("layer norm", lambda ops, *of: _normalise(*of), (draw(_B, _S, H), draw(H), draw(H)))
+    yield Case("layer norm", lambda ops, x, *of: layer_norm(*of)(x), (draw(_B, _S, H), draw(H), draw(H)))
     yield Case("gelu", lambda ops, x: F.gelu(x), (3 * draw(_B, _S, H),))
     dense = draw(H, H) * H**-0.5, draw(H)
     yield Case("linear and gelu", lambda ops, x, *of: ops.dense_gelu(x, linear(*of)), (draw(_B, _S, H), *dense))
@@ -223,11 +223,6 @@ def _embed(weight: Tensor, ids: Tensor) -> Tensor:
     return functional_call(module, {"weight": weight}, (ids,))  # type: ignore[no-any-return]
 
 
-def _normalise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    module = LayerNorm(x.shape[-1], eps=1e-12, device="meta")
-    return functional_call(module, {"weight": weight, "bias": bias}, (x,))  # type: ignore[no-any-return]
-
-
 def _attend(ops: Operations, query: Tensor, key: Tensor, value: Tensor, ids: Tensor, *packed: Tensor) -> Tensor:
     """Attention as a model calls it, with layers that choose query, key and value from what they are given side by
     side; 0 at padding, whose results are not used."""
@@ -243,9 +238,7 @@ def _attend(ops: Operations, query: Tensor, key: Tensor, value: Tensor, ids: Ten
 def _add_norm(
     ops: Operations, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, scale: Tensor, shift: Tensor
 ) -> Tensor:
-    norm: Any = functools.partial(_normalise, weight=scale, bias=shift)
-    norm.weight, norm.bias, norm.eps = scale, shift, 1e-12
-    return ops.dense_add_norm(x, linear(weight, bias), residual, norm, 0.0)
+    return ops.dense_add_norm(x, linear(weight, bias), residual, layer_norm(scale, shift), 0.0)
 
 
 def _sequence_ids() -> Tensor:

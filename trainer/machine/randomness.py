@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from trainer.devices.base import Device
-from trainer.machine.subject import Finding, Subject, attention_types, differing, fetch, linear, program
+from trainer.machine.subject import Finding, Subject, attention_types, differing, fetch, layer_norm, linear, program
 from trainer.models.encoder import Dropout
 
 _P = 0.1
@@ -124,7 +122,7 @@ def _dropped_by_a_layer(device: Device, p: float, dtype: torch.dtype) -> Tensor:
     """Which of `_N` numbers of a layer are dropped before the norm: what was 1 is negative then."""
     ones = torch.ones(_COLUMNS, dtype=dtype).to(device.torch_device)
     x, square = (0 * ones.expand(rows, -1) for rows in (_N // _COLUMNS, _COLUMNS))
-    norm: Any = functools.partial(F.layer_norm, normalized_shape=(_COLUMNS,))
-    norm.weight, norm.bias, norm.eps = ones, 0 * ones, 1e-5
-    (out,) = fetch(device, device.operations.dense_add_norm(x, linear(square, ones), x, norm, p))
+    (out,) = fetch(
+        device, device.operations.dense_add_norm(x, linear(square, ones), x, layer_norm(ones, 0 * ones, eps=1e-5), p)
+    )
     return (out < 0).flatten()

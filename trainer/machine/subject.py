@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from trainer.config import TrainConfig
@@ -19,6 +20,7 @@ from trainer.devices.base import Device
 from trainer.launch.preemption import Interruptions
 from trainer.loop import Trainer
 from trainer.models.config import ModelConfig
+from trainer.parallel.fp32_sums import LayerNorm
 from trainer.parallel.mesh import Mesh
 from trainer.precision import Precision
 from trainer.run import Run
@@ -93,6 +95,14 @@ def linear(weight: Tensor, bias: Tensor) -> Any:
     layer.weight, layer.bias, layer.out_features = weight, bias, len(weight)
     layer.product = functools.partial(F.linear, weight=weight)
     return layer
+
+
+def layer_norm(weight: Tensor, bias: Tensor, eps: float = 1e-12) -> Any:
+    """The same of a `LayerNorm`."""
+    module = LayerNorm(len(weight), eps=eps, device="meta")
+    norm: Any = functools.partial(functional_call, module, {"weight": weight, "bias": bias})
+    norm.weight, norm.bias, norm.eps = weight, bias, eps
+    return norm
 
 
 def trained_steps(run: Run, trainer: Trainer, count: int) -> Iterator[int]:
