@@ -72,7 +72,7 @@ def main() -> None:
     p.add_argument("--steps", type=at_least(LEAST_STEPS), default=8, help="optimizer steps of each run")
     p.add_argument("--precision", default="auto", help="as in the trainer; auto is bf16 where the GPU has it")
     p.add_argument("--compile", action="store_true", help="ours with torch.compile")
-    p.add_argument("--micro-batch-sizes", type=int, nargs=2, default=[256, 64], help="rows, of phase 1 and of phase 2")
+    p.add_argument("--micro-batch-sizes", type=int, nargs=2, default=[256, 128], help="rows, of phase 1 and of phase 2")
     p.add_argument("--phases", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     p.add_argument("--alone", action="store_true", help="without Trainer")
     args = p.parse_args()
