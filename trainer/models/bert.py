@@ -61,6 +61,12 @@ class Embeddings(nn.Module):
         for table in (self.word_embeddings, self.token_type_embeddings):
             table.weight[:, directions] = 0
 
+    @torch.no_grad()
+    def multiply(self, factor: float) -> None:
+        """All embeddings, of words, positions and token types: their sum is normalized, so only outputs change."""
+        for table in (self.word_embeddings, self.position_embeddings, self.token_type_embeddings):
+            table.weight.mul_(factor)
+
 
 class Pooler(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
@@ -183,7 +189,7 @@ class BertForPreTraining(Model):
         """BERT's initial weights: normal(0, initializer_range), zero biases, unit LayerNorms, a zero [PAD] row.
 
         Each tensor depends on (seed, its name) alone, so neither order nor parallel layout changes it. `given`: first
-        rows of whole tensors, by name, to use instead; their rows of zeros count as not given.
+        rows of whole tensors, by name, to use instead where they are not NaN.
         """
         draw, given = InitialValues(seed), given or {}
         for name, parameter in self.named_parameters():
@@ -197,8 +203,8 @@ class BertForPreTraining(Model):
                 if name == WORD_EMBEDDINGS:
                     values[0].zero_()  # [PAD]
             if name in given:
-                rows = given[name].reshape(len(given[name]), -1).any(dim=1).nonzero().squeeze(1)
-                values[rows] = given[name][rows]
+                first = values[: len(given[name])]
+                first.copy_(torch.where(given[name].isnan(), first, given[name]))
             put_share(parameter, name, values, self._ranks)
 
 

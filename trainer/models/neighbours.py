@@ -1,8 +1,9 @@
-"""Initial weights with which the first layer's heads attend to neighbouring tokens.
+"""Initial weights with which heads attend to neighbouring tokens, and to tokens that have the same neighbour.
 
 Random heads attend to all tokens alike, and take thousands of sequences to learn that its neighbours tell most about a
 masked word; until then the loss stays at that of word frequencies. A convolution has this built in; attention
-can start from it too (Zheng et al. 2024, arXiv:2404.01139, for images).
+can start from it too (Zheng et al. 2024, arXiv:2404.01139, for images). What stands beside the same word elsewhere in
+the row tells more: induction heads (Olsson et al. 2022, arXiv:2209.11895), which form late in training, copy it.
 
 S: tokens in a row, H: hidden size, A: heads, d: head size, F: frequencies, P: the model's positions.
 """
@@ -15,9 +16,14 @@ import torch
 from torch import Tensor
 
 from trainer.models.config import ModelConfig
+from trainer.models.initial import InitialValues
 
 _POSITIONS = "bert.embeddings.position_embeddings.weight"
-_QUERY, _KEY = (f"bert.encoder.layer.0.attention.self.{name}.weight" for name in ("query", "key"))
+_ATTENTION = "bert.encoder.layer.{}.attention."
+_QUERY, _KEY = (_ATTENTION + f"self.{name}.weight" for name in ("query", "key"))
+_VALUES, _OUTPUTS = (
+    [_ATTENTION.format(layer) + name for layer in (0, 1)] for name in ("self.value.weight", "output.dense.weight")
+)
 _TRANSFORM = "cls.predictions.transform.dense"
 
 #: Most frequencies of the position embeddings, and the exponent that spaces them. Evenly spaced ones (1) repeat: 16 of
@@ -27,6 +33,8 @@ _FREQUENCIES_MAX, _SPACING = 16, 1.5
 #: Amplitude of the positions' waves, in standard deviations of a word embedding's elements; and length of the rows of
 #: query and key.
 _AMPLITUDE, _GAIN = 1.5, 1.5
+#: Heads of the second layer that look for the same neighbour, and how much of a word each copies.
+_INDUCTION_HEADS, _COPIED = 2, 0.5
 #: Least cosine between an untrained position's embedding, which weight decay and rounding change, and its wave.
 _STILL_A_WAVE = 0.99
 #: Bias at which GELU is near its linear part.
@@ -40,28 +48,57 @@ def position_directions(config: ModelConfig) -> slice:
     return slice(H - 2 * F, H)
 
 
-def neighbour_weights(config: ModelConfig) -> dict[str, Tensor]:
-    """The tensors whose initial values are not random, whole, by name; rows of zeros stay random.
+def neighbour_weights(config: ModelConfig, draw: InitialValues) -> dict[str, Tensor]:
+    """The tensors whose initial values are not BERT's, whole, by name; an element that is NaN has BERT's.
 
-    Head h of layer 0 rotates the query's waves by its offset (-1, 1, -2, 2, …), so that its scores are F cosines that
-    agree only where the key is that far away. The masked-LM head's projection is the identity of the other directions.
+    A head of layers 0 to 2 rotates the query's waves by its offset, so that its scores are F cosines that agree only
+    where the key is that far away. The masked-LM head's projection is the identity of the other directions.
     """
-    H, A = config.hidden_size, config.num_attention_heads
-    waves, d, frequencies = position_directions(config), H // A, _frequencies(config)
-    F = len(frequencies)
-    query, key = torch.zeros(A, d, H), torch.zeros(A, d, H)
-    for head in range(A):
-        offset = (head // 2 + 1) * (1 if head % 2 else -1)
-        key[head, : 2 * F, waves] = torch.eye(2 * F) * _GAIN
-        query[head, : 2 * F, waves] = _rotation(frequencies * offset).float() * _GAIN
-    transform = torch.diag(torch.cat([torch.ones(H - 2 * F), torch.zeros(2 * F)]))
-    return {
+    H, L = config.hidden_size, config.num_hidden_layers
+    waves, d, frequencies = position_directions(config), H // config.num_attention_heads, _frequencies(config)
+    transform = torch.eye(H)
+    transform[waves] = math.nan
+    given = {
         _POSITIONS: _waves(config),
-        _QUERY: query.flatten(0, 1),
-        _KEY: key.flatten(0, 1),
         f"{_TRANSFORM}.weight": transform,
         f"{_TRANSFORM}.bias": torch.full((H,), _LINEAR_GELU),
+        **(_induction_weights(config, draw) if L > 1 else {}),
     }
+    for layer, offsets in enumerate(_offsets(config)[:L]):
+        query, key = (given.setdefault(name.format(layer), torch.full((H, H), math.nan)) for name in (_QUERY, _KEY))
+        for head, offset in offsets.items():
+            rows = slice(head * d, head * d + 2 * len(frequencies))
+            query[rows] = key[rows] = 0
+            query[rows, waves] = _rotation(frequencies * offset).float() * _GAIN
+            key[rows, waves] = torch.eye(2 * len(frequencies)) * _GAIN
+    return given
+
+
+def _offsets(config: ModelConfig) -> list[dict[int, int]]:
+    """How many tokens after its own each head attends to, for the first layers; the third is like the first."""
+    A = config.num_attention_heads
+    distances = [sign * distance for distance in range(1, A + 1) for sign in (-1, 1)]
+    first = dict(enumerate(distances[:A]))
+    second = dict(enumerate(distances[A:], start=_INDUCTION_HEADS))
+    return [first, {head: offset for head, offset in second.items() if head < A}, first]
+
+
+def _induction_weights(config: ModelConfig, draw: InitialValues) -> dict[str, Tensor]:
+    """Two heads of layer 0 add what the word before, and after, is to the hidden state, each along its own directions.
+    The query and the key of a head of layer 1 both read these, so it attends to tokens with the same neighbour, and
+    copies their words."""
+    H, waves = config.hidden_size, position_directions(config)
+    mine = slice(0, min(_INDUCTION_HEADS, config.num_attention_heads) * (H // config.num_attention_heads))
+    tied = [name.format(1) for name in (_QUERY, _KEY)]
+    given = {name: torch.full((H, H), math.nan) for name in (_VALUES[0], _OUTPUTS[0], _VALUES[1], _OUTPUTS[1], *tied)}
+    for value in _VALUES:  # as long as the words that they read
+        given[value][mine] = draw.normal(value, (H, H), H**-0.5)[mine]
+        given[value][mine, waves] = 0
+    given[_OUTPUTS[0]][:, mine] = draw.normal(_OUTPUTS[0], (H, H), H**-0.5)[:, mine]
+    for name in tied:
+        given[name][mine] = given[_OUTPUTS[0]][:, mine].T
+    given[_OUTPUTS[1]][:, mine] = _COPIED * given[_VALUES[1]][mine].T
+    return given
 
 
 @torch.no_grad()
@@ -78,10 +115,15 @@ def scale_untrained(positions: Tensor, trained: int, config: ModelConfig) -> str
         return (
             f"position embeddings from {trained} on are not those that --initial_attention neighbours begins with: kept"
         )
-    old = waves[:trained]
-    growth = math.fsum((known * old).flatten().tolist()) / math.fsum(old.square().flatten().tolist())
-    positions[trained:] = (waves[trained:] * growth).to(positions.dtype)
+    size = _size(known, waves[:trained])
+    growth = size / _size(new, waves[trained:])
+    positions[trained:] = (waves[trained:] * size).to(positions.dtype)
     return f"position embeddings from {trained} on, untrained so far, grow {growth:.2f}-fold, as the trained ones did"
+
+
+def _size(positions: Tensor, waves: Tensor) -> float:
+    """The factor by which `waves` come nearest to `positions`, by least squares."""
+    return math.fsum((positions * waves).flatten().tolist()) / math.fsum(waves.square().flatten().tolist())
 
 
 def _frequencies(config: ModelConfig) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +23,18 @@ from trainer.data.masking import DynamicMasking, Masking
 from trainer.data.reader import BatchReader
 from trainer.data.shards import NEXT_SENTENCE_KEY, ShardSet
 from trainer.data.vocabulary import VOCABULARY_FILE, Vocabulary, read_vocabulary
-from trainer.models.bert import (
-    OUTPUT_BIAS,
-    WORD_EMBEDDINGS,
-    BertForPreTraining,
-    has_weight_decay,
-    is_hidden_matrix,
-)
+from trainer.models.bert import OUTPUT_BIAS, WORD_EMBEDDINGS, BertForPreTraining, has_weight_decay, is_hidden_matrix
 from trainer.models.config import PRESETS, ModelConfig
+from trainer.models.initial import InitialValues
 from trainer.models.neighbours import neighbour_weights, position_directions, scale_untrained
 from trainer.models.operations import Operations
 from trainer.parallel.tensor import TensorParallel
 from trainer.registry import INITIAL_ATTENTION, NEW_POSITIONS
 from trainer.workloads.base import MASKED_LM_LOSS, StepCost, Workload
+
+#: All embeddings begin so many times larger than BERT's where those of words are made from the text. AdamW changes an
+#: element by about the learning rate at each step, whatever its size: those of rare words would soon be noise.
+_GROWTH_OF_EMBEDDINGS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,8 @@ class BertOptions:
     )  # fmt: skip
     initial_attention: str = option(
         "random", group="model", choices=INITIAL_ATTENTION, decides=False,
-        help="what the first layer's heads attend to in the beginning: random, as in BERT; or neighbours: each to the "
-        "token at one distance before or after",
+        help="what heads attend to in the beginning: random, as in BERT; or neighbours: those of the first three layers to "
+        "the token at one distance before or after, two of the second to tokens with the same neighbour",
     )  # fmt: skip
     new_positions: str = option(
         "initial", group="model", choices=NEW_POSITIONS, decides=False,
@@ -152,12 +152,14 @@ class BertWorkload(Workload):
 
     def initialise(self, model: BertForPreTraining, seed: int) -> None:
         """With the embeddings and output bias of `word_embeddings`, if given. Raises `UserError`."""
-        given = neighbour_weights(self.config) if self.attends_to_neighbours else {}
+        given = neighbour_weights(self.config, InitialValues(seed)) if self.attends_to_neighbours else {}
         if self.word_embeddings is not None:
             given.update(_word_embeddings(self.word_embeddings, self.config))
         model.initialise(seed, given)
         if self.attends_to_neighbours:
             model.bert.embeddings.keep_words_out_of(position_directions(self.config))
+        if self.word_embeddings is not None:
+            model.bert.embeddings.multiply(_GROWTH_OF_EMBEDDINGS)
 
     def begin_phase(self, model: BertForPreTraining, before: Mapping[str, Any]) -> str:
         if not self.scales_new_positions:
@@ -245,7 +247,8 @@ def _masking(options: BertOptions, shards: ShardSet) -> Masking | None:
 def _word_embeddings(path: Path, model: ModelConfig) -> dict[str, Tensor]:
     """The tensors of a file made by stages.embed. Raises `UserError` unless they fit the model.
 
-    Ids above those in the file are taken to be as rare as its rarest: a bias of 0 would give each a probability of 1.
+    Words without counts get NaN, for BERT's values. Ids above those in the file are taken to be as rare as its rarest:
+    a bias of 0 would give each a probability of 1.
     """
     limits = {WORD_EMBEDDINGS: (model.vocab_size, model.hidden_size), OUTPUT_BIAS: (model.vocab_size,)}
     try:
@@ -264,7 +267,9 @@ def _word_embeddings(path: Path, model: ModelConfig) -> dict[str, Tensor]:
             raise UserError(f"--word_embeddings {path}: {name} has values that are not finite; make the file again")
     bias = found[OUTPUT_BIAS]
     whole = F.pad(bias, (0, model.vocab_size - len(bias)), value=float(bias.min()))
-    return {WORD_EMBEDDINGS: found[WORD_EMBEDDINGS], OUTPUT_BIAS: whole}
+    vectors = found[WORD_EMBEDDINGS]
+    is_known = vectors.any(dim=1, keepdim=True)
+    return {WORD_EMBEDDINGS: vectors.where(is_known, math.nan), OUTPUT_BIAS: whole}
 
 
 def model_of(options: BertOptions) -> ModelConfig:

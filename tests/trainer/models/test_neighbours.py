@@ -16,6 +16,8 @@ from trainer.workloads.bert import BertWorkload
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY, WORDS, MASK = 512, 64, 4
+#: From a token to the one that a head attends to, in the order of heads.
+OFFSETS = [sign * distance for distance in range(1, 9) for sign in (-1, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,11 @@ def hugging_face(config: ModelConfig, shards: ShardSet, attention: str) -> torch
     return theirs
 
 
+def share_at(attention: torch.Tensor, offset: int) -> float:
+    """The mean share of the tokens `offset` after their own. `attention`: (rows, S, S)."""
+    return attention.diagonal(offset, dim1=1, dim2=2).mean().item()
+
+
 def masked_ids(rows: int, length: int) -> torch.Tensor:
     ids = torch.randint(5, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
     ids[:, 3::7] = MASK
@@ -61,11 +68,61 @@ def test_each_head_of_the_first_layer_attends_to_its_neighbour(shards: ShardSet,
     model = hugging_face(config, shards, "neighbours")
     with torch.no_grad():
         attention = model(masked_ids(2, length), output_attentions=True).attentions[0]
-    for head, offset in zip(range(attention.shape[1]), (-1, 1, -2, 2, -3, 3, -4, 4), strict=False):
-        shares = attention[:, head].diagonal(offset, dim1=1, dim2=2)
-        assert shares.mean() > 25 / length, (head, shares.mean())
+    for head, offset in zip(range(attention.shape[1]), OFFSETS, strict=False):
+        assert share_at(attention[:, head], offset) > 25 / length, head
         places = torch.arange(max(0, -offset), length - max(0, offset))
         assert (attention[:, head, places].argmax(-1) == places + offset).float().mean() > 0.99, head
+
+
+@pytest.mark.parametrize("preset", ["mini", "small"])
+def test_heads_of_the_next_two_layers_attend_to_neighbours_too(shards: ShardSet, preset: str) -> None:
+    """Less than the first layer's, since what is added to the hidden state before dilutes the positions; all but those
+    that look for the same neighbour."""
+    config = ModelConfig.preset(preset, vocab_size=VOCABULARY).without_dropout()
+    model = hugging_face(config, shards, "neighbours")
+    with torch.no_grad():
+        _, second, third, last = model(masked_ids(2, 128), output_attentions=True).attentions
+    heads = second.shape[1]
+    for head, offset in zip(range(2, heads), OFFSETS[heads:], strict=False):
+        assert share_at(second[:, head], offset) > 10 / 128, head
+    for head, offset in zip(range(heads), OFFSETS, strict=False):
+        assert share_at(third[:, head], offset) > 5 / 128, head
+        assert share_at(last[:, head], offset) < 2 / 128, head
+
+
+@pytest.mark.parametrize("preset", ["tiny", "mini", "small"])
+@pytest.mark.parametrize("side", [-1, 1])
+def test_two_heads_of_the_second_layer_attend_to_tokens_with_the_same_neighbour(
+    shards: ShardSet, preset: str, side: int
+) -> None:
+    """Half as much again as to the tokens around those, which differ in nothing else. A masked token's neighbour on one
+    `side` also stands 30 tokens before, beside another word."""
+    config = ModelConfig.preset(preset, vocab_size=VOCABULARY).without_dropout()
+    model = hugging_face(config, shards, "neighbours")
+    ids = torch.randint(5, VOCABULARY, (16, 128), generator=torch.Generator().manual_seed(1))
+    masked = torch.arange(40, 126, 9)
+    ids[:, masked], ids[:, masked + side] = MASK, ids[:, masked + side - 30]
+    with torch.no_grad():
+        second = model(ids, output_attentions=True).attentions[1]
+    found = [second[:, 0 if side == -1 else 1, masked, masked - 30 + step].mean() for step in (0, -2, 2)]
+    assert found[0] > 1.5 * max(found[1:]), found
+
+
+def test_what_an_induction_head_adds_is_the_word_that_it_attends_to(shards: ShardSet) -> None:
+    """Half of the part of it that a head reads, and little of other words."""
+    attention = hugging_face(
+        ModelConfig.preset("mini", vocab_size=VOCABULARY), shards, "neighbours"
+    ).bert.encoder.layer[1]
+    words = torch.nn.functional.layer_norm(torch.randn(64, 256, generator=torch.Generator().manual_seed(2)), (256,))
+    words[:, 256 - 32 :] = 0  # the positions' directions
+    for head in (slice(0, 64), slice(64, 128)):
+        with torch.no_grad():
+            read = words @ attention.attention.self.value.weight[head].T
+            added = read @ attention.attention.output.dense.weight[:, head].T
+        similarity = torch.nn.functional.cosine_similarity(added[:, None], words, dim=-1)
+        assert similarity.diagonal().mean() > 0.4
+        assert (similarity.sum() - similarity.diagonal().sum()).abs() / (64 * 63) < 0.05
+        assert 0.4 < (added * words).sum() / read.square().sum() < 0.6
 
 
 def test_the_masked_lm_head_passes_on_what_the_encoder_found(shards: ShardSet) -> None:
