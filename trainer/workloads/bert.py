@@ -77,8 +77,8 @@ class BertOptions:
     )  # fmt: skip
     initial_attention: str = option(
         "random", group="model", choices=INITIAL_ATTENTION, decides=False,
-        help="what heads attend to in the beginning: random, as in BERT; or neighbours: those of the first three layers "
-        "to the token at one distance before or after, two of the second to tokens with the same neighbour",
+        help="what heads attend to in the beginning: random, as in BERT; or neighbours: those of the first three "
+        "layers to the token at one distance before or after, two of the second to tokens with the same neighbour",
     )  # fmt: skip
     new_positions: str = option(
         "initial", group="model", choices=NEW_POSITIONS, decides=False,
