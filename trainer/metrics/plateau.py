@@ -31,8 +31,8 @@ _MARGIN = 0.05
 #: Nats over it from which not even the frequencies are learned, and under it from which context certainly is.
 _FAR = 0.5
 #: A weight matrix's mean change in one step at the peak learning rate, as a share of its size, that is too large,
-#: usual, and too small. Healthy: 0.002 … 0.13; 30 times the best rate: 0.33 … 1.4; a 300th: 7e-5 … 2e-4.
-_CHANGE_MAX, _CHANGE_USUAL, _CHANGE_MIN = 0.25, 0.02, 4e-4
+#: usual, and too small. Healthy: 0.002 … 0.13; 30 times the best rate: 0.23 … 1.4; a 300th: 2.5e-5 … 2e-4.
+_CHANGE_MAX, _CHANGE_USUAL, _CHANGE_MIN = 0.17, 0.02, 4e-4
 #: Steps at the full rate after which a loss that is not under the baseline proves the rate too large, and one far
 #: above it, or one that has not fallen, proves the rate too small.
 _AT_FULL_RATE = 40, 100
@@ -68,8 +68,8 @@ class Doctor:
         self._observed: dict[int, BatchFacts] = {}
         self._lock = threading.Lock()
         self._recent: collections.deque[tuple[float, Ids]] = collections.deque(maxlen=_WINDOW)
-        #: The mean loss of this process's first `_WINDOW` steps.
-        self._first_loss: float | None = None
+        #: How far the mean loss of this process's first `_WINDOW` steps was above the baseline of their labels.
+        self._first_excess: float | None = None
         self._steps = 0
         #: Sum of the steps' learning rates, in peak learning rates.
         self._full_steps = 0.0
@@ -124,8 +124,8 @@ class Doctor:
         losses, labels = zip(*self._recent, strict=True)
         loss = float(np.mean(losses))
         baseline = self._facts.unigram.of(np.concatenate(labels))
-        if self._first_loss is None:
-            self._first_loss = loss
+        if self._first_excess is None:
+            self._first_excess = loss - baseline
         since = step - self._config.warmup_steps
         at = f"after {step} steps the masked-LM loss is {loss:.2f}; always guessing by frequency gives {baseline:.2f}"
         if cause := self._wrong_rate(since, loss, baseline):
@@ -155,13 +155,14 @@ class Doctor:
 
     def _wrong_rate(self, since: int, loss: float, baseline: float) -> str | None:
         """The cause, if it is the learning rate, `since` steps after the warm-up."""
-        if self._change is None or self._first_loss is None:
+        if self._change is None or self._first_excess is None:
             return None
         high, low = _AT_FULL_RATE
         if self._change > _CHANGE_MAX and since >= high and loss > baseline - _MARGIN:
             return "learning rate too high"
         # Where the model begins with word vectors and log frequencies, its first loss is about the baseline.
-        has_fallen = self._steps < 2 * _WINDOW or loss < self._first_loss - _MARGIN or loss < baseline - _FAR
+        excess = loss - baseline
+        has_fallen = self._steps < 2 * _WINDOW or excess < self._first_excess - _MARGIN or excess < -_FAR
         if self._change < _CHANGE_MIN and since >= low and (loss > baseline + _FAR or not has_fallen):
             return "learning rate too low"
         return None

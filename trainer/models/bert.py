@@ -63,7 +63,8 @@ class Embeddings(nn.Module):
 
     @torch.no_grad()
     def multiply(self, factor: float) -> None:
-        """All embeddings, of words, positions and token types: their sum is normalized, so only outputs change."""
+        """All embeddings, of words, positions and token types. Their sum is normalized: logits change, and how fast
+        training turns them."""
         for table in (self.word_embeddings, self.position_embeddings, self.token_type_embeddings):
             table.weight.mul_(factor)
 

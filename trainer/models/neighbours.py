@@ -5,7 +5,7 @@ masked word; until then the loss stays at that of word frequencies. A convolutio
 can start from it too (Zheng et al. 2024, arXiv:2404.01139, for images). What stands beside the same word elsewhere in
 the row tells more: induction heads (Olsson et al. 2022, arXiv:2209.11895), which form late in training, copy it.
 
-S: tokens in a row, H: hidden size, A: heads, d: head size, F: frequencies, P: the model's positions.
+S: tokens in a row, H: hidden size, L: layers, A: heads, d: head size, F: frequencies, P: the model's positions.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def _offsets(config: ModelConfig) -> list[dict[int, int]]:
 def _induction_weights(config: ModelConfig, draw: InitialValues) -> dict[str, Tensor]:
     """Two heads of layer 0 add what the word before, and after, is to the hidden state, each along its own directions.
     The query and the key of a head of layer 1 both read these, so it attends to tokens with the same neighbour, and
-    copies their words."""
+    copies their words: the transpose of a random matrix about inverts it."""
     H, waves = config.hidden_size, position_directions(config)
     mine = slice(0, min(_INDUCTION_HEADS, config.num_attention_heads) * (H // config.num_attention_heads))
     tied = [name.format(1) for name in (_QUERY, _KEY)]
     given = {name: torch.full((H, H), math.nan) for name in (_VALUES[0], _OUTPUTS[0], _VALUES[1], _OUTPUTS[1], *tied)}
-    for value in _VALUES:  # as long as the words that they read
+    for value in _VALUES:  # about as long as what they read
         given[value][mine] = draw.normal(value, (H, H), H**-0.5)[mine]
         given[value][mine, waves] = 0
     given[_OUTPUTS[0]][:, mine] = draw.normal(_OUTPUTS[0], (H, H), H**-0.5)[:, mine]
@@ -103,11 +103,11 @@ def _induction_weights(config: ModelConfig, draw: InitialValues) -> dict[str, Te
 
 @torch.no_grad()
 def scale_untrained(positions: Tensor, trained: int, config: ModelConfig) -> str:
-    """Multiply the position embeddings from `trained` on by how much the waves of those before it grew in training, if
-    they are still waves; returns a line for the log. `positions`: (P, H), on the CPU.
+    """Make the position embeddings from `trained` on as large as the waves of those before it have become, if they are
+    still waves; returns a line for the log. `positions`: (P, H), on the CPU.
 
-    Training makes the waves some three times as large, and the queries and keys that read them follow. The same number
-    on all machines: its products are exact, and `fsum` rounds once.
+    Training makes the waves larger, and the queries and keys that read them follow. The same number on all machines:
+    its products are exact, and `fsum` rounds once.
     """
     waves = _waves(config).double()
     known, new = positions[:trained].double(), positions[trained:].double()

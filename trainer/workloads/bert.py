@@ -32,7 +32,7 @@ from trainer.parallel.tensor import TensorParallel
 from trainer.registry import INITIAL_ATTENTION, NEW_POSITIONS
 from trainer.workloads.base import MASKED_LM_LOSS, StepCost, Workload
 
-#: All embeddings begin so many times larger than BERT's where those of words are made from the text. AdamW changes an
+#: All embeddings begin this many times as large as BERT's where those of words are made from the text. AdamW changes an
 #: element by about the learning rate at each step, whatever its size: those of rare words would soon be noise.
 _GROWTH_OF_EMBEDDINGS = 2.0
 
@@ -78,7 +78,8 @@ class BertOptions:
     initial_attention: str = option(
         "random", group="model", choices=INITIAL_ATTENTION, decides=False,
         help="what heads attend to in the beginning: random, as in BERT; or neighbours: those of the first three "
-        "layers to the token at one distance before or after, two of the second to tokens with the same neighbour",
+        "layers to the token at one distance before or after, but two of the second to tokens with the same "
+        "neighbour",
     )  # fmt: skip
     new_positions: str = option(
         "initial", group="model", choices=NEW_POSITIONS, decides=False,

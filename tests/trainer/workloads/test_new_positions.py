@@ -6,9 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
-from tests.helpers.support import assert_same_bytes, forked, tensors, train, write_dataset
+from tests.helpers.support import MODEL, assert_same_bytes, forked, tensors, train, write_dataset
+from trainer.models.config import ModelConfig
+from trainer.models.neighbours import scale_untrained
 
 POSITIONS = "bert.embeddings.position_embeddings.weight"
 TRAINED = 32
@@ -65,12 +68,22 @@ def test_they_grow_by_the_factor_that_fits_the_trained_ones_best(
         np.linalg.lstsq(waves()[part].reshape(-1, 1), trained[part].reshape(-1), rcond=None)[0].item()
         for part in (slice(TRAINED), slice(TRAINED, None))
     )
-    assert abs(factor - 1) > 0.05  # training changed their size
+    assert abs(factor - 1) > 0.05  # else nothing is tested; random ids teach no direction, so they may shrink
     expected = np.concatenate([trained[:TRAINED], factor * waves()[TRAINED:]])
     said, found = begun(longer, model, tmp_path / "out", first)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(found[:TRAINED], trained[:TRAINED])
     assert f"position embeddings from 32 on, untrained so far, grow {factor / untrained:.2f}-fold" in said
+
+
+def test_the_factor_is_counted_from_what_the_untrained_ones_are() -> None:
+    """Embeddings that the text made begin twice as large, positions too."""
+    config = ModelConfig(**MODEL)
+    positions = torch.from_numpy(waves()).float()
+    positions[:TRAINED] *= 6
+    positions[TRAINED:] *= 2
+    assert "grow 3.00-fold" in scale_untrained(positions, TRAINED, config)
+    np.testing.assert_allclose(positions, 6 * waves(), rtol=1e-6, atol=1e-8)
 
 
 def test_two_ranks_and_a_resumed_run_begin_with_the_same(
