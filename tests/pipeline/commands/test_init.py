@@ -202,7 +202,7 @@ def test_workers_and_batches_are_those_of_the_gpus_here(tmp_path: Path) -> None:
         whole, micro = int(made[phase]["global_batch_size"]), int(made[phase]["micro_batch_size"])
         assert whole % (3 * micro) == 0
         assert abs(whole - wanted) < 3 * micro
-    assert (made["phase1"]["micro_batch_size"], made["phase2"]["micro_batch_size"]) == ("64", "16")
+    assert (made["phase1"]["micro_batch_size"], made["phase2"]["micro_batch_size"]) == ("64", "32")
     said = (tmp_path / "run" / "luigi.cfg").read_text()
     assert "64 rows × 341 micro-steps × 3 workers (65536 cannot be divided among 3)" in said
     assert loaded(tmp_path / "run", "cluster.device") == ["cuda"]
