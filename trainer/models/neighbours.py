@@ -79,8 +79,8 @@ def _offsets(config: ModelConfig) -> list[dict[int, int]]:
     A = config.num_attention_heads
     distances = [sign * distance for distance in range(1, A + 1) for sign in (-1, 1)]
     first = dict(enumerate(distances[:A]))
-    second = dict(enumerate(distances[A:], start=_INDUCTION_HEADS))
-    return [first, {head: offset for head, offset in second.items() if head < A}, first]
+    second = dict(zip(range(_INDUCTION_HEADS, A), distances[A:], strict=False))
+    return [first, second, first]
 
 
 def _induction_weights(config: ModelConfig, draw: InitialValues) -> dict[str, Tensor]:

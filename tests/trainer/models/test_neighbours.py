@@ -121,9 +121,7 @@ def test_what_an_induction_head_adds_is_the_word_that_it_attends_to(shards: Shar
             added = read @ attention.output.dense.weight[:, head].T
         similarity = torch.nn.functional.cosine_similarity(added[:, None], words, dim=-1)
         same = similarity.diagonal()
-        assert same.mean() == pytest.approx(
-            (64 / (64 + 224)) ** 0.5, abs=0.05
-        )  # of 64 words the mean's deviation is 0.01
+        assert abs(same.mean() - (64 / (64 + 224)) ** 0.5) < 0.05  # of 64 words the mean's deviation is 0.01
         assert (similarity.abs().sum() - same.abs().sum()) / (64 * 63) < 0.1  # 0.8 / √224 of unrelated vectors
         assert ((added * words).sum() / read.square().sum()).item() == pytest.approx(0.5, rel=1e-4)
 

@@ -32,7 +32,7 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, **values: objec
 def first(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Phase 1's last checkpoint, of rows of 32."""
     out = tmp_path_factory.mktemp("first")
-    run(data, model, out, max_steps=12, lr=5e-2, initial_attention="neighbours")
+    run(data, model, out, max_steps=12, lr=1e-2, initial_attention="neighbours")
     return out / "checkpoints" / "ckpt_12"
 
 
@@ -68,7 +68,7 @@ def test_they_grow_by_the_factor_that_fits_the_trained_ones_best(
         np.linalg.lstsq(waves()[part].reshape(-1, 1), trained[part].reshape(-1), rcond=None)[0].item()
         for part in (slice(TRAINED), slice(TRAINED, None))
     )
-    assert abs(factor - 1) > 0.05  # else nothing is tested; random ids teach no direction, so they may shrink
+    assert factor > 1.05  # training made them larger
     expected = np.concatenate([trained[:TRAINED], factor * waves()[TRAINED:]])
     said, found = begun(longer, model, tmp_path / "out", first)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
