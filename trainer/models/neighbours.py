@@ -31,7 +31,7 @@ _TRANSFORM = "cls.predictions.transform.dense"
 #: other distance up to 511.
 _FREQUENCIES_MAX, _SPACING = 16, 1.5
 #: Amplitude of the positions' waves, in standard deviations of a word embedding's elements; and length of the rows of
-#: query and key.
+#: query and key in heads of 64, as all of the published models have.
 _AMPLITUDE, _GAIN = 1.5, 1.5
 #: Heads of the second layer that look for the same neighbour, and how much of a word each copies.
 _INDUCTION_HEADS, _COPIED = 2, 0.5
@@ -64,13 +64,14 @@ def neighbour_weights(config: ModelConfig, draw: InitialValues) -> dict[str, Ten
         f"{_TRANSFORM}.bias": torch.full((H,), _LINEAR_GELU),
         **(_induction_weights(config, draw) if L > 1 else {}),
     }
+    gain = _GAIN * (d / 64) ** 0.25  # attention divides the scores by √d
     for layer, offsets in enumerate(_offsets(config)[:L]):
         query, key = (given.setdefault(name.format(layer), torch.full((H, H), math.nan)) for name in (_QUERY, _KEY))
         for head, offset in offsets.items():
             rows = slice(head * d, head * d + 2 * len(frequencies))
             query[rows] = key[rows] = 0
-            query[rows, waves] = _rotation(frequencies * offset).float() * _GAIN
-            key[rows, waves] = torch.eye(2 * len(frequencies)) * _GAIN
+            query[rows, waves] = _rotation(frequencies * offset).float() * gain
+            key[rows, waves] = torch.eye(2 * len(frequencies)) * gain
     return given
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.helpers.support import synthetic_rows
 from trainer.data.shards import ShardSet, write_shard
-from trainer.models.bert import BertForPreTraining
+from trainer.models.bert import OUTPUT_BIAS, WORD_EMBEDDINGS, BertForPreTraining
 from trainer.models.config import ModelConfig
+from trainer.models.neighbours import position_directions
 from trainer.parallel.tensor import TensorParallel
 from trainer.registry import INITIAL_ATTENTION
 from trainer.workloads.bert import BertWorkload
@@ -29,16 +33,20 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> ShardSet:
 
 
 def initialised(
-    config: ModelConfig, shards: ShardSet, attention: str, ranks: TensorParallel | None = None
+    config: ModelConfig,
+    shards: ShardSet,
+    attention: str,
+    ranks: TensorParallel | None = None,
+    words: Path | None = None,
 ) -> BertForPreTraining:
     model = BertForPreTraining(config, ranks=ranks)
-    BertWorkload(config, shards, initial_attention=attention).initialise(model, 5)
+    BertWorkload(config, shards, word_embeddings=words, initial_attention=attention).initialise(model, 5)
     return model
 
 
-def hugging_face(config: ModelConfig, shards: ShardSet, attention: str) -> torch.nn.Module:
+def hugging_face(config: ModelConfig, shards: ShardSet, attention: str, words: Path | None = None) -> torch.nn.Module:
     """Hugging Face's model with our initial weights."""
-    ours = initialised(config, shards, attention)
+    ours = initialised(config, shards, attention, words=words)
     theirs = transformers.BertForPreTraining._from_config(
         transformers.BertConfig(**config.to_hugging_face()), attn_implementation="eager"
     )
@@ -106,6 +114,39 @@ def test_two_heads_of_the_second_layer_attend_to_tokens_with_the_same_neighbour(
         second = model(ids, output_attentions=True).attentions[1]
     found = [second[:, 0 if side == -1 else 1, masked, masked - 30 + step].mean() for step in (0, -2, 2)]
     assert found[0] > 1.5 * max(found[1:]), found
+
+
+@pytest.mark.parametrize(("heads", "layers"), [(1, 1), (1, 3), (3, 2), (4, 1)])
+def test_any_number_of_heads_and_layers(shards: ShardSet, heads: int, layers: int) -> None:
+    """Heads with an odd number among them, and fewer layers than those that begin in a way of their own."""
+    config = ModelConfig(VOCABULARY, layers, 192, heads, intermediate_size=192).without_dropout()
+    model = hugging_face(config, shards, "neighbours")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    ids = masked_ids(2, 128)
+    with torch.no_grad():
+        attention = model(ids, output_attentions=True).attentions
+    for head, offset in zip(range(heads), OFFSETS, strict=False):
+        assert share_at(attention[0][:, head], offset) > 25 / 128, head
+    if layers > 1 and heads > 2:  # the head after those that look for the same neighbour
+        assert share_at(attention[1][:, 2], OFFSETS[heads]) > 10 / 128
+
+
+def test_heads_attend_to_neighbours_with_word_embeddings_from_the_text_too(shards: ShardSet, tmp_path: Path) -> None:
+    """All embeddings are twice as large; words have nothing in the positions' directions."""
+    config = ModelConfig.preset("mini", vocab_size=VOCABULARY).without_dropout()
+    vectors = 0.02 * torch.randn(VOCABULARY - 8, 256, generator=torch.Generator().manual_seed(7))
+    words = tmp_path / "embeddings.safetensors"
+    save_file({WORD_EMBEDDINGS: vectors, OUTPUT_BIAS: torch.full((VOCABULARY - 8,), -6.0)}, words)
+    plain, given = (hugging_face(config, shards, "neighbours", file).bert.embeddings for file in (None, words))
+    positions = position_directions(config)
+    vectors[:, positions] = 0
+    assert torch.equal(given.word_embeddings.weight[: VOCABULARY - 8], 2 * vectors)
+    assert torch.equal(given.position_embeddings.weight, 2 * plain.position_embeddings.weight)
+    assert not given.token_type_embeddings.weight[:, positions].any()
+    with torch.no_grad():
+        attention = hugging_face(config, shards, "neighbours", words)(masked_ids(2, 128), output_attentions=True)
+    for head, offset in zip(range(4), OFFSETS, strict=False):
+        assert share_at(attention.attentions[0][:, head], offset) > 25 / 128, head
 
 
 def test_what_an_induction_head_adds_is_the_word_that_it_attends_to(shards: ShardSet) -> None:
