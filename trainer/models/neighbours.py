@@ -96,6 +96,7 @@ def _induction_weights(config: ModelConfig, draw: InitialValues) -> dict[str, Te
         given[value][mine] = draw.normal(value, (H, H), H**-0.5)[mine]
         given[value][mine, waves] = 0
     given[_OUTPUTS[0]][:, mine] = draw.normal(_OUTPUTS[0], (H, H), H**-0.5)[:, mine]
+    given[_OUTPUTS[0]][waves, mine] = 0  # the positions stay as they are, for the third layer too
     for name in tied:
         given[name][mine] = given[_OUTPUTS[0]][:, mine].T
     given[_OUTPUTS[1]][:, mine] = _COPIED * given[_VALUES[1]][mine].T

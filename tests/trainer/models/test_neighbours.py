@@ -167,6 +167,17 @@ def test_what_an_induction_head_adds_is_the_word_that_it_attends_to(shards: Shar
         assert ((added * words).sum() / read.square().sum()).item() == pytest.approx(0.5, rel=1e-4)
 
 
+def test_what_the_first_two_heads_write_leaves_the_positions_as_they_are(shards: ShardSet) -> None:
+    """And the heads that look for the same neighbour do not read the positions."""
+    config = ModelConfig.preset("mini", vocab_size=VOCABULARY)
+    first, second = (hugging_face(config, shards, "neighbours").bert.encoder.layer[layer].attention for layer in (0, 1))
+    positions, heads = position_directions(config), slice(0, 128)
+    assert first.output.dense.weight[:, heads].any()
+    assert not first.output.dense.weight[positions, heads].any()
+    assert not second.self.query.weight[heads, positions].any()
+    assert not second.self.key.weight[heads, positions].any()
+
+
 def test_the_masked_lm_head_passes_on_what_the_encoder_found(shards: ShardSet) -> None:
     config = ModelConfig.preset("mini", vocab_size=VOCABULARY)
     hidden = torch.nn.functional.layer_norm(torch.randn(64, 256, generator=torch.Generator().manual_seed(2)), (256,))
