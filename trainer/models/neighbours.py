@@ -31,7 +31,7 @@ _TRANSFORM = "cls.predictions.transform.dense"
 #: other distance up to 511.
 _FREQUENCIES_MAX, _SPACING = 16, 1.5
 #: Amplitude of the positions' waves, in standard deviations of a word embedding's elements; and length of the rows of
-#: query and key in heads of 64, as all of the published models have.
+#: query and key with that many frequencies and heads of 64, as in all of the published models.
 _AMPLITUDE, _GAIN = 1.5, 1.5
 #: Heads of the second layer that look for the same neighbour, and how much of a word each copies.
 _INDUCTION_HEADS, _COPIED = 2, 0.5
@@ -64,7 +64,8 @@ def neighbour_weights(config: ModelConfig, draw: InitialValues) -> dict[str, Ten
         f"{_TRANSFORM}.bias": torch.full((H,), _LINEAR_GELU),
         **(_induction_weights(config, draw) if L > 1 else {}),
     }
-    gain = _GAIN * (d / 64) ** 0.25  # attention divides the scores by √d
+    # A score is a sum over frequencies, divided by √d: the largest is the same in all models.
+    gain = _GAIN * math.sqrt(_FREQUENCIES_MAX / len(frequencies) * math.sqrt(d / 64))
     for layer, offsets in enumerate(_offsets(config)[:L]):
         query, key = (given.setdefault(name.format(layer), torch.full((H, H), math.nan)) for name in (_QUERY, _KEY))
         for head, offset in offsets.items():
