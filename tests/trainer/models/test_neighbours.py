@@ -137,16 +137,18 @@ def test_heads_attend_to_neighbours_with_word_embeddings_from_the_text_too(shard
     vectors = 0.02 * torch.randn(VOCABULARY - 8, 256, generator=torch.Generator().manual_seed(7))
     words = tmp_path / "embeddings.safetensors"
     save_file({WORD_EMBEDDINGS: vectors, OUTPUT_BIAS: torch.full((VOCABULARY - 8,), -6.0)}, words)
-    plain, given = (hugging_face(config, shards, "neighbours", file).bert.embeddings for file in (None, words))
+    plain = hugging_face(config, shards, "neighbours").bert.embeddings
+    model = hugging_face(config, shards, "neighbours", words)
+    given = model.bert.embeddings
     positions = position_directions(config)
     vectors[:, positions] = 0
     assert torch.equal(given.word_embeddings.weight[: VOCABULARY - 8], 2 * vectors)
     assert torch.equal(given.position_embeddings.weight, 2 * plain.position_embeddings.weight)
     assert not given.token_type_embeddings.weight[:, positions].any()
     with torch.no_grad():
-        attention = hugging_face(config, shards, "neighbours", words)(masked_ids(2, 128), output_attentions=True)
+        attention = model(masked_ids(2, 128), output_attentions=True).attentions[0]
     for head, offset in zip(range(4), OFFSETS, strict=False):
-        assert share_at(attention.attentions[0][:, head], offset) > 25 / 128, head
+        assert share_at(attention[:, head], offset) > 25 / 128, head
 
 
 def test_what_an_induction_head_adds_is_the_word_that_it_attends_to(shards: ShardSet) -> None:
