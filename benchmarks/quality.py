@@ -33,6 +33,13 @@ TEXT, VOCABULARY = SHARED / "data" / "wikitext-2", SHARED / "data" / "vocab" / "
 SOONER, SOONER_THAN_TRAINER, ACCURACY, LESS_DISK = 15, 15, 0.50, 5
 #: Claimed of the embedded default: its accuracy, nats below the loss of guessing by frequency, seconds of its chain.
 DEFAULT_ACCURACY, DEFAULT_GAIN, DEFAULT_S = 0.36, 2.6, 300
+#: Kinds of examples by name: words of stages.shard. All models are evaluated on the held-out rows of `HELD_OUT`.
+EXAMPLES = {
+    "static masks": ("--masking=static", "--dupe-factor=5"),
+    "dynamic masks": ("--masking=dynamic", "--dupe-factor=1"),
+    "dynamic masks, no short rows": ("--masking=dynamic", "--dupe-factor=1", "--short-seq-prob=0"),
+}
+BERTS, HELD_OUT, OURS = EXAMPLES
 #: Folders whose sources decide what a training reaches, beside its options.
 SOURCES = ("trainer", "stages", "common", "benchmarks/references")
 
@@ -43,7 +50,7 @@ class Recipe:
 
     name: str
     options: Mapping[str, object]
-    masking: str
+    examples: str
     dropout: float = 0.0
     embeds: bool = False
 
@@ -58,7 +65,7 @@ class Trained:
 BERT = Recipe(
     "AdamW, static masks",
     {"optimizer": "AdamW", "lr": 1e-3, "batch_size": 32, "grad_accum_usteps": 2, "warmup_steps": 100, "max_steps": 800},
-    masking="static",
+    examples=BERTS,
     dropout=0.1,
 )
 _OURS = {
@@ -67,17 +74,16 @@ _OURS = {
     "batch_size": 16,
     "masked_lm_prob": 0.3,
     "final_masked_lm_prob": 0.15,
+    "next_sentence_weight": 0.1,
     "initial_attention": "neighbours",
 }
 #: As short as it can be and still reach the loss of BERT's recipe; and as long as that takes.
-SHORT = Recipe(
-    "ours, short", {**_OURS, "grad_accum_usteps": 1, "warmup_steps": 10, "max_steps": 70}, "dynamic", embeds=True
-)
+SHORT = Recipe("ours, short", {**_OURS, "grad_accum_usteps": 1, "warmup_steps": 10, "max_steps": 70}, OURS, embeds=True)
 LONG = Recipe(
     "ours, long",
     {
         **_OURS,
-        "lr": 1.5e-3,
+        "lr": 2e-3,
         "adamw_lr_ratio": 2.0,
         "masked_lm_prob": 0.5,
         "sampled_softmax": 4096,
@@ -86,7 +92,7 @@ LONG = Recipe(
         "warmup_steps": 50,
         "max_steps": 1550,
     },
-    "dynamic",
+    OURS,
     embeds=True,
 )
 
@@ -122,10 +128,10 @@ class WikiText:
         examples.mkdir(parents=True, exist_ok=True)
         text = [f"--source={TEXT / 'train.txt'}", f"--held-out-source={TEXT / 'valid.txt'}"]
         python("-m", "stages.tokenize", *text, f"--vocab-file={VOCABULARY}", f"--out={examples / 'tokens'}")
-        for masking, copies in (("static", 5), ("dynamic", 1)):
-            self.shards[masking] = examples / masking
-            shape = ("--seq-len=128", "--max-pred-len=20", f"--masking={masking}", f"--dupe-factor={copies}")
-            python("-m", "stages.shard", f"--tokens={examples / 'tokens'}", *shape, f"--out={self.shards[masking]}")
+        for name, words in EXAMPLES.items():
+            self.shards[name] = examples / name.replace(", ", "-").replace(" ", "-")
+            words = (*words, "--seq-len=128", "--max-pred-len=20", f"--out={self.shards[name]}")
+            python("-m", "stages.shard", f"--tokens={examples / 'tokens'}", *words)
 
     def model(self, dropout: float) -> Path:
         path = self.directory / f"dropout-{dropout}.json"
@@ -156,7 +162,7 @@ class WikiText:
         return self.once({**dataclasses.asdict(recipe), "seed": seed}, lambda: self._train(recipe, seed))
 
     def _train(self, recipe: Recipe, seed: int) -> Trained:
-        shards = self.shards[recipe.masking]
+        shards = self.shards[recipe.examples]
         with tempfile.TemporaryDirectory(dir=self.directory) as name:
             out = Path(name)
             began = time.monotonic()
@@ -172,7 +178,7 @@ class WikiText:
             (checkpoint,) = (out / "output" / "checkpoints").glob("ckpt_*")
             python("-m", "stages.merge", str(checkpoint), str(out / "merged"))
             sampled = (f"--max-samples={self.samples}", f"--out={out / 'evaluated'}")
-            python("-m", "stages.evaluate", str(out / "merged"), str(self.shards["dynamic"]), *sampled)
+            python("-m", "stages.evaluate", str(out / "merged"), str(self.shards[HELD_OUT]), *sampled)
             found = json.loads((out / "evaluated" / "evaluation.json").read_text())
         return Trained(seconds, found["masked_lm_loss"], found["masked_lm_accuracy"])
 
@@ -180,7 +186,7 @@ class WikiText:
         """Hugging Face's Trainer for `seconds`; its learning rate falls with the clock, to 0 at their end."""
         settings = trainers()[name]
         words = (*settings.words, f"--seed={seed}", f"--samples={self.samples}", f"--seconds={seconds}")
-        where = (str(self.shards["dynamic"]), str(self.model(settings.dropout)))
+        where = (str(self.shards[HELD_OUT]), str(self.model(settings.dropout)))
 
         def run() -> Trained:
             found = json.loads(python("-m", "benchmarks.references.hugging_face_mlm", *where, *words).splitlines()[-1])
@@ -188,8 +194,8 @@ class WikiText:
 
         return self.once({"name": name, "options": words, "dropout": settings.dropout, "seed": seed}, run)
 
-    def bytes(self, masking: str) -> int:
-        return sum(path.stat().st_size for path in self.shards[masking].glob("*_training_*.hdf5"))
+    def bytes(self, name: str) -> int:
+        return sum(path.stat().st_size for path in self.shards[name].glob("*_training_*.hdf5"))
 
 
 def code() -> str:
@@ -291,8 +297,8 @@ def main() -> None:
     what = f"WikiText-2, mini, {args.cores} cores, {args.seeds} seeds"
     for result in compared(what, runs, theirs):
         say(result)
-    disk = data.bytes("static") / data.bytes("dynamic")
-    said, other = (f"{name} {data.bytes(name) / 1e6:.1f} MB" for name in ("dynamic", "static"))
+    disk = data.bytes(BERTS) / data.bytes(HELD_OUT)
+    said, other = (f"{name} {data.bytes(name) / 1e6:.1f} MB" for name in (HELD_OUT, BERTS))
     say(Result("WikiText-2, phase 1: disk of the examples", said, other, disk, " × less", LESS_DISK))
 
 

@@ -34,7 +34,7 @@ class EmbedOptions(StageOptions):
 
     module: ClassVar = "stages.embed"
     stage: ClassVar = "embed_words"
-    format_version: ClassVar = 3  # 3: training begins with them, and with its other embeddings, twice as large
+    format_version: ClassVar = 4  # 4: counts within 2 tokens; 3: training begins with embeddings twice as large
 
     data: Path = option(names=("data",), metavar="DATA", help=f"a directory with {TRAINING_SHARDS} shards")
     hidden_size: int = option(least=1, unit="elements", help="length of an embedding: the model's hidden size")

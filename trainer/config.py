@@ -250,5 +250,5 @@ class TrainConfig:
 CHANGEABLE = (
     *(name for name, (_, about) in fields_of(TrainConfig).items() if about.decides and not name.startswith("phase")),
     *("global_batch_size", "data", "seq_len", "hidden_dropout_prob", "attention_probs_dropout_prob"),
-    *("masked_lm_prob", "final_masked_lm_prob", "whole_word_mask", "sampled_softmax"),
+    *("masked_lm_prob", "final_masked_lm_prob", "whole_word_mask", "sampled_softmax", "next_sentence_weight"),
 )

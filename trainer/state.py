@@ -20,7 +20,7 @@ from trainer.registry import stable_steps
 #: Name of the file in a checkpoint directory.
 STATE = "state.json"
 #: Settings that are left out of a state at these values.
-_LEFT_OUT = {"sampled_softmax": 0}
+_LEFT_OUT = {"sampled_softmax": 0, "next_sentence_weight": 1.0}
 _BATCH_OPTIONS = ("global_batch_size", "batch_ramp_steps", "batch_ramp_parts")
 
 

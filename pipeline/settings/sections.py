@@ -132,6 +132,7 @@ class Phase(luigi.Config):
     masked_lm_prob: float = setting(ShardOptions, "masked_lm_prob", least=0.001)
     final_masked_lm_prob: float | None = number(0.001, 1, empty=True)
     sampled_softmax: int = whole(0)
+    next_sentence_weight: float = number(0.001, 1000)
     pack: bool = setting(ShardOptions, "pack")
     global_batch_size: int = whole(1)
     micro_batch_size: int = setting(TrainConfig, "micro_batch_size")

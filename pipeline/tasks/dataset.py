@@ -55,13 +55,18 @@ def mask_rate(task: ChainTask, phase: int) -> MaskRate | None:
 
 
 def objective_options(task: ChainTask, phase: int) -> dict[str, Any]:
-    """The trainer's options for the masked-LM objective: how it masks what it reads, unless the shards are masked, and
-    which words its softmax is over."""
-    rate, sampled = mask_rate(task, phase), {"sampled_softmax": task.settings.phase(phase).sampled_softmax or None}
+    """The trainer's options for its objective: how it masks what it reads, unless the shards are masked; which words
+    the masked-LM loss is over; and what the next-sentence loss counts for."""
+    rate, settings = mask_rate(task, phase), task.settings.phase(phase)
+    weight = settings.next_sentence_weight if task.settings.dataset.next_sentence else 1
+    losses = {
+        "sampled_softmax": settings.sampled_softmax or None,
+        "next_sentence_weight": weight if weight != 1 else None,
+    }
     if rate is None:
-        return sampled
+        return losses
     whole_words = dataset_of(task, phase).settings.dataset.whole_word_mask or None
-    return {"masked_lm_prob": rate.first, "final_masked_lm_prob": rate.last, "whole_word_mask": whole_words, **sampled}
+    return {"masked_lm_prob": rate.first, "final_masked_lm_prob": rate.last, "whole_word_mask": whole_words, **losses}
 
 
 def _require_one_vocabulary(settings: Settings) -> None:

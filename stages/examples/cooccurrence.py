@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 #: Tokens on each side that count as near; a pair at distance d counts 1/d (Pennington et al. 2014, GloVe, section 4.2).
-WINDOW = 5
+WINDOW = 2
 #: The exponent that smooths the contexts' probabilities, and that of the singular values (Levy et al., section 3).
 CONTEXT_SMOOTHING, SINGULAR_VALUE_POWER = 0.75, 0.5
 #: Extra directions, and power iterations, of the randomised SVD (Halko et al. 2011, arXiv:0909.4061, section 4).

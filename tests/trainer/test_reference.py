@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.support import losses, metrics, tensors, train, write_dataset, write_model_config
+from tests.helpers.support import metrics, tensors, train, write_dataset, write_model_config
 from trainer.data.batch_ramp import BatchSizes
 from trainer.data.order import SampleOrder
 from trainer.models.bert import BertForPreTraining
@@ -65,16 +65,19 @@ class Muon:
             matrix.mul_(1 - rate * DECAY).sub_(rate * update)
 
 
-def reference(data: Path, config: ModelConfig, seed: int, optimizer: str) -> tuple[list[float], list[float], nn.Module]:
-    """(losses, gradient norms, model) after all steps, in float64."""
+def reference(
+    data: Path, config: ModelConfig, seed: int, optimizer: str, weight: float
+) -> tuple[list[list[float]], list[float], nn.Module]:
+    """(each step's sum of losses, masked-LM and next-sentence loss, gradient norms, model after all steps), in
+    float64. `weight`: what the next-sentence loss is multiplied by in the sum."""
     start = BertForPreTraining(config)
     start.initialise(seed)
     model = transformers.BertForPreTraining(
         transformers.BertConfig(**config.to_hugging_face(), attn_implementation="eager")
     ).double()
-    given = dict(start.named_parameters())
+    initial = dict(start.named_parameters())
     for name, parameter in model.named_parameters():
-        parameter.data.copy_(given[name].data)
+        parameter.data.copy_(initial[name].data)
     named = dict(model.named_parameters())
     muon: Callable[[float], None] | None = None
     ratio = 1.0
@@ -94,7 +97,12 @@ def reference(data: Path, config: ModelConfig, seed: int, optimizer: str) -> tup
     order = SampleOrder(np.array([ROWS]), seed=seed, sizes=[BatchSizes(8)])
     curve, norms = [], []
     for step in range(STEPS):
-        loss = model(**batch(data, order.step(step).row)).loss
+        given = batch(data, order.step(step).row)
+        out = model(**given)
+        masked_lm = nn.functional.cross_entropy(out.prediction_logits.transpose(1, 2), given["labels"])
+        next_sentence = nn.functional.cross_entropy(out.seq_relationship_logits, given["next_sentence_label"])
+        torch.testing.assert_close(masked_lm + next_sentence, out.loss)
+        loss = masked_lm + weight * next_sentence
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), NORM)))
         if muon is not None:
@@ -102,26 +110,33 @@ def reference(data: Path, config: ModelConfig, seed: int, optimizer: str) -> tup
         adamw.step()
         schedule.step()
         model.zero_grad()
-        curve.append(loss.item())
+        curve.append([value.item() for value in (loss, masked_lm, next_sentence)])
     return curve, norms, model
 
 
-@pytest.mark.parametrize(("optimizer", "seed"), [("AdamW", 12349), ("AdamW", 7), ("Muon", 7)])
+@pytest.mark.parametrize(
+    ("optimizer", "seed", "weight"), [("AdamW", 12349, 1), ("AdamW", 7, 0.1), ("Muon", 7, 1), ("Muon", 7, 3)]
+)
 def test_training_is_hugging_faces_model_and_torchs_optimizer(
-    data: Path, tmp_path: Path, optimizer: str, seed: int
+    data: Path, tmp_path: Path, optimizer: str, seed: int, weight: float
 ) -> None:
-    """Reader, order, initial weights, masked head, both losses, micro-steps, clipping, decay groups, rates and updates.
-    Tolerance: float64's rounding, which six steps of Adam, whose first divides by small numbers, enlarge."""
+    """Reader, order, initial weights, masked head, both losses and their sum, micro-steps, clipping, decay groups,
+    rates and updates. Tolerance: float64's rounding, which six steps of Adam, whose first divides by small numbers,
+    enlarge."""
     model = write_model_config(tmp_path, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     done = train(
         data_dir=data, model_config=model, output_dir=tmp_path / "out", device="cpu", precision="fp64", seed=seed,
         batch_size=4, grad_accum_usteps=2, max_pred_len=5, lr=RATE, warmup_steps=WARMUP, max_steps=STEPS,
         weight_decay=DECAY, max_grad_norm=NORM, optimizer=optimizer, adamw_lr_ratio=RATIO, ckpt_interval_steps=0,
+        next_sentence_weight=weight,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
-    curve, norms, theirs = reference(data, ModelConfig.of_hugging_face(json.loads(model.read_text())), seed, optimizer)
-    np.testing.assert_allclose(losses(tmp_path / "out"), curve, rtol=1e-8)
-    np.testing.assert_allclose([one["grad_norm"] for one in metrics(tmp_path / "out")], norms, rtol=1e-8)
+    config = ModelConfig.of_hugging_face(json.loads(model.read_text()))
+    curve, norms, theirs = reference(data, config, seed, optimizer, weight)
+    logged = metrics(tmp_path / "out")
+    names = ("loss", "masked_lm_loss", "next_sentence_loss")
+    np.testing.assert_allclose([[one[name] for name in names] for one in logged], curve, rtol=1e-8)
+    np.testing.assert_allclose([one["grad_norm"] for one in logged], norms, rtol=1e-8)
     assert min(norms) < NORM < max(norms), "some are clipped, and some are not"
     saved = tensors(tmp_path / "out" / "checkpoints" / f"ckpt_{STEPS}")
     expected = {name: parameter.detach().numpy() for name, parameter in theirs.named_parameters()}

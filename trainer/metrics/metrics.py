@@ -117,14 +117,16 @@ class Metrics:
             self._waited[name] = self._waited.get(name, 0.0) + time.monotonic() - began
 
     def record(self, record: StepRecord, values: list[float]) -> None:
-        """`values`: the workload's losses (nats, means over the global batch), then the gradient norm; meaningless in a
-        trial. The first step that is not finite is kept for `require_finite`."""
+        """`values`: the workload's losses (nats, means over the global batch, times their factors), then the gradient
+        norm; meaningless in a trial. The first step that is not finite is kept for `require_finite`."""
         if self._config.trial:
             return
-        *losses, norm = values
+        *weighted, norm = values
+        factors = self._workload.losses
+        losses = {name: loss / factor for (name, factor), loss in zip(factors.items(), weighted, strict=True)}
         state = record.state
         if self._not_finite is None and not all(map(math.isfinite, values)):
-            said = ", ".join(f"{name} {loss}" for name, loss in zip(self._workload.losses, losses, strict=True))
+            said = ", ".join(f"{name} {loss}" for name, loss in losses.items())
             text = f"step {state.global_step}: {said}, gradient norm {norm} at learning rate {record.learning_rate:.3e}"
             self._not_finite = state.step - 1, text
         if self._not_finite is not None:
@@ -135,8 +137,8 @@ class Metrics:
         self._recent.append((step_time, self._workload.work(record.counts, record.micro_batches)))
         rates = self._rates()
         scalars = {
-            "loss": sum(losses),
-            **dict(zip(self._workload.losses, losses, strict=True)),
+            "loss": sum(weighted),
+            **losses,
             "learning_rate": record.learning_rate,
             "grad_norm": norm,
             **rates,

@@ -42,8 +42,9 @@ class Workload(abc.ABC):
     defaults: ClassVar[Mapping[str, Any]] = {}
     #: Fields of `TrainConfig` and `RunOptions` that are not options of this workload.
     without: ClassVar[frozenset[str]] = frozenset()
-    #: The losses' names in the metrics, in the order of the reader's counts.
-    losses: tuple[str, ...]
+    #: The losses' names in the metrics, in the order of the reader's counts, and the factor of each in the sum that
+    #: training minimises.
+    losses: Mapping[str, float]
     #: Samples in each file of the data set.
     rows_per_shard: Int64s
     #: Size of the vocabulary, which tensor parallelism pads; 0: the model has none.

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
-
-import safetensors
-import safetensors.torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from common.errors import UserError
 from common.options import check, option
@@ -23,11 +17,12 @@ from trainer.data.masking import DynamicMasking, Masking
 from trainer.data.reader import BatchReader
 from trainer.data.shards import NEXT_SENTENCE_KEY, ShardSet
 from trainer.data.vocabulary import VOCABULARY_FILE, Vocabulary, read_vocabulary
-from trainer.models.bert import OUTPUT_BIAS, WORD_EMBEDDINGS, BertForPreTraining, has_weight_decay, is_hidden_matrix
+from trainer.models.bert import BertForPreTraining, has_weight_decay, is_hidden_matrix
 from trainer.models.config import PRESETS, ModelConfig
 from trainer.models.initial import InitialValues
 from trainer.models.neighbours import neighbour_weights, position_directions, scale_untrained
 from trainer.models.operations import Operations
+from trainer.models.word_embeddings import word_embeddings
 from trainer.parallel.tensor import TensorParallel
 from trainer.registry import INITIAL_ATTENTION, NEW_POSITIONS
 from trainer.workloads.base import MASKED_LM_LOSS, StepCost, Workload
@@ -91,6 +86,11 @@ class BertOptions:
         help="the masked-LM loss of a micro-batch is over its own masked words and at least as many others, drawn at "
         "random, instead of the whole vocabulary; 0: the whole one",
     )  # fmt: skip
+    next_sentence_weight: float = option(
+        1.0, group="training", least=0.001, most=1000,
+        help="with --next_sentence: factor of its loss in the sum that training minimises, which is what is logged as "
+        "loss; next_sentence_loss is logged without it",
+    )  # fmt: skip
     disable_dropout: bool = option(False, group="model", help="train without dropout")
     debug: bool = option(False, group="model", help="the tutorials' toy model: 1 layer, 2 heads, hidden size 16")
 
@@ -110,6 +110,7 @@ class BertWorkload(Workload):
         initial_attention: str = "random",
         new_positions: str = "initial",
         sampled_softmax: int = 0,
+        next_sentence_weight: float = 1.0,
     ) -> None:
         """`masking`: for shards without masks; `word_embeddings`: a file with initial ones.
 
@@ -125,7 +126,9 @@ class BertWorkload(Workload):
                 f"the shards in {shards.directory} have no {NEXT_SENTENCE_KEY}, which the model's next-sentence head "
                 f"needs; give --no-next_sentence, or shards with labels"
             )
-        self.losses = (MASKED_LM_LOSS, "next_sentence_loss") if model.next_sentence else (MASKED_LM_LOSS,)
+        self.losses = {MASKED_LM_LOSS: 1.0}
+        if model.next_sentence:
+            self.losses["next_sentence_loss"] = next_sentence_weight
         self.config = model
         self.vocab_size = model.vocab_size
         self.shards = shards
@@ -138,11 +141,16 @@ class BertWorkload(Workload):
 
     @classmethod
     def of(cls, options: BertOptions) -> Self:
+        if options.next_sentence_weight != 1 and not options.next_sentence:
+            raise UserError(
+                f"--next_sentence_weight {options.next_sentence_weight} goes with --next_sentence: without, there is "
+                f"no such loss; leave out one of the two"
+            )
         directory = options.data_dir.expanduser()
         shards = ShardSet.open(directory, seq_len=options.seq_len, max_pred_len=options.max_pred_len)
         masking = _masking(options, shards)
         begin = (options.word_embeddings, options.initial_attention, options.new_positions)
-        return cls(model_of(options), shards, masking, *begin, options.sampled_softmax)
+        return cls(model_of(options), shards, masking, *begin, options.sampled_softmax, options.next_sentence_weight)
 
     def describe(self) -> dict[str, Any]:
         return self.config.to_dict()
@@ -155,7 +163,7 @@ class BertWorkload(Workload):
         """With the embeddings and output bias of `word_embeddings`, if given. Raises `UserError`."""
         given = neighbour_weights(self.config, InitialValues(seed)) if self.attends_to_neighbours else {}
         if self.word_embeddings is not None:
-            given.update(_word_embeddings(self.word_embeddings, self.config))
+            given.update(word_embeddings(self.word_embeddings, self.config))
         model.initialise(seed, given)
         if self.attends_to_neighbours:
             model.bert.embeddings.keep_words_out_of(position_directions(self.config))
@@ -188,6 +196,8 @@ class BertWorkload(Workload):
         settings: dict[str, Any] = {"seq_len": self.shards.seq_len}
         if self.sampled_softmax:
             settings["sampled_softmax"] = self.sampled_softmax
+        if (weight := self.losses.get("next_sentence_loss", 1.0)) != 1:
+            settings["next_sentence_weight"] = weight
         if self.masking is None:
             return settings
         return settings | {
@@ -243,34 +253,6 @@ def _masking(options: BertOptions, shards: ShardSet) -> Masking | None:
         return None
     rate = MaskRate.of(options.masked_lm_prob, options.final_masked_lm_prob)
     return Masking(rate, whole_words=options.whole_word_mask)
-
-
-def _word_embeddings(path: Path, model: ModelConfig) -> dict[str, Tensor]:
-    """The tensors of a file made by stages.embed. Raises `UserError` unless they fit the model.
-
-    Words without counts get NaN, for BERT's values. Ids above those in the file are taken to be as rare as its rarest:
-    a bias of 0 would give each a probability of 1.
-    """
-    limits = {WORD_EMBEDDINGS: (model.vocab_size, model.hidden_size), OUTPUT_BIAS: (model.vocab_size,)}
-    try:
-        found = {name: tensor.float() for name, tensor in safetensors.torch.load(path.read_bytes()).items()}
-    except (OSError, safetensors.SafetensorError) as error:
-        raise UserError(f"--word_embeddings {path}: {error}; give the file that stages.embed makes") from error
-    shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    for name, (most, *rest) in limits.items():
-        shape = shapes.get(name, ())
-        if len(shape) != len(rest) + 1 or not 0 < shape[0] <= most or list(shape[1:]) != rest:
-            raise UserError(
-                f"--word_embeddings {path}: {name} is {list(shape) if name in found else 'missing'}; allowed: up to "
-                f"{[most, *rest]}, as stages.embed makes them for this model and vocabulary"
-            )
-        if not found[name].isfinite().all():
-            raise UserError(f"--word_embeddings {path}: {name} has values that are not finite; make the file again")
-    bias = found[OUTPUT_BIAS]
-    whole = F.pad(bias, (0, model.vocab_size - len(bias)), value=float(bias.min()))
-    vectors = found[WORD_EMBEDDINGS]
-    is_known = vectors.any(dim=1, keepdim=True)
-    return {WORD_EMBEDDINGS: vectors.where(is_known, math.nan), OUTPUT_BIAS: whole}
 
 
 def model_of(options: BertOptions) -> ModelConfig:

@@ -97,7 +97,7 @@ class MnistWorkload(Workload):
     """4 epochs of SGD, 32 images per worker, a learning rate that grows with the workers."""
 
     options = MnistOptions
-    losses = ("nll_loss",)
+    losses = MappingProxyType({"nll_loss": 1.0})
     threads = 1  # a step is 0.7 ms, and threads that wait for each other take longer (docs/decisions.md)
     defaults = MappingProxyType(
         {

@@ -107,6 +107,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase1", "final_masked_lm_prob", "0.4", ("precompile-phase1", "pretrain-phase1")),
     ("phase1", "final_masked_lm_prob", "0.1", ("pretrain-phase1",)),
     ("phase1", "sampled_softmax", "300", ("precompile-phase1", "pretrain-phase1")),
+    ("phase1", "next_sentence_weight", "0.5", ("pretrain-phase1",)),
     ("phase1", "pack", "true", ("shard_dataset-phase1", "precompile-phase1")),
     ("phase1", "global_batch_size", "128", ("pretrain-phase1",)),
     # Without micro-steps to accumulate, the graph is a different one.
@@ -139,6 +140,7 @@ CASES: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("phase2", "masked_lm_prob", "0.3", ("precompile-phase2", "pretrain-phase2")),
     ("phase2", "final_masked_lm_prob", "0.1", ("pretrain-phase2",)),
     ("phase2", "sampled_softmax", "300", ("precompile-phase2", "pretrain-phase2")),
+    ("phase2", "next_sentence_weight", "0.5", ("pretrain-phase2",)),
     ("phase2", "pack", "false", ("shard_dataset-phase2", "precompile-phase2")),
     ("phase2", "global_batch_size", "64", ("pretrain-phase2",)),
     ("phase2", "micro_batch_size", "4", ("precompile-phase2",)),
