@@ -579,9 +579,10 @@ THEN = (
     *(("model", "hidden_dropout_prob", "0.1"), ("model", "attention_probs_dropout_prob", "0.1")),
     *(("phase1", "masked_lm_prob", "0.15"), ("phase1", "final_masked_lm_prob", "")),
     *(("phase1", "optimizer", "AdamW"), ("phase1", "lr", "1e-3"), ("phase1", "word_embeddings", "random")),
-    ("phase1", "initial_attention", "random"),
+    *(("phase1", "initial_attention", "random"), ("phase1", "next_sentence_weight", "1")),
     *(("phase1", "global_batch_size", "64"), ("phase1", "micro_batch_size", "32"), ("phase1", "max_steps", "500")),
     *(("phase2", "optimizer", "AdamW"), ("phase2", "lr", "5e-4"), ("phase2", "new_positions", "initial")),
+    ("phase2", "next_sentence_weight", "1"),
     *(("phase2", "global_batch_size", "32"), ("phase2", "max_steps", "100")),
 )
 #: Settings → the first digits of fingerprints that an earlier version gave to stages. They must not change: a work
