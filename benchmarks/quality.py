@@ -33,13 +33,14 @@ TEXT, VOCABULARY = SHARED / "data" / "wikitext-2", SHARED / "data" / "vocab" / "
 SOONER, SOONER_THAN_TRAINER, ACCURACY, LESS_DISK = 15, 15, 0.50, 5
 #: Claimed of the embedded default: its accuracy, nats below the loss of guessing by frequency, seconds of its chain.
 DEFAULT_ACCURACY, DEFAULT_GAIN, DEFAULT_S = 0.36, 2.6, 300
-#: Kinds of examples by name: words of stages.shard. All models are evaluated on the held-out rows of `HELD_OUT`.
+#: Kinds of examples by name: words of stages.shard. All models are evaluated on the held-out rows of `PLAIN`, on whose
+#: training rows Trainer draws its masks, too.
 EXAMPLES = {
     "static masks": ("--masking=static", "--dupe-factor=5"),
     "dynamic masks": ("--masking=dynamic", "--dupe-factor=1"),
     "dynamic masks, no short rows": ("--masking=dynamic", "--dupe-factor=1", "--short-seq-prob=0"),
 }
-BERTS, HELD_OUT, OURS = EXAMPLES
+BERTS, PLAIN, OURS = EXAMPLES
 #: Folders whose sources decide what a training reaches, beside its options.
 SOURCES = ("trainer", "stages", "common", "benchmarks/references")
 
@@ -106,7 +107,7 @@ class Settings:
 
 
 def trainers() -> dict[str, Settings]:
-    """Its own defaults, and the best settings of those in docs/recipe.md."""
+    """Its own defaults, and the best settings of those in docs/trials.md."""
     bf16 = ("--bf16",) if CpuDevice().automatic_precision()[0] == "autocast" else ()
     return {
         "Trainer, its defaults": Settings(("--batch-size=8", "--lr=5e-5"), dropout=0.1),
@@ -159,7 +160,8 @@ class WikiText:
 
     def train(self, recipe: Recipe, seed: int) -> Trained:
         """Train and evaluate on the same held-out rows, whatever the recipe."""
-        return self.once({**dataclasses.asdict(recipe), "seed": seed}, lambda: self._train(recipe, seed))
+        what = {**dataclasses.asdict(recipe), "examples": EXAMPLES[recipe.examples], "seed": seed}
+        return self.once(what, lambda: self._train(recipe, seed))
 
     def _train(self, recipe: Recipe, seed: int) -> Trained:
         shards = self.shards[recipe.examples]
@@ -178,7 +180,7 @@ class WikiText:
             (checkpoint,) = (out / "output" / "checkpoints").glob("ckpt_*")
             python("-m", "stages.merge", str(checkpoint), str(out / "merged"))
             sampled = (f"--max-samples={self.samples}", f"--out={out / 'evaluated'}")
-            python("-m", "stages.evaluate", str(out / "merged"), str(self.shards[HELD_OUT]), *sampled)
+            python("-m", "stages.evaluate", str(out / "merged"), str(self.shards[PLAIN]), *sampled)
             found = json.loads((out / "evaluated" / "evaluation.json").read_text())
         return Trained(seconds, found["masked_lm_loss"], found["masked_lm_accuracy"])
 
@@ -186,7 +188,7 @@ class WikiText:
         """Hugging Face's Trainer for `seconds`; its learning rate falls with the clock, to 0 at their end."""
         settings = trainers()[name]
         words = (*settings.words, f"--seed={seed}", f"--samples={self.samples}", f"--seconds={seconds}")
-        where = (str(self.shards[HELD_OUT]), str(self.model(settings.dropout)))
+        where = (str(self.shards[PLAIN]), str(self.model(settings.dropout)))
 
         def run() -> Trained:
             found = json.loads(python("-m", "benchmarks.references.hugging_face_mlm", *where, *words).splitlines()[-1])
@@ -297,8 +299,8 @@ def main() -> None:
     what = f"WikiText-2, mini, {args.cores} cores, {args.seeds} seeds"
     for result in compared(what, runs, theirs):
         say(result)
-    disk = data.bytes(BERTS) / data.bytes(HELD_OUT)
-    said, other = (f"{name} {data.bytes(name) / 1e6:.1f} MB" for name in (HELD_OUT, BERTS))
+    disk = data.bytes(BERTS) / data.bytes(OURS)
+    said, other = (f"{name} {data.bytes(name) / 1e6:.1f} MB" for name in (OURS, BERTS))
     say(Result("WikiText-2, phase 1: disk of the examples", said, other, disk, " × less", LESS_DISK))
 
 

@@ -221,7 +221,7 @@ class UsesModel(Stage):
         return {**self.settings.model.param_kwargs, **({} if self.next_sentence else {"next_sentence": False})}
 
     def objective_identity(self, phase: int) -> dict[str, Any]:
-        """The parameters by which masks and the softmax affect a phase's training."""
+        """The parameters by which masks, the softmax and the weights of losses affect a phase's training."""
         rate, settings, objective = mask_rate(self, phase), self.settings.phase(phase), objective_options(self, phase)
         if rate is None:
             objective["max_pred_len"] = settings.max_pred_len

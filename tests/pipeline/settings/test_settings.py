@@ -276,12 +276,13 @@ def test_every_config_has_only_known_settings(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in CONFIGS if "trn" in path.stem], ids=lambda path: path.stem)
-def test_the_aws_configs_say_what_training_begins_with(path: Path) -> None:
+def test_the_aws_configs_say_what_training_begins_with_and_minimises(path: Path) -> None:
     """Otherwise the values in luigi.cfg, which are for small models, would apply."""
     parser = configparser.ConfigParser(interpolation=None)
     parser.read(path)
     assert [parser["phase1"][key] for key in ("word_embeddings", "initial_attention")] == ["random", "random"]
     assert parser["phase2"]["new_positions"] == "initial"
+    assert [parser[phase]["next_sentence_weight"] for phase in ("phase1", "phase2")] == ["1", "1"]
 
 
 @pytest.mark.parametrize("name", ["trn1-bert-large", "trn1-wikipedia"])

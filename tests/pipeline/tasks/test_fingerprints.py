@@ -370,6 +370,11 @@ def test_whole_sentences_are_not_shortened(fingerprints: Fingerprints) -> None:
     assert fingerprints(off, ("dataset", "short_seq_prob", "0.2")) == fingerprints(off)
 
 
+def test_without_a_next_sentence_loss_its_weight_decides_nothing(fingerprints: Fingerprints) -> None:
+    off = ("dataset", "next_sentence", "false")
+    assert fingerprints(off, ("phase1", "next_sentence_weight", "0.5")) == fingerprints(off)
+
+
 def test_labels_of_downloaded_shards_can_be_ignored(fingerprints: Fingerprints) -> None:
     """The same shards are not fetched again."""
     changed = difference(fingerprints(*DOWNLOADED), fingerprints(*DOWNLOADED, ("dataset", "next_sentence", "false")))
