@@ -252,3 +252,5 @@ CHANGEABLE = (
     *("global_batch_size", "data", "seq_len", "hidden_dropout_prob", "attention_probs_dropout_prob"),
     *("masked_lm_prob", "final_masked_lm_prob", "whole_word_mask", "sampled_softmax", "next_sentence_weight"),
 )
+#: BERT's settings that states and identities leave out at these values.
+LEFT_OUT = {"sampled_softmax": 0, "next_sentence_weight": 1.0}

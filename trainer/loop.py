@@ -113,8 +113,8 @@ class Trainer:
         """One optimizer step. `counts`: how many terms each loss has in the global batch, then the workload's others.
         Returns False if the run is to stop: the step was given up before it changed the state.
 
-        Every loss is a sum divided by the global batch's count, so the result depends on neither the micro-batch size
-        nor the number of workers, except through what a micro-batch draws: dropout and sampled softmax.
+        Every loss is a sum times its factor, divided by the global batch's count, so the result depends on neither the
+        micro-batch size nor the number of workers, except through what a micro-batch draws: dropout, sampled softmax.
         """
         config = self.config
         self.metrics.begin_step(step)

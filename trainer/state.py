@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import CheckpointError
-from trainer.config import CHANGEABLE
+from trainer.config import CHANGEABLE, LEFT_OUT
 from trainer.data.batch_ramp import BatchRamp, BatchSizes, batch_of
 from trainer.models.config import ModelConfig
 from trainer.optim.schedule import DECAY_OPTIONS
@@ -19,8 +19,6 @@ from trainer.registry import stable_steps
 
 #: Name of the file in a checkpoint directory.
 STATE = "state.json"
-#: Settings that are left out of a state at these values.
-_LEFT_OUT = {"sampled_softmax": 0, "next_sentence_weight": 1.0}
 _BATCH_OPTIONS = ("global_batch_size", "batch_ramp_steps", "batch_ramp_parts")
 
 
@@ -156,7 +154,7 @@ class TrainState:
         Raises `CheckpointError` if this run cannot continue from there.
         """
         self.require_same_model(other, checkpoint)
-        ours, theirs = _LEFT_OUT | self.deciding, _LEFT_OUT | other.deciding
+        ours, theirs = LEFT_OUT | self.deciding, LEFT_OUT | other.deciding
         shared = min(self.stable_steps, other.stable_steps)
         undecided = DECAY_OPTIONS if other.step <= shared else ()
         # A converted checkpoint has no batch size.

@@ -19,7 +19,7 @@ from pipeline.status.stage_dirs import StageDir, StageDirs, holder, last_checkpo
 from pipeline.status.stored import StoredDir
 from stages.directory.attempts import last_failure, last_sign_of_life
 from stages.directory.records import read_progress
-from trainer.config import TrainConfig
+from trainer.config import LEFT_OUT, TrainConfig
 from trainer.metrics.budget import fixed_steps
 
 State = Literal["complete", "not evaluated", "phase 1 complete", "running", "failed", "interrupted", "unfinished"]
@@ -180,14 +180,21 @@ def _settings(stage_dirs: Sequence[StageDir]) -> Iterator[tuple[str, str]]:
     for stage_dir in stage_dirs:
         parameters = dict(stage_dir.record["parameters"])
         model = parameters.pop("model", None)
-        for name, (field, about) in fields_of(TrainConfig).items() if _kind(stage_dir) == _PHASE else ():
-            if about.omit_default:
-                parameters.setdefault(name, field.default)
+        if _kind(stage_dir) == _PHASE:
+            parameters |= {name: value for name, value in _left_out().items() if name not in parameters}
         given = {_name(stage_dir.label, key): value for key, value in parameters.items()}
         if isinstance(model, dict):
             given |= {f"Model-{key.replace('_', '-')}": value for key, value in model.items()}
         yield from ((name, _text(value)) for name, value in given.items() if name not in seen)
         seen |= given.keys()
+
+
+@functools.cache
+def _left_out() -> dict[str, Any]:
+    """What a phase's identity leaves out, by name, at these values."""
+    return {
+        name: field.default for name, (field, about) in fields_of(TrainConfig).items() if about.omit_default
+    } | LEFT_OUT
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def page(run: Run) -> str:
 
 def _loss_unit(run: Run) -> str:
     has_pairs = any(curves.recent("next_sentence_loss") is not None for curves in run.curves.values())
-    return "nats: masked-LM and next-sentence together" if has_pairs else "nats per masked token"
+    return "nats: masked-LM, and next-sentence times its weight" if has_pairs else "nats per masked token"
 
 
 @functools.cache

@@ -88,8 +88,8 @@ class BertOptions:
     )  # fmt: skip
     next_sentence_weight: float = option(
         1.0, group="training", least=0.001, most=1000,
-        help="with --next_sentence: factor of its loss in the sum that training minimises, which is what is logged as "
-        "loss; next_sentence_loss is logged without it",
+        help="with --next_sentence: factor of its loss in the sum that training minimises and logs as loss; "
+        "next_sentence_loss is logged without it",
     )  # fmt: skip
     disable_dropout: bool = option(False, group="model", help="train without dropout")
     debug: bool = option(False, group="model", help="the tutorials' toy model: 1 layer, 2 heads, hidden size 16")
@@ -112,7 +112,8 @@ class BertWorkload(Workload):
         sampled_softmax: int = 0,
         next_sentence_weight: float = 1.0,
     ) -> None:
-        """`masking`: for shards without masks; `word_embeddings`: a file with initial ones.
+        """`masking`: for shards without masks; `word_embeddings`: a file with initial ones; `next_sentence_weight`: the
+        factor of that loss.
 
         Raises `UserError` if the rows are longer than the model's positions, or lack the labels that the model needs.
         """

@@ -142,6 +142,8 @@ def test_numbers_are_compared_as_numbers_and_unknown_settings_are_refused(tmp_pa
     assert [run["loss"] for run in runs(tmp_path, "--where", "Phase1-pack=True")] == [3.0]
     assert runs(tmp_path, "--where", "Phase1-pack=true", "--where", "Phase1-lr=5e-4") == []
     assert len(runs(tmp_path, "--where", "Run-seed=7")) == 2
+    # What records leave out: they are from before the setting, or have the value that it then stood for.
+    assert len(runs(tmp_path, "--where", "Phase1-next-sentence-weight=1", "--where", "Phase2-sampled-softmax=0")) == 2
     for words, line in (
         ("Phase1-lrr=1", "no run records a setting Phase1-lrr; did you mean Phase1-lr?"),
         ("Phase1-lr", "--where Phase1-lr is not allowed; allowed: SETTING=VALUE, such as Phase1-lr=5e-4"),
