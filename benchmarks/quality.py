@@ -73,13 +73,14 @@ _OURS = {
     "optimizer": "Muon",
     "lr": 1e-2,
     "batch_size": 16,
+    "grad_accum_usteps": 1,
     "masked_lm_prob": 0.3,
     "final_masked_lm_prob": 0.15,
     "next_sentence_weight": 0.1,
     "initial_attention": "neighbours",
 }
 #: As short as it can be and still reach the loss of BERT's recipe; and as long as that takes.
-SHORT = Recipe("ours, short", {**_OURS, "grad_accum_usteps": 1, "warmup_steps": 10, "max_steps": 70}, OURS, embeds=True)
+SHORT = Recipe("ours, short", {**_OURS, "warmup_steps": 10, "max_steps": 70}, OURS, embeds=True)
 LONG = Recipe(
     "ours, long",
     {
@@ -89,7 +90,6 @@ LONG = Recipe(
         "masked_lm_prob": 0.5,
         "sampled_softmax": 4096,
         "batch_size": 32,
-        "grad_accum_usteps": 1,
         "warmup_steps": 50,
         "max_steps": 1550,
     },
@@ -130,7 +130,7 @@ class WikiText:
         text = [f"--source={TEXT / 'train.txt'}", f"--held-out-source={TEXT / 'valid.txt'}"]
         python("-m", "stages.tokenize", *text, f"--vocab-file={VOCABULARY}", f"--out={examples / 'tokens'}")
         for name, words in EXAMPLES.items():
-            self.shards[name] = examples / name.replace(", ", "-").replace(" ", "-")
+            self.shards[name] = examples / name
             words = (*words, "--seq-len=128", "--max-pred-len=20", f"--out={self.shards[name]}")
             python("-m", "stages.shard", f"--tokens={examples / 'tokens'}", *words)
 

@@ -7,6 +7,7 @@ change, and docs/options.md are made from its fields.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -254,3 +255,8 @@ CHANGEABLE = (
 )
 #: BERT's settings that states and identities leave out at these values.
 LEFT_OUT = {"sampled_softmax": 0, "next_sentence_weight": 1.0}
+
+
+def without_left_out(settings: Mapping[str, float]) -> dict[str, float]:
+    """Those of `settings` that are not at their value in `LEFT_OUT`."""
+    return {name: value for name, value in settings.items() if value != LEFT_OUT[name]}

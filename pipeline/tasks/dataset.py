@@ -22,6 +22,7 @@ from stages.directory.manifest import Identity
 from stages.shard import STATIC, ShardOptions
 from stages.text.corpus import TokenizeOptions
 from stages.text.patterns import split
+from trainer.config import without_left_out
 from trainer.data.mask_rate import MaskRate
 from trainer.models.config import ModelConfig
 from trainer.registry import STABLE_SCHEDULES
@@ -58,11 +59,8 @@ def objective_options(task: ChainTask, phase: int) -> dict[str, Any]:
     """The trainer's options for its objective: how it masks what it reads, unless the shards are masked; which words
     the masked-LM loss is over; and what the next-sentence loss counts for."""
     rate, settings = mask_rate(task, phase), task.settings.phase(phase)
-    weight = settings.next_sentence_weight if task.settings.dataset.next_sentence else 1
-    losses = {
-        "sampled_softmax": settings.sampled_softmax or None,
-        "next_sentence_weight": weight if weight != 1 else None,
-    }
+    weight = settings.next_sentence_weight if task.settings.dataset.next_sentence else 1.0
+    losses = without_left_out({"sampled_softmax": settings.sampled_softmax, "next_sentence_weight": weight})
     if rate is None:
         return losses
     whole_words = dataset_of(task, phase).settings.dataset.whole_word_mask or None

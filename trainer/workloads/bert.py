@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from common.errors import UserError
 from common.options import check, option
+from trainer.config import without_left_out
 from trainer.data.identity import content_identity
 from trainer.data.mask_rate import MaskRate
 from trainer.data.masking import DynamicMasking, Masking
@@ -194,11 +195,9 @@ class BertWorkload(Workload):
         return content_identity(self.shards.directory, names, cache)
 
     def settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {"seq_len": self.shards.seq_len}
-        if self.sampled_softmax:
-            settings["sampled_softmax"] = self.sampled_softmax
-        if (weight := self.losses.get("next_sentence_loss", 1.0)) != 1:
-            settings["next_sentence_weight"] = weight
+        weight = self.losses.get("next_sentence_loss", 1.0)
+        given = {"sampled_softmax": self.sampled_softmax, "next_sentence_weight": weight}
+        settings = {"seq_len": self.shards.seq_len, **without_left_out(given)}
         if self.masking is None:
             return settings
         return settings | {
