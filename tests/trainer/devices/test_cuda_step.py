@@ -92,7 +92,8 @@ def test_no_step_asks_for_a_value(optimizer: str, precision: str) -> None:
     trainer = Trainer.__new__(Trainer)
     vars(trainer).update(
         config=SimpleNamespace(grad_reduce_in_bf16=False, max_grad_norm=1.0, seed=1),
-        workload=SimpleNamespace(losses={"masked": 1.0, "next": 0.1}), device=device, mesh=mesh, precision=kind, model=model,
+        workload=SimpleNamespace(losses={"masked": 1.0, "next": 0.1}), device=device, mesh=mesh, precision=kind,
+        model=model,
         metrics=Nothing(), agreement=Nothing(), forward=AllReduceModel(model), parameters=parameters,
         optimizer=make_optimizer(optimizer, parameters, weight_decay=0.01, number=None), lr_schedule=lambda step: 1e-3,
         state=SimpleNamespace(global_step=0, advanced=lambda epoch, samples: trainer.state),
