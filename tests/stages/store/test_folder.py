@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,26 @@ from common.secrets import Secret
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
 open_store(StoreOptions(url=Secret.address(sys.argv[1]))).write("leases/a.json", b"one", replaces=None)
+"""
+
+#: Appends "NAME number" to the record, again and again, and prints what it has appended.
+APPEND = """
+import itertools, sys
+from common.secrets import Secret
+from stages.store.backend import Conflict
+from stages.store.open import open_store
+from stages.store.options import StoreOptions
+store, name = open_store(StoreOptions(url=Secret.address(sys.argv[1]))), sys.argv[2]
+for number in itertools.count():
+    while True:
+        record, version = store.read("leases/a.json")
+        line = f"{name} {number}\\n"
+        try:
+            store.write("leases/a.json", record + line.encode(), replaces=version)
+            break
+        except Conflict:
+            pass
+    print(line, end="", flush=True)
 """
 
 
@@ -60,6 +82,39 @@ def test_a_process_that_stands_still_blocks_its_own_record_alone(
     assert {entry.key: backend.read(entry.key)[0] for entry in backend.list("")} == {
         "leases/a.json": b"one", "leases/b.json": b"two",
     }  # fmt: skip
+
+
+def test_no_write_is_lost_among_processes_that_are_killed_at_any_moment(backend: Backend, tmp_path: Path) -> None:
+    """Six processes append to one record; every 0.2 s one is killed and another begins. What was acknowledged is there,
+    once and in order; what was not is at most the last line of each that was killed."""
+    chance = random.Random(1)
+    backend.write("leases/a.json", b"", replaces=None)
+
+    def begin(name: str) -> tuple[str, subprocess.Popen[bytes]]:
+        words = [sys.executable, "-c", APPEND, str(tmp_path / "store"), name]
+        with (tmp_path / name).open("wb") as output:
+            return name, subprocess.Popen(words, cwd=ROOT, stdout=output)
+
+    writers = [begin(f"writer{number}") for number in range(6)]
+    wait_until(lambda: all((tmp_path / name).stat().st_size for name, _ in writers))
+    for number in range(6, 26):
+        time.sleep(0.2)
+        name, killed = writers.pop(chance.randrange(len(writers)))
+        killed.kill()
+        killed.wait()
+        writers.append(begin(f"writer{number}"))
+    for _, writer in writers:
+        writer.kill()
+        writer.wait()
+    found = backend.read("leases/a.json")[0].decode().splitlines()
+    for number in range(26):
+        name = f"writer{number}"
+        said = (tmp_path / name).read_text().splitlines()
+        mine = [line for line in found if line.split()[0] == name]
+        assert mine == [f"{name} {index}" for index in range(len(mine))]
+        assert len(mine) - len(said) in (0, 1)
+    changes = sum(a.split()[0] != b.split()[0] for a, b in zip(found, found[1:], strict=False))
+    assert changes > 100, "the writers are to take turns"
 
 
 def test_an_earlier_version_and_this_one_exclude_each_other(
