@@ -3,9 +3,9 @@ Without a command: prints what to run for what.
 
 Settings are given as on luigi's command line: `python -m pipeline why Pretrain --phase 1 --Phase1-lr 5e-4`.
 Exit status: 0 success (`why`: complete), 1 (`why`: would run; `clean`, `trackers`: something could not be removed, or
-sent; `doctor`, `store verify`: a problem was found; `nights --check`: the night is neither complete nor running; `try`: a
-text was refused), 2 unknown command or option, 35 a setting, an input or a task name was refused, 130 Ctrl-C (`publish`
-75; `status --watch`, `tensorboard`, `luigid` 0).
+sent; `doctor`, `store verify`: a problem was found; `nights --check`: the night is neither complete nor running; `try`:
+a text was refused), 2 unknown command or option, 35 a setting, an input or a task name was refused, 130 Ctrl-C
+(`publish` 75; `status --watch`, `tensorboard`, `luigid` 0).
 """
 
 from __future__ import annotations

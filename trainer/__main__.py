@@ -31,7 +31,10 @@ def main() -> int:
     """Train with the options of the command line; returns the exit status."""
     die_with_starter()
     stop_early_on_signals()
-    use_compile_cache(sys.argv[1:])
+    try:
+        use_compile_cache(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
     # Imported late because it takes 2 s: an orphaned or stopped worker has ended by then.
     from trainer.launch.failure import end
     from trainer.launch.spawn import spawn

@@ -27,7 +27,7 @@ def train(run: Run, trackers: TrackerOptions | None = None) -> bool:
     """Train until `stop_step` (returns True) or until a signal (returns False). Raises `UserError`; `Interrupted` if a
     signal comes while steps are measured."""
     config, options = run.config, trackers or TrackerOptions()
-    companions, wait_s = Companions(config.output_dir, options, run.log), 0.0
+    companions = Companions(config.output_dir, options, run.log)
     interruptions = Interruptions(
         config.output_dir,
         is_root=run.is_root,
@@ -38,9 +38,11 @@ def train(run: Run, trackers: TrackerOptions | None = None) -> bool:
         run = run if config.budget is None else resolved(run, interruptions, Trainer)
         is_done = _train(run, interruptions, companions)
         wait_s = options.wait_s if is_done else min(_STOPPED_WAIT_S, options.wait_s)
+        # The root waits for trackers, longer perhaps than a collective of the others may take.
+        run.mesh.patiently(lambda: companions.end(wait_s))
         return is_done
     finally:
-        companions.end(wait_s)
+        companions.end(0.0)
         interruptions.end()
 
 
@@ -53,9 +55,8 @@ def _train(run: Run, interruptions: Interruptions, companions: Companions) -> bo
             return result
         reason, batch, before = result
         left_out = sorted({*before, *skipped})
-        is_left_out = batch in left_out
-        if config.non_finite == "stop" or len(left_out) >= config.non_finite_limit or is_left_out:
-            raise NonFiniteStep(f"{reason}; {_advice(config, left_out, batch if is_left_out else None)}")
+        if config.non_finite == "stop" or len(left_out) >= config.non_finite_limit:
+            raise NonFiniteStep(f"{reason}; {_advice(config, left_out)}")
         run.log(f"{reason}; going back to the last checkpoint and continuing without batch {batch}")
         skipped.append(batch)
         run = dataclasses.replace(run, config=_from_newest(config))
@@ -96,16 +97,13 @@ def _from_newest(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, resume=True, resume_step=-1, resume_ckpt_path=given)
 
 
-def _advice(config: TrainConfig, skipped: list[int], repeated: int | None) -> str:
-    """Advice for a run that has diverged. `repeated`: the batch, if it was left out in vain."""
+def _advice(config: TrainConfig, skipped: list[int]) -> str:
+    """Advice for a run that has diverged."""
     where = f"checkpoints of earlier steps are in {checkpoint_directory(config)}"
     if config.non_finite == "stop":
         return f"{where}: continue without this batch with --non_finite skip, or lower lr with --allow_changes lr"
-    why = f"{len(skipped)} batches have been left out already, and non_finite_limit is {config.non_finite_limit}"
-    if repeated is not None:
-        why = f"batch {repeated} was left out, and the step is not finite without it either"
     return (
-        f"{why}, so the run itself diverges; {where}: go back to one with --resume_ckpt --resume_step, and continue "
-        f"with a lower lr or a longer warm-up (--allow_changes lr warmup_steps) or with --precision "
-        f"fp32 (--allow_changes precision)"
+        f"{len(skipped)} batches have been left out already, and non_finite_limit is {config.non_finite_limit}, so the "
+        f"run itself diverges; {where}: go back to one with --resume_ckpt --resume_step, and continue with a lower lr "
+        f"or a longer warm-up (--allow_changes lr warmup_steps) or with --precision fp32 (--allow_changes precision)"
     )

@@ -157,8 +157,8 @@ class TrainState:
         ours, theirs = LEFT_OUT | self.deciding, LEFT_OUT | other.deciding
         shared = min(self.stable_steps, other.stable_steps)
         undecided = DECAY_OPTIONS if other.step <= shared else ()
-        # A converted checkpoint has no batch size.
-        batch = {"batch": batch_of(other.step, other.skipped)} if other.global_batch_size else {}
+        begins = batch_of(other.step, other.skipped)
+        batch = {"batch": begins} if other.global_batch_size else {}  # a converted checkpoint has none
         differ = [
             {
                 "step": other.global_step,
@@ -175,7 +175,12 @@ class TrainState:
             what = "; ".join(f"{change['name']} = {change['old']}, this run has {change['new']}" for change in refused)
             advice = _advice([change["name"] for change in refused], other.global_step - other.step, shared)
             raise CheckpointError(f"{checkpoint} was trained with {what}: {advice}")
-        return dataclasses.replace(self.at(other), changes=[*other.changes, *differ])
+        skipped = other.skipped
+        if any(change["name"] in (*_BATCH_OPTIONS, "data", "seed") for change in differ):
+            skipped = [one for one in skipped if one < begins]  # from here on the numbers mean other samples
+        return dataclasses.replace(
+            self.at(dataclasses.replace(other, skipped=skipped)), changes=[*other.changes, *differ]
+        )
 
     def require_same_model(self, other: TrainState, checkpoint: Path) -> None:
         """Raise `CheckpointError` if `other` is the state of another model. Dropout may differ."""

@@ -158,7 +158,7 @@ def _mask(
     else:
         low = int(candidates.shape[1] - 1).bit_length()
         bits = rng.integers(0, 1 << (32 - low), candidates.shape, np.uint32) << np.uint32(low)
-        positions = choose_tokens(bits, candidates, wanted, limit)
+        positions = choose_tokens(bits, candidates, wanted, limit, low=low)
     chosen = positions > 0  # position 0 is [CLS], which is never masked: it means none
     row, _ = np.nonzero(chosen)
     place = positions[chosen]

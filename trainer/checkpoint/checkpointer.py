@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from trainer.checkpoint.gather import OptimizerShares
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume_point import ResumePoint, agree_on_start, checkpoint_directory, left_behind
 from trainer.checkpoint.snapshot import HostCopy, Snapshot
+from trainer.checkpoint.stable import ends_stable_part
 from trainer.config import TrainConfig
 from trainer.devices.base import Device
 from trainer.parallel.mesh import Mesh
@@ -37,8 +39,7 @@ class Checkpointer:
         #: The step of the phase that a longer run can continue from; 0: none.
         self._stable = stable_steps(config.schedule, max_steps=config.max_steps, decay_share=config.decay_share)
         self._manager = CheckpointManager(
-            checkpoint_directory(config), keep=config.num_ckpts_to_keep, log=log,
-            never_pruned=config.phase1_end_step + self._stable if 0 < self._stable < config.max_steps else None,
+            checkpoint_directory(config), keep=config.num_ckpts_to_keep, is_kept=self._begins_decay, log=log,
             rank=mesh.tensor_parallel_rank, size=mesh.tensor_parallel_size, timeout_s=config.collective_timeout_s,
         )  # fmt: skip
         self._host_copy: HostCopy | None = None
@@ -50,6 +51,11 @@ class Checkpointer:
         self._saved_at, self._saved_step = time.monotonic(), -1
         if mesh.is_root and not config.trial:
             self._manager.prepare()
+
+    def _begins_decay(self, step: int, path: Path) -> bool:
+        """Whether a longer run of this phase, or of the one before it, can continue from this checkpoint at best."""
+        before = self._config.phase1_end_step
+        return step - before == self._stable < self._config.max_steps if step > before else ends_stable_part(path)
 
     def find_start(self) -> ResumePoint | None:
         """The checkpoint to start from; None for initial weights. Raises `UserError`."""

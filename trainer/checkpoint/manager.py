@@ -40,17 +40,17 @@ class CheckpointManager:
     """The checkpoints below `directory`."""
 
     def __init__(
-        self, directory: Path, *, keep: int, never_pruned: int | None = None, log: Callable[[str], None] = print,
-        rank: int = 0, size: int = 1, timeout_s: float = 600,
+        self, directory: Path, *, keep: int, is_kept: Callable[[int, Path], bool] = lambda step, path: False,
+        log: Callable[[str], None] = print, rank: int = 0, size: int = 1, timeout_s: float = 600,
     ) -> None:  # fmt: skip
-        """`keep`: checkpoints to keep, -1 for all; `never_pruned`: global step of one more to keep; `log`:
-        receives messages, such as why a checkpoint is skipped.
+        """`keep`: checkpoints to keep, -1 for all; `is_kept`: whether to keep one besides, by global step and path;
+        `log`: receives messages, such as why a checkpoint is skipped.
 
         `rank` of `size`: tensor-parallel rank; `timeout_s`: how long rank 0 waits for the others to begin writing.
         """
         self.directory = directory
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
-        self._keep, self._never_pruned = keep, never_pruned
+        self._keep, self._is_kept = keep, is_kept
         self._log = log
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=use_one_core)
         self._pending: Future[None] | None = None
@@ -195,8 +195,8 @@ class CheckpointManager:
         return files
 
     def _prune(self) -> None:
-        """Remove checkpoints older than the newest `keep` valid ones, except the one that is never pruned."""
-        found = [path for step, path in self.paths() if step != self._never_pruned]
+        """Remove checkpoints older than the newest `keep` valid ones, except those that are kept besides."""
+        found = [path for step, path in self.paths() if not self._is_kept(step, path)]
         if self._keep < 0 or len(found) <= self._keep:
             return
         whole = 0

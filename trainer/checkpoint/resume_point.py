@@ -75,6 +75,20 @@ def how_to_go_on(config: TrainConfig) -> str:
     return f"the same command with --resume_ckpt and without {option} continues; with it, it rolls back to {step} again"
 
 
+def require_other_phase(config: TrainConfig) -> None:
+    """Raise `UserError` if a phase with a budget is to continue another training of the same phase."""
+    given, _ = _named(config, checkpoint_directory(config))
+    if given is None or config.new_data:
+        return
+    require_valid(given)
+    state = TrainState.read(given)
+    if state.phase == config.phase:
+        raise UserError(
+            f"--budget is for a whole phase, and {given} is of step {state.step} of this phase; give --max_steps, or "
+            f"--new_data to begin at step 0 with its weights"
+        )
+
+
 def checkpoint_directory(config: TrainConfig) -> Path:
     return config.output_dir / CHECKPOINTS
 
@@ -105,11 +119,8 @@ def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[ResumeP
             "--resume_ckpt_path"
         )
     if not config.resume:
-        if not config.trial and manager.paths():  # a trial, such as the rehearsal of a budget, leaves them as they are
-            raise UserError(
-                f"{manager.directory} holds checkpoints up to step {manager.paths()[0][0]}; add --resume_ckpt to "
-                f"resume from there, or give another --output_dir"
-            )
+        if not config.trial:  # a trial, such as the rehearsal of a budget, leaves what is there as it is
+            _require_nothing_there(config, manager)
         yield None
     given, step = _named(config, manager.directory)
     if step != -1:
@@ -141,6 +152,16 @@ def _starts(config: TrainConfig, manager: CheckpointManager) -> Iterator[ResumeP
             f"right, or give another --output_dir"
         )
     yield from _beginnings(config, manager, given)
+
+
+def _require_nothing_there(config: TrainConfig, manager: CheckpointManager) -> None:
+    """Raise `UserError` if the output directory holds checkpoints, ours or the tutorial script's."""
+    _refuse_scripts(config, None)
+    if manager.paths():
+        raise UserError(
+            f"{manager.directory} holds checkpoints up to step {manager.paths()[0][0]}; add --resume_ckpt to resume "
+            f"from there, or give another --output_dir"
+        )
 
 
 def _beginnings(config: TrainConfig, manager: CheckpointManager, given: Path | None) -> Iterator[ResumePoint | None]:

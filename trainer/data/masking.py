@@ -33,14 +33,13 @@ def masked_positions(lengths: Array, share: float, most: int) -> Array:
     return (lengths * share).round().astype("int64").clip(1, most)
 
 
-def choose_tokens(bits: Array, candidates: Array, wanted: Array, limit: int) -> Array:
+def choose_tokens(bits: Array, candidates: Array, wanted: Array, limit: int, *, low: int) -> Array:
     """Draw `wanted` candidates of each sequence uniformly: (M, limit) positions, ascending, 0 for none.
 
-    `bits`: random numbers, (M, S) uint32, of which the high bits are used.
+    `bits`: random numbers, (M, S) uint32, of which all but the `low` last bits are used, which S - 1 fits into.
     """
     S = candidates.shape[1]
     # Random high bits, position in the low bits: a row's smallest keys are a draw without replacement.
-    low = int(S - 1).bit_length()
     keys = bits >> np.uint32(low) << np.uint32(low)
     keys |= np.arange(S, dtype=np.uint32)
     keys[~candidates] = _NEVER
@@ -63,7 +62,7 @@ def choose_words(draws: Array, rows: Array, candidates: Array, wanted: Array, li
     sizes = np.zeros((N, S + 1), np.int64)
     np.add.at(sizes, (np.broadcast_to(np.arange(N)[:, None], (N, S)), word), 1)
     words = begins.sum(axis=1)
-    order = np.argsort(np.where(column < words[:, None], draws, 2.0), axis=1)
+    order = np.argsort(np.where(column < words[:, None], draws, 2.0), axis=1, kind="stable")
     taken = np.zeros((N, S + 1), bool)
     left, every = wanted.copy(), np.arange(N)
     for step in range(int(words.max(initial=0))):
@@ -134,7 +133,8 @@ class DynamicMasking:
         if self.masking.whole_words:
             positions = choose_words(_unit(random), tokens, candidates, wanted, limit, self.vocabulary.continues)
         else:
-            positions = choose_tokens((random >> np.uint64(32)).astype(np.uint32), candidates, wanted, limit)
+            bits = (random >> np.uint64(32)).astype(np.uint32)
+            positions = choose_tokens(bits, candidates, wanted, limit, low=(S - 1).bit_length())  # whatever the batch
         sequence, slot = np.nonzero(positions)  # position 0 is [CLS], which is never masked: it means none
         chosen = positions[sequence, slot]
         masked = places[sequence, chosen]

@@ -131,10 +131,10 @@ def _alone(given: CommandLine) -> CommandLine:
         ),
         dataclasses.replace(
             config, grad_accum_usteps=_USTEPS, batches_per_execution=1, batch_ramp_steps=0, max_steps=1, stop_step=1,
-            warmup_steps=0, schedule="linear", resume=False, resume_step=-1, resume_ckpt_path=None, allow_changes=(),
-            ckpt_interval_steps=0, ckpt_interval_minutes=0.0, minimal_ckpt=False, num_ckpts_to_keep=1, trial=True,
-            compile=False, data_parallel="allreduce", grad_reduce_in_bf16=False, graphs=None, spot_watch=False,
-            record_samples=False, metrics_file=None, precision=config.wanted_precision,
+            warmup_steps=0, schedule="linear", resume=False, resume_step=-1, resume_ckpt_path=None, new_data=False,
+            allow_changes=(), ckpt_interval_steps=0, ckpt_interval_minutes=0.0, minimal_ckpt=False, num_ckpts_to_keep=1,
+            trial=True, compile=False, data_parallel="allreduce", grad_reduce_in_bf16=False, graphs=None,
+            spot_watch=False, record_samples=False, metrics_file=None, precision=config.wanted_precision,
             # The tutorials' names for AdamW imply a precision, which is given here.
             optimizer="AdamW" if config.optimizer.startswith("AdamW") else config.optimizer,
         ),

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from common.errors import Interrupted
 from common.files import PROGRESS, disk_errors, failpoint, replace_json
+from trainer.checkpoint.gather import OptimizerShares
+from trainer.checkpoint.resume_point import require_other_phase
 from trainer.checkpoint.snapshot import HostCopy
 from trainer.config import TrainConfig
 from trainer.launch.preemption import Requests
@@ -69,6 +71,7 @@ def resolved(run: Run, requests: Requests, make_trainer: MakeTrainer) -> Run:
     if steps is not None:
         log(f"budget {config.budget}: {steps} steps, as measured when the phase began")
     else:
+        mesh.by_root(lambda: require_other_phase(config))
         log(f"budget {config.budget}: measuring the time of a step")
         pace = mesh.broadcast_object(_measure(run, requests, make_trainer))
         if pace is None:
@@ -126,11 +129,12 @@ def _pauses(run: Run, trainer: Rehearsed) -> tuple[float, float]:
     """Seconds for which checking the state and copying it pause training."""
     model, optimizer = trainer.tensors
     check_s = _timed(lambda: run.device.summaries([*model.values(), *optimizer.values()]))
+    shares = OptimizerShares(run.mesh, optimizer, are_shared=run.config.shard_optimizer)
     if run.mesh.data_parallel_rank:
-        return check_s, 0.0
-    host_copy = HostCopy(model, optimizer, run.device.host_memory)
+        return check_s, _timed(shares.send)
+    host_copy = HostCopy(model, shares.everything(), run.device.host_memory)
     host_copy.touch()
-    return check_s, _timed(lambda: host_copy.take(trainer.state, run.device.copy_to_host))
+    return check_s, _timed(lambda: host_copy.take(trainer.state, run.device.copy_to_host, shares.receive))
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -23,7 +23,10 @@ PRESETS: dict[str, tuple[int, int, int, int]] = {
     "large": (24, 1024, 16, 4096),
 }
 #: Values in a config.json that our model computes; others are refused.
-_COMPUTES = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
+_COMPUTES = {
+    "model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "tie_word_embeddings": True,
+    "is_decoder": False, "pad_token_id": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,11 @@ class BertWorkload(Workload):
                 f"the shards in {shards.directory} have no {NEXT_SENTENCE_KEY}, which the model's next-sentence head "
                 f"needs; give --no-next_sentence, or shards with labels"
             )
+        if model.type_vocab_size < 2 and shards.next_sentence:
+            raise UserError(
+                f"the model's type_vocab_size is {model.type_vocab_size}, but the shards in {shards.directory} hold "
+                f"pairs of segments, which need 2; give a model with 2, or shards made with --no-next-sentence"
+            )
         self.losses = {MASKED_LM_LOSS: 1.0}
         if model.next_sentence:
             self.losses["next_sentence_loss"] = next_sentence_weight

@@ -78,6 +78,20 @@ def test_a_run_that_goes_on_from_a_stable_checkpoint_ends_with_the_bytes_of_one_
     assert (first / last / "state.json").read_bytes() == (scratch / last / "state.json").read_bytes()
 
 
+def test_phase_2_keeps_what_a_longer_phase_1_continues_from(data: Path, model: Path, tmp_path: Path) -> None:
+    """In the same directory, where the newest checkpoint alone is kept besides."""
+    run(data, model, tmp_path, schedule="wsd", max_steps=8)
+    given = {"phase2": True, "phase1_end_step": 8, "resume_ckpt": True, "max_steps": 6, "ckpt_interval_steps": 2}
+    run(data, model, tmp_path, **given)
+    assert names(tmp_path) == ["ckpt_14", "ckpt_4"]
+    scratch = tmp_path / "scratch"
+    run(data, model, scratch, schedule="wsd", max_steps=12)
+    longer = tmp_path / "longer"
+    stable = {"resume_ckpt_path": tmp_path / "checkpoints" / "ckpt_4"}
+    run(data, model, longer, schedule="wsd", max_steps=12, **stable)
+    assert_same_bytes(longer / "checkpoints" / "ckpt_12", scratch / "checkpoints" / "ckpt_12")
+
+
 def test_a_checkpoint_without_a_state_of_the_optimizer_can_be_continued_if_there_is_none(
     data: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -105,6 +105,43 @@ def test_an_allowed_change_is_recorded_and_holds_from_there(
     assert json.loads((out / "results.json").read_text())["changes"] == wanted
 
 
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({"lr": 1e-3}, [1, 9]),
+        ({"global_batch_size": 32}, [1]),
+        ({"batch_ramp_steps": 6}, [1]),
+        ({"data": "other"}, [1]),
+        ({"seed": 1}, [1]),
+    ],
+)
+def test_batches_ahead_that_were_left_out_stay_so_only_while_they_hold_the_same_samples(
+    change: dict[str, Any], kept: list[int]
+) -> None:
+    """Of the batches before the checkpoint they tell which batch is next; this run's own mean its own samples."""
+    settings = {"lr": 4e-4, "batch_ramp_steps": 0, "batch_ramp_parts": 2}
+    other = dataclasses.replace(snapshot(5).state, settings=settings, skipped=[1, 9])
+    own = {name: value for name, value in change.items() if name in ("global_batch_size", "data", "seed")}
+    mine = dataclasses.replace(other, **own, step=0, skipped=[7], settings={**settings, **change})
+    resumed = mine.resumed(other, Path("ckpt_5"), allowed=list(change))
+    assert resumed.skipped == sorted([*kept, 7])
+    assert resumed.step == 5
+
+
+def test_the_tutorial_scripts_results_are_no_place_for_a_new_training(data: Path, model: Path, tmp_path: Path) -> None:
+    """Resumed before its first checkpoint it would be refused too."""
+    (tmp_path / "ckpt_7032.pt").touch()
+    done = train(**GIVEN, data_dir=data, model_config=model, output_dir=tmp_path)
+    assert_one_line_error(done, "ckpt_7032.pt is a checkpoint of the tutorial's script", "give another --output_dir")
+
+
+def test_pairs_of_segments_need_a_model_with_two(data: Path, model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**json.loads(model.read_text()), "type_vocab_size": 1}))
+    done = train(**GIVEN, data_dir=data, model_config=config, output_dir=tmp_path / "out")
+    assert_one_line_error(done, "type_vocab_size is 1, but the shards in", "give a model with 2")
+
+
 def test_a_checkpoint_of_an_earlier_version_is_refused_with_what_to_do(
     stopped: Path, data: Path, model: Path, tmp_path: Path
 ) -> None:

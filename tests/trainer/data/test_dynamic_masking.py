@@ -11,13 +11,14 @@ from common.errors import UserError
 from tests.helpers.support import options
 from trainer.build import build_dataloader, mask_rate_steps
 from trainer.config import TrainConfig
+from trainer.data import masking
 from trainer.data.batch_ramp import BatchSizes
 from trainer.data.bert_batch import IGNORED
 from trainer.data.identity import content_identity
 from trainer.data.loader import Loader
 from trainer.data.mask_rate import MaskRate
 from trainer.data.masking import DynamicMasking, Masking
-from trainer.data.order import SampleOrder, Samples
+from trainer.data.order import SampleOrder, Samples, hash64
 from trainer.data.reader import BatchReader
 from trainer.data.shards import LENGTHS_KEY, MASKED_KEYS, ShardSet, write_shard
 from trainer.data.vocabulary import SPECIAL_TOKENS, Vocabulary
@@ -155,6 +156,20 @@ def test_a_mask_depends_on_the_sample_and_not_on_its_batch(shards: ShardSet) -> 
     some = np.array([7, 3999, 2001, 12])
     _, mine, _ = read(reader(shards), samples[some], epoch=3)
     np.testing.assert_array_equal(mine, labels[some])
+
+
+def test_not_even_the_longest_row_of_a_batch_decides_a_mask(shards: ShardSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws of 8 bits, which often tie, and the last bit that a row's width leaves to them or not: were it the longest
+    row's, batches of rows that fill half of it would use one bit more."""
+    few = np.uint64(0xFF << 56 | 1 << 37)
+    monkeypatch.setattr(masking, "hash64", lambda *words, **more: hash64(*words, **more) & few)
+    samples = all_rows(shards)
+    real = np.concatenate([shards.read(n, np.arange(2000))["input_mask"] for n in range(2)]).sum(axis=1)
+    short = np.flatnonzero(real == S // 2)
+    assert len(short) > 50
+    _, labels, _ = read(reader(shards), samples)
+    _, mine, _ = read(reader(shards), samples[short])
+    np.testing.assert_array_equal(mine, labels[short])
 
 
 def test_workers_and_micro_batches_see_the_same_masks(shards: ShardSet) -> None:

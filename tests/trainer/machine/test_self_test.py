@@ -46,6 +46,7 @@ def self_test(folder: Path, fault: str, workers: int = 1, **values: object) -> t
     ("workers", "values"),
     [
         (1, {"optimizer": "Muon"}),
+        (2, {"resume_ckpt_path": "elsewhere/ckpt_1", "new_data": True}),  # as a night's training is started
         (2, {"grad_reduce_in_bf16": True}),
         (2, {"tensor_parallel_size": 2}),
         (2, {"shard_optimizer": True}),

@@ -193,6 +193,10 @@ def test_a_budget_that_cannot_be_kept_is_one_line(data: Path, model: Path, measu
     assert not list(tmp_path.glob(f"*/{BUDGET}"))
     run(data, model, tmp_path / "steps", max_steps=2, warmup_steps=0)
     refused(tmp_path / "steps", "has begun with --max_steps; continue with that", budget="20m", resume_ckpt=True)
+    begun = tmp_path / "steps" / "checkpoints" / "ckpt_2"
+    said = (f"--budget is for a whole phase, and {begun} is of step 2 of this phase; give --max_steps",)
+    refused(tmp_path / "behind", *said, budget="20m", resume_ckpt_path=begun)
+    assert not (tmp_path / "behind" / BUDGET).exists()
     out = tmp_path / "other"
     shutil.copytree(measured, out)
     run(data, model, out, budget=LONG, steps_this_run=2)

@@ -28,6 +28,9 @@ from trainer.workloads.bert import BertOptions, model_of
         ("hidden_dropout_prob", 1, "hidden_dropout_prob is 1; allowed: 0 ≤ p < 1"),
         ("layer_norm_eps", -1, "layer_norm_eps is -1; allowed: a number 0 or more"),
         ("next_sentence", "no", 'next_sentence is "no"; allowed: true or false'),
+        ("tie_word_embeddings", False, "only a BERT with tie_word_embeddings = True can be read or trained"),
+        ("is_decoder", True, "only a BERT with is_decoder = False can be read or trained"),
+        ("pad_token_id", 1, "only a BERT with pad_token_id = 0 can be read or trained"),
     ],
 )
 def test_what_the_model_does_not_compute_is_refused_with_the_file(

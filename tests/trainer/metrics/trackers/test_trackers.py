@@ -162,6 +162,17 @@ def test_a_tracker_that_never_answers_changes_nothing_and_is_not_waited_for(
     assert_same_bytes(out / "checkpoints" / f"ckpt_{STEPS}", tmp_path / "plain" / "checkpoints" / f"ckpt_{STEPS}")
 
 
+def test_the_other_workers_wait_for_a_root_that_waits_for_a_tracker(data: Path, model: Path, tmp_path: Path) -> None:
+    """Longer than their collectives may take."""
+    pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        given = settings(data, model, tmp_path / "out", trackers="mlflow", mlflow_uri=uri, tracker_wait=8, max_steps=3)
+        done = train(2, **given, collective_timeout=4)
+    assert done.returncode == 0, done.stdout
+    assert f"note: not all of {tmp_path / 'out'} has reached mlflow" in done.stdout
+
+
 @pytest.mark.slow
 def test_rolling_back_begins_another_run_and_leaves_the_first(
     server: MlflowServer, data: Path, model: Path, tmp_path: Path
