@@ -27,6 +27,7 @@ from trainer.models.bert import BertForPreTraining
 from trainer.models.config import ModelConfig
 from trainer.models.operations import Operations
 from trainer.optim.parameters import Parameters
+from trainer.optim.select import Optimizer
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.shares import put_share
 from trainer.parallel.tensor import TensorParallel
@@ -75,25 +76,16 @@ def check_gradients(subject: Subject) -> Iterator[Finding]:
                     yield Finding(f"{way}, {precision}, {name}", error, _GRADIENT_LIMITS[computed_in])
 
 
-class _Captured:
+class _Captured(Optimizer):
     """Stands in for an optimizer: keeps the gradients of the step and changes nothing."""
 
     def __init__(self, device: Device, parameters: Parameters) -> None:
         self._device, self._parameters = device, parameters
         self.gradients: dict[str, Tensor] = {}
 
-    def prepare(self) -> None:
-        pass
-
     def step(self, learning_rate: float) -> None:
         views = dict(self._parameters.named([group.gradients for group in self._parameters.groups]))
         self.gradients = dict(zip(views, fetch(self._device, *views.values()), strict=True))
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-    def set_steps_done(self, steps: int) -> None:
-        pass
 
 
 def hugging_face_gradients(subject: Subject, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from trainer.optim.parameters import Group, Parameters, named
+from trainer.optim.select import Optimizer
 
 #: beta1, beta2 of Devlin et al. 2018, appendix A.2; epsilon of google-research/bert's optimizer.
 BETA1, BETA2 = 0.9, 0.999
@@ -42,10 +43,23 @@ class Moments:
         }
 
 
-class AdamW:
-    """Loshchilov and Hutter, arXiv:1711.05101, as torch implements it; decay on the first group only."""
+class MomentOptimizer(Optimizer):
+    """Its state is `Moments`, and the bias correction depends on the number of updates."""
 
     state_form = "moments"
+    _moments: Moments
+
+    def state(self) -> dict[str, Tensor]:
+        """The moments by parameter, `exp_avg.<name>` and `exp_avg_sq.<name>`: views, which later steps change."""
+        return self._moments.state()
+
+    def set_steps_done(self, steps: int) -> None:
+        """Restore the number of updates."""
+        self._moments.steps_done = steps
+
+
+class AdamW(MomentOptimizer):
+    """Loshchilov and Hutter, arXiv:1711.05101, as torch implements it; decay on the first group only."""
 
     def __init__(
         self,
@@ -60,9 +74,6 @@ class AdamW:
         self._moments = Moments(parameters, are_updated)
         self._weight_decay = weight_decay
         self._number = number
-
-    def prepare(self) -> None:
-        """Does nothing: an update needs no other worker."""
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -108,11 +119,3 @@ class AdamW:
             m.mul_(BETA1).add_(gradient, alpha=1 - BETA1)
             v.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
             weight.sub_(step_size * m / (v.sqrt() * correction + EPSILON))
-
-    def state(self) -> dict[str, Tensor]:
-        """The moments by parameter, `exp_avg.<name>` and `exp_avg_sq.<name>`: views, which later steps change."""
-        return self._moments.state()
-
-    def set_steps_done(self, steps: int) -> None:
-        """Restore the number of updates, which the bias correction depends on."""
-        self._moments.steps_done = steps

@@ -7,20 +7,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainer.optim.adamw import BETA1, BETA2, EPSILON, Moments
+from trainer.optim.adamw import BETA1, BETA2, EPSILON, MomentOptimizer, Moments
 from trainer.optim.parameters import Group, Parameters
 
 #: Largest trust ratio, ‖x‖ / ‖r + λx‖ (Fong et al. 2020, arXiv:2011.13584): no weight moves by more than the rate.
 MAX_TRUST_RATIO = 1.0
 
 
-class Lamb:
+class Lamb(MomentOptimizer):
     """You et al. 2019, arXiv:1904.00962, algorithm 2, with φ(z) = z and the trust ratio clipped to `MAX_TRUST_RATIO`.
 
-    Parameters without weight decay (biases, LayerNorms) have trust ratio 1, as in timm's default.
+    Parameters without weight decay (biases, LayerNorms) have trust ratio 1, as in timm's default. An update needs no
+    other worker: the norms that tensor-parallel ranks add up are those of moments already updated.
     """
-
-    state_form = "moments"
 
     def __init__(
         self, parameters: Parameters, *, weight_decay: float, number: Callable[[float], float | Tensor] | None = None
@@ -30,9 +29,6 @@ class Lamb:
         self._moments = Moments(parameters)
         self._weight_decay = weight_decay
         self._number = number or (lambda value: value)
-
-    def prepare(self) -> None:
-        """Does nothing: the norms that tensor-parallel ranks add up are those of moments already updated."""
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -72,11 +68,3 @@ class Lamb:
         ratios = torch.where(usable, of_weights / torch.where(usable, of_updates, 1.0), 1.0).clamp(max=MAX_TRUST_RATIO)
         for update, ratio in zip(named.values(), ratios.unbind(), strict=True):
             update.mul_(ratio)
-
-    def state(self) -> dict[str, Tensor]:
-        """The moments by parameter, `exp_avg.<name>` and `exp_avg_sq.<name>`: views, which later steps change."""
-        return self._moments.state()
-
-    def set_steps_done(self, steps: int) -> None:
-        """Restore the number of updates, which the bias correction depends on."""
-        self._moments.steps_done = steps

@@ -12,11 +12,11 @@ from trainer.optim.parameters import Parameters
 
 
 class Optimizer(Protocol):
-    """What the loop asks of an optimizer."""
+    """What the loop asks of an optimizer. By default it has no state, and its updates need no other worker."""
 
     def prepare(self) -> None:
         """Do what needs other workers, before anything is changed: if one of them is lost, the state is still whole."""
-        ...
+        return
 
     def step(self, learning_rate: float) -> None:
         """Update the parameters from their gradients, after `prepare`."""
@@ -24,11 +24,11 @@ class Optimizer(Protocol):
 
     def state(self) -> dict[str, Tensor]:
         """Its tensors, by name; later steps change them. Checkpoints store them."""
-        ...
+        return {}
 
     def set_steps_done(self, steps: int) -> None:
         """Tell it how many updates the restored state has seen."""
-        ...
+        return
 
 
 def separates_matrices(name: str) -> bool:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from trainer.optim.parameters import Parameters
+from trainer.optim.select import Optimizer
 
 
-class SGD:
+class SGD(Optimizer):
     """Like torch's without momentum, so without state. Weight decay is an L2 penalty on the first group only."""
 
     state_form = ""
@@ -22,9 +23,6 @@ class SGD:
         self._parameters = parameters
         self._weight_decay = weight_decay
         self._number = number
-
-    def prepare(self) -> None:
-        """Does nothing: an update needs no other worker."""
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
@@ -39,10 +37,3 @@ class SGD:
                         weight.sub_(gradient, alpha=learning_rate)
                     else:
                         weight.sub_(rate * gradient)
-
-    def state(self) -> dict[str, Tensor]:
-        """No state."""
-        return {}
-
-    def set_steps_done(self, steps: int) -> None:
-        """Ignored: updates do not depend on the step."""
