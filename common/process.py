@@ -43,13 +43,6 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def processes_asked_for(count: int) -> int:
-    """`count`, or for 0 the number of available cores. Raises `UserError` if it is negative."""
-    if count < 0:
-        raise UserError(f"--processes is {count}; give 1 or more, or 0 for one per core")
-    return count or available_cores()
-
-
 def print_in_any_locale() -> None:
     """Print "?" for characters that the terminal's encoding lacks, instead of raising."""
     for stream in (sys.stdout, sys.stderr):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import luigi
 
-from common.process import processes_asked_for
+from common.process import available_cores
 from pipeline.console.select import console
 from pipeline.settings.cluster import Cluster
 from pipeline.status.chain import chain, is_complete
@@ -53,7 +53,7 @@ def _device(cluster: Cluster) -> str:
 def _workers(cluster: Cluster) -> str:
     """What trains: the cores here, or on other machines the workers."""
     if cluster.launcher == "local":
-        return f"{processes_asked_for(0)} cores"
+        return f"{available_cores()} cores"
     nodes, workers = cluster.nnodes, cluster.nproc_per_node
     return f"{nodes} node{'s' if nodes > 1 else ''} × {workers} worker{'s' if workers > 1 else ''}"
 

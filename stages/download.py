@@ -25,7 +25,7 @@ from common.errors import DiskError, UserError
 from common.files import read_json, write_json
 from common.hashing import InputHashes, changed
 from common.options import option
-from common.process import processes_asked_for
+from common.process import available_cores
 from common.secrets import Secret
 from stages.directory.command import run
 from stages.directory.manifest import MANIFEST, Output, StageDirectory
@@ -225,7 +225,7 @@ def _take_in(
     folder = source.is_dir()
     if not folder:
         _require_room(work.path, name, archive=0, contents=unpacked_bytes(name, source.stat().st_size))
-    processes = processes_asked_for(options.processes)
+    processes = options.processes or available_cores()
     total = len(folder_shards(source)) if folder else source.stat().st_size
     skipped = 0
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from common.errors import UserError
 from common.options import option
-from common.process import processes_asked_for
+from common.process import available_cores
 from stages.directory.builders import ALONE, Builders
 from stages.directory.command import run
 from stages.directory.manifest import StageDirectory, why_incomplete
@@ -155,7 +155,7 @@ def shard_dataset(work: StageDirectory, options: ShardOptions, builders: Builder
         shards={TRAINING: options.shards, TEST: options.test_shards},
         seed=options.seed,
         phase=options.phase,
-        processes=processes_asked_for(options.processes),
+        processes=options.processes or available_cores(),
         builders=builders,
     )
 

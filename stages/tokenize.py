@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from common.hashing import InputHashes
-from common.process import processes_asked_for
+from common.process import available_cores
 from stages.directory.builders import Builders
 from stages.directory.command import run
 from stages.directory.options import parse, stage_parser
@@ -21,7 +21,7 @@ def main() -> None:
     from stages.tokens.encode import tokenize_corpus
     from trainer.data.vocabulary import read_vocabulary
 
-    processes = processes_asked_for(options.processes)
+    processes = options.processes or available_cores()
     hashes = InputHashes.beside(out)
     if options.vocab_file is not None:
         read_vocabulary(options.vocab_file)  # refuse a bad one before any work is done

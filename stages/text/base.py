@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from common.errors import UserError
 from common.hashing import InputFile
-from common.process import processes_asked_for
+from common.process import available_cores
 
 _BLOCK_BYTES = 1 << 20
 #: Extensions of compressed files, after that of their format.
@@ -176,7 +176,7 @@ class FileSource:
         if self.path.name.endswith(".bz2"):
             import rapidgzip
 
-            threads = min(_BZ2_THREADS, processes_asked_for(0))
+            threads = min(_BZ2_THREADS, available_cores())
             return rapidgzip.RapidgzipFile(raw.fileno(), parallelization=threads, chunk_size=_BZ2_CHUNK_BYTES)
         if self.path.name.endswith(".zst"):
             from common.zstd import zstd

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import pytest
 
 from common.errors import UserError
-from common.process import processes_asked_for
 from common.workers import Workers
 
 
@@ -87,8 +86,3 @@ def test_what_goes_wrong_in_a_worker_is_raised_here() -> None:
     with pytest.raises(UserError, match="a worker process died"), Workers(2) as workers:
         list(workers.map(die, range(10)))
     assert not multiprocessing.active_children()
-
-
-def test_a_number_of_processes_below_none_is_refused() -> None:
-    with pytest.raises(UserError, match=r"--processes is -1; give 1 or more, or 0"):
-        processes_asked_for(-1)
