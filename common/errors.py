@@ -66,6 +66,8 @@ class LeaseLost(LockHeld):
 class NodeMissing(UserError):
     """A machine did not join the run in time."""
 
+    exit_status = EXIT_NODE_MISSING
+
 
 class CheckpointError(UserError):
     """A checkpoint is damaged, incomplete or belongs to something else."""

@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from common.errors import EXIT_INTERRUPTED, EXIT_NODE_MISSING, EXIT_SOFTWARE, EXIT_USER_ERROR, NodeMissing, UserError
+from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
 from common.forked import Forked, NewInterpreter, start, start_python
 from common.process import (
     IGNORED_VARIABLE,
@@ -63,7 +63,7 @@ def _torchrun() -> int:
         del store  # kept open until torchrun has finished
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_NODE_MISSING if isinstance(error, NodeMissing) else EXIT_USER_ERROR
+        return error.exit_status
     except ChildFailedError as error:
         return shell_status(error.get_first_failure()[1].exitcode)
     except DistError as error:
