@@ -25,6 +25,8 @@ THREADS_VARIABLE = "TRAINER_THREADS_GIVEN"
 NODE_RANK_VARIABLE, MASTER_ADDR_VARIABLE = "PET_NODE_RANK", "PET_MASTER_ADDR"
 #: Name of a thread that holds no lock that a forked child would need.
 HEARTBEAT_THREAD = "heartbeat"
+#: How nice background work is: training comes first on the processors.
+_NICENESS = 15
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 #: Seconds by which a process may outlive its parent in order to save.
 SAVING_S = 60.0
@@ -32,6 +34,8 @@ SAVING_S = 60.0
 _PARENT_POLL_S = 1.0
 #: Signals that ask a process to save and stop. Schedulers send SIGUSR1 ahead of a time limit, a closed terminal SIGHUP.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
+#: Those that reach the pipeline's own commands, which no scheduler runs.
+USER_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Environment variable: the stop signals that torchrun's parent ignores, as under nohup. torchrun does not pass it on.
 IGNORED_VARIABLE = "TRAINER_IGNORED_SIGNALS"
 
@@ -81,12 +85,12 @@ def heeded_signals() -> frozenset[signal.Signals]:
     return frozenset(signum for signum in STOP_SIGNALS if signum not in ignored and not is_ignored(signum))
 
 
-def give_way(niceness: int) -> None:
+def give_way() -> None:
     """Compute only when other processes leave processor time. For a process in its own session: Linux divides processor
     time between sessions (autogroups) first, and a process's niceness counts only within its session."""
-    os.nice(niceness)
+    os.nice(_NICENESS)
     with contextlib.suppress(OSError):  # no autogroups
-        Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")
+        Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="ascii")
 
 
 def shell_status(code: int) -> int:

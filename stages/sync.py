@@ -32,9 +32,6 @@ from stages.store.open import open_store
 from stages.store.options import StoreOptions
 from stages.store.records import STAGES, stage_of_key
 
-#: During training, a push waits for free processor time.
-_NICENESS = 15
-
 
 def push(backend: Backend, directories: list[Path]) -> None:
     """Push complete stages. Raises `UserError`."""
@@ -118,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     if args.verb == "accompany":
-        give_way(_NICENESS)
+        give_way()  # during training, a push waits for free processor time
     backend = open_store(from_namespace(StoreOptions, args))
     if args.verb == "push":
         push(backend, args.directories)

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.command_line import port
 from common.errors import LockHeld, UserError
 from common.files import disk_errors, read_json, replace_json
-from common.process import is_ignored
+from common.process import USER_STOP_SIGNALS, is_ignored
 from pipeline.settings.load import load
 from pipeline.status.tensorboard import ADDRESS, DIRECTORY
 from stages.directory.lock import hold
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     directory = (load().work_dir / DIRECTORY).resolve()  # of a night: that of all nights
     work_dir = directory.parent
     over = threading.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in USER_STOP_SIGNALS:
         if not is_ignored(signum):
             signal.signal(signum, lambda *_: over.set())
     try:

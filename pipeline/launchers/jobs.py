@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from common.console import log
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, EXIT_USER_ERROR, UserError
 from common.files import read_json, utc_now, write_json
+from common.process import USER_STOP_SIGNALS
 from pipeline.console.base import Said
 from pipeline.console.select import console
 from pipeline.launchers.base import Detached, StageCommand
@@ -291,5 +292,5 @@ def _noted_signals() -> Iterator[list[int]]:
     def note(signum: int, frame: FrameType | None) -> None:
         noted.append(signum)
 
-    with handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), note):
+    with handling(USER_STOP_SIGNALS, note):
         yield noted

@@ -22,7 +22,7 @@ from common.errors import EXIT_INTERRUPTED
 from common.files import ALIVE, PROGRESS, disk_errors
 from common.forked import start_python
 from common.lock import HELD_FINGERPRINT_VARIABLE
-from common.process import PARENT_VARIABLE, SAVING_S, is_ignored
+from common.process import PARENT_VARIABLE, SAVING_S, USER_STOP_SIGNALS, is_ignored
 from common.secrets import hidden_words, redact
 from pipeline.console.base import Said, nothing
 from stages.directory.attempts import How
@@ -89,7 +89,7 @@ class LaunchSpec:
     #: Whether its output is shown on the console, too.
     is_shown: bool = True
     #: Signals to this process that request a stop, and the signal that is then sent to the command.
-    signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signals: tuple[signal.Signals, ...] = USER_STOP_SIGNALS
     stop_signal: signal.Signals = signal.SIGTERM
 
 

@@ -20,10 +20,8 @@ from luigi.retcodes import retcode
 from luigi.worker import TaskProcess
 
 from common.errors import EXIT_INTERRUPTED
-from common.process import die_with_parent, is_ignored
+from common.process import USER_STOP_SIGNALS, die_with_parent, is_ignored
 from pipeline.luigi_adapters.exits import exit_now, interrupt
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def install() -> None:
@@ -31,7 +29,7 @@ def install() -> None:
     if sys.platform == "linux":  # where Python 3.14 no longer forks unless told to, which luigi relies on
         multiprocessing.set_start_method("fork", force=True)
     if threading.current_thread() is threading.main_thread():
-        for signum in _SIGNALS:
+        for signum in USER_STOP_SIGNALS:
             if not is_ignored(signum):
                 signal.signal(signum, _on_signal)
 

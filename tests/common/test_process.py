@@ -14,7 +14,7 @@ AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def test_who_gives_way_is_nice_as_a_process_and_as_a_session() -> None:
-    program = "import os; from common.process import give_way; give_way(15); print(os.getpriority(os.PRIO_PROCESS, 0))"
+    program = "import os; from common.process import give_way; give_way(); print(os.getpriority(os.PRIO_PROCESS, 0))"
     said = f"; print(open('{AUTOGROUP}').read())" if AUTOGROUP.exists() else ""
     done = subprocess.run(
         [sys.executable, "-c", program + said], cwd=ROOT, capture_output=True, text=True, check=True,

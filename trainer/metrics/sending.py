@@ -30,8 +30,6 @@ from trainer.registry import TENSORBOARD, TRACKERS, load
 
 #: Seconds between two looks for a new checkpoint, and the longest pause after an error.
 _LOOK_S, _LONGEST_S = 1.0, 60.0
-#: Training has priority on the processors.
-_NICENESS = 15
 #: Fields of a record that are not curves.
 _NOT_CURVES = ("step", "time")
 
@@ -149,7 +147,7 @@ if __name__ == "__main__":
     die_with_starter()
     redact_tracebacks()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # its starter ends it
-    give_way(_NICENESS)
+    give_way()
     try:
         sys.exit(main())
     except UserError as error:
