@@ -1,4 +1,4 @@
-"""Parent processes, stop signals and exit statuses."""
+"""Processes: cores, ranks, parents, stop signals, exit statuses; and ports."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def shell_status(code: int) -> int:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface on which nothing listens now."""
+    """A TCP port of the loopback interface on which nothing listens now; for tests and benchmarks."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])

@@ -36,7 +36,7 @@ BUILTIN = "builtin"
 #: Folder of the tokenizer inside a tokenized corpus.
 TOKENIZER = "tokenizer"
 #: Files of the held-out documents inside a tokenized corpus.
-HELD_OUT_TOKENS = "tokens_test_*.hdf5"
+HELD_OUT_TOKEN_FILES = "tokens_test_*.hdf5"
 #: What ends a document of plain text.
 BLANK_LINE, FILE = DOCUMENT_ENDS = ("blank_line", "file")
 #: File name extension → source class.
@@ -226,8 +226,10 @@ class TokenizeOptions(BuildOptions):
         super().__post_init__()
         if not self.sources:
             raise UserError(f"no source is given; give {BUILTIN}, a file or a glob")
-        if self.exclude is not None and not any(self.exclude.glob(HELD_OUT_TOKENS)):
-            raise UserError(f"--exclude {self.exclude} has no {HELD_OUT_TOKENS}; give a directory of stages.tokenize")
+        if self.exclude is not None and not any(self.exclude.glob(HELD_OUT_TOKEN_FILES)):
+            raise UserError(
+                f"--exclude {self.exclude} has no {HELD_OUT_TOKEN_FILES}; give a directory of stages.tokenize"
+            )
 
     def identity(self, hashes: InputHashes | None = None, upstream: Mapping[str, str] | None = None) -> Identity:
         """Hash all files: the result is identified by their content, not their paths. Raises `UserError`."""
@@ -246,7 +248,7 @@ class TokenizeOptions(BuildOptions):
                 sources,
                 held_out_sources,
                 None if self.vocab_file is None else hashes.hash([self.vocab_file])[0],
-                [] if self.exclude is None else hashes.hash(sorted(self.exclude.glob(HELD_OUT_TOKENS))),
+                [] if self.exclude is None else hashes.hash(sorted(self.exclude.glob(HELD_OUT_TOKEN_FILES))),
             )
 
 

@@ -25,7 +25,7 @@ from stages.directory.manifest import Output, StageDirectory
 from stages.directory.progress import Progress
 from stages.directory.records import DATA_CARD
 from stages.text.base import Document, Source
-from stages.text.corpus import HELD_OUT_TOKENS, TOKENIZER, TokenizeOptions
+from stages.text.corpus import HELD_OUT_TOKEN_FILES, TOKENIZER, TokenizeOptions
 from stages.text.sentences import sentences
 from stages.text.spans import texts_of
 from stages.tokens.data_card import write_data_card
@@ -231,7 +231,7 @@ def _encoder(tokenizer: Path, lower_case: bool) -> tuple[Encoder, int, type[np.u
 
 @functools.cache
 def _excluded(directory: Path) -> frozenset[bytes]:
-    parts = [read_part(path) for path in sorted(directory.glob(HELD_OUT_TOKENS))]
+    parts = [read_part(path) for path in sorted(directory.glob(HELD_OUT_TOKEN_FILES))]
     return frozenset(digest for part in parts for digest in document_digests(**part))
 
 

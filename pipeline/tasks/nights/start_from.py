@@ -20,7 +20,7 @@ from pipeline.tasks.extension import copy_file, link_files
 from pipeline.tasks.nights import parent as names
 from pipeline.tasks.nights.parent import PARENT, RECORD, Parent
 from stages.embed import RANDOM
-from stages.text.corpus import HELD_OUT_TOKENS, TOKENIZER
+from stages.text.corpus import HELD_OUT_TOKEN_FILES, TOKENIZER
 from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, whole_checkpoints, why_invalid
 from trainer.checkpoint.stable import stable_step
 from trainer.data.file_names import HELD_OUT_SHARDS
@@ -87,11 +87,11 @@ class _Candidate:
             self.parent,
         )
         held_out = before.held_out if before else shards
-        held_out_tokens = before.held_out_tokens if before else tokens
+        token_files = (before.held_out_tokens if before else tokens).glob(HELD_OUT_TOKEN_FILES)
         return {
             names.VOCABULARY: tokens / TOKENIZER / names.VOCABULARY,
             **{f"{names.HELD_OUT}/{path.name}": path for path in sorted(held_out.glob(HELD_OUT_SHARDS))},
-            **{f"{names.HELD_OUT_TOKENS}/{path.name}": path for path in sorted(held_out_tokens.glob(HELD_OUT_TOKENS))},
+            **{f"{names.HELD_OUT_TOKENS}/{path.name}": path for path in sorted(token_files)},
         }
 
     def record(self, settings: Texts) -> dict[str, Any]:
