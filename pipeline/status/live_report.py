@@ -31,10 +31,11 @@ _AT_MOST_SHARE = 50
 def settings_by_section(settings: Settings) -> dict[str, dict[str, str]]:
     """Those that the page and the card show, as text."""
     sections = {name: getattr(settings, name).param_kwargs for name in _SHOWN}
-    return {name: {key: _text(value) for key, value in keys.items()} for name, keys in sections.items()}
+    return {name: {key: setting_text(value) for key, value in keys.items()} for name, keys in sections.items()}
 
 
-def _text(value: Any) -> str:
+def setting_text(value: Any) -> str:
+    """A setting's value as luigi.cfg has it, without secrets."""
     return "" if value is None else str(value).lower() if isinstance(value, bool) else redact(str(value))
 
 

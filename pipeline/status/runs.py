@@ -15,6 +15,7 @@ from common.files import parse_utc, utc
 from common.options import fields_of
 from pipeline.settings.sections import Corpus, Dataset, Mnist, Model, Phase1, Phase2, Precision, Run
 from pipeline.status.comparison import made_from
+from pipeline.status.live_report import setting_text
 from pipeline.status.stage_dirs import StageDir, StageDirs, holder, last_checkpoint_step, number_of, size_bytes
 from pipeline.status.stored import StoredDir
 from stages.directory.attempts import last_failure, last_sign_of_life
@@ -185,7 +186,7 @@ def _settings(stage_dirs: Sequence[StageDir]) -> Iterator[tuple[str, str]]:
         given = {_name(stage_dir.label, key): value for key, value in parameters.items()}
         if isinstance(model, dict):
             given |= {f"Model-{key.replace('_', '-')}": value for key, value in model.items()}
-        yield from ((name, _text(value)) for name, value in given.items() if name not in seen)
+        yield from ((name, setting_text(value)) for name, value in given.items() if name not in seen)
         seen |= given.keys()
 
 
@@ -207,10 +208,6 @@ def _name(label: str, key: str) -> str:
         if key in dict(section.get_params()):
             return f"{section.__name__}-{key.replace('_', '-')}"
     return f"{label}.{key}"
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _is_same(recorded: str, asked: str) -> bool:
