@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from pipeline.commands.why import add_task, find
 from pipeline.settings.load import load
 from pipeline.settings.origin import placed
 from pipeline.status.stage_dirs import StageDirs
-from pipeline.tasks.nights.directories import NightDirs, names_date, overlay_of
+from pipeline.tasks.nights.directories import NightDirs, date_of, names_date, overlay_of
 from stages.view.text import duration, size
 
 if TYPE_CHECKING:
@@ -67,11 +66,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         if names_date(settings):
             raise UserError("these settings have a placeholder for the date; give a night's date: --date 2026-11-21")
         return Plan(task, [settings.work_dir])
-    try:
-        date = datetime.date.fromisoformat(args.date)
-    except ValueError:
-        raise UserError(f"--date is {args.date}; allowed: a date such as 2026-11-21") from None
-    nights = NightDirs(settings)
+    nights, date = NightDirs(settings), date_of(args.date)
     nights.require_startable(date)
     overlay = overlay_of(settings, date)
     overlay.setdefault("run", {})["work_dir"] = str(nights.directory(date))

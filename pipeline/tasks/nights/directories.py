@@ -146,6 +146,14 @@ class NightDirs:
                 log(f"night {path.name}: removed, as {keep} newer {'one is' if keep == 1 else 'are'} complete")
 
 
+def date_of(text: str) -> datetime.date:
+    """The night that a command's --date names. Raises `UserError`."""
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        raise UserError(f"--date {text} is not allowed; allowed: a date, such as 2026-11-21") from None
+
+
 def last_allowed() -> datetime.date:
     """Tomorrow: in other time zones it may have begun."""
     return datetime.date.today() + datetime.timedelta(days=1)

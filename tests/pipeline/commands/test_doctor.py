@@ -398,7 +398,7 @@ def test_a_night_is_examined_with_its_date(chain: Chain, tmp_path: Path) -> None
     assert "2026-11-21.txt" in examined(chain, *words, "--date", "2026-11-21")["text"]["text"]
     refused = chain.ask("doctor", *words, "--date", "2026-11-20", status=35)
     assert_one_line_error(refused, "2026-11-20.txt matches no file", status=35)
-    assert_one_line_error(chain.ask("doctor", "--date", "tonight", status=35), "--date is tonight", status=35)
+    assert_one_line_error(chain.ask("doctor", "--date", "tonight", status=35), "--date tonight is not", status=35)
 
 
 def test_10_too_small_a_shared_memory(chain: Chain) -> None:
