@@ -25,6 +25,7 @@ from common.files import PROGRESS, SAVE_REQUEST, read_json
 from pipeline.launchers.restarts import checkpoint_steps
 from pipeline.status import tensorboard
 from pipeline.status.chain import StageTask
+from trainer.checkpoint.directory import CHECKPOINTS, checkpoint_path
 
 if TYPE_CHECKING:
     from luigi.worker import SchedulerMessage
@@ -118,7 +119,7 @@ class _Reporter(threading.Thread):
             (directory / SAVE_REQUEST).touch()
         message, before = self._waiting
         if new := checkpoint_steps(directory) - before:
-            message.respond(f"saved: {directory / 'checkpoints' / f'ckpt_{max(new)}'}")
+            message.respond(f"saved: {checkpoint_path(directory / CHECKPOINTS, max(new))}")
             self._waiting = None
 
 

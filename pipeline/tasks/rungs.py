@@ -16,7 +16,7 @@ from pipeline.tasks.dataset import dataset_of
 from pipeline.tasks.stage import Stage
 from stages.directory.manifest import StartTime
 from stages.merge import MergeOptions
-from trainer.checkpoint.directory import CHECKPOINTS
+from trainer.checkpoint.directory import CHECKPOINTS, checkpoint_path
 
 
 class PretrainToRung(Pretrain):
@@ -32,7 +32,7 @@ class PretrainToRung(Pretrain):
     @property
     def checkpoint(self) -> Path:
         """The checkpoint of the rung; removed when training continues."""
-        return self.directory / CHECKPOINTS / f"ckpt_{self.stop_step}"
+        return checkpoint_path(self.directory / CHECKPOINTS, self.stop_step)
 
     def why_incomplete(self) -> str | None:
         reason = super().why_incomplete()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any, ClassVar
 
 import luigi
@@ -19,6 +20,7 @@ from stages.directory import attempts, manifest
 from stages.directory.manifest import StartTime
 from stages.view.curves import MetricsFile
 from stages.view.goodput import goodput_of
+from trainer.checkpoint.directory import CHECKPOINTS, checkpoint_path
 from trainer.config import TrainConfig
 
 
@@ -77,7 +79,7 @@ class Training(Stage):
                 f"{self.label} ended with exit status 0 at step {results['steps']} of {self.max_steps}; "
                 f"run the same again"
             )
-        name = f"checkpoints/ckpt_{results['global_step']}"
+        name = str(checkpoint_path(Path(CHECKPOINTS), results["global_step"]))
         entries = read_json(self.directory / name / "manifest.json")
         if entries is None:
             raise UserError(f"{self.directory / name} is missing although training ended; run the same again")

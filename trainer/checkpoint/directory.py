@@ -77,6 +77,11 @@ def _why_altered(path: Path, entry: dict[str, Any], *, verify: bool) -> str | No
     return None if digest == entry["sha256"] else f"{path.name} is damaged: its sha256 is not the manifest's"
 
 
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where `directory` has the checkpoint of a global step."""
+    return directory / f"ckpt_{step}"
+
+
 def checkpoint_step(path: Path) -> int | None:
     """The global step in a checkpoint's name; None for any other name."""
     match = _NAME.fullmatch(path.name)

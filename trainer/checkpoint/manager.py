@@ -27,7 +27,7 @@ from common.files import (
     sweep_temporaries,
     write_json,
 )
-from trainer.checkpoint.directory import Unreadable, checkpoints, set_aside, why_invalid
+from trainer.checkpoint.directory import Unreadable, checkpoint_path, checkpoints, set_aside, why_invalid
 from trainer.checkpoint.format import tensor_file, write_manifest, write_tensors
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.parallel.threads import use_one_core
@@ -125,7 +125,7 @@ class CheckpointManager:
         return self._rank == 0
 
     def _path_of(self, snapshot: Snapshot) -> Path:
-        return self.directory / f"ckpt_{snapshot.state.global_step}"
+        return checkpoint_path(self.directory, snapshot.state.global_step)
 
     def begin(self, work: Callable[[], None]) -> None:
         """Start `work` in the writer thread after the previous write; raises the previous write's error."""

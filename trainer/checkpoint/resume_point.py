@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common.errors import CheckpointError, UserError
 from common.files import sha256_of
-from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, checkpoint_step, why_invalid
+from trainer.checkpoint.directory import CHECKPOINTS, MANIFEST, checkpoint_path, checkpoint_step, why_invalid
 from trainer.checkpoint.format import tensor_file
 from trainer.checkpoint.manager import CheckpointManager, require_valid
 from trainer.config import TrainConfig
@@ -174,7 +174,7 @@ def _beginnings(config: TrainConfig, manager: CheckpointManager, given: Path | N
         yield _beginning(config, given)
         raise CheckpointError(f"not every worker can use checkpoint {given}; put that right, or give another one")
     if config.phase == 2:
-        path = manager.directory / f"ckpt_{config.phase1_end_step}"
+        path = checkpoint_path(manager.directory, config.phase1_end_step)
         if manager.why_invalid(path) is None:
             yield _beginning(config, path)
         raise CheckpointError(
@@ -231,7 +231,7 @@ def _rolled_back(config: TrainConfig, manager: CheckpointManager, step: int, giv
 
     Raises `CheckpointError`.
     """
-    path = manager.directory / f"ckpt_{step}"
+    path = checkpoint_path(manager.directory, step)
     if not path.exists():
         if given is not None and not config.new_data:
             require_valid(given)

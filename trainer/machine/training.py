@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from common.errors import Interrupted
 from common.process import available_cores, stop_early_on_signals
+from trainer.checkpoint.directory import checkpoint_path
 from trainer.checkpoint.resume_point import checkpoint_directory
 from trainer.data.bert_batch import IGNORED
 from trainer.data.shards import ShardSet
@@ -197,7 +198,7 @@ def check_resume(subject: Subject) -> Iterator[Finding]:
                 if not train(run):
                     raise Interrupted("the self-test was not completed")
                 stop_early_on_signals()  # training has set handlers of its own
-            ends.append(checkpoint_directory(run.config) / f"ckpt_{_STEPS}")
+            ends.append(checkpoint_path(checkpoint_directory(run.config), _STEPS))
         subject.mesh.barrier()
         if subject.mesh.is_root:
             yield Finding(f"{way}, files of the last checkpoint that differ", float(_differing_files(*ends)))
