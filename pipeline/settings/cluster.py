@@ -16,10 +16,10 @@ from trainer.config import TrainConfig
 LAUNCHERS = ("local", "slurm", "kubernetes")
 GANGS = ("none", "kueue", "jobset", "volcano")
 #: The names that AWS's device plugins register. `neurondevice` is gone since Neuron 2.20.
-_CHIPS, _CORES, _EFA = "aws.amazon.com/neuron", "aws.amazon.com/neuroncore", "vpc.amazonaws.com/efa"
+CHIPS, CORES, EFA = "aws.amazon.com/neuron", "aws.amazon.com/neuroncore", "vpc.amazonaws.com/efa"
 #: Physical NeuronCores per chip, by instance family: no more workers can share one.
 _CORES_OF_CHIP = {"trn1": 2, "trn1n": 2, "trn2": 8, "trn2u": 8, "trn3": 8, "trn3u": 8}
-_INSTANCE_LABEL = "node.kubernetes.io/instance-type"
+INSTANCE_LABEL = "node.kubernetes.io/instance-type"
 #: Options of sbatch that the job script sets and [slurm] sbatch_lines may not.
 _OURS = (
     *("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--job-name", "-J", "--output", "-o", "--error", "-e"),
@@ -216,25 +216,25 @@ class Kubernetes(luigi.Config):
         """Check that pods request what Trainium's workers need, under today's names. Raises `UserError`."""
         quantities, of = self.quantities, "[kubernetes] pod_resources"
         for name in quantities:
-            if name.startswith(("aws.amazon.com/neuron", "vpc.amazonaws.com/")) and name not in (_CHIPS, _CORES, _EFA):
-                raise UserError(f"{of}: {name} is not what AWS's plugins register; allowed: {_CHIPS}, {_CORES}, {_EFA}")
-            if name in (_CHIPS, _CORES, _EFA) and not quantities[name].isdecimal():
+            if name.startswith(("aws.amazon.com/neuron", "vpc.amazonaws.com/")) and name not in (CHIPS, CORES, EFA):
+                raise UserError(f"{of}: {name} is not what AWS's plugins register; allowed: {CHIPS}, {CORES}, {EFA}")
+            if name in (CHIPS, CORES, EFA) and not quantities[name].isdecimal():
                 raise UserError(f"{of}: {name}={quantities[name]} is not allowed; allowed: a whole number")
-        if _CHIPS in quantities and _CORES in quantities:
-            raise UserError(f"{of}: {_CHIPS} (whole chips) and {_CORES} exclude each other; keep one")
+        if CHIPS in quantities and CORES in quantities:
+            raise UserError(f"{of}: {CHIPS} (whole chips) and {CORES} exclude each other; keep one")
         if not cluster.device.startswith("neuron"):
             return
-        family = self.labels.get(_INSTANCE_LABEL, "").partition(".")[0]
+        family = self.labels.get(INSTANCE_LABEL, "").partition(".")[0]
         cores_of_chip = _CORES_OF_CHIP.get(family, max(_CORES_OF_CHIP.values()))
-        cores = int(quantities.get(_CORES, 0)) or int(quantities.get(_CHIPS, 0)) * cores_of_chip
+        cores = int(quantities.get(CORES, 0)) or int(quantities.get(CHIPS, 0)) * cores_of_chip
         if cores < cluster.nproc_per_node:
             raise UserError(
                 f"{of} = {self.pod_resources or '(empty)'} has at most {cores} NeuronCores for [cluster] "
-                f"nproc_per_node = {cluster.nproc_per_node} on device {cluster.device}; request more of {_CHIPS}, or "
+                f"nproc_per_node = {cluster.nproc_per_node} on device {cluster.device}; request more of {CHIPS}, or "
                 f"lower nproc_per_node"
             )
-        if cluster.nnodes > 1 and _EFA not in quantities:
+        if cluster.nnodes > 1 and EFA not in quantities:
             raise UserError(
-                f"{of} has no {_EFA}, over which [cluster] nnodes = {cluster.nnodes} machines with Trainium "
-                f"communicate; add {_EFA}=8 (trn1.32xlarge) or what your instances have"
+                f"{of} has no {EFA}, over which [cluster] nnodes = {cluster.nnodes} machines with Trainium "
+                f"communicate; add {EFA}=8 (trn1.32xlarge) or what your instances have"
             )

@@ -11,6 +11,7 @@ from pathlib import Path
 from common.errors import UserError
 from pipeline.commands.init.draft import Draft
 from pipeline.commands.init.surroundings import Nodes, Surroundings
+from pipeline.settings.cluster import CHIPS, EFA, INSTANCE_LABEL
 from stages.text.corpus import kind_of
 from stages.text.patterns import expand
 from trainer.models.config import ModelConfig
@@ -26,7 +27,7 @@ _CONFIGS_GPU_MIB = 80_000
 _BYTES_OF_SHARD, _LEAST_SHARDS, _MOST_SHARDS = 14_000_000, 4, 1024
 #: Workers and devices of the instances of AWS's tutorials, where others are not known.
 _WORKERS = {"trn1": 32, "trn2": 64, "trn3": 64}
-_TUTORIAL = Nodes(2, instance="trn1.32xlarge", resources={"aws.amazon.com/neuron": 16, "vpc.amazonaws.com/efa": 8})
+_TUTORIAL = Nodes(2, instance="trn1.32xlarge", resources={CHIPS: 16, EFA: 8})
 #: Chips → workers of an instance (docs/cluster.md).
 _WORKERS_OF_CHIP = {"trn1": 2, "trn2": 4, "trn3": 4}
 
@@ -141,7 +142,7 @@ def _kubernetes(draft: Draft, seen: Surroundings, folder: Path) -> list[str]:
     resources = " ".join(f"{name}={count}" for name, count in (nodes.resources or {}).items())
     draft.set("kubernetes", "pod_resources", resources)
     if nodes.instance:
-        draft.set("kubernetes", "node_selector", f"node.kubernetes.io/instance-type={nodes.instance}")
+        draft.set("kubernetes", "node_selector", f"{INSTANCE_LABEL}={nodes.instance}")
     missing = ["[kubernetes] image: where you have pushed the image that containers/ builds"]
     if guessed := [*([] if nodes.claim else ["volume_claim"]), *(["mount_path"] if is_guessed else [])]:
         missing.append(f"[kubernetes] {', '.join(guessed)}: a volume that all pods and this machine share")
@@ -163,7 +164,7 @@ def _of_nodes(draft: Draft, nodes: Nodes) -> None:
         draft.take(_TRAINIUM[family])
         draft.drop("cluster", "spot_watch")
     if family in _WORKERS:
-        chips = (nodes.resources or {}).get("aws.amazon.com/neuron")
+        chips = (nodes.resources or {}).get(CHIPS)
         workers = _WORKERS[family] if chips is None else chips * _WORKERS_OF_CHIP[family]
         draft.set("cluster", "nproc_per_node", workers, "Workers on a machine: one for each NeuronCore")
     draft.set("cluster", "nnodes", min(2, nodes.count))

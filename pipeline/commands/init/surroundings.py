@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from common.errors import UserError
 from common.process import available_cores
 from pipeline.launchers.tools import run_tool
-from pipeline.settings.cluster import limit_s
+from pipeline.settings.cluster import CHIPS, EFA, INSTANCE_LABEL, limit_s
 
-_INSTANCE = "node.kubernetes.io/instance-type"
-_GPU, _CHIPS, _EFA = "nvidia.com/gpu", "aws.amazon.com/neuron", "vpc.amazonaws.com/efa"
+_GPU = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True)
@@ -139,10 +138,8 @@ def _kubernetes() -> Nodes | None:
     found: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
     for item in items:
         can_give = item.get("status", {}).get("allocatable", {})
-        resources = {
-            name: int(can_give[name]) for name in (_GPU, _CHIPS, _EFA) if str(can_give.get(name, "")).isdigit()
-        }
-        found[item["metadata"].get("labels", {}).get(_INSTANCE, ""), tuple(resources.items())] += 1
+        resources = {name: int(can_give[name]) for name in (_GPU, CHIPS, EFA) if str(can_give.get(name, "")).isdigit()}
+        found[item["metadata"].get("labels", {}).get(INSTANCE_LABEL, ""), tuple(resources.items())] += 1
     (instance, most), count = max(found.items(), key=lambda pair: (bool(pair[0][1]), pair[1]))
     claims = _output("kubectl", "get", "persistentvolumeclaims", "--output=json", "--request-timeout=5s")
     shared = [
