@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import luigi
 
@@ -228,12 +228,6 @@ class Nights(luigi.Config):
     webhook = Webhook()
 
 
-SECTIONS: tuple[type[luigi.Config], ...] = (
-    *(Run, Corpus, Dataset, Model, Phase1, Phase2),
-    *(Precision, Cluster, Slurm, Kubernetes, Evaluation, Card, Store, Trackers, Mnist, Nights),
-)
-
-
 @dataclass(frozen=True)
 class Settings:
     """All sections, valid individually and together."""
@@ -278,6 +272,10 @@ class Settings:
                 f"change one of the three"
             )
         return usteps
+
+
+#: The classes of all sections.
+SECTIONS: tuple[type[luigi.Config], ...] = tuple(get_type_hints(Settings).values())
 
 
 def section_name(section: type[luigi.Config]) -> str:
