@@ -22,14 +22,12 @@ def of_goals(title: str, goals: Mapping[str, ChainTask], notes: Mapping[str, str
 
 def of_work_directory(stage_dirs: StageDirs) -> Comparison:
     """All trainings, oldest first, each named by its directory. A phase 1 is part of the phase 2 after it."""
-    trainings = [one for one in reversed(stage_dirs.all) if one.label.startswith(_PRETRAIN)]
-    chains = {one.path.name: stage_dirs.made_with(one) for one in trainings}
-    starts = {up.path for chain in chains.values() for up in chain[:-1] if up.label.startswith(_PRETRAIN)}
-    found = [_trial(one, chains[one.path.name], stage_dirs) for one in trainings if one.path not in starts]
-    return Comparison(f"Trainings in {stage_dirs.work_dir}", found)
+    chains = stage_dirs.chains(lambda one: one.label.startswith(_PRETRAIN))
+    return Comparison(f"Trainings in {stage_dirs.work_dir}", [_trial(chain, stage_dirs) for chain in reversed(chains)])
 
 
-def _trial(training: StageDir, chain: list[StageDir], stage_dirs: StageDirs) -> Trial:
+def _trial(chain: list[StageDir], stage_dirs: StageDirs) -> Trial:
+    training = chain[-1]
     merged = made_from(training, "merge_shards", stage_dirs)
     if training.is_complete:  # what was evaluated at a rung is not what it ended with
         merged = [one for one in merged if "step" not in one.record["parameters"]]

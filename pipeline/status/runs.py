@@ -72,13 +72,10 @@ class HeldRun:
         return {**dataclasses.asdict(self), "when": utc(self.when)}
 
 
-def held_runs(stage_dirs: StageDirs, stored: Collection[str] = ()) -> list[HeldRun]:
+def held_runs(stage_dirs: StageDirs, stored: Collection[str]) -> list[HeldRun]:
     """All trainings, newest first; a phase 1 is part of the phase 2 after it. `stored`: the store's fingerprints."""
-    trainings = [one for one in stage_dirs.all if _kind(one) is not None]
-    chains = {one.fingerprint: stage_dirs.made_with(one) for one in trainings}
-    starts = {up.fingerprint for chain in chains.values() for up in chain[:-1] if _kind(up) is not None}
-    found = [_held(chains[one.fingerprint], stage_dirs, stored) for one in trainings if one.fingerprint not in starts]
-    return sorted(found, key=lambda run: run.when, reverse=True)
+    chains = stage_dirs.chains(lambda one: _kind(one) is not None)
+    return sorted((_held(chain, stage_dirs, stored) for chain in chains), key=lambda run: run.when, reverse=True)
 
 
 def matching(runs: Sequence[HeldRun], conditions: Mapping[str, str]) -> list[HeldRun]:

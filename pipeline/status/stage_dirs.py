@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,13 @@ class StageDirs:
 
         add(stage_dir)
         return found
+
+    def chains(self, is_training: Callable[[StageDir], bool]) -> list[list[StageDir]]:
+        """Each training after the stages that it was made from, newest first; one that another training was made from
+        is only part of the other's chain."""
+        every = [self.made_with(one) for one in self.all if is_training(one)]
+        starts = {up.fingerprint for chain in every for up in chain[:-1] if is_training(up)}
+        return [chain for chain in every if chain[-1].fingerprint not in starts]
 
     def evaluated_chain(self) -> list[StageDir]:
         """The newest complete evaluation and the stages that it was made from, in running order."""
