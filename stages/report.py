@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from common.errors import UserError
-from common.files import METRICS, TEMPORARY_SUFFIX, disk_errors, durable_file, read_json, replace_text
+from common.files import METRICS, TEMPORARY_SUFFIX, durable_file, read_json
 from common.hashing import InputHashes
 from common.options import option
 from stages.directory.attempts import ATTEMPTS
@@ -96,13 +96,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def refresh(path: Path, view: Run) -> None:
-    """Write the page to `path`, without fsync, since it is rewritten soon. Raises `DiskError`."""
-    from stages.view.page import page
+    """Write the page to `path`. Raises `DiskError`."""
+    from stages.view.page import page, write_page
 
-    text = page(view)
-    with disk_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)
+    write_page(path, page(view))
 
 
 def view_of(directories: list[Path], settings: Settings | None) -> Run:

@@ -86,9 +86,10 @@ def run(args: argparse.Namespace) -> int:
         comparison, path = of_work_directory(StageDirs(work_dir)), work_dir / "compare.html"
         if not comparison.trials:
             raise UserError(f"there is no training in {work_dir}; start one with `luigi --module pipeline BertPhase1`")
-    from stages.view.comparison_page import write
+    from stages.view.comparison_page import page
+    from stages.view.page import write_page
 
     print(text(comparison))
-    write(args.out or path, comparison, time.time())
+    write_page(args.out or path, page(comparison, time.time()))
     print(f"page: {args.out or path}")
     return 0

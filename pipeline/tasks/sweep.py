@@ -216,10 +216,11 @@ class Sweep(PipelineTask):
                     if remark := of_goals("", {name: trials[name] for name in names}, {}).remark:
                         log(f"step {rung}: note: {remark}: their losses cannot be compared; leave halving out")
                     names = decision.going
-            from stages.view.comparison_page import write
+            from stages.view.comparison_page import page
+            from stages.view.page import write_page
 
             found = self.comparison()
-            write(self.page, found, time.time())
+            write_page(self.page, page(found, time.time()))
             log(f"sweep {self.file.name}: {found.headline}")
             log(f"  page: {self.page}\n  table: python -m pipeline compare {self.grid}")
             if failed:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from markupsafe import Markup
 
-from common.files import disk_errors, replace_text
 from stages.view.chart import Series, line_chart
 from stages.view.comparison import LOSS, Comparison, Trial
 from stages.view.curves import points
@@ -62,10 +60,3 @@ def _chart(title: str, axis: str, first: float, curves: Sequence[tuple[Trial, Se
     ]
     head = ("trial", axis, "mean", "smallest", "largest")
     return Chart(title, Markup(draw(width=WIDE, height=340)), Markup(draw(width=NARROW, height=250)), head, rows)
-
-
-def write(path: Path, comparison: Comparison, written: float) -> None:
-    """Write the page. Raises `DiskError`."""
-    text = page(comparison, written)
-    with disk_errors(path):
-        replace_text(path, text)

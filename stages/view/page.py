@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
+from common.files import disk_errors, replace_text
 from stages.view import facts
 from stages.view.chart import Series, line_chart
 from stages.view.curves import points
@@ -68,6 +69,13 @@ def page(run: Run) -> str:
         ],
         model=None if run.model is None else str(run.model.absolute()),
     )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page in one step, without fsync, since it can be made again. Raises `DiskError`."""
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text)
 
 
 def _loss_unit(run: Run) -> str:

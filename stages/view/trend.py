@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from markupsafe import Markup
 
-from common.files import TEMPORARY_SUFFIX, disk_errors
 from stages.view.chart import Series, line_chart
 from stages.view.curves import Point
 from stages.view.page import NARROW, WIDE, Chart, css, template
@@ -125,11 +123,3 @@ def _chart(nights: Sequence[Night], title: str, unit: str, name: str, from_zero:
     return Chart(
         title, Markup(draw(width=WIDE, height=260)), Markup(draw(width=NARROW, height=220)), ("night", unit), rows
     )
-
-
-def write(path: Path, nights: Sequence[Night], written: float) -> None:
-    """Write the page atomically. Raises `DiskError`."""
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    with disk_errors(path):
-        temporary.write_text(page(nights, written), encoding="utf-8")
-        temporary.replace(path)

@@ -155,8 +155,9 @@ def trend_text(nights: Path) -> str:
 def write_trend(nights: Path) -> Path:
     """Write the trend's page; returns its path. Raises `DiskError`."""
     from stages.view import trend
+    from stages.view.page import write_page
 
-    trend.write(nights / PAGE, _nights(nights), time.time())
+    write_page(nights / PAGE, trend.page(_nights(nights), time.time()))
     return nights / PAGE
 
 
