@@ -19,7 +19,7 @@ from common.options import add_options, from_namespace
 from common.process import give_way
 from stages.directory import command
 from stages.directory.lock import hold
-from stages.directory.manifest import Identity, stage_label, why_incomplete
+from stages.directory.manifest import Identity, directory_name, stage_label, why_incomplete
 from stages.directory.progress import transfer
 from stages.directory.records import read_identity
 from stages.store.backend import Backend
@@ -51,7 +51,7 @@ def pull(backend: Backend, names: list[str], work_dir: Path) -> None:
         record = find_stage(backend, label, fingerprint)
         if record is None:
             raise UserError(f"{name} is damaged in {backend.url}; see python -m pipeline store verify")
-        directory = work_dir / f"{label}-{fingerprint[:10]}"
+        directory = work_dir / directory_name(label, fingerprint)
         with hold(directory):
             if why_incomplete(directory, fingerprint) is None:
                 print(f"{directory} is complete already")

@@ -27,7 +27,7 @@ from pipeline.console.select import console
 from pipeline.launchers.base import Detached, StageCommand
 from pipeline.launchers.process import ProcessResult, handling
 from stages.directory.lock import JOB
-from stages.directory.manifest import MANIFEST
+from stages.directory.manifest import MANIFEST, directory_name
 
 STATE = "job-state.json"
 LOG = "stage.log"
@@ -43,7 +43,7 @@ class Unreachable(Exception):
 
 def job_name(label: str, fingerprint: str, token: str) -> str:
     """A unique name that schedulers accept."""
-    return f"{label}-{fingerprint[:10]}-{token}".replace("_", "-")
+    return f"{directory_name(label, fingerprint)}-{token}".replace("_", "-")
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,10 @@ def _complete(backend: Backend, stage: StoredStage) -> StoredDir | None:
 
 def _unfinished(backend: Backend, training: StoredTraining) -> StoredDir | None:
     from stages.store.checkpoints import stored_state
+    from stages.store.records import full_name
 
     newest = training.lease.checkpoints[-1]
-    state = stored_state(backend, f"{training.label}-{training.fingerprint}", newest)
+    state = stored_state(backend, full_name(training.label, training.fingerprint), newest)
     if state is None:
         return None
     kept = ("seed", "global_batch_size", "optimizer", "precision")

@@ -193,9 +193,10 @@ class SharedStore:
     def _fetch_checkpoint(self, stage: SharedStage, lease: Lease | None) -> None:
         from stages.store.checkpoints import fetch_checkpoint, forget_newer, newest_step
         from stages.store.lease import LeaseRecord, lease_key
+        from stages.store.records import full_name
 
         began = time.time()
-        key, name = lease_key(stage.label, stage.fingerprint), f"{stage.label}-{stage.fingerprint}"
+        key, name = lease_key(stage.label, stage.fingerprint), full_name(stage.label, stage.fingerprint)
         record = lease.record if lease is not None else LeaseRecord.read(self.backend, key)
         here = newest_step(stage.directory) if record.checkpoints else -1  # which reads gigabytes
         found = fetch_checkpoint(self.backend, record, name, stage.directory, here)
@@ -210,8 +211,9 @@ class SharedStore:
     def _begin_without(self, stage: SharedStage, lease: Lease) -> None:
         """The training here takes no checkpoint from the store."""
         from stages.store.checkpoints import forget_set_aside, newest_step
+        from stages.store.records import full_name
 
-        forget_set_aside(self.backend, lease, f"{stage.label}-{stage.fingerprint}", stage.directory)
+        forget_set_aside(self.backend, lease, full_name(stage.label, stage.fingerprint), stage.directory)
         stored = lease.record.newest_step
         if stored > -1 and stored > newest_step(stage.directory):
             log(

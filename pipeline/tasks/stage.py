@@ -20,7 +20,7 @@ from pipeline.store.shared import Kind, SharedStage, SharedStore
 from pipeline.tasks.base import ChainTask
 from pipeline.tasks.input_hashes import input_hashes
 from pipeline.tasks.runner import Runner, UpstreamMissing
-from stages.directory.manifest import MANIFEST, Identity, StartTime, stage_label, why_incomplete
+from stages.directory.manifest import MANIFEST, Identity, StartTime, directory_name, stage_label, why_incomplete
 from stages.directory.options import StageOptions
 from stages.directory.records import read_manifest
 
@@ -111,7 +111,7 @@ class Stage(ChainTask):
 
     @property
     def directory(self) -> Path:
-        return self.settings.work_dir / f"{self.label}-{self.identity.fingerprint[:10]}"
+        return self.settings.work_dir / directory_name(self.label, self.identity.fingerprint)
 
     @property
     def max_steps(self) -> int | None:

@@ -55,6 +55,11 @@ def stage_label(stage: str, phase: int | None) -> str:
     return stage if phase is None else f"{stage}-phase{phase}"
 
 
+def directory_name(label: str, fingerprint: str) -> str:
+    """The name of a stage's directory."""
+    return f"{label}-{fingerprint[:10]}"
+
+
 @dataclass(frozen=True)
 class Identity:
     """Everything that decides the result of a stage, as JSON types: strings, numbers, booleans, lists, objects."""

@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from stages.store.files import (
 )
 from stages.store.lease import Lease, LeaseRecord, StoredCheckpoint, lease_key, name_holder
 from stages.store.records import CHECKPOINTS as PREFIX
-from stages.store.records import RESUMED_RECORDS, Damaged
+from stages.store.records import RESUMED_RECORDS, Damaged, full_name
 from trainer.checkpoint.directory import (
     CHECKPOINTS,
     MANIFEST,
@@ -60,7 +59,7 @@ def stored_state(backend: Backend, name: str, checkpoint: StoredCheckpoint) -> d
     if file is None:
         return None
     try:
-        data = backend.read(f"{PREFIX}/{name}/{checkpoint.token}/{file.sha256}")[0]
+        data = backend.read(checkpoint.key(name, file))[0]
     except Missing:
         return None
     state: dict[str, Any] = json.loads(data) if hashlib.sha256(data).hexdigest() == file.sha256 else {}
@@ -77,12 +76,11 @@ def push_checkpoint(
     alone: contextlib.AbstractContextManager[object],
     report: Report = ignore,
 ) -> None:
-    """Push the checkpoint `path` of the training run `name` (`<label>-<fingerprint>`) in `directory`; the newest `KEPT`
+    """Push the checkpoint `path` of the training run `name` (its `full_name`) in `directory`; the newest `KEPT`
     stay in the store. `alone`: entered while the lease is used.
 
     Raises `NotUsable` for one that is gone or damaged by now; `LeaseLost`; `UserError`.
     """
-    place = f"{PREFIX}/{name}/{lease.token}"
     resumed = [one for one in RESUMED_RECORDS if (directory / one).is_file()]
     try:
         with (
@@ -92,13 +90,13 @@ def push_checkpoint(
         ):
             files = checkpoint_files(links[MANIFEST])
             records = [measured(copy, one) for one, copy in copies.items()]
-            paths = {f"{place}/{file.sha256}": links[file.path] for file in files}
-            paths |= {f"{place}/{file.sha256}": copies[file.path] for file in records}
-            upload(backend, {f"{place}/{file.sha256}": file for file in (*files, *records)}, paths, report)
+            new = StoredCheckpoint(path.name, lease.token, tuple(files), tuple(records))
+            paths = {new.key(name, file): links[file.path] for file in files}
+            paths |= {new.key(name, file): copies[file.path] for file in records}
+            upload(backend, new.by_key(name), paths, report)
     except (FileNotFoundError, KeyError) as error:
         raise NotUsable(f"{path} is gone or damaged: {error}") from None
     failpoint("store-checkpoint")
-    new = StoredCheckpoint(path.name, lease.token, tuple(files), tuple(records))
     with alone:
         before = lease.record.checkpoints
         lease.keep((*[one for one in before if one.step < new.step][-(KEPT - 1) :], new))
@@ -107,7 +105,7 @@ def push_checkpoint(
 
 
 def fetch_checkpoint(
-    backend: Backend, record: LeaseRecord, name: str, directory: Path, here: int, report: Report = ignore
+    backend: Backend, record: LeaseRecord, name: str, directory: Path, here: int
 ) -> StoredCheckpoint | None:
     """Fetch the newest usable checkpoint if it is newer than step `here`, the `newest_step` of `directory`, whose lock
     is held. One that was set aside there when the training was rolled back is not fetched again.
@@ -121,7 +119,7 @@ def fetch_checkpoint(
             log(f"note: {checkpoint.name} in the store was set aside here; it is not fetched")
             continue
         try:
-            _fetch(backend, checkpoint, name, directory, report)
+            _fetch(backend, checkpoint, name, directory)
         except (Damaged, Missing, Altered) as error:
             log(f"note: {checkpoint.name} in the store cannot be used: {reason(error)}")
             continue
@@ -163,32 +161,28 @@ def _is_set_aside(checkpoint: StoredCheckpoint, directory: Path) -> bool:
     return any(sha256_of(path) in manifests and why_invalid(path.parent) is None for path in found)
 
 
-def _fetch(backend: Backend, checkpoint: StoredCheckpoint, name: str, directory: Path, report: Report) -> None:
+def _fetch(backend: Backend, checkpoint: StoredCheckpoint, name: str, directory: Path) -> None:
     if checkpoint_step(Path(checkpoint.name)) is None:
         raise Damaged(f"its name is {checkpoint.name}")
-    place = f"{PREFIX}/{name}/{checkpoint.token}"
     final = directory / CHECKPOINTS / checkpoint.name
     temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
-    every = (*checkpoint.files, *checkpoint.records)
-    require_disk_space(directory, sum(file.bytes for file in every), f"{checkpoint.name} of the store needs")
+    size = sum(file.bytes for file in (*checkpoint.files, *checkpoint.records))
+    require_disk_space(directory, size, f"{checkpoint.name} of the store needs")
     with disk_errors(final):
         fresh_directory(temporary, parents=True)
     targets: dict[str, list[Path]] = {}
     for file in checkpoint.files:
-        targets.setdefault(f"{place}/{file.sha256}", []).append(temporary / file.path)
+        targets.setdefault(checkpoint.key(name, file), []).append(temporary / file.path)
     records = {directory / f"{file.path}.fetched{TEMPORARY_SUFFIX}": file for file in checkpoint.records}
     for path, file in records.items():
-        targets.setdefault(f"{place}/{file.sha256}", []).append(path)
-    download(backend, {f"{place}/{file.sha256}": file for file in every}, targets, report)
+        targets.setdefault(checkpoint.key(name, file), []).append(path)
+    download(backend, checkpoint.by_key(name), targets)
     fsync_directory(temporary)
     for path, file in records.items():  # now that all of it is here
         rename_durably(path, directory / file.path)
     _date_metrics(directory / METRICS)
-    with disk_errors(final):
-        if final.exists():  # a damaged one, or this one would not have been fetched
-            shutil.rmtree(final)
     failpoint("store-fetched-checkpoint")
-    rename_durably(temporary, final)
+    rename_durably(temporary, final)  # over a damaged one, or this one would not have been fetched
 
 
 def _date_metrics(path: Path) -> None:
@@ -220,7 +214,7 @@ def conclude(backend: Backend, directory: Path, label: str, fingerprint: str) ->
         return
     with contextlib.suppress(Conflict):  # another machine is taking it
         backend.write(key, over.encode(), replaces=record.version)
-        _delete(backend, f"{label}-{fingerprint}", record.token)
+        _delete(backend, full_name(label, fingerprint), record.token)
 
 
 def _delete(backend: Backend, name: str, token: int) -> None:
@@ -232,4 +226,4 @@ def _delete(backend: Backend, name: str, token: int) -> None:
 
 def _keys(name: str, checkpoints: Iterable[StoredCheckpoint]) -> set[str]:
     """The keys of the files of a training run's checkpoints."""
-    return {f"{PREFIX}/{name}/{one.token}/{file.sha256}" for one in checkpoints for file in one.files + one.records}
+    return {key for one in checkpoints for key in one.by_key(name)}

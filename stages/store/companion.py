@@ -21,6 +21,7 @@ from stages.store.checkpoints import forget_checkpoints, push_checkpoint
 from stages.store.complete import push_stage
 from stages.store.files import NotUsable, ignore
 from stages.store.lease import Lease
+from stages.store.records import full_name
 from trainer.checkpoint.directory import CHECKPOINTS, whole_checkpoints
 
 #: Seconds between two checks of the stage directory, and before a failed push is retried.
@@ -39,7 +40,7 @@ class Companion:
 
     def __init__(self, backend: Backend, lease: Lease, directory: Path, label: str, fingerprint: str) -> None:
         self._backend, self._lease, self._directory, self._label = backend, lease, directory, label
-        self._name = f"{label}-{fingerprint}"
+        self._name = full_name(label, fingerprint)
         #: Held by whichever thread uses the lease.
         self._alone = threading.Lock()
         self._refused: set[Path] = set()

@@ -31,7 +31,7 @@ from common.errors import LeaseLost, UserError
 from common.files import failpoint, read_json, utc_now, write_json
 from common.lock import HOLDER
 from stages.store.backend import Backend, Conflict, Missing
-from stages.store.records import LEASES, Damaged, StoredFile, require_inside, seal, unseal
+from stages.store.records import CHECKPOINTS, LEASES, Damaged, StoredFile, full_name, require_inside, seal, unseal
 
 
 class DamagedLease(UserError):
@@ -71,6 +71,14 @@ class StoredCheckpoint:
     @property
     def step(self) -> int:
         return int(self.name.removeprefix("ckpt_"))
+
+    def key(self, training: str, file: StoredFile) -> str:
+        """The key of one of its files. `training`: the `full_name` of the training run."""
+        return f"{CHECKPOINTS}/{training}/{self.token}/{file.sha256}"
+
+    def by_key(self, training: str) -> dict[str, StoredFile]:
+        """All of its files."""
+        return {self.key(training, file): file for file in (*self.files, *self.records)}
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ def _checkpoint(record: dict[str, Any]) -> StoredCheckpoint:
 
 
 def lease_key(label: str, fingerprint: str) -> str:
-    return f"{LEASES}/{label}-{fingerprint}.json"
+    return f"{LEASES}/{full_name(label, fingerprint)}.json"
 
 
 def lease_of_key(key: str) -> tuple[str, str] | None:

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.console import log
 from common.errors import UserError
+from stages.directory.manifest import directory_name
 from stages.store.backend import Altered, Backend, Conflict, Entry, Missing, Report, one_at_a_time
 from stages.store.files import ignore
 from stages.store.lease import DamagedLease, LeaseRecord, StoredCheckpoint, lease_key, lease_of_key
@@ -26,6 +27,7 @@ from stages.store.records import (
     Damaged,
     StageRecord,
     StoredFile,
+    full_name,
     stage_of_key,
 )
 from stages.store.removals import announced
@@ -45,7 +47,7 @@ class StoredStage:
 
     @property
     def name(self) -> str:
-        return f"{self.record.label}-{self.record.fingerprint[:10]}"
+        return directory_name(self.record.label, self.record.fingerprint)
 
     def files(self) -> dict[str, StoredFile]:
         """Its files, by key."""
@@ -64,17 +66,15 @@ class StoredTraining:
 
     @property
     def name(self) -> str:
-        return f"{self.label}-{self.fingerprint[:10]}"
+        return directory_name(self.label, self.fingerprint)
 
     def files(self) -> dict[str, StoredFile]:
         """The files of its checkpoints, by key."""
-        return {key: file for one in self.lease.checkpoints for key, file in self.files_of(one)}
+        return {key: file for one in self.lease.checkpoints for key, file in self.files_of(one).items()}
 
-    def files_of(self, checkpoint: StoredCheckpoint) -> Iterator[tuple[str, StoredFile]]:
-        """The files of one of its checkpoints, each with its key."""
-        place = f"{CHECKPOINTS}/{self.label}-{self.fingerprint}/{checkpoint.token}"
-        for file in (*checkpoint.files, *checkpoint.records):
-            yield f"{place}/{file.sha256}", file
+    def files_of(self, checkpoint: StoredCheckpoint) -> dict[str, StoredFile]:
+        """The files of one of its checkpoints, by key."""
+        return checkpoint.by_key(full_name(self.label, self.fingerprint))
 
     def is_held(self, now: float) -> bool:
         """Whether somebody works on it: has renewed the lease within its time. `now`: on the store's clock."""
@@ -187,7 +187,7 @@ def remove_damaged(backend: Backend, contents: Contents, wrong: dict[str, str]) 
         backend.delete([stage.record.key for stage in broken])
         for training in contents.trainings:
             listed = training.lease.checkpoints
-            whole = tuple(one for one in listed if not any(key in wrong for key, _ in training.files_of(one)))
+            whole = tuple(one for one in listed if not wrong.keys() & training.files_of(one).keys())
             if whole != listed:
                 training.keep(backend, whole)
         _remove_files(backend, wrong, {stage.record.key for stage in contents.stages}, go_on)
@@ -255,7 +255,7 @@ def _remove_files(backend: Backend, keys: Iterable[str], known: Collection[str],
             record = StageRecord.decode(backend.read(entry.key)[0], *stage)
             if not removed.isdisjoint(file.key for file in record.files):
                 backend.delete([entry.key])
-                name = f"{record.label}-{record.fingerprint[:10]}"
+                name = directory_name(record.label, record.fingerprint)
                 log(f"note: {name} was pushed meanwhile and lacks files; whoever pushes it sends them again")
 
 

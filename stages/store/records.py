@@ -113,6 +113,11 @@ def is_ours(key: str) -> bool:
     return key.partition("/")[0] in PREFIXES
 
 
+def full_name(label: str, fingerprint: str) -> str:
+    """A stage's name in keys."""
+    return f"{label}-{fingerprint}"
+
+
 def stage_key(label: str, fingerprint: str) -> str:
     return f"{STAGES}/{label}/{fingerprint}.json"
 
