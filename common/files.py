@@ -198,6 +198,17 @@ def write_json(path: Path, value: Any) -> None:
         file.write((json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
+def hard_link(source: Path, target: Path) -> bool:
+    """Make `target` a hard link to `source`; returns whether the file system allows it. Raises FileNotFoundError."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write `text` so that readers see the old or the new, never a part; not durable. Raises OSError."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from itertools import groupby
 from pathlib import Path
@@ -15,6 +14,7 @@ from common.files import (
     disk_errors,
     durable_file,
     fsync_directory,
+    hard_link,
     rename_durably,
     write_json,
 )
@@ -80,15 +80,13 @@ def link_files(source: Path, target: Path) -> None:
     """Link the files of a checkpoint into the new directory `target`, durably. Raises OSError, `DiskError`."""
     target.mkdir(parents=True)
     for file in source.iterdir():
-        try:
-            os.link(file, target / file.name)
-        except OSError:  # a file system without hard links
+        if not hard_link(file, target / file.name):
             copy_file(file, target / file.name)
     fsync_directory(target)
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy a file durably. Raises OSError, `DiskError`."""
+def copy_file(source: Path, target: Path) -> str:
+    """Copy a file durably; returns its sha256. Raises OSError, `DiskError`."""
     with source.open("rb") as file, durable_file(target) as copy:
-        while chunk := file.read(1 << 20):
-            copy.write(chunk)
+        shutil.copyfileobj(file, copy)
+    return copy.sha256

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.errors import DiskError, UserError
-from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fresh_directory, sha256_of
+from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fresh_directory, hard_link, sha256_of
 from common.lock import exclusively
 from stages.store.backend import Altered, Backend, Missing, Report, one_at_a_time
 from stages.store.records import StoredFile
@@ -123,7 +123,7 @@ def snapshot(directory: Path, names: Iterable[str], place: Path, *, copies: bool
             fresh_directory(place)
         found = {name: place / str(number) for number, name in enumerate(names)}
         for name, path in found.items():
-            if copies or not _link(directory / name, path):
+            if copies or not hard_link(directory / name, path):
                 _copy(directory / name, path)
         yield found
     finally:
@@ -138,17 +138,6 @@ def _copy(source: Path, target: Path) -> None:
         raise
     except OSError as error:
         raise DiskError.of(error, target) from None
-
-
-def _link(source: Path, target: Path) -> bool:
-    """Hard-link the file; returns whether the file system supports that. Raises FileNotFoundError."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        return False
-    return True
 
 
 def measured(path: Path, name: str) -> StoredFile:

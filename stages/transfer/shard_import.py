@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from common.errors import UserError
-from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, rename_durably
+from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, hard_link, rename_durably
 from common.workers import Workers
 from stages.directory.manifest import Output
 from stages.transfer.archive import members
@@ -180,7 +180,8 @@ def copied(folder: Path, directory: Path) -> Generator[IncomingShard, None, None
                         f"the files in {folder}; leave these as they are",
                         file=sys.stderr,
                     )
-                if has_room or not _link(source, temporary):
+                temporary.unlink(missing_ok=True)  # _clone has made it
+                if has_room or not hard_link(source, temporary):
                     shutil.copyfile(source, temporary)
             _fsync(temporary)
 
@@ -198,16 +199,6 @@ def _clone(source: Path, target: Path) -> bool:
             fcntl.ioctl(write, _FICLONE, read.fileno())
         except OSError:  # another file system, or no reflink support
             return False
-    return True
-
-
-def _link(source: Path, target: Path) -> bool:
-    """Make `target` a hard link to `source`; False if that is not possible."""
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        return False
     return True
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import contextlib
 import dataclasses
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +163,6 @@ def take_over(night: Path, accepted: Sequence[Path]) -> Parent | None:
         return decided(night)
     final, temporary = night / PARENT, night / f"{PARENT}{TEMPORARY_SUFFIX}"
     with disk_errors(final):
-        shutil.rmtree(final, ignore_errors=True)
         fresh_directory(temporary)
         for found in _candidates(accepted):
             reason = why_invalid(found.checkpoint)
@@ -182,10 +180,11 @@ def take_over(night: Path, accepted: Sequence[Path]) -> Parent | None:
 def _fill(directory: Path, found: _Candidate) -> None:
     checkpoint = f"{names.CHECKPOINT}/{found.checkpoint.name}"
     link_files(found.checkpoint, directory / checkpoint)
+    sha256 = {}
     for name, path in found.files.items():
         (directory / name).parent.mkdir(exist_ok=True)
-        copy_file(path, directory / name)
-    sha256 = {name: sha256_of(directory / name) for name in (*found.files, f"{checkpoint}/{MANIFEST}")}
+        sha256[name] = copy_file(path, directory / name)
+    sha256[f"{checkpoint}/{MANIFEST}"] = sha256_of(directory / checkpoint / MANIFEST)
     write_json(directory / RECORD, {**found.record(_settings_of(found.directory)), "sha256": sha256})
 
 
