@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import UserError
 from pipeline.settings.sections import Settings
-from stages.directory.manifest import Identity
+from stages.directory.manifest import Identity, StartTime
 
 
-class PlacedStage(Protocol):
-    """A stage with a name and a directory (`pipeline.tasks.stage.Stage` documents the members)."""
+class StageTask(Protocol):
+    """A stage's luigi task, as far as its status and its runner need it: `pipeline.tasks.stage.Stage`, which documents
+    the members."""
+
+    settings: Settings
 
     @property
     def label(self) -> str: ...
@@ -20,18 +24,18 @@ class PlacedStage(Protocol):
     def identity(self) -> Identity: ...
     @property
     def directory(self) -> Path: ...
-    def why_incomplete(self) -> str | None: ...
-
-
-class StageTask(PlacedStage, Protocol):
-    """A stage's luigi task, as far as status needs it."""
-
-    settings: Settings
-
     @property
     def max_steps(self) -> int | None: ...
     @property
     def resumes(self) -> bool: ...
+    @property
+    def restarts(self) -> bool: ...
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def hang_timeout_s(self) -> float | None: ...
+    @property
+    def imports_torch(self) -> bool: ...
     @property
     def stored(self) -> object | None: ...
     @property
@@ -39,11 +43,16 @@ class StageTask(PlacedStage, Protocol):
     def requires(self) -> Mapping[str, StageTask]: ...
     def needs(self) -> Mapping[str, StageTask]: ...
     def ends(self) -> Sequence[StageTask]: ...
+    def why_incomplete(self) -> str | None: ...
     def manifest(self) -> dict[str, Any]: ...
+    def prepare(self) -> None: ...
+    def command(self) -> list[str]: ...
+    def finish(self, start: StartTime) -> None: ...
+    def making(self, *, attached: bool) -> contextlib.AbstractContextManager[bool]: ...
 
 
-class ChainTask(Protocol):
-    """A stage, or a goal that several stages make up."""
+class ChainGoal(Protocol):
+    """What a chain is run for: a stage, or a goal that several stages make up."""
 
     settings: Settings
 
@@ -51,8 +60,8 @@ class ChainTask(Protocol):
         """The stages that no other stage of the chain depends on."""
 
 
-def chain(task: ChainTask) -> list[StageTask]:
-    """`task` and all its upstream stages in running order: by depth, then by name."""
+def chain(goal: ChainGoal) -> list[StageTask]:
+    """The stages of `goal` and all those before them, in running order: by depth, then by name."""
     depths: dict[StageTask, int] = {}
 
     def depth(stage: StageTask) -> int:
@@ -60,7 +69,7 @@ def chain(task: ChainTask) -> list[StageTask]:
             depths[stage] = max((depth(upstream) + 1 for upstream in stage.requires().values()), default=0)
         return depths[stage]
 
-    for stage in task.ends():
+    for stage in goal.ends():
         depth(stage)
     return sorted(depths, key=lambda stage: (depths[stage], stage.label))
 
@@ -73,8 +82,8 @@ def is_complete(stage: StageTask) -> bool:
         return False
 
 
-def would_run(task: ChainTask) -> list[StageTask]:
-    """The stages that a run of `task` would make or fetch, in running order: luigi does not look beyond one that is
+def would_run(goal: ChainGoal) -> list[StageTask]:
+    """The stages that a run of `goal` would make or fetch, in running order: luigi does not look beyond one that is
     complete, or that the store has."""
     needed: set[StageTask] = set()
 
@@ -84,6 +93,6 @@ def would_run(task: ChainTask) -> list[StageTask]:
             for upstream in stage.needs().values():
                 need(upstream)
 
-    for stage in task.ends():
+    for stage in goal.ends():
         need(stage)
-    return [stage for stage in chain(task) if stage in needed]
+    return [stage for stage in chain(goal) if stage in needed]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from pipeline.status.chain import ChainTask
+from pipeline.status.chain import ChainGoal
 from pipeline.status.live_report import view
 from pipeline.status.stage_dirs import StageDir, StageDirs, holder, number_of
 from stages.directory.records import flat_texts
@@ -15,7 +15,7 @@ from stages.view.comparison import LOSS, Comparison, Trial
 _PRETRAIN = "pretrain-phase"
 
 
-def of_goals(title: str, goals: Mapping[str, ChainTask], notes: Mapping[str, str]) -> Comparison:
+def of_goals(title: str, goals: Mapping[str, ChainGoal], notes: Mapping[str, str]) -> Comparison:
     """The trials up to `goals`, by name. `notes`: why a trial does not continue, by its name."""
     return Comparison(title, [Trial(name, view(goal), notes.get(name, "")) for name, goal in goals.items()])
 

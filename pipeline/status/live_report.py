@@ -13,7 +13,7 @@ from common.console import log
 from common.secrets import redact
 from common.threads import beside
 from pipeline.settings.sections import Settings
-from pipeline.status.chain import ChainTask, StageTask, chain
+from pipeline.status.chain import ChainGoal, StageTask, chain
 from pipeline.status.states import statuses
 from stages.directory.manifest import IDENTITY
 from stages.report import PAGE, refresh
@@ -44,13 +44,13 @@ def stage_directories(task: StageTask) -> list[Path]:
     return [up.directory for up in chain(task) if up is not task and (up.directory / IDENTITY).exists()]
 
 
-def view(goal: ChainTask, metrics: dict[Path, MetricsFile] | None = None) -> Run:
+def view(goal: ChainGoal, metrics: dict[Path, MetricsFile] | None = None) -> Run:
     """The present state of the chain up to `goal`. `metrics`: from an earlier call, so that only new lines are read."""
     return Run(statuses(goal), settings_by_section(goal.settings), {} if metrics is None else metrics)
 
 
 @contextlib.contextmanager
-def refresh_periodically(goal: ChainTask) -> Iterator[None]:
+def refresh_periodically(goal: ChainGoal) -> Iterator[None]:
     """Write the page every [run] report_interval_s during the block, and at its end. An error is logged once and does
     not affect the run."""
     interval_s = goal.settings.run.report_interval_s

@@ -9,7 +9,7 @@ from typing import Literal
 from common.console import clock
 from common.errors import UserError
 from common.files import METRICS, parse_utc, utc
-from pipeline.status.chain import ChainTask, StageTask, chain, is_complete, would_run
+from pipeline.status.chain import ChainGoal, StageTask, chain, is_complete, would_run
 from pipeline.status.differences import cause
 from pipeline.status.extension import continues_from, extended_from, stored_checkpoint
 from pipeline.status.stage_dirs import StageDirs, abandoned_checkpoints, holder, last_checkpoint_step, size_bytes
@@ -25,7 +25,7 @@ from stages.view.text import size
 State = Literal["complete", "running", "interrupted", "failed", "damaged", "stale", "waiting", "refused"]
 
 
-def statuses(goal: ChainTask) -> list[StageStatus]:
+def statuses(goal: ChainGoal) -> list[StageStatus]:
     """The state of every stage of `goal` in running order."""
     needed = {task.label for task in would_run(goal)}
     tasks = chain(goal)

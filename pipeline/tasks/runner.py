@@ -7,7 +7,6 @@ import functools
 import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from common.console import log
 from common.errors import Interrupted, LockHeld, UserError
@@ -20,29 +19,10 @@ from pipeline.launchers.local import await_node_0, runs_on_node_0
 from pipeline.launchers.process import ProcessResult
 from pipeline.launchers.restarts import RestartAfterHang, RestartPolicy, RestartWhileProgressing
 from pipeline.status import latest
-from pipeline.status.chain import PlacedStage
+from pipeline.status.chain import StageTask
 from stages.directory import attempts
 from stages.directory.lock import JOB, LOCK, hold
 from stages.directory.manifest import MANIFEST, AlreadyComplete, StartTime, claim
-
-
-class RunnableStage(PlacedStage, Protocol):
-    """What a runner needs from a stage."""
-
-    @property
-    def restarts(self) -> bool: ...
-    @property
-    def nodes(self) -> int: ...
-    @property
-    def hang_timeout_s(self) -> float | None: ...
-    @property
-    def imports_torch(self) -> bool: ...
-    @property
-    def stored(self) -> object | None: ...
-    def prepare(self) -> None: ...
-    def command(self) -> list[str]: ...
-    def finish(self, start: StartTime) -> None: ...
-    def making(self, *, attached: bool) -> contextlib.AbstractContextManager[bool]: ...
 
 
 class CommandFailed(UserError):
@@ -65,7 +45,7 @@ class UpstreamMissing(Exception):
 class Runner:
     """One run of a stage."""
 
-    def __init__(self, stage: RunnableStage, launcher: Launcher) -> None:
+    def __init__(self, stage: StageTask, launcher: Launcher) -> None:
         self._stage, self._launcher = stage, launcher
         #: The last line of its command's output.
         self._last_line = ""
