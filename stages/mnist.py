@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from common.errors import UserError
 from common.files import durable_file
@@ -17,7 +16,7 @@ from common.secrets import Secret
 from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, parse, stage_parser
-from stages.transfer.urls import Transport, file_identity, open_source, source_identity
+from stages.transfer.urls import Transport, file_identity, open_source, source_identity, url_scheme
 
 #: File name → sha256 of the original. (Their md5 sums match those that torchvision checks.)
 FILES = {
@@ -62,7 +61,7 @@ def file_address(url: Secret, name: str) -> Secret:
     if not url:
         raise UserError("the address of MNIST is empty")
     whole = url.reveal()
-    folder, question, query = whole.partition("?") if urlsplit(url).scheme in ("http", "https") else (whole, "", "")
+    folder, question, query = whole.partition("?") if url_scheme(url) in ("http", "https") else (whole, "", "")
     return Secret.address(f"{folder.rstrip('/')}/{name}{question}{query}")
 
 

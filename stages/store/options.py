@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from common.errors import UserError
 from common.options import check, option
 from common.secrets import Secret
+from stages.transfer.urls import local_path, url_scheme
 
 #: Server-side encryption in S3.
 ENCRYPTIONS = ("", "AES256", "aws:kms")
@@ -49,21 +48,17 @@ class StoreOptions:
     @property
     def place(self) -> str:
         """The store's address in a normalized form, without secrets. Raises `UserError`."""
-        url = self.url.reveal()
         try:
-            parts = urlsplit(url)
-        except ValueError as error:
-            raise UserError(f"url = {self.url} is not an address ({error}); check it") from None
+            scheme, path = url_scheme(self.url), local_path(self.url)
+        except UserError as error:
+            raise UserError(f"url = {error}") from None
         if self.is_s3:
-            bucket = url.removeprefix("s3://").partition("/")[0]
+            bucket = self.url.reveal().removeprefix("s3://").partition("/")[0]
             if not bucket or "@" in bucket:
                 raise UserError(f"url = {self.url} is not a place in S3; write s3://bucket/prefix")
             return str(self.url).rstrip("/")
-        if parts.scheme not in ("", "file"):
-            raise UserError(f"url = {self.url}: {parts.scheme}:// is unknown; allowed: s3://, file:// and plain paths")
-        if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
-            raise UserError(f"url = {self.url} names a host; write file:///absolute/path (three slashes)")
-        path = Path(unquote(parts.path)) if parts.scheme else Path(url)
+        if scheme not in ("", "file"):
+            raise UserError(f"url = {self.url}: {scheme}:// is unknown; allowed: s3://, file:// and plain paths")
         if path.exists() and not path.is_dir():
             raise UserError(f"url = {self.url} is a file; give a folder, or s3://bucket/prefix")
         return str(path)

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote, urlsplit
 
 from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory, rename_durably
 from stages.store.backend import Report
 from stages.store.digest import copy_hashed
+from stages.transfer.urls import local_path, url_scheme
 
 #: Without it, nothing loads the model.
 CONFIG = "config.json"
@@ -67,10 +67,7 @@ class Target(Protocol):
 
 def scheme_of(address: str) -> str:
     """One of `SCHEMES`. Raises `UserError`."""
-    try:
-        scheme = urlsplit(address).scheme
-    except ValueError as error:
-        raise UserError(f"{address} is not an address ({error}); check it") from None
+    scheme = url_scheme(address)
     if scheme not in SCHEMES:
         raise UserError(f"{address}: {scheme}:// is unknown; allowed: hf://org/name, s3://bucket/prefix, or a folder")
     return scheme
@@ -82,10 +79,7 @@ class Folder:
     path, shows_progress = "PATH", False
 
     def __init__(self, address: str) -> None:
-        parts = urlsplit(address)
-        if parts.netloc not in ("", "localhost"):
-            raise UserError(f"{address} names a host; write file:///absolute/path (three slashes)")
-        self.folder = Path(unquote(parts.path) if parts.scheme else address).resolve()
+        self.folder = local_path(address).resolve()
         self.address = str(self.folder)
         if not self.folder.name:
             raise UserError(f"{address} is the root of the file system; give a folder in it")

@@ -22,7 +22,7 @@ from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints
 from stages.directory.records import read_manifest
 from stages.transfer.partial import STATE, State
-from stages.transfer.urls import Transport, open_source
+from stages.transfer.urls import Transport, local_path, open_source, url_scheme
 from stages.transfer.urls import source_identity as url_identity
 from trainer.models.config import ModelConfig
 
@@ -54,7 +54,8 @@ class SourceOptions(StageOptions):
 
 
 def is_remote(source: Secret) -> bool:
-    return urlsplit(source).scheme in _REMOTE
+    """Raises `UserError` for what is not an address."""
+    return url_scheme(source) in _REMOTE
 
 
 @contextmanager
@@ -92,10 +93,10 @@ def brought(source: Secret, work: StageDirectory, transport: Transport) -> Itera
 
 
 def local_source(source: Secret) -> Path:
-    """The path of a local checkpoint; raises `CheckpointError` if it is remote or missing."""
+    """The path of a local checkpoint. Raises `UserError`, if it is remote or missing a `CheckpointError`."""
     if is_remote(source):
         raise CheckpointError(f"{source} is not on this machine; fetch it with stages.convert, or download it first")
-    return _existing(Path(source.reveal().removeprefix("file://")))
+    return _existing(local_path(source))
 
 
 def _existing(path: Path) -> Path:

@@ -71,33 +71,45 @@ def open_source(url: Secret, transport: Transport) -> Path | Remote:
     return _fetcher(url).open(url, transport)
 
 
+def url_scheme(url: str) -> str:
+    """Its scheme; "" for a plain path. Raises `UserError`."""
+    try:
+        return urlsplit(_revealed(url)).scheme
+    except ValueError:  # for example an incomplete IPv6 address
+        raise UserError(f"{url} is not an address: its host is malformed; check it") from None
+
+
+def local_path(url: str) -> Path:
+    """The path that a file:// address or a plain path names. Raises `UserError`."""
+    if url_scheme(url) != "file":
+        return Path(_revealed(url))
+    parts = urlsplit(_revealed(url))
+    if parts.netloc not in ("", "localhost"):
+        raise UserError(f"{url} names the host {parts.hostname}; write file:///absolute/path (three slashes)")
+    return Path(unquote(parts.path))
+
+
+def _revealed(url: str) -> str:
+    return url.reveal() if isinstance(url, Secret) else url
+
+
 def _fetcher(url: Secret) -> Fetcher:
-    scheme = _scheme(url)
+    scheme = url_scheme(url)
     if scheme not in FETCHERS:
         allowed = ", ".join(f"{name}://" for name in FETCHERS if name)
         raise UserError(f"cannot fetch {url}: {scheme}:// is unknown; allowed: {allowed} and plain paths")
     return FETCHERS[scheme]
 
 
-def _scheme(url: str) -> str:
-    try:
-        return urlsplit(url).scheme
-    except ValueError as error:  # for example an incomplete IPv6 address
-        raise UserError(f"{url} is not an address ({error}); check it") from None
-
-
-def _local_path(url: Secret) -> Path:
-    parts = urlsplit(url)
-    if parts.scheme == "file" and parts.netloc not in ("", "localhost"):
-        raise UserError(f"{url} names the host {parts.netloc}; write file:///absolute/path (three slashes)")
-    path = Path(unquote(parts.path)) if parts.scheme == "file" else Path(url)
+def _source_path(url: Secret) -> Path:
+    path = local_path(url)
     if not path.exists():
         raise UserError(f"there is no archive or folder {path}; give a .tar, .tar.gz, .tar.zst or a folder of shards")
     return path
 
 
 def _local_identity(url: Secret, hashes: InputHashes) -> str:
-    path = _local_path(url)
+    path = _source_path(url)
     if not path.is_dir():
         return file_identity(hashes.sha256(path))
     from stages.transfer.shard_import import folder_shards
@@ -121,7 +133,7 @@ def folder_identity(sha256s: dict[str, str]) -> str:
 
 
 def _open_local(url: Secret, transport: Transport) -> Path:
-    return _local_path(url)
+    return _source_path(url)
 
 
 def _web_identity(url: Secret, hashes: InputHashes) -> str:

@@ -24,7 +24,7 @@ from stages.store.options import StoreOptions
 from stages.store.records import PROBES
 from stages.transfer.remote import Transient
 from stages.transfer.s3 import DEFAULT_PROFILE
-from stages.transfer.urls import Transport, open_source
+from stages.transfer.urls import Transport, open_source, url_scheme
 from stages.view.text import size
 from trainer.metrics.trackers.options import MLFLOW, WANDB, mlflow_address
 
@@ -140,12 +140,10 @@ def addresses(plan: Plan) -> Iterator[Finding]:
     """Whether what is to be downloaded is there."""
     transport = Transport(**plan.settings.dataset.transport)
     for setting, url in _addresses(plan).items():
-        if urlsplit(url.reveal()).scheme in ("http", "https", "s3"):
-            why = _ask(plan, _server(plan, url))
-            if why is not None:
+        try:
+            if url_scheme(url) in ("http", "https", "s3") and (why := _ask(plan, _server(plan, url))) is not None:
                 yield Finding("network", "problem", f"{setting}: {why}")
                 continue
-        try:
             source = open_source(url, transport)
             length = bytes_in(source) if isinstance(source, Path) else source.head().length
         except UserError as error:

@@ -361,6 +361,8 @@ def test_8_data_that_is_not_there(chain: Chain) -> None:
         words = ("--Dataset-phase1-url", server.url, "--Dataset-phase2-url", server.url)
         assert "HTTP 404" in problem(chain, "network", *words)
     assert "does not answer" in problem(chain, "network", *words)
+    words = ("--Dataset-phase1-url", "http://[x", "--Dataset-phase2-url", "http://[x")
+    assert "http://[x is not an address" in problem(chain, "network", *words)
 
 
 def test_9_a_missing_vocabulary(chain: Chain, tmp_path: Path) -> None:
