@@ -10,13 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 
+from common import forked
 from common.forked import Forked, NewInterpreter, start_python
 from common.process import PARENT_VARIABLE
-from tests.helpers.support import ROOT
+from tests.helpers.support import ROOT, start_fork_server
 
 #: Both kinds of commands, and what decides between them: a variable that is read at startup.
 KINDS: tuple[tuple[type, dict[str, str]], ...] = ((Forked, {}), (NewInterpreter, {"MALLOC_ARENA_MAX": "3"}))
+
+
+@pytest.fixture(autouse=True)
+def server() -> None:
+    """A fork server of the test process; skips the test where there can be none."""
+    start_fork_server()
+    if forked.way_to_server() == ({}, []):
+        pytest.skip("this system has no pidfd_open: every command is a new interpreter")
 
 
 def begin(tmp_path: Path, program: str, *words: str, **variables: str) -> Forked | NewInterpreter:

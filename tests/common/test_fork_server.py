@@ -14,15 +14,9 @@ import pytest
 from common import forked
 from common.forked import Forked, start_python
 from tests.common.forks import STARTER, answer, begin, is_gone, said, starter
+from tests.common.forks import server as server
 from tests.helpers.chain import wait_until
-from tests.helpers.support import ROOT, start_fork_server
-
-
-@pytest.fixture(autouse=True)
-def server() -> None:
-    start_fork_server()
-    if forked.way_to_server() == ({}, []):
-        pytest.skip("this system has no pidfd_open: every command is a new interpreter")
+from tests.helpers.support import ROOT
 
 
 def test_it_dies_with_its_starter_and_so_does_the_server(tmp_path: Path) -> None:

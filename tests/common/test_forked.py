@@ -20,8 +20,9 @@ import pytest
 from common import forked
 from common.forked import Forked, NewInterpreter, start_python
 from tests.common.forks import KINDS, STARTER, begin, said
+from tests.common.forks import server as server
 from tests.helpers.chain import wait_until
-from tests.helpers.support import ROOT, start_fork_server
+from tests.helpers.support import ROOT
 
 PROBE = """
 import atexit, json, multiprocessing, os, random, resource, signal, sys, tempfile
@@ -48,13 +49,6 @@ if __name__ == "__main__":
     }))
     atexit.register(lambda: print("at the exit"))
 """
-
-
-@pytest.fixture(autouse=True)
-def server() -> None:
-    start_fork_server()
-    if forked.way_to_server() == ({}, []):
-        pytest.skip("this system has no pidfd_open: every command is a new interpreter")
 
 
 @contextlib.contextmanager

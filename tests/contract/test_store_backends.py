@@ -12,23 +12,20 @@ from pathlib import Path
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from common.secrets import Secret
 from stages.store.backend import Altered, Backend, Conflict, Missing
 from stages.store.files import ignore
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
+from tests.helpers.stores.s3 import moto
 from tests.helpers.stores.seaweedfs import seaweedfs
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with moto() as server:
+        yield f"http://{server}"
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,10 @@ import socketserver
 import threading
 from collections.abc import Iterator
 from email.message import Message
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
+
+from tests.helpers.web import QuietHandler
 
 SETTINGS = """
 [email]
@@ -66,7 +68,7 @@ def receiving() -> Iterator[Post]:
                 if word == "QUIT":
                     return
 
-    class Hook(BaseHTTPRequestHandler):
+    class Hook(QuietHandler):
         def do_POST(self) -> None:
             assert self.headers["Content-Type"] == "application/json"
             facts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -76,9 +78,6 @@ def receiving() -> Iterator[Post]:
             self.send_response(status)
             self.send_header("Content-Length", "0")
             self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
 
     with contextlib.ExitStack() as servers:
         mail = servers.enter_context(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Smtp))

@@ -48,7 +48,20 @@ class Web:
         self.modified = "Fri, 21 Nov 2025 11:00:00 GMT"
 
 
-class Handler(BaseHTTPRequestHandler):
+class QuietHandler(BaseHTTPRequestHandler):
+    """It logs nothing."""
+
+    def hang_up(self) -> None:
+        self.wfile.flush()
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+class Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
     web: Web
 
@@ -112,15 +125,6 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         return -1
-
-    def hang_up(self) -> None:
-        self.wfile.flush()
-        self.close_connection = True
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 def status(code: int, **headers: str) -> Fault:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
+
+from tests.helpers.web import QuietHandler
 
 SPOT, REBALANCE = "/latest/meta-data/spot/instance-action", "/latest/meta-data/events/recommendations/rebalance"
 
@@ -31,7 +33,7 @@ class Metadata:
 def metadata_service() -> Iterator[Metadata]:
     service = Metadata()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_PUT(self) -> None:
             lifetime = int(self.headers["X-aws-ec2-metadata-token-ttl-seconds"])
             assert 1 <= lifetime <= 21600
@@ -52,9 +54,6 @@ def metadata_service() -> Iterator[Metadata]:
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         service.url = f"http://127.0.0.1:{server.server_port}/"

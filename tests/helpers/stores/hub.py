@@ -16,13 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
 
-from tests.helpers.web import listening
+from tests.helpers.web import QuietHandler, listening
 
 #: Tokens: one that may write everywhere, and one that may read.
 WRITER, READER = "hf_standInWriterToken", "hf_standInReaderToken"
@@ -80,7 +79,7 @@ class Hub:
         return sum(found == method and re.search(pattern, path) is not None for found, path in self.requests)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
 
@@ -267,9 +266,6 @@ class Handler(BaseHTTPRequestHandler):
             return
         etag = hashlib.sha256(data).hexdigest()
         self.answer(200, data, ETag=f'"{etag}"', X_Repo_Commit=repository.sha, X_Linked_Size=str(len(data)))
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 _NAME = r"([\w.-]+/[\w.-]+)"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -19,7 +17,7 @@ from moto.server import ThreadedMotoServer
 
 from common.secrets import Secret
 from stages.store.options import StoreOptions
-from tests.helpers.web import listening
+from tests.helpers.web import QuietHandler, listening
 
 KEYS = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
 
@@ -109,7 +107,7 @@ def _client(server: str) -> Any:
     return boto3.client("s3", endpoint_url=f"http://{server}", **KEYS)  # type: ignore[call-overload]
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
     s3: S3
     request_made: Request
@@ -156,15 +154,6 @@ class Handler(BaseHTTPRequestHandler):
             self.s3.over.wait(wait_s) if wait_s else None
         if cut is not None:
             self.hang_up()
-
-    def hang_up(self) -> None:
-        self.wfile.flush()
-        self.close_connection = True
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 def error(status: int, code: str = "", body: bytes | None = None, **headers: str) -> Fault:

@@ -11,7 +11,6 @@ from typing import Any
 import boto3
 import pytest
 from botocore.awsrequest import AWSResponse
-from moto.server import ThreadedMotoServer
 from urllib3 import HTTPResponse
 
 import stages.transfer.ranges
@@ -20,21 +19,18 @@ from common.secrets import Secret
 from stages.transfer.remote import Version
 from tests.helpers.chain import Chain
 from tests.helpers.ready import bytes_of, download, pack, refused, write_random_shards
+from tests.helpers.stores.s3 import KEYS, moto
 from tests.helpers.support import assert_one_line_error, forked, write_dataset
 from tests.helpers.web import Fault, cut, drip, serving, stall, status, then
 
 MIB = 1 << 20
 KEY = "training_datasets/shards.tar"
-KEYS = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with moto() as server:
+        yield f"http://{server}"
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,9 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from tests.helpers.web import listening
+from tests.helpers.web import QuietHandler, listening
 
 KEY = "0123456789abcdef" * 3
 
@@ -89,7 +88,7 @@ class OnlineServer:
             run.exit_codes.append(said["exitcode"])
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     online: OnlineServer
     protocol_version = "HTTP/1.1"
 
@@ -121,9 +120,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 @contextlib.contextmanager
