@@ -124,11 +124,11 @@ def masked_of(lengths: Any, work: Work) -> Any:
     return np.clip(np.round(lengths * 0.15).astype(int), 1, work.max_pred_len)
 
 
-def packed(rows: Arrays, work: Work, *, sequences: int = 16) -> Arrays:
-    """The same sequences, packed as `stages.shard --pack` packs them."""
+def packed(rows: Arrays, work: Work) -> Arrays:
+    """The same sequences, packed as `stages.shard --pack` packs them, at most 16 in a row."""
     lengths = rows["input_mask"].sum(1, dtype=np.int64)
     of_length = masked_of(np.arange(work.seq_len + 1), work)
-    places = pack(lengths, of_length, RowCapacity(work.seq_len, work.max_pred_len, sequences))
+    places = pack(lengths, of_length, RowCapacity(work.seq_len, work.max_pred_len, 16))
     chosen, in_row = places[places >= 0], np.where(places >= 0, lengths[places], 0)
     made = {key: pack_tokens(rows[key][chosen], in_row, work.seq_len) for key in TOKEN_KEYS}
     positions, ids = rows["masked_lm_positions"][chosen], rows["masked_lm_ids"][chosen]

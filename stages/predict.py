@@ -32,7 +32,7 @@ class Prediction:
     follows: float | None
 
 
-def predict(model: Any, tokenizer: Any, texts: list[str], *, top: int = TOP) -> Prediction:
+def predict(model: Any, tokenizer: Any, texts: list[str]) -> Prediction:
     """Predict with Hugging Face's `BertForPreTraining` or `BertForMaskedLM` and its tokenizer; probabilities are
     softmaxes of the logits.
 
@@ -68,7 +68,7 @@ def predict(model: Any, tokenizer: Any, texts: list[str], *, top: int = TOP) -> 
     words = out.prediction_logits if has_head else out.logits
     fillings = []
     for place in places:
-        best = words[0, place].float().softmax(-1).topk(top)
+        best = words[0, place].float().softmax(-1).topk(TOP)
         pieces = tokenizer.convert_ids_to_tokens(best.indices.tolist())
         fillings.append(list(zip(pieces, best.values.tolist(), strict=True)))
     # Class 0 means "is the next sentence", in our shards as in Hugging Face's model.

@@ -25,6 +25,8 @@ from benchmarks.processes import ROOT
 from benchmarks.results import Result, say
 
 MOST_S, MOST_STEPS = 3.0, 1
+#: Seconds in which a step must end.
+PATIENCE_S = 300
 #: By how much the clock may move during a training: steps are recorded with the time of day.
 MOST_MOVED_S = 0.1
 #: Steps between a recovery and the next kill.
@@ -48,9 +50,9 @@ nproc_per_node = {workers}
 """
 
 
-def await_step(training: Training, *, after: float, count: int = 1, timeout_s: float = 300) -> tuple[int, float]:
+def await_step(training: Training, *, after: float, count: int = 1) -> tuple[int, float]:
     """The first step that ended after a given time, once `count` steps have."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         late = [found for found in latest_steps(training) if found[1] > after]
         if len(late) >= count:
@@ -58,7 +60,7 @@ def await_step(training: Training, *, after: float, count: int = 1, timeout_s: f
         if training.has_ended:
             sys.exit(f"luigi has ended:\n{training.said}")
         time.sleep(0.01)
-    sys.exit(f"no step in {timeout_s:g} s:\n{training.said}")
+    sys.exit(f"no step in {PATIENCE_S} s:\n{training.said}")
 
 
 def workers(training: Training) -> list[psutil.Process]:

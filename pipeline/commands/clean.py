@@ -59,7 +59,7 @@ class Plan:
     abandoned: list[tuple[StageDir, Path]]
 
 
-def plan(goal: Goal, named: Collection[str] = ()) -> Plan:
+def plan(goal: Goal, named: Collection[str]) -> Plan:
     """Superseded are directories that are needed neither by the present settings, nor by a link in `latest/`, nor by a
     running or interrupted stage; and interrupted ones that are `named`.
 

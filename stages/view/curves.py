@@ -34,10 +34,10 @@ class Curves:
         values = self.values[name]
         return values[-1] if values else None
 
-    def recent(self, name: str, count: int = 50, until: int | None = None) -> float | None:
-        """The mean over the last `count` steps, up to step `until`; None without steps, or if they do not record it."""
+    def recent(self, name: str, until: int | None = None) -> float | None:
+        """The mean over the last 50 steps, up to step `until`; None without steps, or if they do not record it."""
         end = len(self.steps) if until is None else bisect.bisect_right(self.steps, until)
-        values = self.values[name][max(0, end - count) : end]
+        values = self.values[name][max(0, end - 50) : end]
         mean = sum(values) / len(values) if values else math.nan
         return None if math.isnan(mean) else mean
 

@@ -25,14 +25,14 @@ def bound(variance: ArrayLike, unit: float, comparisons: int) -> Floats:
     return unit * nats + np.sqrt((unit * nats) ** 2 + 2 * nats * np.asarray(variance, np.float64))
 
 
-def assert_uncorrelated(rows: ArrayLike, variances: ArrayLike = 1.0, *, names: list[str], unit: float = 1.0) -> None:
+def assert_uncorrelated(rows: ArrayLike, variances: ArrayLike = 1.0, *, names: list[str]) -> None:
     """No two of `rows` (K, n) are correlated, nor are all pairs slightly. The values have mean 0 and the known
-    `variances`; their products have `unit` (see `bound`)."""
+    `variances`; their products have `unit` 1 (see `bound`)."""
     x = np.asarray(rows, np.float64)
     v = np.broadcast_to(np.asarray(variances, np.float64), x.shape)
     first, second = np.triu_indices(len(x), 1)
     sums, expected = (x @ x.T)[first, second], (v @ v.T)[first, second]
-    excess = np.abs(sums) / bound(expected, unit, len(sums))
+    excess = np.abs(sums) / bound(expected, 1.0, len(sums))
     worst = int(excess.argmax())
     assert excess[worst] < 1, (
         f"{names[first[worst]]} and {names[second[worst]]}: correlation {sums[worst] / expected[worst]:.3f}, "

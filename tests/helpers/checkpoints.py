@@ -64,11 +64,11 @@ def write_native(directory: Path, state: Snapshot, size: int = 1) -> Path:
     return out / "checkpoint"
 
 
-def rewrite(checkpoint: Path, rank: int, change: Callable[[dict[str, Tensor]], None], *, step: str = "") -> None:
-    """Change the parameters in a rank's file, and update the manifest to match."""
+def rewrite(checkpoint: Path, change: Callable[[dict[str, Tensor]], None], *, step: str = "") -> None:
+    """Change the parameters in the file of rank 1, and update the manifest to match."""
     manifest = json.loads((checkpoint / MANIFEST).read_text())
     size = sum(entry["path"].startswith("model-") for entry in manifest["files"])
-    path = checkpoint / tensor_file("model", rank, size)
+    path = checkpoint / tensor_file("model", 1, size)
     tensors = dict(read_tensors(path))
     change(tensors)
     specs = {name: Spec.of(tensor) for name, tensor in tensors.items()}

@@ -35,7 +35,7 @@ def documents(spec: object) -> Iterator[list[str]]:
             yield found
 
 
-def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_out: float = 0.1) -> Path:
+def make_tokens(directory: Path, *, documents: int, held_out: float = 0.1) -> Path:
     """A tokenized corpus of several parts, each document with its own words."""
     draw = random.Random(0)
     text = []
@@ -44,7 +44,7 @@ def make_tokens(directory: Path, *, documents: int, vocab_size: int = 120, held_
         text += [" ".join(draw.choices(words, k=draw.randint(3, 12))) for _ in range(draw.randint(2, 15))] + [""]
     path = directory.with_suffix(".txt")
     path.write_text("\n".join(text))
-    options = TokenizeOptions(sources=(str(path),), vocab_size=vocab_size, held_out=held_out)
+    options = TokenizeOptions(sources=(str(path),), vocab_size=120, held_out=held_out)
     with StageDirectory.begin(directory, options.identity) as work, pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "_PART_CHARACTERS", 8_000)
         tokenize_corpus(work, options, processes=1)

@@ -15,11 +15,11 @@ def write_idx(path: Path, values: np.ndarray) -> None:
     path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes(), mtime=0))
 
 
-def write_images(directory: Path, *, training: int, held_out: int = 40) -> Path:
-    """Images that can be told apart: each class has a stripe of its own, under noise."""
+def write_images(directory: Path, *, training: int) -> Path:
+    """Images that can be told apart: each class has a stripe of its own, under noise; 40 are held out."""
     directory.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
-    for prefix, count in (("train", training), ("t10k", held_out)):
+    for prefix, count in (("train", training), ("t10k", 40)):
         labels = rng.integers(0, 10, count)
         images = rng.integers(0, 100, (count, 28, 28))
         images[np.arange(count), 2 * labels + 3] = 255

@@ -31,8 +31,9 @@ def write(path: Path, *, rows: int = 6, S: int = 16, P: int = 2, largest: int = 
     return path
 
 
-def write_random(path: Path, *, rows: int, seed: int) -> Path:
-    """Rows of 512 random ids: enough bytes for downloads in several ranges."""
+def write_random(path: Path, *, seed: int) -> Path:
+    """800 rows of 512 random ids: enough bytes for downloads in several ranges."""
+    rows = 800
     rng = np.random.default_rng(seed)
     arrays: dict[str, np.ndarray[Any, Any]] = {
         "input_ids": rng.integers(0, 30000, (rows, 512), np.uint16),
@@ -50,7 +51,7 @@ def write_random(path: Path, *, rows: int, seed: int) -> Path:
 def write_random_shards(folder: Path, count: int) -> Path:
     """`count` training shards of 1.9 MB in `folder`."""
     for number in range(count):
-        write_random(folder / f"x_training_{number}.hdf5", rows=800, seed=number)
+        write_random(folder / f"x_training_{number}.hdf5", seed=number)
     return folder
 
 

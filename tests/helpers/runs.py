@@ -82,7 +82,7 @@ def write_attempts(directory: Path, *spans: tuple[float, float | None, str]) -> 
     (directory / ATTEMPTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def write_run(work: Path, steps: tuple[int, int] = (28125, 1563)) -> list[Path]:
+def write_run(work: Path, steps: tuple[int, int]) -> list[Path]:
     """The directories of a run that was interrupted, killed and failed on the way, in running order."""
     first, second = (
         write_stage(

@@ -188,7 +188,7 @@ def test_a_wrong_shard_is_refused_by_the_tensors_name(
     tmp_path: Path, change: Callable[[dict[str, Tensor]], None], words: list[str]
 ) -> None:
     split = write_native(tmp_path, snapshot(optimizer=False), 2)
-    rewrite(split, 1, change)
+    rewrite(split, change)
     done = forked("stages.merge", split, tmp_path / "out")
     assert_one_line_error(done, *words)
     assert not (tmp_path / "out" / "model").exists()
@@ -196,7 +196,7 @@ def test_a_wrong_shard_is_refused_by_the_tensors_name(
 
 def test_a_shard_of_another_step_is_refused(tmp_path: Path) -> None:
     split = write_native(tmp_path, snapshot(optimizer=False), 2)
-    rewrite(split, 1, lambda tensors: None, step="6")
+    rewrite(split, lambda tensors: None, step="6")
     assert_one_line_error(forked("stages.merge", split, tmp_path / "out"), "model-01-of-02", "is of step 6", "step 7")
 
 
@@ -204,7 +204,7 @@ def test_a_shard_of_another_run_is_refused(tmp_path: Path) -> None:
     split, other = (write_native(tmp_path, snapshot(seed=seed, optimizer=False), 2) for seed in (0, 1))
     shutil.copy(other / "model-01-of-02.safetensors", split)
     assert_one_line_error(forked("stages.merge", split, tmp_path / "out"), "model-01-of-02", "differs from", "one save")
-    rewrite(split, 1, lambda tensors: None)  # even if the manifest says that it belongs there
+    rewrite(split, lambda tensors: None)  # even if the manifest says that it belongs there
     assert_one_line_error(
         forked("stages.merge", split, tmp_path / "out2"), "model-01-of-02", "differs from", "one save"
     )

@@ -63,9 +63,9 @@ def shard_layout(
     seq_len: int,
     max_pred_len: int,
     vocab_size: int,
-    sequences_per_row: int = 1,
-    is_masked: bool = True,
-    next_sentence: bool = True,
+    sequences_per_row: int,
+    is_masked: bool,
+    next_sentence: bool,
 ) -> Layout:
     """Shapes and dtypes of the datasets of a shard of ours."""
     ids = id_dtype(vocab_size)

@@ -30,18 +30,18 @@ def check_dropout_rate(subject: Subject) -> Iterator[Finding]:
         (gradient,) = torch.autograd.grad(out.sum(), [x])
         kept, gradient = fetch(device, out, gradient)
         error = abs((kept == 0).double().mean().item() - _P) - _ROUNDING
-        yield Finding(f"{way}, share dropped, in standard deviations", error / _deviation(_P, _N), _SIGMAS)
+        yield Finding(f"{way}, share dropped, in standard deviations", error / _deviation(_N), _SIGMAS)
         scale = (kept[kept != 0] * (1 - _P) - 1).abs().max().item()
         yield Finding(f"{way}, scale of the rest", scale, 1e-4)
         yield Finding(f"{way}, elements dropped in one direction only", differing(gradient, kept))
     for dtype in attention_types(subject):
         subject.device.seed(1)
         error = abs(_dropped_by_a_layer(subject.device, _P, dtype).double().mean().item() - _P) - _ROUNDING
-        yield Finding(f"a layer in {dtype}, share dropped, in standard deviations", error / _deviation(_P, _N), _SIGMAS)
+        yield Finding(f"a layer in {dtype}, share dropped, in standard deviations", error / _deviation(_N), _SIGMAS)
         for p in (0.0, _P):
             weights, gradient = _attention_weights(subject.device, p, dtype)
             error = abs((weights == 0).double().mean().item() - p) - _ATTENTION_ROUNDING
-            sigmas, what = max(0.0, error) / _deviation(_P, _ATTENDED * _ATTENDED), f"attention in {dtype}"
+            sigmas, what = max(0.0, error) / _deviation(_ATTENDED * _ATTENDED), f"attention in {dtype}"
             yield Finding(f"{what}, share dropped at p = {p:g}", sigmas, _SIGMAS)
             yield Finding(f"{what}, weights dropped in one direction only", differing(gradient == 0, weights == 0))
 
@@ -93,9 +93,9 @@ def _correlation(a: Tensor, b: Tensor) -> float:
     return abs(4 * ((a.double() - 0.5) * (b.double() - 0.5)).mean().item()) * math.sqrt(a.numel())
 
 
-def _deviation(p: float, count: int) -> float:
-    """The standard deviation of a share."""
-    return math.sqrt(p * (1 - p) / count)
+def _deviation(count: int) -> float:
+    """The standard deviation of the share dropped of `count` at `_P`."""
+    return math.sqrt(_P * (1 - _P) / count)
 
 
 #: Numbers in a row.
