@@ -60,10 +60,8 @@ class TrackerOptions:
                 f"names = {self.names}: mlflow needs an address; give mlflow_uri, such as http://localhost:5000 or "
                 "sqlite:////absolute/path.db, or set MLFLOW_TRACKING_URI"
             )
-        if MLFLOW in self.chosen and re.match(r"[\w.-]+:\d", mlflow_address(self).reveal()):
-            raise UserError(
-                f"mlflow_uri = {mlflow_address(self)} is a host without a scheme; write http://{mlflow_address(self)}"
-            )
+        if MLFLOW in self.chosen:
+            _require_address(mlflow_address(self))
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -91,6 +89,15 @@ class TrackerOptions:
                 f"mlflow_uri = {address} is a database, which the extra's client cannot open; install all "
                 f"of MLflow (pip install mlflow), or give the address of its server, http://…"
             )
+
+
+def _require_address(given: Secret) -> None:
+    if re.match(r"[\w.-]+:\d", given.reveal()):
+        raise UserError(f"mlflow_uri = {given} is a host without a scheme; write http://{given}")
+    try:
+        urlsplit(given.reveal())
+    except ValueError:  # for example an incomplete IPv6 address
+        raise UserError(f"mlflow_uri = {given} is not an address: its host is malformed; check it") from None
 
 
 def mlflow_address(options: TrackerOptions) -> Secret:

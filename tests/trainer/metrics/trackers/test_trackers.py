@@ -255,6 +255,10 @@ def test_no_key_or_password_of_a_tracker_is_written_or_said(
             {"trackers": "mlflow", "mlflow_uri": "localhost:5000"},
             "mlflow_uri = localhost:5000 is a host without a scheme",
         ),
+        (
+            {"trackers": "mlflow", "mlflow_uri": "http://[x"},
+            "mlflow_uri = http://[x is not an address: its host is malformed",
+        ),
         ({"trackers": "wandb", "tracker_project": "a/b"}, "project = a/b is not a name W&B accepts"),
         ({"trackers": "wandb", "tracker_project": ""}, "project = : wandb needs the name of a project; give one"),
         ({"trackers": "wandb", "wandb_mode": "off"}, "--wandb_mode is off; allowed: online, offline"),
