@@ -154,7 +154,7 @@ class TrainConfig:
         0.0, **_CKPT, least=0, unit="minutes", help="minutes between checkpoints; 0: none"
     )
     num_ckpts_to_keep: int = option(
-        2, **_CKPT, least=-1, help="checkpoints to keep, beside wsd's last stable one; -1: all; the tutorial keeps 1"
+        2, **_CKPT, least=-1, help="checkpoints to keep, beside each phase's last stable one; -1: all; tutorial: 1"
     )
     minimal_ckpt: bool = option(
         False, **_CKPT,

@@ -74,7 +74,7 @@ def open_source(url: Secret, transport: Transport) -> Path | Remote:
 def url_scheme(url: str) -> str:
     """Its scheme; "" for a plain path. Raises `UserError`."""
     try:
-        return urlsplit(_revealed(url)).scheme
+        return urlsplit(str.__str__(url)).scheme  # of the redacted form: a password may hold any character
     except ValueError:  # for example an incomplete IPv6 address
         raise UserError(f"{url} is not an address: its host is malformed; check it") from None
 
@@ -85,7 +85,8 @@ def local_path(url: str) -> Path:
         return Path(_revealed(url))
     parts = urlsplit(_revealed(url))
     if parts.netloc not in ("", "localhost"):
-        raise UserError(f"{url} names the host {parts.hostname}; write file:///absolute/path (three slashes)")
+        host = parts.hostname or parts.netloc
+        raise UserError(f"{url} names the host {host}; write file:///absolute/path (three slashes)")
     return Path(unquote(parts.path))
 
 

@@ -80,6 +80,7 @@ def require_other_phase(config: TrainConfig) -> None:
     given, _ = _named(config, checkpoint_directory(config))
     if given is None or config.new_data:
         return
+    _refuse_scripts(config, given)
     require_valid(given)
     state = TrainState.read(given)
     if state.phase == config.phase:

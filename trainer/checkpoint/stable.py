@@ -19,9 +19,9 @@ def stable_step(checkpoint: Path) -> int | None:
 
 
 def ends_stable_part(checkpoint: Path) -> bool:
-    """Whether it is the last checkpoint of a stable part."""
+    """Whether it is the last checkpoint of a stable part, and can be continued."""
     state = _state_of(checkpoint)
-    return state is not None and state.step == state.stable_steps
+    return state is not None and stable_step(checkpoint) == state.stable_steps
 
 
 def _state_of(checkpoint: Path) -> TrainState | None:

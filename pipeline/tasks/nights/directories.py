@@ -24,6 +24,7 @@ from pipeline.status.stage_dirs import holder
 from pipeline.tasks.nights import records, start_from
 from pipeline.tasks.nights.start_from import CONFIG
 from stages.text.patterns import split
+from stages.transfer.urls import local_path, url_scheme
 
 LATEST = "latest"
 #: Luigi's own sections that a night's chain inherits. Not the mail sections: the night itself sends mail.
@@ -172,8 +173,10 @@ def require_inputs(settings: Settings, date: datetime.date) -> None:
             dated = dated_texts[section][key]
             patterns = split(dated) if key in ("source", "held_out_source") else [dated]
             for pattern in patterns if dated != text else ():
-                path = pattern.removeprefix("file://")
-                if "://" not in path and not (Path(path).exists() or glob.glob(path, recursive=True)):
+                if url_scheme(pattern) not in ("", "file"):
+                    continue
+                path = local_path(pattern)
+                if not (path.exists() or glob.glob(str(path), recursive=True)):
                     raise UserError(f"night {date}: [{section}] {key}: {path} matches no file; nothing was started")
 
 

@@ -14,7 +14,7 @@ from stages.mnist import file_address
 from stages.store.options import StoreOptions
 from stages.store.publish import Folder, scheme_of
 from stages.transfer.checkpoint_source import is_remote, local_source
-from stages.transfer.urls import Transport, local_path, open_source, source_identity
+from stages.transfer.urls import Transport, local_path, open_source, source_identity, url_scheme
 
 #: Everything that takes an address, in which a file:// one is allowed.
 TAKES_ADDRESS: dict[str, Callable[[str], object]] = {
@@ -38,6 +38,12 @@ def test_what_is_not_an_address_or_names_a_host_is_refused(take: Callable[[str],
 def test_what_has_no_scheme_is_refused_by_those_that_ask_for_it(ask: Callable[[str], object]) -> None:
     with pytest.raises(UserError, match=r"http://\[x is not an address"):
         ask("http://[x")
+
+
+@pytest.mark.parametrize("password", ["a[b", "a]b", "a\u2100b"])
+def test_a_password_may_hold_what_a_host_may_not(password: str) -> None:
+    assert url_scheme(Secret.address(f"https://me:{password}@host/x.tar")) == "https"
+    assert is_remote(Secret.address(f"https://me:{password}@host/x.tar"))
 
 
 def test_file_addresses_are_decoded_and_plain_paths_are_not(tmp_path: Path) -> None:
