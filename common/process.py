@@ -32,10 +32,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SAVING_S = 60.0
 #: Seconds between checks that the parent is still there.
 _PARENT_POLL_S = 1.0
-#: Signals that ask a process to save and stop. Schedulers send SIGUSR1 ahead of a time limit, a closed terminal SIGHUP.
-STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP})
-#: Those that reach the pipeline's own commands, which no scheduler runs.
+#: Signals that ask the pipeline's own commands, which no scheduler runs, to stop.
 USER_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Signals that ask a process to save and stop. Schedulers send SIGUSR1 ahead of a time limit, a closed terminal SIGHUP.
+STOP_SIGNALS = frozenset((*USER_STOP_SIGNALS, signal.SIGUSR1))
 #: Environment variable: the stop signals that torchrun's parent ignores, as under nohup. torchrun does not pass it on.
 IGNORED_VARIABLE = "TRAINER_IGNORED_SIGNALS"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from common.addresses import url_scheme
 from common.errors import UserError
 from common.files import durable_file
 from common.hashing import InputHashes, changed
@@ -16,7 +17,7 @@ from common.secrets import Secret
 from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, parse, stage_parser
-from stages.transfer.urls import Transport, file_identity, open_source, source_identity, url_scheme
+from stages.transfer.urls import Transport, file_identity, open_source, source_identity
 
 #: File name → sha256 of the original. (Their md5 sums match those that torchvision checks.)
 FILES = {

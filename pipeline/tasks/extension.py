@@ -88,5 +88,5 @@ def link_files(source: Path, target: Path) -> None:
 def copy_file(source: Path, target: Path) -> str:
     """Copy a file durably; returns its sha256. Raises OSError, `DiskError`."""
     with source.open("rb") as file, durable_file(target) as copy:
-        shutil.copyfileobj(file, copy)
+        shutil.copyfileobj(file, copy, 1 << 20)
     return copy.sha256

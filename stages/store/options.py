@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.addresses import local_path, url_scheme
 from common.errors import UserError
 from common.options import check, option
 from common.secrets import Secret
-from stages.transfer.urls import local_path, url_scheme
 
 #: Server-side encryption in S3.
 ENCRYPTIONS = ("", "AES256", "aws:kms")

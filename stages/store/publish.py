@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from common.addresses import local_path, url_scheme
 from common.disk_space import require_disk_space
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory, rename_durably
 from stages.store.backend import Report
 from stages.store.digest import copy_hashed
-from stages.transfer.urls import local_path, url_scheme
 
 #: Without it, nothing loads the model.
 CONFIG = "config.json"

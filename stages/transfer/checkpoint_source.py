@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from common.addresses import local_path, url_scheme
 from common.disk_space import require_disk_space
 from common.errors import CheckpointError, UserError
 from common.files import disk_errors, read_json
@@ -22,7 +23,7 @@ from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints
 from stages.directory.records import read_manifest
 from stages.transfer.partial import STATE, State
-from stages.transfer.urls import Transport, local_path, open_source, url_scheme
+from stages.transfer.urls import Transport, open_source
 from stages.transfer.urls import source_identity as url_identity
 from trainer.models.config import ModelConfig
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
+from common.addresses import local_path, url_scheme
 from common.errors import UserError
 from common.hashing import InputHashes, digest
 from common.options import option
@@ -69,29 +70,6 @@ def source_inputs(url: Secret, sha256: str | None, hashes: InputHashes) -> dict[
 def open_source(url: Secret, transport: Transport) -> Path | Remote:
     """The local file or folder behind the URL, or the remote object. Raises `UserError`."""
     return _fetcher(url).open(url, transport)
-
-
-def url_scheme(url: str) -> str:
-    """Its scheme; "" for a plain path. Raises `UserError`."""
-    try:
-        return urlsplit(str.__str__(url)).scheme  # of the redacted form: a password may hold any character
-    except ValueError:  # for example an incomplete IPv6 address
-        raise UserError(f"{url} is not an address: its host is malformed; check it") from None
-
-
-def local_path(url: str) -> Path:
-    """The path that a file:// address or a plain path names. Raises `UserError`."""
-    if url_scheme(url) != "file":
-        return Path(_revealed(url))
-    parts = urlsplit(_revealed(url))
-    if parts.netloc not in ("", "localhost"):
-        host = parts.hostname or parts.netloc
-        raise UserError(f"{url} names the host {host}; write file:///absolute/path (three slashes)")
-    return Path(unquote(parts.path))
-
-
-def _revealed(url: str) -> str:
-    return url.reveal() if isinstance(url, Secret) else url
 
 
 def _fetcher(url: Secret) -> Fetcher:

@@ -55,7 +55,9 @@ class Checkpointer:
     def _begins_decay(self, step: int, path: Path) -> bool:
         """Whether a longer run of this phase, or of the one before it, can continue from this checkpoint at best."""
         before = self._config.phase1_end_step
-        return step - before == self._stable < self._config.max_steps if step > before else ends_stable_part(path)
+        if step <= before:
+            return ends_stable_part(path)
+        return step - before == self._stable < self._config.max_steps
 
     def find_start(self) -> ResumePoint | None:
         """The checkpoint to start from; None for initial weights. Raises `UserError`."""

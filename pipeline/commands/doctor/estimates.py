@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
+from common.addresses import url_scheme
 from common.errors import UserError
 from common.files import METRICS
 from pipeline.commands.doctor.finding import Plan
@@ -173,8 +173,7 @@ class Estimates:
         length = self._plan.lengths.get(f"[dataset] phase{stage.phase}_url")
         if length is None:
             return Estimate(stage.label, source="its size is not known: see network")
-        url = stage.url.reveal()
-        is_here, contents = urlsplit(url).scheme in ("", "file"), unpacked_bytes(url, length)
+        is_here, contents = url_scheme(stage.url) in ("", "file"), unpacked_bytes(stage.url.reveal(), length)
         needs = contents if is_here else length + contents  # a local archive is read where it is
         for one in self._before(stage.label):
             fetched = one.record["counts"].get("source")

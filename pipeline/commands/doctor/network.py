@@ -10,6 +10,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from common.addresses import url_scheme
 from common.errors import UserError, one_line
 from common.secrets import Secret, public_address
 from pipeline.commands.doctor.finding import Finding, Level, Plan
@@ -24,7 +25,7 @@ from stages.store.options import StoreOptions
 from stages.store.records import PROBES
 from stages.transfer.remote import Transient
 from stages.transfer.s3 import DEFAULT_PROFILE
-from stages.transfer.urls import Transport, open_source, url_scheme
+from stages.transfer.urls import Transport, open_source
 from stages.view.text import size
 from trainer.metrics.trackers.options import MLFLOW, WANDB, mlflow_address
 
@@ -117,7 +118,7 @@ def trackers(plan: Plan) -> Iterator[Finding]:
     if WANDB in options.chosen and options.wandb_mode == "online":
         asked[WANDB] = Secret.address(os.environ.get("WANDB_BASE_URL") or _WANDB)
     for name, address in asked.items():
-        is_server = urlsplit(address.reveal()).scheme in ("http", "https")
+        is_server = url_scheme(address) in ("http", "https")
         why = _ask(plan, _server(plan, address)) if is_server else None
         if why is not None:
             yield Finding("trackers", "warning", f"{name}: {why}")
@@ -174,7 +175,7 @@ def _addresses(plan: Plan) -> dict[str, Secret]:
 
 
 def _server(plan: Plan, url: Secret) -> str:
-    parts = urlsplit(url.reveal())
+    parts = urlsplit(str(url))  # without its login, which only asking whether it answers does not need
     if parts.scheme == "s3":
         return plan.settings.dataset.s3_endpoint.reveal() or _AWS
     return f"{parts.scheme}://{parts.netloc}"

@@ -14,6 +14,7 @@ from typing import Any
 from luigi.configuration import get_config
 from luigi.interface import core
 
+from common.addresses import local_path, url_scheme
 from common.console import log
 from common.errors import UserError
 from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, read_json, sweep_temporaries, write_json
@@ -24,7 +25,6 @@ from pipeline.status.stage_dirs import holder
 from pipeline.tasks.nights import records, start_from
 from pipeline.tasks.nights.start_from import CONFIG
 from stages.text.patterns import split
-from stages.transfer.urls import local_path, url_scheme
 
 LATEST = "latest"
 #: Luigi's own sections that a night's chain inherits. Not the mail sections: the night itself sends mail.

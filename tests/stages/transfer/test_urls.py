@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from common.addresses import local_path, url_scheme
 from common.errors import UserError
 from common.hashing import InputHashes
 from common.secrets import Secret
@@ -14,7 +15,7 @@ from stages.mnist import file_address
 from stages.store.options import StoreOptions
 from stages.store.publish import Folder, scheme_of
 from stages.transfer.checkpoint_source import is_remote, local_source
-from stages.transfer.urls import Transport, local_path, open_source, source_identity, url_scheme
+from stages.transfer.urls import Transport, open_source, source_identity
 
 #: Everything that takes an address, in which a file:// one is allowed.
 TAKES_ADDRESS: dict[str, Callable[[str], object]] = {

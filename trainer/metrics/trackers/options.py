@@ -7,8 +7,8 @@ import os
 import re
 from dataclasses import dataclass
 from typing import ClassVar
-from urllib.parse import urlsplit
 
+from common.addresses import url_scheme
 from common.errors import UserError, suggestion
 from common.options import check, option
 from common.secrets import Secret
@@ -82,9 +82,11 @@ class TrackerOptions:
                     f"names = {self.names}: {name} needs a library that is not installed; install the extra "
                     f"(pip install 'bert-pretraining-pipeline[{name}]'), or leave {name} out"
                 )
+        if MLFLOW not in self.chosen:
+            return
         address = mlflow_address(self)
-        is_database = urlsplit(address.reveal()).scheme.partition("+")[0] in _DATABASES
-        if MLFLOW in self.chosen and is_database and importlib.util.find_spec("sqlalchemy") is None:
+        is_database = url_scheme(address).partition("+")[0] in _DATABASES
+        if is_database and importlib.util.find_spec("sqlalchemy") is None:
             raise UserError(
                 f"mlflow_uri = {address} is a database, which the extra's client cannot open; install all "
                 f"of MLflow (pip install mlflow), or give the address of its server, http://…"
@@ -95,9 +97,9 @@ def _require_address(given: Secret) -> None:
     if re.match(r"[\w.-]+:\d", given.reveal()):
         raise UserError(f"mlflow_uri = {given} is a host without a scheme; write http://{given}")
     try:
-        urlsplit(given.reveal())
-    except ValueError:  # for example an incomplete IPv6 address
-        raise UserError(f"mlflow_uri = {given} is not an address: its host is malformed; check it") from None
+        url_scheme(given)
+    except UserError as error:
+        raise UserError(f"mlflow_uri = {error}") from None
 
 
 def mlflow_address(options: TrackerOptions) -> Secret:

@@ -300,6 +300,14 @@ def test_a_database_needs_the_whole_of_mlflow(scheme: str, is_refused: bool, mon
         options.require_installed()
 
 
+def test_an_address_matters_only_to_who_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor may its password be taken for a part of its host."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://[x")
+    TrackerOptions().require_installed()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:a[b@host")
+    assert TrackerOptions(names="mlflow").chosen == ("mlflow",)
+
+
 def test_what_is_not_there_is_not_imported(data: Path, model: Path, tmp_path: Path) -> None:
     """Neither library is loaded into the process that trains, whichever trackers are chosen."""
     program = (
