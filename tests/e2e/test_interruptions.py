@@ -208,9 +208,10 @@ def test_a_killed_worker_is_replaced_and_the_bytes_are_the_same(prepared, start,
 def test_a_stopped_worker_is_noticed(prepared, start, tmp_path: Path, size: int) -> None:  # type: ignore[no-untyped-def]
     token = tmp_path / "token"
     token.touch()
+    # After step 6, whose checkpoint waits until that of step 3 is written: there is one to resume from.
     process = start(
         *("--Phase1-lr", f"0.004{size}", *cluster(2, size), "--Cluster-hang-timeout-s", "12"),
-        FAILPOINT="micro-step:5.0.1", FAILPOINT_TOKEN=str(token), FAILPOINT_ACTION="stop",
+        FAILPOINT="micro-step:7.0.1", FAILPOINT_TOKEN=str(token), FAILPOINT_ACTION="stop",
     )  # fmt: skip
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
