@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import luigi
 
+from common.errors import EXIT_INTERRUPTED
 from common.process import available_cores
 from pipeline.console.select import console
+from pipeline.luigi_adapters import exits
 from pipeline.settings.cluster import Cluster
 from pipeline.status.chain import chain, is_complete
 from pipeline.status.stage_dirs import StageDirs
@@ -25,7 +27,15 @@ def _print_header(task: luigi.Task, dependency: luigi.Task | None = None) -> Non
     global _is_printed
     if _is_printed or not isinstance(task, (Goal, Stage)):
         return
-    _is_printed, stages = True, chain(task)
+    _is_printed = True
+    try:
+        _print(task)
+    except KeyboardInterrupt:  # which luigi drops here
+        exits.exit_now(EXIT_INTERRUPTED)
+
+
+def _print(task: Goal | Stage) -> None:
+    stages = chain(task)
     left = sum(not is_complete(stage) for stage in stages)
     if left:
         settings = task.settings

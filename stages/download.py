@@ -226,13 +226,15 @@ def _take_in(
     if not folder:
         _require_room(work.path, name, archive=0, contents=unpacked_bytes(name, source.stat().st_size))
     processes = options.processes or available_cores()
-    total = len(folder_shards(source)) if folder else source.stat().st_size
-    skipped = 0
+    total = len(folder_shards(source)) if folder else unpacked_bytes(name, source.stat().st_size)
+    left, skipped = total, 0
 
     def incoming() -> Generator[IncomingShard, None, None]:
-        nonlocal skipped
+        nonlocal left, skipped
         for shard in shards_found:
-            bar.update(1 if folder else shard.size)
+            done = min(1 if folder else shard.size, left)  # a compressed archive's total is an estimate
+            left -= done
+            bar.update(done)
             if is_shard(shard.origin):
 
                 def put(temporary: Path, shard: IncomingShard = shard) -> None:

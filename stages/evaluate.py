@@ -17,6 +17,7 @@ from common.options import option
 from stages.directory.command import run
 from stages.directory.manifest import Output, StageDirectory
 from stages.directory.options import StageOptions, fingerprints, parse, stage_parser
+from stages.evaluation import BLIMP_SETS
 from stages.merge import MODEL, TOKENIZER_FILES
 from trainer.config import DEVICES
 from trainer.data.file_names import HELD_OUT_SHARDS, TRAINING_SHARDS
@@ -65,7 +66,8 @@ class EvaluateOptions(StageOptions):
     def inputs(self, hashes: InputHashes, upstream: Mapping[str, str]) -> dict[str, Any]:
         inputs: dict[str, Any] = {}
         if "merge_shards" not in upstream:
-            names = ["config.json", "model.safetensors"]
+            weights = sorted(self.model.glob("model*.safetensors*")) or sorted(self.model.glob("pytorch_model*.bin*"))
+            names = ["config.json", *(path.name for path in weights)]
             names += ["tokenizer.json"] if (self.model / "tokenizer.json").exists() else []
             inputs["model"] = {name: hashes.sha256(self.model / name) for name in names}
         if "dataset" not in upstream:
@@ -81,7 +83,7 @@ class EvaluateOptions(StageOptions):
             inputs["vocabulary"] = hashes.sha256(self.vocabulary)
         if self.blimp is not None:
             if self.blimp.is_dir():
-                inputs["blimp"] = {path.name: hashes.sha256(path) for path in sorted(self.blimp.glob("*.jsonl"))}
+                inputs["blimp"] = {path.name: hashes.sha256(path) for path in sorted(self.blimp.glob(BLIMP_SETS))}
             else:
                 inputs["blimp"] = hashes.sha256(self.blimp)
         return inputs
@@ -114,7 +116,9 @@ def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, 
                 f"{options.held_out_directory} has no shards, neither {HELD_OUT_SHARDS} nor {TRAINING_SHARDS}; name "
                 f"the folder that stages.shard has filled"
             )
-        print(f"{options.held_out_directory} has no {HELD_OUT_SHARDS}: nothing was held out, so nothing is measured")
+        print(
+            f"{options.held_out_directory} has no {HELD_OUT_SHARDS}: no loss or accuracy on held-out text is measured"
+        )
     if has_held_out or options.blimp:
         from stages.evaluation.bert import load_model
         from trainer.devices.select import select_alone
@@ -193,7 +197,7 @@ def _blimp(options: EvaluateOptions, model: BertForPreTraining) -> Blimp:
 def held_out_line(counts: Mapping[str, Any]) -> str:
     """The evaluation in one line, from its counts."""
     if not counts["samples"]:
-        return "held out: the data set has no *_test_* shards, so nothing was measured"
+        return "held out: the data set has no *_test_* shards, so nothing was measured on it"
     gain = counts["unigram_loss"] - counts["masked_lm_loss"]
     than = f"{abs(gain):.2f} nats {'below' if gain > 0 else 'above'} always guessing by frequency"
     pairs = ""
@@ -206,6 +210,13 @@ def held_out_line(counts: Mapping[str, Any]) -> str:
     )
 
 
+def blimp_line(counts: Mapping[str, Any]) -> str | None:
+    """BLiMP's result in one line; None without one."""
+    if "blimp_accuracy" not in counts:
+        return None
+    return f"BLiMP: {counts['blimp_accuracy']:.1%} of {counts['blimp_pairs']:,} pairs (chance: 50%)"
+
+
 def parser() -> argparse.ArgumentParser:
     return stage_parser(EvaluateOptions, __doc__)
 
@@ -216,7 +227,8 @@ def main() -> None:
         raise UserError(f"there is no directory {options.data}; give one with {HELD_OUT_SHARDS} shards")
     with StageDirectory.begin(out, lambda: options.identity(InputHashes.beside(out))) as work:
         counts = evaluate_model(work, options)
-    print(held_out_line(counts))
+    for line in filter(None, (held_out_line(counts), blimp_line(counts))):
+        print(line)
 
 
 if __name__ == "__main__":

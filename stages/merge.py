@@ -16,7 +16,15 @@ from typing import Any, ClassVar
 
 from common.disk_space import require_disk_space
 from common.errors import UserError
-from common.files import TEMPORARY_SUFFIX, disk_errors, fresh_directory, rename_durably
+from common.files import (
+    TEMPORARY_SUFFIX,
+    disk_errors,
+    durable_file,
+    fresh_directory,
+    read_json,
+    rename_durably,
+    write_json,
+)
 from common.hashing import InputHashes, changed
 from common.options import option
 from common.size import parse_size
@@ -36,7 +44,8 @@ from stages.transfer.checkpoint_source import (
 from stages.view.card import CARD
 
 MODEL = "model"
-TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = ("vocab.txt", "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +107,15 @@ class MergeOptions(SourceOptions):
 
 
 def merge(work: StageDirectory, args: MergeOptions) -> None:
-    """Write the model of `args.source` to `model/`, verify that Hugging Face loads it, and complete `work`.
+    """Write the model of `args.source` to `model/`, with its tokenizer, and complete `work`. Raises `UserError` for a
+    tokenizer that is too large for the model.
 
     Raises `CheckpointError` if a parameter is missing, unexpected, of the wrong shape, not finite, or differs between
     ranks that must agree on it.
     """
     import torch
 
+    from stages.evaluation.blimp import load_tokenizer
     from stages.tokens.wordpiece import save_tokenizer
     from trainer.checkpoint.interop.write import WriteOptions, bytes_needed
 
@@ -126,10 +137,14 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
         with disk_errors(temporary):
             fresh_directory(temporary)
             for file in _tokenizer_files(args.tokenizer) if args.tokenizer else ():
-                shutil.copyfile(file, temporary / file.name)
+                with durable_file(temporary / file.name) as copy:
+                    copy.write(file.read_bytes())
+        if args.tokenizer:
+            load_tokenizer(temporary, source.config.vocab_size)
         if args.vocab_file:
             vocabulary = _vocabulary_of(args.vocab_file, source.config.vocab_size, work.identity.inputs["vocab_file"])
             save_tokenizer(temporary, vocabulary, lower_case=args.lower_case)
+        _fit_positions(temporary / TOKENIZER_CONFIG, source.config.max_position_embeddings)
         outputs, counts = written(work, source, temporary, "hf", options)
     if (target / CARD).exists():  # a rebuilt model keeps its model card, which people edit
         shutil.copyfile(target / CARD, temporary / CARD)
@@ -139,6 +154,13 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
     copied = (path for path in sorted(target.iterdir()) if f"{MODEL}/{path.name}" not in named and path.name != CARD)
     outputs += [Output.of(work.path, path) for path in copied]
     work.finish(outputs, {**counts, "tokenizer": bool(args.tokenizer or args.vocab_file)})
+
+
+def _fit_positions(path: Path, positions: int) -> None:
+    """Make the tokenizer with this configuration, if there is one, cut texts at as many tokens as the model takes."""
+    configuration = read_json(path)
+    if configuration is not None and configuration.get("model_max_length") != positions:
+        write_json(path, {**configuration, "model_max_length": positions})
 
 
 def _vocabulary_of(path: Path, size: int, sha256: str) -> list[str]:

@@ -128,8 +128,11 @@ def main() -> None:
     settings = None
     if options.settings:
         settings = read_json(options.settings)
-        if settings is None:
-            raise UserError(f"--settings {options.settings} is not a JSON object; give {{section: {{key: text}}}}")
+        sections = settings.values() if settings is not None else [None]
+        if not all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in sections):
+            raise UserError(
+                f"--settings {options.settings} is not JSON of {{section: {{key: text}}}}; give a file that is"
+            )
     view = view_of(list(options.directories), settings)
     with StageDirectory.begin(out, options.identity) as work:
         report(work, view)

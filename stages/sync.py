@@ -59,6 +59,8 @@ def pull(backend: Backend, names: list[str], work_dir: Path) -> None:
             with transfer(directory, f"fetch {label}", record.total_bytes) as bar:
                 try:
                     beside = [path.name for path in work_dir.iterdir() if path != directory and path.is_dir()]
+                    if lacking := sorted(record.beside - set(beside)):
+                        raise UserError(f"{name} has files beside it, in {', '.join(lacking)}; pull that first")
                     fetch_stage(backend, record, directory, siblings=beside, report=bar.update)
                 except NotUsable as error:
                     raise UserError(f"{error}; remove it with python -m pipeline store verify --remove") from None

@@ -16,7 +16,7 @@ from pathlib import Path
 from common.errors import LockHeld, UserError
 from common.files import ALIVE, PROGRESS, TEMPORARY_SUFFIX
 from common.lock import HOLDER
-from pipeline.launchers import find_job
+from pipeline.launchers import find_job, jobs
 from pipeline.status.chain import StageTask, chain, is_complete
 from pipeline.status.differences import first_difference
 from pipeline.status.extension import stable_checkpoints
@@ -33,7 +33,7 @@ from pipeline.tasks.goal import Goal
 from pipeline.tasks.sweep import stages_of_sweeps
 from stages.directory.attempts import ATTEMPTS
 from stages.directory.damaged import DAMAGED
-from stages.directory.lock import LOCK
+from stages.directory.lock import JOB, LOCK
 from stages.directory.manifest import IDENTITY, MANIFEST
 from stages.view.text import size
 from trainer.checkpoint.directory import CHECKPOINTS
@@ -42,7 +42,10 @@ from trainer.checkpoint.directory import CHECKPOINTS
 _REMOVAL = f"removal{TEMPORARY_SUFFIX}"
 _TRAININGS = ("pretrain", "train_mlp")
 #: Files of stage directories that are not results.
-_RECORDS = (LOCK, HOLDER, IDENTITY, MANIFEST, DAMAGED, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json")
+_RECORDS = (
+    *(LOCK, HOLDER, IDENTITY, MANIFEST, DAMAGED, ATTEMPTS, PROGRESS, ALIVE, "config.json", "settings.json"),
+    *(JOB, jobs.STATE, jobs.SCRIPT, jobs.OBJECTS),
+)
 SUMMARY = "list what is superseded, with size and reason; removes it only with --remove"
 
 

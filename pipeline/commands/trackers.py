@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from common.console import log
 from common.errors import UserError
 from pipeline.settings.load import load
-from pipeline.status.trackers import send
+from pipeline.status.trackers import send, untracked
 from pipeline.tasks.bert import BertPhase2
 from pipeline.tasks.mnist import MnistMlp
 
@@ -22,7 +23,12 @@ def run(args: argparse.Namespace) -> int:
     options = load().trackers.options
     if not options.remote:
         raise UserError(f"[trackers] names = {options.names} lists no remote tracker; add mlflow or wandb")
-    if not send(MnistMlp().requires()["evaluate_mlp"] if args.mnist else BertPhase2().requires()["evaluate"]):
+    evaluation = MnistMlp().requires()["evaluate_mlp"] if args.mnist else BertPhase2().requires()["evaluate"]
+    has_all = send(evaluation)
+    for label in untracked(evaluation):
+        log(f"{label}: not sent: it was trained without a tracker ([trackers] names), which notes what is to be sent")
+        has_all = False
+    if not has_all:
         return 1
     print(f"{', '.join(options.remote)}: complete")
     return 0

@@ -40,7 +40,7 @@ def find_job(directory: Path) -> Job | None:
     record = read_json(directory / JOB)
     if record is None:
         return None
-    from pipeline.launchers.kubernetes import KubernetesScheduler
+    from pipeline.launchers.kubernetes import START_TIMEOUT_S, KubernetesScheduler
     from pipeline.launchers.slurm import SlurmScheduler
 
     if not _is_job(record):
@@ -50,7 +50,8 @@ def find_job(directory: Path) -> Job | None:
         )
     if record["launcher"] == "slurm":
         return Job(directory, record, SlurmScheduler())
-    return Job(directory, record, KubernetesScheduler(gang=record.get("gang", "none")))
+    timeout_s = record.get("start_timeout_s", START_TIMEOUT_S)
+    return Job(directory, record, KubernetesScheduler(gang=record.get("gang", "none"), start_timeout_s=timeout_s))
 
 
 def _is_job(record: dict[str, Any]) -> bool:
@@ -64,11 +65,12 @@ def _is_job(record: dict[str, Any]) -> bool:
         parse_utc(record["submitted"])
     except (KeyError, TypeError, ValueError):
         return False
-    log_began = record.get("log_began")
+    log_began, timeout_s = record.get("log_began"), record.get("start_timeout_s", 0)
     return (
         record.get("launcher") in ("slurm", "kubernetes")
         and all(isinstance(name, str) and re.fullmatch(r"[\w./-]+", name) for name in names)
         and gang in GANGS
         and isinstance(log_began, int)
         and 0 <= log_began < 1 << 63
+        and isinstance(timeout_s, (int, float))
     )

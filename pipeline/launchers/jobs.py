@@ -30,6 +30,8 @@ from stages.directory.lock import JOB
 from stages.directory.manifest import MANIFEST, directory_name
 
 STATE = "job-state.json"
+#: What was submitted, to Slurm or to Kubernetes, for whoever looks.
+SCRIPT, OBJECTS = "job.sh", "job.yaml"
 LOG = "stage.log"
 #: Seconds between reads of the log, and the shortest and longest time between queries to the scheduler.
 _LOOK_EVERY_S, _ASK_EVERY_S = 0.5, (1.0, 15.0)
@@ -69,8 +71,8 @@ class Scheduler(Protocol):
     """A batch scheduler. All methods raise `UserError` if its command-line tools are missing."""
 
     name: str
-    #: What identifies a job in addition to its name.
-    place: dict[str, str]
+    #: What its job's record tells in addition to the job's name: where to find it, and how long to wait for it.
+    place: dict[str, Any]
 
     def submit(self, work: StageCommand, job: Job) -> str:
         """Submit the job; returns its id. Raises `UserError` with the scheduler's message if it is refused."""

@@ -16,7 +16,7 @@ from typing import Any
 from common.errors import UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 from pipeline.launchers.base import StageCommand
-from pipeline.launchers.jobs import Job, State, Unreachable
+from pipeline.launchers.jobs import OBJECTS, Job, State, Unreachable
 from pipeline.launchers.kubernetes_manifest import (
     GANGS,
     JOB_LABEL,
@@ -37,8 +37,8 @@ _CANNOT_START = _NEVER_START | {
     *("ErrImagePull", "ImagePullBackOff", "ImageInspectError", "RegistryUnavailable", "CreateContainerConfigError"),
     *("CreateContainerError", "RunContainerError", "CrashLoopBackOff"),
 }
-#: [kubernetes] start_timeout_s of a run that waits for a job submitted by another.
-_START_TIMEOUT_S = 180.0
+#: [kubernetes] start_timeout_s of a job whose record does not tell it.
+START_TIMEOUT_S = 180.0
 #: Kueue's record of a Job or JobSet, and the label with that object's UID.
 _WORKLOAD, _WORKLOAD_OF = "workloads.kueue.x-k8s.io", "kueue.x-k8s.io/job-uid"
 #: Conditions of a Workload that say why it has no quota, with the status at which they do.
@@ -48,26 +48,37 @@ _WHY_QUEUED = (("Evicted", "True"), ("QuotaReserved", "False"))
 class KubernetesScheduler:
     name = "kubernetes"
 
-    def __init__(self, settings: cluster.Kubernetes | None = None, master_port: int = 0, *, gang: str = "none") -> None:
-        """`settings` and the port are needed only for `submit`; without them `gang` is that of the submitted job."""
+    def __init__(
+        self,
+        settings: cluster.Kubernetes | None = None,
+        master_port: int = 0,
+        *,
+        gang: str = "none",
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        """`settings` and the port are needed only for `submit`; without them the others are those of the submitted
+        job."""
         self._settings, self._master_port = settings, master_port
-        gang = gang if settings is None else settings.gang
-        self._gang = GANGS[gang]
+        if settings is not None:
+            gang, start_timeout_s = settings.gang, settings.start_timeout_s
+        self._gang, self._start_timeout_s = GANGS[gang], start_timeout_s
         #: When pods that cannot start were first seen, on the clock of `time.monotonic`.
         self._failing_since: float | None = None
-        self.place = {} if settings is None else {"namespace": settings.namespace, "gang": gang}
+        self.place: dict[str, Any] = {}
+        if settings is not None:
+            self.place = {"namespace": settings.namespace, "gang": gang, "start_timeout_s": start_timeout_s}
 
     def submit(self, work: StageCommand, job: Job) -> str:
         assert self._settings is not None
         if self._settings.is_kueues:
             _require_queue(self._settings.namespace, self._settings.queue)
         text = as_yaml(manifest(work, job.record, self._settings, self._master_port))
-        (work.directory / "job.yaml").write_text(text, encoding="utf-8")
+        (work.directory / OBJECTS).write_text(text, encoding="utf-8")
         done = _kubectl("apply", "-f", "-", given=text)
         if done.returncode:
             # Of several objects, those that were accepted exist: without its PodGroup a Job would wait forever.
             _kubectl("delete", "-f", "-", "--ignore-not-found", "--wait=false", given=text)
-            raise UserError(f"kubectl apply refused {work.directory / 'job.yaml'}: {last_line(done)}")
+            raise UserError(f"kubectl apply refused {work.directory / OBJECTS}: {last_line(done)}")
         return f"{self._settings.namespace}/{job.record['name']}"
 
     def find(self, record: dict[str, Any]) -> str | None:
@@ -106,8 +117,8 @@ class KubernetesScheduler:
             self._failing_since = None
             return False
         self._failing_since = self._failing_since or time.monotonic()
-        timeout_s = self._settings.start_timeout_s if self._settings is not None else _START_TIMEOUT_S
-        return not failing.isdisjoint(_NEVER_START) or time.monotonic() - self._failing_since >= timeout_s
+        has_waited = time.monotonic() - self._failing_since >= self._start_timeout_s
+        return has_waited or not failing.isdisjoint(_NEVER_START)
 
     def cancel(self, job_id: str) -> None:
         # In the foreground, so that the object exists until its pods are gone.

@@ -59,8 +59,9 @@ class ProcessResult:
     error: str
     #: Whether its supervisor has used up all restarts.
     is_final: bool = False
-    #: The last line that it has said.
+    #: The last line that it has said, and its last `error:` line.
     last_line: str = ""
+    last_error: str = ""
 
     @property
     def interrupted(self) -> bool:
@@ -130,8 +131,21 @@ class Command:
             self.send(signal.SIGKILL)
 
     def send(self, signum: signal.Signals) -> None:
-        """Signal the command's process group; its workers die with it."""
+        """Signal the command's process group. Workers of a command that it kills save first (`SAVING_S`)."""
         self.process.signal_group(signum)
+
+    def kill_with_workers(self) -> None:
+        """Kill the command and all that it has started. Workers that hang cannot save, and must not go on when the
+        command is started again."""
+        import psutil  # slow to import, and hardly ever needed
+
+        started = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self.process.pid).children(recursive=True)
+        self.send(signal.SIGKILL)
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def end(self) -> None:
         """Leave nothing of it running."""
@@ -175,8 +189,9 @@ def run(
             command.end()
     lines = _lines_since(log_path, began)
     return ProcessResult(
-        status, command.stopped_by, watch.hung, _error(lines, status), last_line=lines[-1] if lines else ""
-    )
+        status, command.stopped_by, watch.hung, _error(lines, status), last_line=lines[-1] if lines else "",
+        last_error=next(iter(_errors(lines)[::-1]), ""),
+    )  # fmt: skip
 
 
 class _Watch:
@@ -200,7 +215,8 @@ class _Watch:
                 if touched != self._seen.get(path):
                     self._seen[path] = touched
                     self.heard()
-        self.hung = self._timeout_s is not None and time.monotonic() - self._alive_at > self._timeout_s
+        if self._timeout_s is not None and time.monotonic() - self._alive_at > self._timeout_s:
+            self.hung = True  # whatever a process that is being killed may still touch
         return self.hung
 
 
@@ -212,10 +228,14 @@ def _lines_since(log_path: Path, began: int) -> list[str]:
     return [line for line in lines[1:] if line.strip()]
 
 
+def _errors(said: list[str]) -> list[str]:
+    return [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+
+
 def _error(said: list[str], status: int) -> str:
-    errors = [line for line in said if line.startswith("error: ")]
+    errors = _errors(said)
     if errors:
-        return errors[0].removeprefix("error: ")
+        return errors[0]
     for at, line in enumerate(said):
         if line.startswith("Traceback (most recent call last)"):
             return "\n".join(said[at:][:60])
@@ -250,8 +270,8 @@ def _lines(command: Command, watch: _Watch) -> Iterator[tuple[str, bool]]:
 
 
 def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
-    """The command's output, until it closes it or is killed for a hang. If it was killed otherwise, until the workers
-    that it has left behind have saved and ended, too."""
+    """The command's output, until it closes it. If it was killed, for a hang or otherwise, until the workers that it
+    has left behind have ended, too."""
     output, ended = command.output.fileno(), None
     while True:
         ready, _, _ = select.select([output], [], [], 0.5)
@@ -266,5 +286,4 @@ def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
             if status >= 0 or time.monotonic() - ended > SAVING_S:
                 return  # what descendants still write to the pipe is not read
         elif watch.is_hung():
-            command.send(signal.SIGKILL)
-            return
+            command.kill_with_workers()

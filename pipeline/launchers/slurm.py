@@ -15,7 +15,7 @@ from typing import Any
 from common.errors import UserError
 from common.process import MASTER_ADDR_VARIABLE, NODE_RANK_VARIABLE
 from pipeline.launchers.base import StageCommand
-from pipeline.launchers.jobs import Job, State, Unreachable
+from pipeline.launchers.jobs import SCRIPT, Job, State, Unreachable
 from pipeline.launchers.process import LaunchSpec
 from pipeline.launchers.tools import TIMEOUT_S, last_line, run_tool
 from pipeline.settings import cluster
@@ -51,7 +51,7 @@ class SlurmScheduler:
 
     def submit(self, work: StageCommand, job: Job) -> str:
         assert self._settings is not None
-        script = work.directory / "job.sh"
+        script = work.directory / SCRIPT
         script.write_text(batch_script(work, job, self._settings), encoding="utf-8")
         done = _slurm("sbatch", "--parsable", str(script))
         if done.returncode:

@@ -61,7 +61,7 @@ class Supervisor:
         self._is_ours = self._job.get("token") == token
         before = read_json(directory / STATE) or {}
         self._state: dict[str, Any] = {"token": token, "queued": self._job.get("submitted")}
-        if before.get("token") == token:
+        if before.get("token") == token and surroundings.rank == 0:  # whose restarts it counts
             self._state = before
         self._early_signal: int | None = None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import luigi
+from luigi.configuration import get_config
 
 from common.errors import UserError
 from pipeline.settings.parameters import Choice, TextOrEmpty, number, setting, whole
@@ -113,9 +115,8 @@ class Slurm(luigi.Config):
 
     @property
     def extra_lines(self) -> list[str]:
-        """The lines of `sbatch_lines` without `#SBATCH`."""
-        lines = (line.strip().removeprefix("#SBATCH").strip() for line in self.sbatch_lines.splitlines())
-        return [line for line in lines if line]
+        """The lines of `sbatch_lines`."""
+        return [line for line in map(str.strip, self.sbatch_lines.splitlines()) if line]
 
     def check(self) -> None:
         """Raises `UserError`."""
@@ -126,6 +127,12 @@ class Slurm(luigi.Config):
                 f"[slurm] time_limit = {self.time_limit} ({seconds} s) leaves no time before the signal, which comes "
                 f"signal_s = {self.signal_s} s and up to 60 s more ahead of it; raise the one or lower the other"
             )
+        for path in filter(Path.is_file, map(Path, get_config()._config_paths)):
+            for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+                if line[:1].isspace() and line.lstrip().startswith("#SBATCH"):
+                    raise UserError(
+                        f"[slurm] sbatch_lines: line {at} of {path} is a comment, as it begins with #; leave out #SBATCH"
+                    )
         for line in self.extra_lines:
             try:
                 words = shlex.split(line)
@@ -137,8 +144,8 @@ class Slurm(luigi.Config):
                 name = word.partition("=")[0] if word.startswith("--") else word[:2]  # -pother is -p other
                 if name in _OURS or not line.startswith("-"):
                     raise UserError(
-                        f"[slurm] sbatch_lines: {line} is not allowed; give options of sbatch, one line or more, but "
-                        f"none of {', '.join(option for option in _OURS if option.startswith('--'))}"
+                        f"[slurm] sbatch_lines: {line} is not allowed; give options of sbatch without #SBATCH, one line "
+                        f"or more, but none of {', '.join(option for option in _OURS if option.startswith('--'))}"
                     )
 
 

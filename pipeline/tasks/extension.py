@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from common.files import (
 )
 from pipeline.status.chain import StageTask
 from pipeline.status.extension import EXTENDED_FROM, StableCheckpoint, shared_identity, stable_checkpoints
-from pipeline.status.stage_dirs import StageDirs
+from pipeline.status.stage_dirs import StageDir, StageDirs
 from stages.directory.lock import hold
 from trainer.checkpoint.directory import CHECKPOINTS, checkpoints, why_invalid
 
@@ -29,7 +31,7 @@ def extend(task: StageTask) -> None:
     """Give the training `task`, whose lock is held, the last stable checkpoint of one that is the same up to that step.
 
     The trainer then continues from it as after an interruption. Without one, or with checkpoints of its own, nothing
-    changes. A running training is not read, and every byte is verified; what is skipped is logged. Raises
+    changes. An unfinished training that runs is not read, and every byte is verified; what is skipped is logged. Raises
     `DiskError`.
     """
     if checkpoints(task.directory / CHECKPOINTS):
@@ -39,7 +41,7 @@ def extend(task: StageTask) -> None:
     by_directory = groupby(stable_checkpoints(task, StageDirs(task.settings.work_dir)), lambda found: found.stage_dir)
     for stage_dir, found in by_directory:
         try:
-            with hold(stage_dir.path):
+            with _kept(stage_dir):
                 for stable in found:
                     reason = why_invalid(stable.path)
                     if reason is None:
@@ -52,6 +54,19 @@ def extend(task: StageTask) -> None:
         refused = True
     if refused:
         log(f"{task.label}: trains from step 0 instead")
+
+
+@contextlib.contextmanager
+def _kept(stage_dir: StageDir) -> Iterator[None]:
+    """Hold the stage's lock, or, if it is complete, go without: who has it, an upload for one, changes nothing. Raises
+    `LockHeld`."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(hold(stage_dir.path))
+        except LockHeld:
+            if not stage_dir.is_complete:
+                raise
+        yield
 
 
 def _link(stable: StableCheckpoint, task: StageTask) -> None:

@@ -7,6 +7,7 @@ import functools
 import re
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from common.console import log
 from common.errors import Interrupted, LockHeld, UserError
@@ -180,10 +181,14 @@ class Runner:
                 log(f"{stage.label}: {detached} continues; the same command waits for it again, and "
                     f"`python -m pipeline cancel {stage.label}` ends it")  # fmt: skip
                 raise
+            # The job of a sweep's rung trains for some of the steps, in the same directory.
+            was_part = job is not None and _stop(job.record.get("words", [])) not in (None, _stop(stage.command()))
             job = None
             if result.how == "interrupted":
                 log(f"{stage.label}: interrupted; the same command resumes from here")
                 raise Interrupted
+            if result.status == 0 and was_part:
+                continue
             if result.status == 0:
                 self._last_line = result.last_line
                 self._was_stopped = result.stopped_by is not None
@@ -213,3 +218,8 @@ class Runner:
     def _attach(self, job: Job) -> ProcessResult:
         log(f"{self._stage.label}: {job} is running already; waiting for it")
         return job.wait(from_start=False)
+
+
+def _stop(words: Sequence[str]) -> str | None:
+    """The step after which a training's command is to stop; None: at its end."""
+    return dict(pairwise(words)).get("--steps_this_run")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.console import log
-from stages.evaluate import held_out_line
+from stages.evaluate import blimp_line, held_out_line
 from trainer.metrics.results import in_words, recorded
 
 
@@ -34,8 +34,8 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
     log(f"  {held_out_line(evaluated)}")
     if details := _details(evaluated):
         log(f"  {details}")
-    if "blimp_accuracy" in evaluated:
-        log(f"  BLiMP: {evaluated['blimp_accuracy']:.1%} of {evaluated['blimp_pairs']:,} pairs (chance: 50%)")
+    if line := blimp_line(evaluated):
+        log(f"  {line}")
     log(f"  model: {model}")
     log("  curves: python -m pipeline tensorboard")
     log(f"  report: {report}")

@@ -126,8 +126,10 @@ def read(directory: Path, *, running: bool, complete: bool) -> list[Attempt]:
         how, ended = "killed", last_sign_of_life(directory)
         if running:
             how, ended = "running", time.time()
-        elif complete:  # killed after writing the manifest, before its line here
-            how, ended = "complete", (directory / "manifest.json").stat().st_mtime
+        elif complete:  # the line could not be written, or the process was killed before it; nor may the manifest be
+            how = "complete"
+            with contextlib.suppress(FileNotFoundError):
+                ended = (directory / "manifest.json").stat().st_mtime
         found.append(_attempt(open_start, {"ended": ended, "how": how}))
     return found
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.errors import CheckpointError, UserError
+from common.errors import UserError
 from stages.directory.manifest import StageDirectory
 from stages.evaluation.frequencies import characters, count_pieces, frequency_scores
 from stages.evaluation.prompts import suggest
-from trainer.checkpoint.format import read_tensors
+from trainer.checkpoint.interop import open_checkpoint
+from trainer.checkpoint.interop.contents import MODEL
+from trainer.checkpoint.interop.join import Checkpoint
 from trainer.data.bert_batch import IGNORED
 from trainer.data.file_names import HELD_OUT_SHARDS
 from trainer.data.order import Samples, shuffled
 from trainer.data.reader import BatchReader
 from trainer.data.shards import MASKED_KEYS, ShardSet
 from trainer.devices.base import Device
-from trainer.models.bert import BertForPreTraining, has_next_sentence_head
-from trainer.models.config import ModelConfig
+from trainer.models.bert import BertForPreTraining
 from trainer.parallel.fp32_sums import at_least_fp32
+from trainer.workloads.bert import require_fitting
 
 
 def evaluate(
@@ -46,6 +47,7 @@ def evaluate(
     `training`: the shards whose word frequencies make the unigram baseline; None: `shards`. `pieces`: the vocabulary;
     None: bits per character are None. `tokenizer`: the model's `tokenizers.Tokenizer`; None: no prompts are suggested.
     """
+    require_fitting(shards, model.config)
     _require_masked(shards, shards.max_pred_len, MASKED_KEYS[0])
     samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit samples all shards evenly
     vocab_size = model.config.vocab_size
@@ -112,23 +114,13 @@ def all_samples(shards: ShardSet) -> Samples:
 
 
 def load_model(directory: Path, device: Device) -> BertForPreTraining:
-    """Load a Hugging Face directory with a single model.safetensors, for `device`. Raises `UserError`."""
-    try:
-        config = ModelConfig.of_hugging_face(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"{directory} is not a Hugging Face model: {error}; give a directory with config.json"
-        ) from error
-    # Hugging Face may also store tied tensors under their second names.
-    tensors = {
-        name: tensor
-        for name, tensor in read_tensors(directory / "model.safetensors")
-        if not name.startswith("cls.predictions.decoder.")
-    }
-    config = dataclasses.replace(config, next_sentence=has_next_sentence_head(tensors))
-    model = BertForPreTraining(config, device.operations)
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise CheckpointError(f"{directory} does not hold a whole BertForPreTraining: {error}") from error
+    """Load a Hugging Face directory for `device`. Raises `UserError`."""
+    contents = open_checkpoint(directory, optimizer=False)
+    if contents.format != "hf" or contents.config is None:
+        raise UserError(f"{directory} is not a Hugging Face model; give a directory with config.json and weights")
+    with contextlib.closing(Checkpoint(contents)) as checkpoint:
+        model = BertForPreTraining(checkpoint.config, device.operations)
+        tensors = model.state_dict()
+        for name, row, rows in ((chunk.name, chunk.row, chunk.rows) for chunk in checkpoint.stream(MODEL)):
+            tensors[name][row : row + len(rows)].copy_(rows)
     return model

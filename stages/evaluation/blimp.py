@@ -8,6 +8,7 @@ B: rows in a batch, S: tokens in a row, [CLS] and [SEP] included.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from common.errors import UserError, one_line
 from stages.directory.manifest import StageDirectory
+from stages.evaluation import BLIMP_SETS
 from stages.transfer.archive import members
 from trainer.data.bert_batch import IGNORED, BertBatch
 from trainer.data.vocabulary import CLS, MASK, SEP
@@ -31,6 +33,8 @@ from trainer.parallel.fp32_sums import at_least_fp32
 PairsBySet = dict[str, list[tuple[str, str]]]
 
 _KEYS = ("sentence_good", "sentence_bad")
+#: The folder of its repository with other models' results, which are *.jsonl as well.
+_RESULTS = "raw_results"
 #: Limit on all sets together; BLiMP has 30 MB.
 _BYTES_MAX = 256 << 20
 #: Tokens per batch: on a CPU, larger batches are no faster; with 30,522 words, a batch's logits take 40 to 170 MB.
@@ -63,14 +67,14 @@ def read_pairs(path: Path, samples: int) -> PairsBySet:
 def _files(path: Path) -> Iterator[tuple[str, bytes]]:
     """The names and contents of the sets; a file that is too large is cut just above `_BYTES_MAX`."""
     if path.is_dir():
-        for file in sorted(path.glob("*.jsonl")):
+        for file in sorted(path.glob(BLIMP_SETS)):
             with file.open("rb") as opened:
                 yield file.name, opened.read(_BYTES_MAX + 1)
         return
     for member in members(path):
-        name = PurePosixPath(member.name).name
-        if name.endswith(".jsonl") and not name.startswith("."):  # ._x.jsonl: macOS' attributes of x.jsonl
-            yield name, member.read(_BYTES_MAX + 1)
+        place = PurePosixPath(member.name)
+        if fnmatch.fnmatchcase(place.name, BLIMP_SETS) and _RESULTS not in place.parts:
+            yield place.name, member.read(_BYTES_MAX + 1)
 
 
 def _pair(where: str, line: bytes) -> tuple[str, str]:

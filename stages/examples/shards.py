@@ -82,9 +82,11 @@ def make_shards(
         with durable_file(vocabulary) as file:
             file.write((tokens / TOKENIZER / VOCABULARY_FILE).read_bytes())
         outputs.append(Output.of(work.path, vocabulary))
+    if builders.count == 1:  # before the manifest: a complete stage is never begun again, and the plan would stay
+        shutil.rmtree(work.path / PLAN)
     work.finish(outputs, counts)
-    # After the manifest: if the first machine is restarted, it needs the plan, which the others no longer make.
-    shutil.rmtree(work.path / PLAN)
+    # If the first of several machines is restarted, it needs the plan, which the others no longer make.
+    shutil.rmtree(work.path / PLAN, ignore_errors=True)
     return counts
 
 

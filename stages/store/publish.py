@@ -39,7 +39,8 @@ class Publication:
         return sum(path.stat().st_size for path in self.files.values())
 
     def is_of_a_model(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
+        """Files in folders never are: another model may lie there, and fnmatch's * would match a slash."""
+        return "/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def superseded(self, names: Iterable[str]) -> list[str]:
         """Those of an earlier publication's `names` that this one does not have."""

@@ -13,8 +13,18 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.chain import LUIGI, Chain, finished_chain, write_corpus
-from tests.helpers.support import command, forked, losses, tensors, train, write_dataset, write_model_config
+from tests.helpers.support import (
+    assert_resumed,
+    command,
+    forked,
+    losses,
+    tensors,
+    train,
+    write_dataset,
+    write_model_config,
+)
 from tests.helpers.web import serving
+from trainer.checkpoint.directory import whole_checkpoints
 
 Run = Callable[..., object]
 
@@ -151,15 +161,25 @@ def test_training_at_every_point(tmp_path: Path) -> None:
     assert len([name for name in names if name.startswith("step:")]) == 6
     assert len([name for name in names if name.startswith(("write", "rename"))]) >= 20
     assert len([name for name in names if name.startswith("training-end:")]) == 4
+    resumed = set()
     for name in names:
         out = tmp_path / "killed"
         assert train(env={"FAILPOINT": name}, output_dir=out, **values).returncode == -signal.SIGKILL, name
+        kept = newest(out)
+        resumed.add(kept)
         done = train(output_dir=out, **values)
         assert done.returncode == 0, (name, done.stdout)
+        assert (f"ckpt_{kept} at step {kept}\n" if kept else "with initial weights") in done.stdout, name
         got = tensors(out / "checkpoints" / "ckpt_6")
         assert all(got[key].tobytes() == tensor.tobytes() for key, tensor in wanted.items()), name
         assert_results(out, tmp_path / "straight", name)
         shutil.rmtree(out)
+    assert resumed == {0, 2, 4, 6}
+
+
+def newest(out: Path) -> int:
+    """The step of the newest complete checkpoint in a killed run's output; 0: none."""
+    return next((step for step, _ in whole_checkpoints(out / "checkpoints")), 0)
 
 
 def assert_results(out: Path, straight: Path, name: str) -> None:
@@ -249,6 +269,7 @@ def test_training_with_workers_in_both_phases(
         assert train(workers, env={"FAILPOINT": name}, output_dir=out, **values).returncode == -signal.SIGKILL, name
         done = train(workers, output_dir=out, **values)
         assert done.returncode == 0, (name, done.stdout)
+        assert_resumed(done)  # the other workers have saved the last whole step
         got = tensors(out / "checkpoints" / f"ckpt_{first + 6}")
         assert all(got[key].tobytes() == tensor.tobytes() for key, tensor in wanted.items()), name
         shutil.rmtree(out)

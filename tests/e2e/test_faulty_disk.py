@@ -186,7 +186,7 @@ def test_training_at_every_write(tmp_path: Path, size: int, rank: int, apart: in
     values = {**TRAINING, "data_dir": data, "model_config": model, "grad_accum_usteps": 1, "max_steps": 2,
               "ckpt_interval_steps": 1, "tensor_parallel_size": size}  # fmt: skip
     assert train(size, output_dir=tmp_path / "straight", **values).returncode == 0
-    failures, said = 0, tmp_path / "failed"
+    failures, resumed, said = 0, False, tmp_path / "failed"
     while True:
         n = 1 + failures * apart
         out = tmp_path / "out"
@@ -202,7 +202,11 @@ def test_training_at_every_write(tmp_path: Path, size: int, rank: int, apart: in
         said.unlink()
         kept = sorted((out / "checkpoints").glob("ckpt_?"))
         assert all(why_invalid(checkpoint) is None for checkpoint in kept)
-        assert train(size, output_dir=out, **values).returncode == 0
+        again = train(size, output_dir=out, **values)
+        assert again.returncode == 0, again.stdout
+        assert ("with initial weights" in again.stdout) == (not kept), (n, again.stdout)
+        resumed |= bool(kept)
         assert_same_bytes(out / "checkpoints" / "ckpt_2", tmp_path / "straight" / "checkpoints" / "ckpt_2", why=n)
         shutil.rmtree(out)
     assert failures >= least
+    assert resumed

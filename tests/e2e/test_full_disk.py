@@ -32,7 +32,7 @@ def test_training_wherever_the_disk_fills_up(disk: Disk, tmp_path: Path, size: i
     done = train(size, output_dir=tmp_path / "straight", **values)
     assert done.returncode == 0, done.stdout
     peak = sum(f.stat().st_size for f in (tmp_path / "straight").rglob("*") if f.is_file()) // 1024
-    failures, kib = 0, 16
+    failures, durable, kib = 0, 0, 16
     while True:
         disk.resize(kib)
         done = train(size, output_dir=disk.path / "out", **values)
@@ -46,9 +46,13 @@ def test_training_wherever_the_disk_fills_up(disk: Disk, tmp_path: Path, size: i
             assert all(words in error for words in ("cannot write", str(disk.path), "No space left", "MB free")), error
         kept = sorted((disk.path / "out" / "checkpoints").glob("ckpt_?")) if (disk.path / "out").exists() else []
         assert all(why_invalid(checkpoint) is None for checkpoint in kept)
+        newest = max((int(checkpoint.name[5:]) for checkpoint in kept), default=0)
+        assert newest >= durable, "a checkpoint was lost"
+        durable = newest
         kib += apart_kib
         assert kib < 8 * peak
     assert failures >= 80 // apart_kib
+    assert durable
     assert_same_bytes(disk.path / "out" / "checkpoints" / "ckpt_3", tmp_path / "straight" / "checkpoints" / "ckpt_3")
 
 

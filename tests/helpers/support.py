@@ -7,6 +7,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -194,6 +195,14 @@ def train(workers: int = 1, *, env: dict[str, str] | None = None, **values: Any)
 def forked(module: str, *words: object, **env: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m module words…` to its end, started fast; environment variables as keywords."""
     return Workers(1, module, [str(word) for word in words], env).wait()
+
+
+def assert_resumed(done: subprocess.CompletedProcess[str], *steps: int) -> None:
+    """Training went on from the checkpoint of one of `steps`, or of any step: from the initial weights, the same bytes
+    prove nothing."""
+    found = [int(step) for step in re.findall(r"resuming from checkpoint \S+ at step (\d+)", done.stdout)]
+    assert len(found) == 1, done.stdout
+    assert found[0] in (steps or found), done.stdout
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:

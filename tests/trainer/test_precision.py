@@ -17,6 +17,7 @@ from tests.helpers.support import (
     MODEL,
     Workers,
     assert_one_line_error,
+    assert_resumed,
     command,
     forked,
     losses,
@@ -64,6 +65,8 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, status: int = 0
     given = {"grad_accum_usteps": 4 * size // workers, "max_steps": 9, **COMMON, **values}
     done = train(workers, env=env, data_dir=data, model_config=model, output_dir=out, **given)
     assert done.returncode == status, done.stdout
+    if given.get("resume_ckpt"):
+        assert_resumed(done)
     return out
 
 
@@ -120,13 +123,13 @@ def test_after_300_steps_every_mode_is_within_2_percent_of_fp32(model: Path, tmp
 def test_a_killed_run_ends_with_the_same_bytes(
     data: Path, model: Path, tmp_path: Path, mode: str, optimizer: str, workers: int, tensor_parallel_size: int
 ) -> None:
-    """With dropout."""
+    """With dropout. Step 8's checkpoint waits until step 4's is written: there is one to resume from."""
     given = {
         "precision": mode, "optimizer": optimizer, "workers": workers, "tensor_parallel_size": tensor_parallel_size,
         "ckpt_interval_steps": 4,
     }  # fmt: skip
     whole = run(data, model, tmp_path / "whole", **given)
-    cut = run(data, model, tmp_path / "cut", env={"FAILPOINT": "step:7.0"}, status=-9, **given)
+    cut = run(data, model, tmp_path / "cut", env={"FAILPOINT": "micro-step:8.0.0"}, status=-9, **given)
     assert not (cut / "checkpoints" / "ckpt_9").exists()
     run(data, model, cut, resume_ckpt=True, **given)
     wanted, got = files(whole, 9), files(cut, 9)

@@ -99,6 +99,20 @@ class BertOptions:
         check(self)
 
 
+def require_fitting(shards: ShardSet, model: ModelConfig) -> None:
+    """Raise `UserError` if rows are longer than the model's positions, or have more segments than the model."""
+    if shards.seq_len > model.max_position_embeddings:
+        raise UserError(
+            f"seq_len {shards.seq_len} is longer than the model's max_position_embeddings "
+            f"{model.max_position_embeddings}; shorten the one or raise the other"
+        )
+    if model.type_vocab_size < 2 and shards.next_sentence:
+        raise UserError(
+            f"the model's type_vocab_size is {model.type_vocab_size}, but the shards in {shards.directory} hold "
+            f"pairs of segments, which need 2; give a model with 2, or shards made with --no-next-sentence"
+        )
+
+
 class BertWorkload(Workload):
     options = BertOptions
 
@@ -118,20 +132,11 @@ class BertWorkload(Workload):
 
         Raises `UserError` if the rows are longer than the model's positions, or lack the labels that the model needs.
         """
-        if shards.seq_len > model.max_position_embeddings:
-            raise UserError(
-                f"seq_len {shards.seq_len} is longer than the model's max_position_embeddings "
-                f"{model.max_position_embeddings}; shorten the one or raise the other"
-            )
+        require_fitting(shards, model)
         if model.next_sentence and not shards.next_sentence:
             raise UserError(
                 f"the shards in {shards.directory} have no {NEXT_SENTENCE_KEY}, which the model's next-sentence head "
                 f"needs; give --no-next_sentence, or shards with labels"
-            )
-        if model.type_vocab_size < 2 and shards.next_sentence:
-            raise UserError(
-                f"the model's type_vocab_size is {model.type_vocab_size}, but the shards in {shards.directory} hold "
-                f"pairs of segments, which need 2; give a model with 2, or shards made with --no-next-sentence"
             )
         self.losses = {MASKED_LM_LOSS: 1.0}
         if model.next_sentence:

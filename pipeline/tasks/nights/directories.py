@@ -27,6 +27,11 @@ from pipeline.tasks.nights.start_from import CONFIG
 from stages.text.patterns import split
 
 LATEST = "latest"
+#: Settings that name input files: those of a night must be there when it starts.
+_INPUTS = {
+    "run": ("start_from",), "corpus": ("source", "held_out_source", "vocab_file"), "phase2": ("start_from",),
+    "dataset": ("phase1_url", "phase2_url"), "evaluation": ("blimp",), "mnist": ("url",),
+}  # fmt: skip
 #: Luigi's own sections that a night's chain inherits. Not the mail sections: the night itself sends mail.
 _LUIGI_SECTIONS = ("core", "worker", "scheduler", "resources", "retcode", "logging", "execution_summary")
 
@@ -49,6 +54,12 @@ class NightDirs:
 
     def require_startable(self, date: datetime.date) -> None:
         """Raise `UserError` if an input is missing, or the night cannot continue the one that it would."""
+        cluster = self._settings.cluster
+        if cluster.launcher == "local" and cluster.nnodes > 1:
+            raise UserError(
+                f"[cluster] nnodes is {cluster.nnodes} with launcher local, and a night is started on one machine; "
+                f"allowed: nnodes 1, or launcher slurm or kubernetes"
+            )
         require_inputs(self._settings, date)
         given = self._settings.nights
         if given.start_from:
@@ -167,10 +178,10 @@ def require_inputs(settings: Settings, date: datetime.date) -> None:
     """
     if date > last_allowed():
         raise UserError(f"night {date} is in the future; allowed: up to {last_allowed()}; nothing was started")
-    dated_texts = _texts(settings, date)
-    for section, values in _texts(settings).items():
-        for key, text in values.items():
-            dated = dated_texts[section][key]
+    texts, dated_texts = _texts(settings), _texts(settings, date)
+    for section, keys in _INPUTS.items():
+        for key in keys:
+            text, dated = texts[section][key], dated_texts[section][key]
             patterns = split(dated) if key in ("source", "held_out_source") else [dated]
             for pattern in patterns if dated != text else ():
                 if url_scheme(pattern) not in ("", "file"):

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import luigi
@@ -20,6 +21,7 @@ from pipeline.launchers import process
 from pipeline.luigi_adapters import exits, luigid_release
 from pipeline.tasks.base import PipelineTask
 from pipeline.tasks.nights import directories, notify, records, states
+from stages.directory.attempts import ATTEMPTS, last_failure
 from stages.directory.lock import hold
 
 #: Lines from the end of a night's log in the mail about its failure.
@@ -48,6 +50,8 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
 
         Raises `UserError`: luigi exits with `scheduling_error`, and RangeDaily still runs its other nights.
         """
+        if states.state_of(self.nights.path, self.date).status == "running":
+            return []  # by another process, which `run` finds
         try:
             self.nights.require_startable(self.date)
         except UserError:
@@ -74,7 +78,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
 
     def _run_chain(self, lock: int) -> None:
         """Raises `Interrupted`; `LockHeld` if another process is working on a stage; `UserError`."""
-        directory, clock, started = self.nights.directory(self.date), time.monotonic(), utc_now()
+        directory, clock, since, started = self.nights.directory(self.date), time.monotonic(), time.time(), utc_now()
         states.write(self.nights.path, self.date, states.now("running"))
         environment = self.nights.prepare(self.date)
         log(f"night {self.date}: started in {directory}")
@@ -90,11 +94,13 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             log(f"night {self.date}: interrupted; the same command resumes from here")
             self._note_ended("interrupted", "the same command resumes")
             raise Interrupted
-        reason = result.error.splitlines()[-1]
+        reason = result.last_error or result.error.splitlines()[-1]
         if result.status == retcode().already_running:
             self._note_ended("failed", reason)
+            self.tell_all(self.date, "failure", "failed", f"night {self.date} failed: {reason}")
             raise LockHeld(f"night {self.date}: {reason}")
         if result.status:
+            reason = self._last_failure(directory, since) or reason
             log_path = directory / "stage.log"
             if result.status == retcode().not_run:
                 reason = "a stage was made to wait: one that failed too often waits [scheduler] disable_persist seconds"
@@ -113,6 +119,13 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             records.write_trend(self.nights.path)
         except DiskError as error:
             log(f"note: after night {self.date}: {error}")
+
+    def _last_failure(self, directory: Path, since: float) -> str | None:
+        """The error of the stage that failed last; an earlier one may have been retried. `since`: in seconds since
+        1970."""
+        found = [failure for path in directory.glob(f"*/{ATTEMPTS}") if (failure := last_failure(path.parent))]
+        newest = max(found, key=lambda failure: failure.at, default=None)
+        return newest.line if newest is not None and newest.at >= since else None
 
     def _tell_complete(self, facts: dict[str, Any]) -> None:
         """Report the results and whether the gate accepted them."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.support import assert_same_bytes, forked, losses, options, train, write_dataset
+from tests.helpers.support import assert_resumed, assert_same_bytes, forked, losses, options, train, write_dataset
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
@@ -20,6 +20,8 @@ COMMON = {"lr": 3e-3, "warmup_steps": 5, "ckpt_interval_steps": 0, "batch_size":
 def run(data: Path, model: Path, out: Path, **values: Any) -> Path:
     done = train(data_dir=data, model_config=model, output_dir=out, **{"device": "cuda", **COMMON, **values})
     assert done.returncode == 0, done.stdout
+    if values.get("resume_ckpt"):
+        assert_resumed(done)
     return out
 
 
@@ -47,7 +49,7 @@ def test_the_loss_curve_is_the_cpus(data: Path, model: Path, tmp_path: Path, pre
 def test_a_killed_run_ends_with_the_same_bytes(
     data: Path, model: Path, tmp_path: Path, precision: str, optimizer: str, compiled: bool
 ) -> None:
-    """With dropout; the run crosses the end of an epoch."""
+    """With dropout; the run crosses the end of an epoch. Step 10's checkpoint waits until step 5's is written."""
     cache = {"compile": True, "compile_cache": tmp_path / "cache"} if compiled else {}
     given = {
         "precision": precision, "optimizer": optimizer, "max_steps": 14, "ckpt_interval_steps": 5, "max_pred_len": 5,
@@ -56,7 +58,7 @@ def test_a_killed_run_ends_with_the_same_bytes(
     whole = run(data, model, tmp_path / "whole", **given)
     out = tmp_path / "killed"
     values = {"device": "cuda", **COMMON, **given}
-    killed = train(data_dir=data, model_config=model, output_dir=out, env={"FAILPOINT": "step:8.0"}, **values)
+    killed = train(data_dir=data, model_config=model, output_dir=out, env={"FAILPOINT": "micro-step:10.0.0"}, **values)
     assert killed.returncode == -9, killed.stdout
     run(data, model, out, resume_ckpt=True, **given)
     assert_same_bytes(out / "checkpoints" / "ckpt_14", whole / "checkpoints" / "ckpt_14")

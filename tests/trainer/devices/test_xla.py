@@ -10,6 +10,7 @@ import pytest
 from common.errors import UserError
 from tests.helpers.support import (
     assert_one_line_error,
+    assert_resumed,
     assert_same_bytes,
     losses,
     metrics,
@@ -41,6 +42,8 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, flags: str | No
     env = {} if flags is None else {"XLA_FLAGS": flags}
     done = train(workers, data_dir=data, model_config=model, output_dir=out, env=env, **given)
     assert done.returncode == 0, done.stdout + done.stderr
+    if values.get("resume_ckpt"):
+        assert_resumed(done)
     return out
 
 
@@ -66,13 +69,13 @@ def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
     data: Path, model: Path, tmp_path: Path
 ) -> None:
     """An epoch has 8 steps: the run crosses its end, log lines, checkpoints and a changing learning rate. Its softmax
-    is sampled, anew in each micro-step."""
+    is sampled, anew in each micro-step. Step 10's checkpoint waits until step 5's is written."""
     given = {"precision": "fp32", "max_steps": 14, "ckpt_interval_steps": 5, "log_interval": 3, "sampled_softmax": 40}
     whole = run(data, model, tmp_path / "whole", **given)
     out = tmp_path / "killed"
     killed = train(
         data_dir=data, model_config=model, output_dir=out, device="xla", grad_accum_usteps=4, **COMMON | given,
-        env={"FAILPOINT": "step:8.0"},
+        env={"FAILPOINT": "micro-step:10.0.0"},
     )  # fmt: skip
     assert killed.returncode == -9, killed.stdout
     resumed = run(data, model, out, resume_ckpt=True, **given)
@@ -82,7 +85,7 @@ def test_a_killed_run_ends_with_the_same_bytes_and_compiles_nothing_late(
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(ours[name], tensor, err_msg=name)
     # The counter is torch_xla's own. A step is recorded before its last graph is run, hence only from the third on.
-    for directory, steps in ((whole, range(3, 15)), (resumed, range(8, 15))):
+    for directory, steps in ((whole, range(3, 15)), (resumed, range(13, 15))):
         compiled = {record["step"]: record["compiled_graphs"] for record in metrics(directory)}
         assert {compiled[step] for step in steps} == {2}, compiled
 

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.support import assert_one_line_error, losses, tensors, train, write_dataset, write_model_config
+from tests.helpers.support import (
+    assert_one_line_error,
+    assert_resumed,
+    losses,
+    tensors,
+    train,
+    write_dataset,
+    write_model_config,
+)
 from tests.trainer.parallel.test_mesh import all_end
 from trainer.devices.cpu import CpuDevice
 from trainer.optim.parameters import FlatParameters, Parameters, SeparateParameters
@@ -71,6 +79,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 def run(out: Path, workers: int, **values: object) -> Path:
     done = train(workers, output_dir=out, grad_accum_usteps=4 // workers, **values)
     assert done.returncode == 0, done.stdout
+    if values.get("resume_ckpt"):
+        assert_resumed(done)
     return out
 
 

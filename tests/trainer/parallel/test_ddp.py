@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from tests.helpers.images import write_images
-from tests.helpers.support import assert_one_line_error, losses, tensors, train, write_dataset, write_model_config
+from tests.helpers.support import (
+    assert_one_line_error,
+    assert_resumed,
+    losses,
+    tensors,
+    train,
+    write_dataset,
+    write_model_config,
+)
 
 BERT = {"batch_size": 4, "lr": 3e-3, "warmup_steps": 2, "max_pred_len": 5, "max_steps": 12}
 
@@ -28,6 +36,8 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, o
 def run(out: Path, workers: int, **values: object) -> Path:
     done = train(workers, output_dir=out, **{"device": "cpu", "ckpt_interval_steps": 0, **values})
     assert done.returncode == 0, done.stdout
+    if values.get("resume_ckpt"):
+        assert_resumed(done)
     return out
 
 

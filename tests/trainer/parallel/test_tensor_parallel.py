@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.support import (
     assert_one_line_error,
+    assert_resumed,
     assert_same_bytes,
     flip_a_byte,
     forked,
@@ -45,6 +46,8 @@ def run(data: Path, model: Path, out: Path, layout: tuple[int, int], *, status: 
     assert env is None or isinstance(env, dict)
     done = train(workers, data_dir=data, model_config=model, output_dir=out, env=env, **given)
     assert done.returncode == status, done.stdout
+    if values.get("resume_ckpt"):
+        assert_resumed(done)
     return out
 
 
@@ -126,15 +129,17 @@ def test_a_joined_checkpoint_is_that_of_one_rank_and_goes_on_with_any_number(
 def test_a_killed_run_ends_with_the_same_bytes(
     data: Path, model: Path, tmp_path: Path, whole: dict[tuple[int, int], Path], layout: tuple[int, int], failpoint: str
 ) -> None:
-    given = {"precision": "fp32", "max_steps": 9, "ckpt_interval_steps": 3}
-    out, token = tmp_path / "out", tmp_path / "token"
+    """The run that is killed went on from step 3 itself, so that there is a checkpoint to resume from."""
+    given = {"precision": "fp32", "max_steps": 9, "ckpt_interval_steps": 3, "resume_ckpt": True}
+    later = shutil.ignore_patterns("ckpt_6", "ckpt_9", "results.json")
+    out, token = shutil.copytree(whole[layout], tmp_path / "out", ignore=later), tmp_path / "token"
     token.touch()
     killed = train(
         layout[0], data_dir=data, model_config=model, output_dir=out, grad_accum_usteps=4 * 2 // layout[0],
         tensor_parallel_size=2, **COMMON | given, env={"FAILPOINT": failpoint, "FAILPOINT_TOKEN": str(token)},
     )  # fmt: skip
     assert killed.returncode == -9, killed.stdout
-    run(data, model, out, layout, resume_ckpt=True, **given)
+    run(data, model, out, layout, **given)
     assert_same_bytes(out / "checkpoints" / "ckpt_9", whole[layout] / "checkpoints" / "ckpt_9")
 
 
@@ -159,7 +164,7 @@ def test_a_damaged_file_of_any_rank_makes_all_ranks_take_the_checkpoint_before(
 @pytest.fixture(scope="module")
 def whole(data: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Path]:
     """Uninterrupted runs, with dropout."""
-    given = {"precision": "fp32", "max_steps": 9, "ckpt_interval_steps": 3}
+    given = {"precision": "fp32", "max_steps": 9, "ckpt_interval_steps": 3, "num_ckpts_to_keep": -1}
     return {layout: run(data, model, tmp_path_factory.mktemp("whole"), layout, **given) for layout in ((2, 2), (4, 2))}
 
 

@@ -15,7 +15,17 @@ from torch import nn
 
 from common.process import free_port
 from tests.helpers.images import write_idx, write_images
-from tests.helpers.support import ROOT, assert_one_line_error, command, losses, metrics, options, tensors, train
+from tests.helpers.support import (
+    ROOT,
+    assert_one_line_error,
+    assert_resumed,
+    command,
+    losses,
+    metrics,
+    options,
+    tensors,
+    train,
+)
 from trainer.data.batch_ramp import BatchSizes
 from trainer.data.loader import Loader
 from trainer.data.order import SampleOrder
@@ -34,6 +44,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(data: Path, out: Path, *, workers: int = 1, **values: object) -> Path:
     done = train(workers, data_dir=data, output_dir=out, **{**COMMON, **values})
     assert done.returncode == 0, done.stdout
+    if values.get("resume_ckpt"):
+        assert_resumed(done)
     return out
 
 

@@ -56,10 +56,17 @@ class WriteOptions:
             self.advance(chunk.rows.nbytes)
 
 
+def stated_step(source: Checkpoint, options: WriteOptions) -> int | None:
+    """The global step that the source states, else the options. Raises `CheckpointError` if the two differ."""
+    stated, given = source.contents.step, options.step
+    if None not in (stated, given) and stated != given:
+        raise CheckpointError(f"{source.contents.path} is of step {stated}, not {given}; leave --step out")
+    return given if stated is None else stated
+
+
 def step_of(source: Checkpoint, options: WriteOptions) -> int:
-    """The global step; 0 if neither the options nor the source give one."""
-    step = options.step if options.step is not None else source.contents.step
-    return 0 if step is None else step
+    """The global step; 0 if neither the options nor the source give one. Raises `CheckpointError`."""
+    return stated_step(source, options) or 0
 
 
 def state_of(source: Checkpoint, options: WriteOptions) -> TrainState:
@@ -188,7 +195,7 @@ def _shards(specs: Mapping[str, Spec], most_bytes: int | None) -> dict[str, list
 
 def write_script(directory: Path, source: Checkpoint, options: WriteOptions) -> Entries:
     """Write `ckpt_<step>.pt`, from which the tutorial's script resumes, into `directory`."""
-    step = options.step if options.step is not None else source.contents.step
+    step = stated_step(source, options)
     if step is None:
         raise CheckpointError(
             f"{source.contents.path} does not say its step, needed to name a ckpt_<step>.pt; give --step"
