@@ -138,6 +138,18 @@ def die_with_parent(expected_parent: int | None = None) -> None:
 _dies_with_parent = False
 
 
+def processes_with(pipe: int) -> list[int]:
+    """Ids of the other processes that have the pipe of this descriptor open; [] where the system does not say."""
+    found, wanted = [], f"pipe:[{os.fstat(pipe).st_ino}]"
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                opened = os.scandir(f"/proc/{name}/fd") if name.isdigit() and int(name) != os.getpid() else ()
+                if any(os.readlink(descriptor.path) == wanted for descriptor in opened):
+                    found.append(int(name))
+    return found
+
+
 def save_when_parent_dies() -> None:
     """From now on a process that was to die with its parent gets a SIGTERM instead, to save what it has and end;
     `SAVING_S` seconds later it is ended. For processes that handle SIGTERM."""

@@ -116,9 +116,7 @@ def evaluate_model(work: StageDirectory, options: EvaluateOptions) -> dict[str, 
                 f"{options.held_out_directory} has no shards, neither {HELD_OUT_SHARDS} nor {TRAINING_SHARDS}; name "
                 f"the folder that stages.shard has filled"
             )
-        print(
-            f"{options.held_out_directory} has no {HELD_OUT_SHARDS}: no loss or accuracy on held-out text is measured"
-        )
+        print(f"{options.held_out_directory} has no {HELD_OUT_SHARDS}: nothing was held out to measure a loss on")
     if has_held_out or options.blimp:
         from stages.evaluation.bert import load_model
         from trainer.devices.select import select_alone

@@ -22,7 +22,7 @@ from common.errors import EXIT_INTERRUPTED
 from common.files import ALIVE, PROGRESS, disk_errors
 from common.forked import start_python
 from common.lock import HELD_FINGERPRINT_VARIABLE
-from common.process import PARENT_VARIABLE, SAVING_S, USER_STOP_SIGNALS, is_ignored
+from common.process import PARENT_VARIABLE, SAVING_S, USER_STOP_SIGNALS, is_ignored, processes_with
 from common.secrets import hidden_words, redact
 from pipeline.console.base import Said, nothing
 from stages.directory.attempts import How
@@ -135,17 +135,12 @@ class Command:
         self.process.signal_group(signum)
 
     def kill_with_workers(self) -> None:
-        """Kill the command and all that it has started. Workers that hang cannot save, and must not go on when the
-        command is started again."""
-        import psutil  # slow to import, and hardly ever needed
-
-        started = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            started = psutil.Process(self.process.pid).children(recursive=True)
+        """Kill the command, and its workers here: those that hang cannot save, and must not go on when the command is
+        started again. They are other processes' children, but write to the same pipe."""
         self.send(signal.SIGKILL)
-        for process in started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        for pid in processes_with(self.output.fileno()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Leave nothing of it running."""

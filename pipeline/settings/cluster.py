@@ -131,7 +131,7 @@ class Slurm(luigi.Config):
             for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
                 if line[:1].isspace() and line.lstrip().startswith("#SBATCH"):
                     raise UserError(
-                        f"[slurm] sbatch_lines: line {at} of {path} is a comment, as it begins with #; leave out #SBATCH"
+                        f"[slurm] sbatch_lines: line {at} of {path} is a comment, for its #; leave out #SBATCH"
                     )
         for line in self.extra_lines:
             try:
@@ -144,7 +144,7 @@ class Slurm(luigi.Config):
                 name = word.partition("=")[0] if word.startswith("--") else word[:2]  # -pother is -p other
                 if name in _OURS or not line.startswith("-"):
                     raise UserError(
-                        f"[slurm] sbatch_lines: {line} is not allowed; give options of sbatch without #SBATCH, one line "
+                        f"[slurm] sbatch_lines: {line} is not allowed; give options of sbatch without #SBATCH, a line "
                         f"or more, but none of {', '.join(option for option in _OURS if option.startswith('--'))}"
                     )
 

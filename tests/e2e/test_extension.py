@@ -127,12 +127,23 @@ def test_a_trial_of_a_sweep_goes_on_from_no_step_after_its_rung(prepared: Chain,
 def test_a_training_that_runs_is_not_read(prepared: Chain, scratch: Path, tmp_path: Path) -> None:
     chain = prepared.copy(tmp_path / "chain")
     before = chain.latest("pretrain-phase1")
+    (before / "manifest.json").unlink()
     with hold(before):
         out = chain.run(*LONG)
     said = out.stdout + out.stderr
     assert f"does not continue from a checkpoint of {before.name}" in said
     assert "trains from step 0 instead" in said
     assert "extended_from" not in chain.manifest("pretrain-phase1")["counts"]  # type: ignore[operator]
+    assert_like_scratch(chain, scratch)
+
+
+def test_a_complete_training_is_read_whoever_holds_it(prepared: Chain, scratch: Path, tmp_path: Path) -> None:
+    """Its upload to a store, for example, which takes long."""
+    chain = prepared.copy(tmp_path / "chain")
+    before = chain.latest("pretrain-phase1")
+    with hold(before):
+        out = chain.run(*LONG)
+    assert f"continues from step 4 of {before.name}" in out.stdout + out.stderr
     assert_like_scratch(chain, scratch)
 
 

@@ -217,6 +217,7 @@ def test_a_stopped_worker_is_noticed(prepared, start, tmp_path: Path, size: int)
     assert process.returncode == 0, output
     assert "no sign of life for 12.0 s" in output
     assert "resuming from checkpoint" in output
+    assert not ours(str(prepared.latest("pretrain-phase1"))), "the stopped worker is killed, not left behind"
 
 
 def test_a_crash_loop_ends_with_the_workers_own_traceback(prepared, start) -> None:  # type: ignore[no-untyped-def]

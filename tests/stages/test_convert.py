@@ -128,6 +128,14 @@ def test_a_schedule_that_no_training_takes_is_not_written(tmp_path: Path, words:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("form", ["hf", "native", "pt"])
+def test_a_step_that_the_source_contradicts_is_refused(tmp_path: Path, form: str) -> None:
+    native = write_native(tmp_path, snapshot(step=7))
+    done = forked("stages.convert", native, tmp_path / "out", "--to", form, "--step", 9)
+    assert_one_line_error(done, f"{native} is of step 7, not 9; leave --step out")
+    converted(native, tmp_path / "out", "--to", form, "--step", 7)
+
+
 def test_another_model_than_bert_is_one_line(tmp_path: Path) -> None:
     was = snapshot()
     mlp = dataclasses.replace(was.state, model={"architecture": "MLP", "layers": [784, 120, 84, 10]})

@@ -21,6 +21,7 @@ from common.secrets import Secret
 from stages.convert import ConvertOptions, convert
 from stages.directory.manifest import StageDirectory
 from stages.merge import MergeOptions, merge
+from stages.tokens.wordpiece import save_tokenizer
 from stages.transfer.checkpoint_source import opened
 from tests.conftest import Disk
 from tests.helpers.checkpoints import CONFIG, contents, rewrite, snapshot, write_config, write_native
@@ -380,6 +381,29 @@ def test_a_second_attempt_replaces_what_a_killed_one_has_left(tmp_path: Path) ->
 def leave_half_a_file(directory: Path) -> None:
     directory.mkdir()
     (directory / "half").write_text("hal")
+
+
+def test_the_tokenizer_is_the_models(tmp_path: Path) -> None:
+    """It cuts texts at as many tokens as the model takes; one with more pieces than the model is refused."""
+    from transformers import BertTokenizerFast
+
+    model, tokenizer = write_native(tmp_path, snapshot()), tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    words = [f"word{number}" for number in range(CONFIG.vocab_size)]
+    vocabularies = {
+        "small": [*SPECIAL_TOKENS, *words[: CONFIG.vocab_size - len(SPECIAL_TOKENS)]],
+        "large": [*SPECIAL_TOKENS, *words],
+    }
+    save_tokenizer(tokenizer, vocabularies["large"], lower_case=True)
+    done = forked("stages.merge", model, tmp_path / "out", "--tokenizer", tokenizer)
+    assert_one_line_error(done, f"tokenizer.json has {CONFIG.vocab_size + len(SPECIAL_TOKENS)} pieces, the model 203")
+    save_tokenizer(tokenizer, vocabularies["small"], lower_case=True)
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabularies["small"]))
+    for name, given in (("--tokenizer", tokenizer), ("--vocab-file", tmp_path / "vocab.txt")):
+        made = merged(model, tmp_path / f"out{name}", name, given)
+        loaded = BertTokenizerFast.from_pretrained(made)
+        assert (loaded.model_max_length, len(loaded)) == (CONFIG.max_position_embeddings, CONFIG.vocab_size)
+        assert len(loaded("word1 " * 1000, truncation=True)["input_ids"]) == CONFIG.max_position_embeddings
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])

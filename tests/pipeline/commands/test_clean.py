@@ -8,9 +8,11 @@ import random
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from common.errors import LockHeld
 from pipeline.commands.clean import remove
 from pipeline.status.stage_dirs import StageDirs
 from stages.directory import manifest
@@ -239,6 +241,38 @@ def test_a_folder_is_removed_when_none_of_its_files_is_open(tmp_path: Path, monk
         remove_folder(path)
 
     monkeypatch.setattr(Path, "rmdir", rmdir)
+    remove(found, tmp_path)
+    assert not place.exists()
+
+
+def test_what_a_scheduler_was_given_is_no_result(tmp_path: Path) -> None:
+    """Of a job that was cancelled before it made anything: nothing can be resumed, and nothing upstream is needed."""
+    chain = Chain(tmp_path)
+    place = made_up(chain.work, random.Random(1))[0]
+    for link in (chain.work / "latest").iterdir():
+        link.unlink()
+    (place / "manifest.json").unlink(missing_ok=True)
+    shutil.rmtree(place / "output")
+    for name in ("job.json", "job.sh", "job.yaml", "job-state.json"):
+        (place / name).write_text("{}")
+    assert f"superseded  {place}: " in chain.ask("clean").stdout
+
+
+def test_what_has_become_needed_since_it_was_listed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the latest now, or a job works on it, without a lock here."""
+    place = made_up(tmp_path, random.Random(1))[0]
+    for link in (tmp_path / "latest").iterdir():
+        link.unlink()
+    (found,) = (one for one in StageDirs(tmp_path).all if one.path == place)
+    (tmp_path / "latest" / found.label).symlink_to(Path("..") / place.name)
+    with pytest.raises(LockHeld, match="is now the latest of its stage; it is kept"):
+        remove(found, tmp_path)
+    (tmp_path / "latest" / found.label).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("pipeline.commands.clean.find_job", lambda _: SimpleNamespace(is_alive=lambda: True))
+        with pytest.raises(LockHeld, match="is in use now by"):
+            remove(found, tmp_path)
+    assert (place / "stage.json").exists()
     remove(found, tmp_path)
     assert not place.exists()
 

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from common.process import available_cores
 from pipeline import header
 from pipeline.console.events import Events
 from pipeline.settings.cluster import Cluster
-from tests.helpers.chain import Chain, start_luigi, write_corpus
+from tests.helpers.chain import Chain, start_luigi, wait_until, write_corpus
 from tests.helpers.support import ROOT
 from tests.pipeline.console.terminal import in_terminal
 
@@ -80,6 +81,20 @@ def test_the_header_names_the_device_that_auto_is(chain: Chain, tmp_path: Path) 
     said.append(chain.run("TokenizeCorpus", *words, PATH=f"{tmp_path}:{os.environ['PATH']}").stderr)
     assert "device auto: the CPU" in said[0] or shutil.which("nvidia-smi") or shutil.which("neuron-ls")
     assert "device auto: 2 × NVIDIA H100, " in said[1]
+
+
+def test_a_stop_while_the_header_is_made_stops_the_run(chain: Chain, tmp_path: Path) -> None:
+    """luigi drops a KeyboardInterrupt of what it calls at a task's start."""
+    script, marker = tmp_path / "nvidia-smi", tmp_path / "asked"
+    script.write_text(f"#!/bin/sh\ntouch {marker}\nsleep 3\n")
+    script.chmod(0o755)
+    words = ("TokenizeCorpus", "--Cluster-device", "auto", "--Corpus-vocab-size", "302")
+    luigi = chain.start(*words, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    wait_until(marker.exists, every_s=0.05)
+    luigi.send_signal(signal.SIGINT)
+    assert luigi.wait(timeout=120) == 75
+    said = (chain.directory / "luigi.log").read_text()
+    assert said == "interrupted; the same command continues\n"
 
 
 def test_the_header_has_the_nodes_of_a_scheduler_not_the_cores_here() -> None:

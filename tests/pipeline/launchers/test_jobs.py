@@ -173,6 +173,7 @@ RECORD: dict[str, Any] = {
         *(("log_began", value) for value in (None, "0", -1, 0.5, 10**400)),
         *(("submitted", value) for value in (None, 17, "yesterday", {"a": 1})),
         *(("gang", value) for value in (None, 17, "x", [1])),
+        *(("start_timeout_s", value) for value in (None, "x", [1])),
     ],
 )
 def test_a_damaged_record_of_a_job_is_one_line_and_no_second_job_is_submitted(
@@ -185,8 +186,8 @@ def test_a_damaged_record_of_a_job_is_one_line_and_no_second_job_is_submitted(
         assert (found.id, found.submitted) == (RECORD["id"], RECORD["submitted"])
     for damaged in ({}, {**RECORD, name: value}, {key: RECORD[key] for key in RECORD if key != name}):
         (tmp_path / JOB).write_text(json.dumps(damaged))
-        if name in ("id", "gang") and name not in damaged and damaged:
-            continue  # the submitting process has died; a job of before there were gangs
+        if name in ("id", "gang", "start_timeout_s") and name not in damaged and damaged:
+            continue  # the submitting process has died; a job of before there were gangs, or that is Slurm's
         with pytest.raises(UserError, match=f"^{tmp_path / JOB} is damaged: .*; look for one in its scheduler, and"):
             find_job(tmp_path)
         assert str(holder(tmp_path)).startswith(f"{tmp_path / JOB} is damaged: "), "`status` says so; `clean` leaves it"

@@ -156,6 +156,30 @@ def test_what_was_submitted_is_found_and_deleted_with_what_is_around_it(
     assert not job.is_alive()
 
 
+@pytest.mark.parametrize(("timeout_s", "stuck"), [(None, True), (1800, False)])
+def test_whoever_finds_a_job_waits_as_long_for_its_image_as_its_submitter(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: int | None, stuck: bool
+) -> None:
+    """As long as 180 s where the record does not tell."""
+    submitted(cluster)
+    cluster.write("pods", waiting("ImagePullBackOff"))
+    record = {
+        "launcher": "kubernetes", "namespace": "nlp", "name": NAME, "token": "t", "log_began": 0,
+        "submitted": "2026-11-26T01:02:03Z", **({} if timeout_s is None else {"start_timeout_s": timeout_s}),
+    }  # fmt: skip
+    (tmp_path / JOB).write_text(json.dumps(record))
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("pipeline.launchers.kubernetes.time", clock)
+    now, states = [0.0], []
+    job = find_job(tmp_path)
+    assert job is not None
+    for now[0] in (1000.0, 1170.0, 1190.0):
+        state = job.state()
+        assert state is not None
+        states.append(state.is_stuck)
+    assert states == [False, False, stuck]
+
+
 def test_a_job_is_not_submitted_to_a_queue_that_kueue_does_not_have(cluster: Cluster, tmp_path: Path) -> None:
     values = {name: "" for name, _ in Kubernetes.get_params()} | {
         "namespace": "nlp",

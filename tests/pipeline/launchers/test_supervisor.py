@@ -120,6 +120,23 @@ def test_restarts_of_the_scheduler_count_too(tmp_path: Path) -> None:
     assert result(tmp_path)["is_final"]
 
 
+class OnNode1(StandIn):
+    """On Kubernetes, where each node's command is restarted in its own pod, and node 0 keeps the record."""
+
+    rank = 1
+
+    def requeue(self) -> str | None:
+        return None
+
+
+def test_the_record_of_node_0_is_no_restart_of_another(tmp_path: Path) -> None:
+    job(tmp_path, 70)
+    record = {"token": "t", "starts": 1, "restarts": {"step": 0, "count": 0}}
+    (tmp_path / "job-state.json").write_text(json.dumps(record))
+    assert run(tmp_path, OnNode1()) == 70
+    assert (tmp_path / "stage.log").read_text().count("error: it broke") == 1 + 3
+
+
 def test_a_job_may_be_preempted_any_number_of_times(tmp_path: Path) -> None:
     """Also before its first checkpoint, as during a long compilation; afterwards it may still fail three times."""
     job(tmp_path)

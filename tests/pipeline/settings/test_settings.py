@@ -126,6 +126,14 @@ def refused(tmp_path: Path, text: str, *fragments: str) -> None:
             '[cluster]\nlauncher = slurm\n[slurm]\nsbatch_lines = --comment="two words',
             ['sbatch_lines: --comment="two words is not allowed: no closing quotation'],
         ),
+        (
+            "[cluster]\nlauncher = slurm\n[slurm]\nsbatch_lines = #SBATCH --exclusive",
+            ["sbatch_lines: #SBATCH --exclusive is not allowed; give options of sbatch without #SBATCH"],
+        ),
+        (
+            "[cluster]\nlauncher = slurm\n[slurm]\nsbatch_lines = --exclusive\n    #SBATCH --gres=gpu:8\n    --mem=0",
+            ["[slurm] sbatch_lines: line", "is a comment, for its #; leave out #SBATCH"],
+        ),
         ("[cluster]\nlauncher = kubernetes", ["[kubernetes] image is empty"]),
         ("[corpus]\nvocab_file = /no/vocab.txt", ["/no/vocab.txt"]),
         (

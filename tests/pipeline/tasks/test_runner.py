@@ -163,6 +163,33 @@ def test_a_job_that_nobody_here_can_ask_about_names_the_file_to_remove(
     assert run(tmp_path, DONE) == 1
 
 
+class Ending:
+    """A job that runs and then ends with success."""
+
+    submitted = "2026-11-26T01:02:03Z"
+
+    def __init__(self, words: list[str]) -> None:
+        self.record = {"words": words}
+
+    def is_alive(self) -> bool:
+        return True
+
+    def wait(self, *, from_start: bool) -> ProcessResult:
+        return DONE
+
+
+@pytest.mark.parametrize(("words", "starts"), [(["-c", "pass"], 0), (["-c", "pass", "--steps_this_run", "200"], 1)])
+def test_a_job_of_a_sweeps_rung_is_not_taken_for_the_whole_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], starts: int
+) -> None:
+    """It trains in the same directory, for some of the steps: the rest follows."""
+    monkeypatch.setattr("pipeline.tasks.runner.launchers.find_job", lambda _: Ending(words))
+    launcher, stage = Launcher(DONE), Stage(tmp_path, restarts=True)
+    Runner(stage, launcher).run()
+    assert launcher.starts == starts
+    assert stage.why_incomplete() is None
+
+
 def test_a_held_lock_is_no_failure_of_the_holder(tmp_path: Path) -> None:
     with hold(tmp_path / "example-0"), pytest.raises(LockHeld):
         run(tmp_path)

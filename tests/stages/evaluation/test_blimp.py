@@ -175,8 +175,16 @@ def test_an_archive_and_a_folder_are_read_alike(archive: Path, tmp_path: Path) -
     folder.mkdir()
     for name, pairs in PAIRS.items():
         (folder / f"{name}.jsonl").write_bytes(lines(pairs))
+    (folder / "._agreement.jsonl").write_bytes(b"\0")
     assert read_pairs(archive, 0) == read_pairs(folder, 0) == PAIRS
     assert read_pairs(archive, 2) == {name: pairs[:2] for name, pairs in PAIRS.items()}
+
+
+def test_the_archive_of_its_repository_is_a_copy(tmp_path: Path) -> None:
+    """In which the results of other models are *.jsonl, too."""
+    files = {f"blimp-master/data/{name}.jsonl": lines(pairs) for name, pairs in PAIRS.items()}
+    results = {"blimp-master/raw_results/summary/models_summary.jsonl": b'{"UID": "x", "ngram": 0.439}\n'}
+    assert read_pairs(write_archive(tmp_path / "blimp.tar.gz", results | files), 0) == PAIRS
 
 
 def evaluation(model: Path, data: Path, out: Path, *words: object) -> Any:
@@ -189,6 +197,7 @@ def test_the_command_reports_each_set(model: Path, archive: Path, tmp_path: Path
     done = evaluation(model, tmp_path / "data", tmp_path / "out", "--blimp", archive)
     assert done.returncode == 0, done.stdout
     counts = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert f"BLiMP: {counts['blimp_accuracy']:.1%} of 7 pairs (chance: 50%)" in done.stdout
     decisions = plain_decisions(model, PAIRS)
     right = {name: sum(found) for name, found in decisions.items()}
     assert counts == {

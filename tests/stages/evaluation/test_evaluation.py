@@ -146,6 +146,76 @@ def test_a_folder_without_shards_is_refused(ours: BertForPreTraining, tmp_path: 
     assert "nothing was held out" in done.stdout
 
 
+def save_in_form(model: BertForPreTraining, directory: Path, form: str) -> Path:
+    """The model in one of the forms that Hugging Face has used."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(model.config.to_hugging_face()))
+    tensors = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    if form == "old names":
+        kinds = {"weight": "gamma", "bias": "beta"}
+        tensors = {
+            f"{stem}.{kinds[kind]}" if stem.endswith("LayerNorm") else name: tensor
+            for name, tensor in tensors.items()
+            for stem, kind in [name.rsplit(".", 1)]
+        }
+        tensors["bert.embeddings.position_ids"] = torch.arange(model.config.max_position_embeddings)[None]
+    if form == "shards":
+        names = list(tensors)
+        parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+        for file, held in parts.items():
+            save_file({name: tensors[name] for name in held}, directory / file)
+        places = {name: file for file, held in parts.items() for name in held}
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    elif form == "pickle":
+        torch.save(tensors, directory / "pytorch_model.bin")
+    else:
+        save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_every_form_of_hugging_faces_directories_is_measured_alike(ours: BertForPreTraining, tmp_path: Path) -> None:
+    write_shard(tmp_path / "x_test_0.hdf5", synthetic_rows(ROWS, seq_len=32, max_pred_len=5, seed=0))
+    found = []
+    for form in ("plain", "old names", "shards", "pickle"):
+        model = save_in_form(ours, tmp_path / form, form)
+        done = forked("stages.evaluate", model, tmp_path, "--device", "cpu", "--out", tmp_path / f"{form} out")
+        assert done.returncode == 0, done.stdout
+        found.append(json.loads((tmp_path / f"{form} out" / "evaluation.json").read_text()))
+    assert found[0]["samples"] == ROWS
+    assert found[1:] == found[:1] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_position_embeddings": 16}, "seq_len 32 is longer than the model's max_position_embeddings 16"),
+        ({"type_vocab_size": 1}, "the model's type_vocab_size is 1, but the shards in"),
+    ],
+)
+def test_rows_that_do_not_fit_the_model_are_one_line(
+    ours: BertForPreTraining, tmp_path: Path, change: dict[str, int], said: str
+) -> None:
+    write_shard(tmp_path / "x_test_0.hdf5", synthetic_rows(3, seq_len=32, max_pred_len=5, seed=0))
+    other = BertForPreTraining(dataclasses.replace(ours.config, **change))
+    model = save_in_form(other, tmp_path / "model", "plain")
+    done = forked("stages.evaluate", model, tmp_path, "--device", "cpu", "--out", tmp_path / "out")
+    assert_one_line_error(done, said)
+
+
+@pytest.mark.parametrize(("config", "said"), [("[]", "is not a JSON object"), ("{}", "lacks")])
+def test_what_is_no_model_is_one_line(ours: BertForPreTraining, tmp_path: Path, config: str, said: str) -> None:
+    write_shard(tmp_path / "x_test_0.hdf5", synthetic_rows(3, seq_len=32, max_pred_len=5, seed=0))
+    model = save_in_form(ours, tmp_path / "model", "plain")
+    if config == "{}":
+        tensors = dict(ours.named_parameters())
+        del tensors["bert.embeddings.LayerNorm.weight"]
+        save_file(tensors, model / "model.safetensors")
+    else:
+        (model / "config.json").write_text(config)
+    done = forked("stages.evaluate", model, tmp_path, "--device", "cpu", "--out", tmp_path / "out")
+    assert_one_line_error(done, said)
+
+
 @torch.no_grad()
 def test_a_limit_takes_a_fair_share_of_all_shards(ours: BertForPreTraining, tmp_path: Path) -> None:
     """Three shards of 200 rows, alike except for the label of the pair, which is right only in the first."""

@@ -258,6 +258,13 @@ def test_a_file_beside_the_stage_and_the_time_of_a_linked_input_come_along(backe
         work.finish([output], {}, present=["../merge-1/README.md"])
     record = push_stage(backend, directory, LABEL)
     assert record.beside == {"merge-1"}
+    name = f"{LABEL}-{FINGERPRINT[:10]}"
+    pull = ("-m", "stages.sync", "pull", name, f"--store={tmp_path / 'store'}", f"--work-dir={tmp_path / 'work'}")
+    (tmp_path / "work").mkdir()
+    assert_one_line_error(command(*pull), f"{name} puts files into merge-1, which is not here; pull that first")
+    (tmp_path / "work/merge-1").mkdir()
+    assert command(*pull).returncode == 0
+    assert (tmp_path / "work/merge-1/README.md").read_text() == "card"
     fetch(backend, tmp_path / "there/report-0123456789", siblings=("merge-1",))
     assert why_incomplete(tmp_path / "there/report-0123456789", FINGERPRINT) is None
     assert (tmp_path / "there/merge-1/README.md").read_text() == "card"

@@ -221,7 +221,10 @@ def test_a_published_prefix_has_the_same_files_and_is_encrypted(
 @pytest.mark.slow
 def test_killed_anywhere_a_prefix_does_not_look_whole(chain: Chain, s3: S3, bucket: Bucket) -> None:
     """The old model there, of two files, is gone by then; files that belong to no model stay."""
-    others = {"bert/notes.txt": b"mine", "bert/checkpoints/model.safetensors": b"mine"}
+    others = dict.fromkeys(
+        ("bert/notes.txt", "bert/checkpoints/model.safetensors", "bert/model-b/config.json"), b"mine"
+    )
+    others["bert/model-b/model.safetensors"] = b"mine"  # fnmatch's * would match the slash
     env = {"LUIGI_CONFIG_PATH": str(chain.config)}
     for name in sorted(FILES):
         old = ("bert/config.json", "bert/model-00001-of-00002.safetensors", "bert/model-00002-of-00002.safetensors")

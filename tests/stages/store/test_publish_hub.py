@@ -117,10 +117,11 @@ def test_the_hubs_validator_takes_the_card_and_refuses_another(
 def test_a_second_version_replaces_the_first_in_one_commit(publish: Publisher, hub: Hub, model: Path) -> None:
     first = Repository(private=False)
     first.files |= {name: b"old" for name in ("config.json", "model-00001-of-00002.safetensors", "added_tokens.json")}
-    first.files |= {"notes.md": b"mine", "onnx/config.json": b"mine"}
+    others = ("notes.md", "onnx/config.json", "model-old/model.safetensors")
+    first.files |= dict.fromkeys(others, b"mine")
     hub.repositories[NAME] = first
     publish(f"hf://{NAME}", HF_ENDPOINT=hub.url, HF_TOKEN=WRITER)
-    mine = {name: first.files.pop(name) for name in ("notes.md", "onnx/config.json")}
+    mine = {name: first.files.pop(name) for name in others}
     assert set(mine.values()) == {b"mine"}
     has_model(first, model)
     assert first.commits == ["initial commit", "Publish the model"]

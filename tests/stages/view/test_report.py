@@ -26,7 +26,7 @@ from stages.view.page import page
 from stages.view.text import duration, number, size
 from tests.helpers import browser
 from tests.helpers.runs import EVALUATION, VALUES, write_metrics, write_run
-from tests.helpers.support import ROOT, forked, metrics
+from tests.helpers.support import ROOT, assert_one_line_error, forked, metrics
 
 STEPS = (28125, 1563)
 
@@ -238,6 +238,10 @@ def test_attempts_are_recorded_however_they_end(tmp_path: Path) -> None:
     os.utime(tmp_path / "stage.log", (3e9, 3e9))
     with (tmp_path / "attempts.jsonl").open("a") as file:
         file.write('{"half a li')
+    attempts = (tmp_path / "attempts.jsonl").read_text()
+    (tmp_path / "attempts.jsonl").write_text(attempts[: attempts.rindex('{"ended')])  # the disk was full
+    assert [one.how for one in read(tmp_path, running=False, complete=True)][-1] == "complete"
+    (tmp_path / "attempts.jsonl").write_text(attempts)
     found = read(tmp_path, running=False, complete=True)
     assert [(one.how, one.error) for one in found] == [("killed", ""), ("failed", "no memory"), ("complete", "")]
     assert found[0].ended == 2e9
@@ -377,6 +381,13 @@ def test_what_is_no_stage_is_refused_in_one_line(tmp_path: Path) -> None:
         done.stdout
         == f"error: {tmp_path} has no stage.json; give directories of stages, such as work/latest/evaluate\n"
     )
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"phase1": 3}', '{"phase1": {"lr": 0.001}}', "{"])
+def test_settings_that_are_none_are_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "settings.json").write_text(content)
+    done = forked("stages.report", tmp_path, "--settings", tmp_path / "settings.json", "--out", tmp_path / "out")
+    assert_one_line_error(done, "settings.json is not JSON of {section: {key: text}}")
 
 
 def test_numbers_are_written_as_people_read_them() -> None:

@@ -160,6 +160,36 @@ def test_a_failed_night_has_tried_twice_and_tells_once(chain: Chain, post: Post)
     assert facts["line"] in done.stdout + done.stderr
 
 
+def test_what_a_night_tells_is_its_last_failure_and_no_setting_but_an_input_is_taken_for_a_file(
+    chain: Chain, post: Post
+) -> None:
+    """The first start of a stage fails in another way than the second. The tracker's project has the date in its name,
+    and so has a store that does not exist yet."""
+    provide(chain, "2026-11-21")
+    corpus = chain.directory / "text" / "2026-11-21" / "corpus.txt"
+    corpus.write_bytes(b"A sentence.\n\xff\xfe broken\n")
+    chain.directory.joinpath("token").touch()
+    first = {"FAILPOINT": "write-before:stage.json", "FAILPOINT_ACTION": "raise"}
+    dated = ("--Trackers-project", "bert-{date}", "--Store-url", str(chain.directory / "store-{date}"))
+    done = chain.run(
+        *words(chain, "Nightly", "--date", "2026-11-21", *dated), status=30,
+        **first, FAILPOINT_TOKEN=str(chain.directory / "token"),
+    )  # fmt: skip
+    assert not chain.directory.joinpath("token").exists(), done.stderr
+    (facts,) = post.hooks
+    assert "corpus.txt" in facts["line"]
+    assert "failpoint" not in facts["line"]
+
+
+def test_machines_that_are_started_by_hand_are_refused(chain: Chain, post: Post) -> None:
+    provide(chain, "2026-11-21")
+    write_corpus(chain.directory / "text" / "2026-11-21" / "corpus.txt")
+    two = ("--Cluster-nnodes", "2", "--Cluster-master-addr", "127.0.0.1")
+    done = chain.run(*words(chain, "Nightly", "--date", "2026-11-21", *two), status=35)
+    said = "[cluster] nnodes is 2 with launcher local, and a night is started on one machine"
+    assert said in done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_with_luigid_the_night_and_its_stages_are_in_sight_and_tried_again(
     chain: Chain, post: Post, finished: Chain

@@ -124,6 +124,19 @@ def test_a_night_is_running_while_it_prepares(tmp_path: Path) -> None:
     assert (state.status, state.pid) == ("running", os.getpid())
 
 
+def test_a_night_whose_stage_another_process_makes_is_told(chain: Chain, post: Post, finished: Chain) -> None:
+    directory = (provide(chain, "2026-11-21", finished) / "latest" / "evaluate").resolve()
+    (directory / "manifest.json").unlink()
+    with hold(directory):
+        done = chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), status=10)
+    (facts,) = post.hooks
+    assert (facts["event"], facts["status"]) == ("failure", "failed")
+    assert directory.name in facts["line"]
+    assert facts["line"] in done.stdout + done.stderr
+    (subject,) = post.subjects()
+    assert subject == "Luigi: Nightly 2026-11-21 is failed"
+
+
 @pytest.mark.slow
 def test_a_night_that_another_holds_up_is_told_once(chain: Chain, post: Post) -> None:
     for date in ("2026-11-20", "2026-11-21"):
@@ -134,6 +147,10 @@ def test_a_night_that_another_holds_up_is_told_once(chain: Chain, post: Post) ->
         wait_until(lambda: night_of(chain, "2026-11-20").exists())
         chain.run(*words(chain, "Nightly", "--date", "2026-11-20"), status=10)
         assert post.hooks == [], "a second start of the running night"
+        for text in (chain.directory / "text" / "2026-11-20").iterdir():
+            text.unlink()
+        chain.run(*words(chain, "Nightly", "--date", "2026-11-20"), status=10)
+        assert post.hooks == [], "nor one that finds its text rotated away"
         for _ in range(2):
             chain.run(*words(chain, "Nightly", "--date", "2026-11-21"), status=10)
         check = chain.ask("nights", "--check", "--date", "2026-11-21", status=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.chain import Chain
+from tests.helpers.chain import Chain, finished_chain
 from tests.trainer.metrics.trackers import readers
 from tests.trainer.metrics.trackers.readers import MlflowServer, wandb_runs
 from tests.trainer.metrics.trackers.test_trackers import recorded
@@ -58,6 +58,14 @@ def test_both_phases_and_the_evaluation_reach_trackers_at_once_or_later(
         assert {name: [value for _, value in runs[phases[1].name].curves[name]] for name in results} == {
             name: [value] for name, value in results.items()
         }
+
+
+def test_what_was_trained_without_a_tracker_is_not_said_to_be_sent(tmp_path_factory: pytest.TempPathFactory) -> None:
+    chain = finished_chain(tmp_path_factory)
+    asked = chain.ask("trackers", "--Trackers-names", "wandb", "--Trackers-wandb-mode", "offline", status=1)
+    assert asked.stdout == ""
+    for phase in (1, 2):
+        assert f"pretrain-phase{phase}: not sent: it was trained without a tracker" in asked.stderr
 
 
 def test_there_is_nothing_to_send_without_trackers(tmp_path: Path) -> None:
