@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from common.secrets import Secret
-from stages.directory.manifest import Identity
+from stages.directory.manifest import Identity, StageDirectory
+from stages.directory.progress import Progress
 from stages.download import DownloadOptions
 from tests.conftest import Stage
 from tests.helpers.ready import bytes_of, download, pack, refused, write
@@ -117,6 +118,25 @@ def test_an_archive_is_refused_before_it_fills_the_disk(folder: Path, monkeypatc
     assert "needs 4,000 bytes" in message
     assert "estimated at 4 times the archive's size" in message
     assert "3,999 are free there; make space" in message
+
+
+def test_the_progress_of_a_packed_archive_stays_below_its_total(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its contents are 4 times as large, is the estimate; these are more."""
+    (folder / "deep" / "notes.txt").write_bytes(bytes(1 << 20))
+    packed, totals, units, progress = pack(folder, "gz"), list[int](), list[int](), StageDirectory.progress
+
+    def watched(self: StageDirectory, label: str, total: int, unit: str, *, done: int = 0) -> Progress:
+        bar = progress(self, label, total, unit, done=done)
+        if label == "unpack":
+            update = bar.update
+            totals.append(total)
+            monkeypatch.setattr(bar, "update", lambda count: (units.append(count), update(count)))
+        return bar
+
+    monkeypatch.setattr(StageDirectory, "progress", watched)
+    download(packed, folder.parent / "out")
+    assert totals == [4 * packed.stat().st_size]
+    assert sum(units) == totals[0] < 1 << 20
 
 
 def test_what_cannot_be_fetched_is_refused_in_one_line(tmp_path: Path, stage: Stage) -> None:
