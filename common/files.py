@@ -50,7 +50,10 @@ def failpoint(name: str, damage: Callable[[], None] | None = None) -> None:
 def _fail(name: str, damage: Callable[[], None] | None) -> None:
     """FAILPOINT_LOG: a file that collects the names passed. FAILPOINT_TOKEN: a file that is removed when the point is
     reached; once it is gone, nothing happens there, so the point acts once. FAILPOINT_ACTION: kill (the default),
-    terminate, stop, raise, `wait SECONDS`, or damage: whatever damage to the state the point offers."""
+    terminate, stop, raise, `wait SECONDS`, or damage: whatever damage to the state the point offers. FAILPOINT_PAUSE:
+    seconds that each micro-step takes longer, for a training that runs until it is stopped."""
+    if name.startswith("micro-step:"):
+        time.sleep(float(os.environ.get("FAILPOINT_PAUSE", 0)))
     if log := os.environ.get("FAILPOINT_LOG"):
         with open(log, "a", encoding="utf-8") as file:
             file.write(name + "\n")

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import io
 import os
+import random
 import signal
 import socket
 import sys
@@ -99,10 +100,13 @@ def shell_status(code: int) -> int:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface on which nothing listens now; for tests and benchmarks."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    """A TCP port of the loopback interface on which nothing listens now; for tests and benchmarks. It is below those
+    that systems give to clients, one of which would otherwise soon have it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager

@@ -28,6 +28,8 @@ os.environ["XLA_FLAGS"] = (
 )
 # Inductor otherwise tries the vector instructions that the processor names, each in a Python that imports torch.
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
+# Importing it otherwise starts a process that compiles, and that imports torch for it, even where all is compiled.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 interpret_kernels()
 # What a shell starts in the background ignores Ctrl-C, and so does everything that it starts in turn.
 signal.signal(signal.SIGINT, signal.default_int_handler)

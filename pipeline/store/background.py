@@ -37,7 +37,7 @@ class CompanionProcess:
         mine = ("accompany", str(directory), "--holder", holder, "--token", str(token))
         self._words = ["-m", "stages.sync", *mine, *words(options)]
         self.lost = ""
-        self._over = threading.Event()
+        self._over, self._starting = threading.Event(), threading.Lock()
         self._process = self._start()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -57,11 +57,15 @@ class CompanionProcess:
                 return
             log(f"{self._label}: note: the process that pushes to the store ended ({_last_line(self._directory)}); "
                 f"restarting it in {_AGAIN_S:g} s")  # fmt: skip
-            if not self._over.wait(_AGAIN_S):
+            self._over.wait(_AGAIN_S)
+            with self._starting:
+                if self._over.is_set():
+                    return
                 self._process = self._start()
 
     def stop(self) -> None:
-        self._over.set()
+        with self._starting:
+            self._over.set()
         self._process.terminate()
         try:
             self._process.wait(_PATIENCE_S)
@@ -72,7 +76,8 @@ class CompanionProcess:
 
     def leave(self) -> None:
         """Let it push the complete stage; this process waits for it before it ends."""
-        self._over.set()
+        with self._starting:
+            self._over.set()
         await_at_exit(self._process, self._label, self._directory)
 
 

@@ -46,7 +46,7 @@ def test_a_budget_is_measured_once_and_its_steps_are_trained(
     finally:
         chain.lose(luigi)
     (path,) = chain.work.glob(f"pretrain-phase1-*/{BUDGET}")
-    wait_until(lambda: row()["state"] == "interrupted", timeout_s=20)
+    wait_until(lambda: row()["state"] == "interrupted")
     assert row()["detail"] == "no checkpoint yet"
     assert "it was interrupted" in why(1)
     record = json.loads(path.read_text())

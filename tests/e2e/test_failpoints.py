@@ -146,6 +146,7 @@ TRAINING = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_training_at_every_point(tmp_path: Path) -> None:
     """Four steps an epoch, so the kills are in the middle of an accumulation, a shard and an epoch, at an epoch's end
     and at every write and rename of every checkpoint. Dropout is on."""

@@ -178,6 +178,7 @@ def test_download_at_every_write(tmp_path: Path) -> None:
 
 #: (ranks that share the model, the one whose disk fails, writes from one failure to the next, least number of failures)
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("size", "rank", "apart", "least"), [(1, 0, 1, 20), (2, 0, 17, 2), (2, 1, 8, 2)])
 def test_training_at_every_write(tmp_path: Path, size: int, rank: int, apart: int, least: int) -> None:
     """A few of the writes are TensorBoard's and progress.json's: errors in those end the run in the same way. With two

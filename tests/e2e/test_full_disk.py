@@ -18,6 +18,7 @@ def used_kib(path: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("size", "apart_kib"), [(1, 16), (2, 40)])
 def test_training_wherever_the_disk_fills_up(disk: Disk, tmp_path: Path, size: int, apart_kib: int) -> None:
     """The same run on disks whose sizes are `apart_kib` apart, from too small for the first file to just large enough:

@@ -32,7 +32,7 @@ import subprocess, sys, time
 from pathlib import Path
 from stages.directory.progress import signs_of_life
 
-BURN = "import time; end = time.monotonic() + 25\\nwhile time.monotonic() < end: sum(range(1 << 16))"
+BURN = "import time; end = time.monotonic() + 25\\nwhile time.monotonic() < end: sum(range(1 << 16)); time.sleep(0.02)"
 with signs_of_life(Path(sys.argv[1])):
     if sys.argv[2] == "computes":
         exec(BURN)

@@ -13,6 +13,7 @@ from tests.helpers.killer import check_end, digest, torment
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_random_kills_change_nothing(tmp_path: Path, workers: int) -> None:
     chain = Chain(tmp_path)

@@ -175,7 +175,7 @@ def cluster(prepared: Chain, tmp_path: Path) -> Iterator[Cluster]:
     with one_core():
         yield cluster
     (cluster.state / "deleted").touch()
-    wait_until(lambda: not supervisors(prepared), timeout_s=30)
+    wait_until(lambda: not supervisors(prepared))
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_pods_meet_again_after_a_killed_worker_and_a_killed_pod(
     token.touch()
     env = {**cluster.environment, "FAILPOINT": "micro-step:5.0.1", "FAILPOINT_TOKEN": str(token)}
     luigi = prepared.start("Pretrain", "--phase", "1", **env)
-    wait_until(lambda: len(supervisors(prepared)) == 2, timeout_s=30)
+    wait_until(lambda: len(supervisors(prepared)) == 2)
     luigi.kill()
     luigi.wait()
     # A pod is lost before its command has begun, or soon after: the Job replaces it.
@@ -335,7 +335,7 @@ def test_pods_that_cannot_start_end_the_stage(
     assert "can never start as it is: " in line
     assert f"{reason}: {message}" in line
     assert "Traceback" not in done.stderr
-    wait_until(lambda: not (cluster.state / "job.json").exists(), timeout_s=30)
+    wait_until(lambda: not (cluster.state / "job.json").exists())
 
 
 @pytest.mark.slow

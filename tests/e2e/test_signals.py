@@ -202,7 +202,7 @@ def test_nothing_is_left_of_a_killed_luigi_with_several_workers(chain: Chain) ->
     directory = training(chain)
     process.kill()
     process.wait()
-    wait_until(lambda: not running(str(chain.directory)), timeout_s=20)
+    wait_until(lambda: not running(str(chain.directory)))
     with hold(directory):
         pass
 

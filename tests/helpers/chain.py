@@ -79,6 +79,10 @@ def write_corpus(path: Path, documents: int = 60, *, seed: int = 0) -> None:
     path.write_text("\n\n".join(texts))
 
 
+#: The steps of a training that runs until it is stopped.
+ENDLESS = "100000"
+
+
 class Chain:
     """A corpus, a configuration and a work directory, all in `directory`."""
 
@@ -163,9 +167,12 @@ def start_luigi(
     stdin: Any = subprocess.DEVNULL,
     **env: str,
 ) -> subprocess.Popen[Any]:
-    """Start `luigi words…`, whose stages are forked by the test run's server."""
+    """Start `luigi words…`, whose stages are forked by the test run's server. A training of `ENDLESS` steps is slow, to
+    leave the processors to other tests."""
     start_fork_server()
     way, control = way_to_server()
+    if ENDLESS in words:
+        env = {"FAILPOINT": "none", "FAILPOINT_PAUSE": "0.03", **env}
     return subprocess.Popen(
         [*prefix, sys.executable, *LUIGI, *words], cwd=ROOT, stdin=stdin, stdout=stdout, stderr=stderr, text=text,
         pass_fds=control, env={**os.environ, "LUIGI_CONFIG_PATH": str(config), **way, **env},

@@ -30,6 +30,7 @@ wait_interval = 0.1
 [scheduler]
 retry_count = 2
 retry_delay = 0.1
+prune_on_get_work = true
 """
 
 

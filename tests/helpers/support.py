@@ -93,10 +93,25 @@ def command(*words: str, env: dict[str, str] | None = None, timeout: float = 590
     return subprocess.CompletedProcess(list(words), status, *texts)
 
 
+#: Imported by commands of the trainer and of stages. The commands' own modules are not: runpy runs those anew.
+INNER_MODULES = (
+    *("trainer.rollback", "trainer.devices.cpu", "trainer.devices.cpu_operations", "trainer.launch.environment"),
+    *("trainer.launch.spawn", "trainer.launch.rendezvous", "trainer.metrics.budget", "trainer.metrics.companions"),
+    *("trainer.metrics.rehearsal", "trainer.metrics.trackers.tensorboard", "trainer.optim.muon", "trainer.optim.lamb"),
+    *("trainer.optim.sgd", "stages.directory.command", "stages.directory.options", "stages.directory.builders"),
+    *("stages.text.corpus", "stages.text.wikipedia", "stages.tokens.encode", "stages.tokens.parts"),
+    *("stages.tokens.wordpiece", "stages.tokens.data_card", "stages.examples.shards", "stages.examples.packing"),
+    *("stages.examples.pairs", "stages.examples.plans", "stages.transfer.fetch", "stages.transfer.shard_import"),
+    *("stages.transfer.checkpoint_source", "stages.view.card", "stages.view.goodput", "stages.view.curves"),
+    *("stages.store.options", "concurrent.futures.process", "multiprocessing", "configparser", "email.utils"),
+)
+
+
 def start_fork_server(*modules: str) -> None:
-    """The server for all that a test process starts; it has imported torch, what luigi imports, and `modules`."""
+    """The server for all that a test process starts; it has imported torch, what luigi imports, what commands import
+    when they run, and `modules`."""
     libraries = ("requests", "jsonschema", "jinja2", "tenacity", "tornado.ioloop", "prometheus_client", "yaml", "tqdm")
-    start((*PRELOADED, *libraries, *modules))
+    start((*PRELOADED, *libraries, *INNER_MODULES, *modules))
 
 
 def require_torch_xla() -> None:
@@ -206,7 +221,9 @@ def assert_resumed(done: subprocess.CompletedProcess[str], *steps: int) -> None:
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    """The whole lines: a training that runs may be writing the last one."""
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def losses(output_dir: Path) -> list[float]:

@@ -271,6 +271,33 @@ def test_a_wrong_shard_of_neuronx_distributed_is_refused(
     assert_one_line_error(forked("stages.merge", nxd, tmp_path / "out", "--config", nxd_config), *words)
 
 
+def in_moments(change: Callable[[dict[str, Any]], None], *, only_first: bool) -> Callable[[dict[str, Any]], None]:
+    def altered(content: dict[str, Any]) -> None:
+        for state in list(content["optimizer"]["state"].values())[: 1 if only_first else None]:
+            change(state)
+
+    return altered
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (in_moments(lambda s: s.update(step=torch.tensor(3.0)), only_first=True), ["are at different steps"]),
+        (in_moments(lambda s: s.update(step=torch.tensor(3.0)), only_first=False), ["optimizer step 3"]),
+        (in_moments(lambda s: s.pop("exp_avg_sq"), only_first=True), ["lacks exp_avg_sq"]),
+        (lambda c: c.pop("optimizer"), ["optimizer"]),
+    ],
+    ids=["one parameter", "one rank", "a moment", "all of it"],
+)
+def test_a_wrong_optimizer_of_neuronx_distributed_is_refused(
+    nxd: Path, nxd_config: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], words: list[str]
+) -> None:
+    """Its moments, or their number of updates, would be another training's."""
+    alter(nxd, 1, change)
+    done = forked("stages.merge", nxd, tmp_path / "out", "--config", nxd_config, "--with-optimizer")
+    assert_one_line_error(done, *words)
+
+
 def test_inconsistent_splits_are_refused(nxd: Path, nxd_config: Path, tmp_path: Path) -> None:
     """Query whole on both ranks, key and value split: each fits the model, but no layer can compute with them."""
     for rank in (0, 1):

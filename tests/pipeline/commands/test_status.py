@@ -150,7 +150,7 @@ def test_training_is_running_and_once_killed_interrupted(chain: Chain, tmp_path:
     finally:
         luigi.send_signal(signal.SIGKILL)
         luigi.wait()
-    wait_until(lambda: row()["state"] != "running", timeout_s=10)
+    wait_until(lambda: row()["state"] != "running")
     killed = row()
     directory = Path(killed["directory"])
     assert (killed["state"], killed["total"]) == ("interrupted", 200000)

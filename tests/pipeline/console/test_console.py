@@ -145,7 +145,7 @@ def test_a_live_line_keeps_its_parts_apart(tmp_path: Path) -> None:
         "from pipeline.console.select import choose_once, console\n"
         "choose_once('live')\n"
         f"with console().running('pretrain-phase1', pathlib.Path({str(tmp_path)!r})):\n"
-        "    time.sleep(0.6)\n"
+        "    time.sleep(3)\n"
     )
     screens, _, _ = screens_of([sys.executable, "-c", program], {}, columns=130)
     expected = re.compile(r" 21% 420/2,000 steps, 8\.50*/s, 3:06 left  phase 1, loss 4\.303$")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
 from common.secrets import Secret
+from pipeline.commands import cancel
 from pipeline.launchers import find_job, jobs
 from pipeline.launchers.jobs import STATE, Job, Unreachable
 from pipeline.launchers.jobs import State as JobState
@@ -75,6 +77,28 @@ class Stuck(Ended):
 
     def cancel(self, job_id: str) -> None:
         raise Unreachable("slurm_load_jobs error: Socket timed out")
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [(False, "could not be cancelled: slurm_load_jobs error"), (True, "was cancelled, but is still there after 0 s")],
+)
+def test_a_job_that_was_not_cancelled_keeps_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool, said: str
+) -> None:
+    """Without it, the next run would submit a second job for the same directory."""
+    scheduler = Stuck()
+    if answers:
+        monkeypatch.setattr(scheduler, "cancel", lambda _: None)
+    record = {"token": "t", "id": "17", "name": "x", "log_began": 0}
+    (tmp_path / JOB).write_text(json.dumps(record))
+    monkeypatch.setattr(cancel, "Stage", SimpleNamespace)
+    monkeypatch.setattr(cancel, "find", lambda *_: SimpleNamespace(directory=tmp_path, label="example"))
+    monkeypatch.setattr(cancel, "find_job", lambda _: Job(tmp_path, record, scheduler))
+    monkeypatch.setattr(cancel, "_END_S", 0)
+    with pytest.raises(UserError, match=said):
+        cancel.run(argparse.Namespace(task="example", phase=None))
+    assert (tmp_path / JOB).exists()
 
 
 class Failed(Ended):

@@ -321,6 +321,30 @@ def test_the_lease_lasts_until_the_last_checkpoint_is_there(
     assert [one.name for one in taken[0].record.checkpoints] == ["ckpt_1"]
 
 
+def test_a_companion_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else checkpoints would no longer reach the store, and a lost machine would lose its work."""
+    monkeypatch.setattr(background, "_AGAIN_S", 0.1)
+    store, stage = store_and_stage(tmp_path)
+
+    def beside() -> list[psutil.Process]:
+        alive = (one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE)
+        return [one for one in alive if "accompany" in one.cmdline()]
+
+    with (
+        StageDirectory.begin(stage.directory, lambda: Identity("pretrain", 1, 1, {})),
+        contextlib.suppress(KeyboardInterrupt),
+        store.making(stage, attached=False),
+    ):
+        wait_until(lambda: len(beside()) == 1)
+        (first,) = beside()
+        first.kill()
+        wait_until(lambda: any(one.pid != first.pid for one in beside()))
+        write(stage.directory / CHECKPOINTS / "ckpt_1", checkpoint_of(1))
+        wait_until(lambda: bool(LeaseRecord.read(store.backend, lease_key(stage.label, stage.fingerprint)).checkpoints))
+        raise KeyboardInterrupt
+    assert not beside()
+
+
 def test_a_companion_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_PATIENCE_S", 0.2)
     store, stage = store_and_stage(tmp_path)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.chain import Chain, wait_until, write_corpus
+from tests.helpers.chain import ENDLESS, Chain, wait_until, write_corpus
 from tests.helpers.faulty.metadata import SPOT, Metadata, metadata_service
 from tests.helpers.stores.s3 import KEYS, S3, Request, before, serving, stall
 
@@ -40,7 +40,7 @@ class Machine:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return self.chain.start(
-            "Pretrain", "--phase", "1", "--Phase1-max-steps", "1000000", "--Phase1-ckpt-interval-steps", "20",
+            "Pretrain", "--phase", "1", "--Phase1-max-steps", ENDLESS, "--Phase1-ckpt-interval-steps", "20",
             **ENVIRONMENT, AWS_EC2_METADATA_SERVICE_ENDPOINT=self.metadata.url,
         )  # fmt: skip
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.errors import LockHeld
@@ -71,10 +72,16 @@ def test_a_second_runner_is_told_who_the_first_is(start: Start, tmp_path: Path) 
 def test_a_lock_that_is_removed_with_its_directory_is_taken_anew(start: Start, tmp_path: Path) -> None:
     """A removal ends while another process waits for the lock: the file that it waits for has no name any more."""
     stage = tmp_path / "stage"
-    first = start(stage, 1)
+    first = start(stage, 600)
+    (orphan,) = psutil.Process(first.pid).children()
     first.kill()
     first.wait()
-    removal = threading.Timer(0.3, shutil.rmtree, [stage])
+
+    def remove() -> None:
+        shutil.rmtree(stage)
+        orphan.kill()
+
+    removal = threading.Timer(0.3, remove)
     removal.start()
     with hold(stage):
         removal.join()
@@ -83,10 +90,12 @@ def test_a_lock_that_is_removed_with_its_directory_is_taken_anew(start: Start, t
 
 def test_a_killed_holder_whose_child_is_about_to_end_is_waited_for(start: Start, tmp_path: Path) -> None:
     """The child holds the lock, too; only its end frees it."""
-    first = start(tmp_path, 2)
+    first = start(tmp_path, 600)
+    (orphan,) = psutil.Process(first.pid).children()
     first.send_signal(signal.SIGKILL)
     first.wait()
     assert is_held(tmp_path)
+    threading.Timer(0.3, orphan.kill).start()
     taken = False
     with contextlib.suppress(LockHeld), hold(tmp_path):
         taken = json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()

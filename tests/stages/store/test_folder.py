@@ -96,10 +96,15 @@ def test_no_write_is_lost_among_processes_that_are_killed_at_any_moment(backend:
         with (tmp_path / name).open("wb") as output:
             return name, subprocess.Popen(words, cwd=ROOT, stdout=output)
 
+    def lines() -> int:
+        return backend.read("leases/a.json")[0].count(b"\n")
+
     writers = [begin(f"writer{number}") for number in range(6)]
     wait_until(lambda: all((tmp_path / name).stat().st_size for name, _ in writers))
     for number in range(6, 26):
-        time.sleep(chance.uniform(0, 0.4))
+        before = lines()
+        wait_until(lambda: lines() >= before + 2)  # noqa: B023
+        time.sleep(chance.uniform(0, 0.1))
         name, killed = writers.pop(chance.randrange(len(writers)))
         killed.kill()
         killed.wait()

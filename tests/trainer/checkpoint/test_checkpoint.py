@@ -162,6 +162,26 @@ def test_a_rank_that_cannot_write_is_not_waited_for(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_rank_that_has_begun_is_waited_for_and_one_that_has_not_is_not_for_long(tmp_path: Path) -> None:
+    """A large share may take any time; a rank with another directory never begins."""
+    first = CheckpointManager(tmp_path, keep=-1, rank=0, size=2, timeout_s=0.2)
+    first.prepare()
+    first.save(snapshot(1))
+    with pytest.raises(DiskError, match=r"rank 1 has not begun its share within 0\.2 s; is the directory the same"):
+        first.finish()
+    first, second = (CheckpointManager(tmp_path, keep=-1, rank=rank, size=2, timeout_s=2) for rank in range(2))
+    first.prepare()
+    first.save(snapshot(2))
+    note = tmp_path / "ckpt_2.tmp" / "rank-01.json"
+    wait_until(note.parent.is_dir, every_s=0.01)
+    note.write_text("{}")
+    time.sleep(3)
+    second.save(snapshot(2))
+    for manager in (second, first):
+        manager.finish()
+    assert why_invalid(tmp_path / "ckpt_2") is None
+
+
 def test_checkpoints_by_time_are_as_far_apart_as_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes 25 s here."""
     now = 1000.0

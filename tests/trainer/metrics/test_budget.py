@@ -41,7 +41,7 @@ COMMON = {
     "num_ckpts_to_keep": -1, "ckpt_interval_steps": 3,
 }  # fmt: skip
 #: Long enough for `LEAST_STEPS` on any machine. Training stops long before.
-LONG = "5m"
+LONG = "2m"
 
 
 def run(data: Path, model: Path, out: Path, *, workers: int = 1, status: int = 0, **values: Any) -> str:
@@ -91,7 +91,7 @@ def test_a_measured_training_ends_with_the_bytes_of_one_of_as_many_steps(
     said = run(data, model, tmp_path / "measured", budget=LONG, **values)
     steps = fixed_steps(tmp_path / "measured", 1)
     assert steps is not None
-    assert f"budget 5m: {steps} steps of" in said
+    assert f"budget 2m: {steps} steps of" in said
     run(data, model, tmp_path / "given", max_steps=steps, **values)
     assert_same_training(tmp_path / "measured", tmp_path / "given", 10)
     assert not list((tmp_path / "measured").glob("*.tmp"))
@@ -118,7 +118,7 @@ def test_the_recorded_steps_count_whatever_interrupts_the_training(
     again = {"budget": LONG, "resume_ckpt": True}
     for point, action, status in (("step:2.0", "kill", -9), ("step:8.0", "kill", -9), ("step:11.0", "terminate", 75)):
         said = run(data, model, out, **again, status=status, env={"FAILPOINT": point, "FAILPOINT_ACTION": action})
-        assert "budget 5m: 14 steps, as measured when the phase began" in said
+        assert "budget 2m: 14 steps, as measured when the phase began" in said
         assert "measuring the time" not in said
     assert "[14/14," in run(data, model, out, **again)
     run(data, model, tmp_path / "given", max_steps=14)
@@ -188,7 +188,7 @@ def test_a_budget_that_cannot_be_kept_is_one_line(data: Path, model: Path, measu
         assert_one_line_error(train(**given), *fragments)
 
     refused(tmp_path / "both", "--budget and --max_steps exclude each other", budget="20m", max_steps=5)
-    too_short = ("--budget 5m is too short: a step takes", "steps fit, fewer than warmup_steps = 99999999")
+    too_short = ("--budget 2m is too short: a step takes", "steps fit, fewer than warmup_steps = 99999999")
     refused(tmp_path / "warm", *too_short, budget=LONG, warmup_steps=99_999_999)
     assert not list(tmp_path.glob(f"*/{BUDGET}"))
     run(data, model, tmp_path / "steps", max_steps=2, warmup_steps=0)
@@ -200,7 +200,7 @@ def test_a_budget_that_cannot_be_kept_is_one_line(data: Path, model: Path, measu
     out = tmp_path / "other"
     shutil.copytree(measured, out)
     run(data, model, out, budget=LONG, steps_this_run=2)
-    refused(out, "--budget 20m: the training in", "has begun with --budget 5m", budget="20m", resume_ckpt=True)
+    refused(out, "--budget 20m: the training in", "has begun with --budget 2m", budget="20m", resume_ckpt=True)
 
 
 PACE = Pace(step_s=0.5, check_s=0.125, copy_s=0.25, spent_s=8.0)

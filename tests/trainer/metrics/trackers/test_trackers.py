@@ -167,8 +167,8 @@ def test_the_other_workers_wait_for_a_root_that_waits_for_a_tracker(data: Path, 
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        given = settings(data, model, tmp_path / "out", trackers="mlflow", mlflow_uri=uri, tracker_wait=8, max_steps=3)
-        done = train(2, **given, collective_timeout=4)
+        given = settings(data, model, tmp_path / "out", trackers="mlflow", mlflow_uri=uri, tracker_wait=20, max_steps=3)
+        done = train(2, **given, collective_timeout=10)
     assert done.returncode == 0, done.stdout
     assert f"note: not all of {tmp_path / 'out'} has reached mlflow" in done.stdout
 
