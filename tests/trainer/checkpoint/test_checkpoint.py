@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 
 from common.errors import CheckpointError, DiskError
+from tests.helpers.chain import wait_until
 from tests.helpers.support import FORKS
 from trainer.checkpoint import checkpointer as checkpointer_module
 from trainer.checkpoint.checkpointer import Checkpointer
