@@ -195,7 +195,7 @@ def _blimp(options: EvaluateOptions, model: BertForPreTraining) -> Blimp:
 def held_out_line(counts: Mapping[str, Any]) -> str:
     """The evaluation in one line, from its counts."""
     if not counts["samples"]:
-        return "held out: the data set has no *_test_* shards, so nothing was measured on it"
+        return "held out: the data set has no *_test_* shards, so no loss was measured"
     gain = counts["unigram_loss"] - counts["masked_lm_loss"]
     than = f"{abs(gain):.2f} nats {'below' if gain > 0 else 'above'} always guessing by frequency"
     pairs = ""

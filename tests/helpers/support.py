@@ -120,6 +120,8 @@ def require_torch_xla() -> None:
         pytest.skip("torch_xla is not installed")
 
 
+#: For servers of modules whose tests run the self-test, which compares with Hugging Face's model.
+SELF_TEST_MODULES = ("transformers.models.bert.modeling_bert", "trainer.machine.self_test")
 #: Servers of `fork_server` that are kept, by what they have imported.
 _kept: dict[tuple[str, ...], Any] = {}
 

@@ -14,6 +14,7 @@ import torch
 from common.errors import UserError
 from tests.helpers.neuron_machine import machine
 from tests.helpers.support import (
+    SELF_TEST_MODULES,
     assert_one_line_error,
     command,
     fork_server,
@@ -43,7 +44,7 @@ def autoloading(tmp_path: Path, native_library: Path) -> dict[str, str]:
 def native(tmp_path_factory: pytest.TempPathFactory, native_library: Path) -> Iterator[dict[str, str]]:
     """A machine whose commands are forked, and then import the package."""
     env = native_machine(tmp_path_factory.mktemp("machine"), native_library)
-    with fork_server(PYTHONPATH=env["PYTHONPATH"]):
+    with fork_server(*SELF_TEST_MODULES, PYTHONPATH=env["PYTHONPATH"]):
         yield env
 
 

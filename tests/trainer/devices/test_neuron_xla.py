@@ -14,6 +14,7 @@ from common.errors import UserError
 from tests.conftest import SET_BY_TORCH_XLA
 from tests.helpers.neuron_machine import hardware, install_package, install_xla_lane, machine
 from tests.helpers.support import (
+    SELF_TEST_MODULES,
     TORCHRUN,
     assert_one_line_error,
     command,
@@ -54,7 +55,7 @@ def forked_there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str,
     """A machine whose commands are forked by a server that has imported torch_xla."""
     require_torch_xla()
     env = machine(tmp_path_factory.mktemp("machine"))
-    with fork_server("torch_xla", PYTHONPATH=env["PYTHONPATH"]):
+    with fork_server("torch_xla", *SELF_TEST_MODULES, PYTHONPATH=env["PYTHONPATH"]):
         yield {**SET_BY_TORCH_XLA, **env}
 
 

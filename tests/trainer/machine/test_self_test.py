@@ -13,7 +13,15 @@ from typing import Any, cast
 import pytest
 
 from common.errors import UserError
-from tests.helpers.support import Workers, assert_one_line_error, command, options, write_model_config
+from tests.helpers.support import (
+    SELF_TEST_MODULES,
+    Workers,
+    assert_one_line_error,
+    command,
+    fork_server,
+    options,
+    write_model_config,
+)
 from trainer.config import TrainConfig
 from trainer.machine import kind
 from trainer.machine.arithmetic import check_fallbacks
@@ -21,6 +29,12 @@ from trainer.machine.sample import sample_rows
 from trainer.machine.self_test import CHECKS, FILE, _device_options, run_checks
 from trainer.machine.subject import Finding, Subject
 from trainer.parallel.mesh import Mesh
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> Iterator[None]:
+    with fork_server(*SELF_TEST_MODULES):
+        yield
 
 
 def self_test(folder: Path, fault: str, workers: int = 1, **values: object) -> tuple[int, set[str], str]:
