@@ -100,13 +100,14 @@ def shell_status(code: int) -> int:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface on which nothing listens now; for tests and benchmarks. It is below those
-    that systems give to clients, one of which would otherwise soon have it."""
-    while True:
+    """A TCP port of the loopback interface on which nothing listens now; for tests and benchmarks. Below the range from
+    which systems give ports to clients, which might take it meanwhile. Raises OSError."""
+    for _ in range(1000):
         port = random.SystemRandom().randrange(10_000, 32_768)
         with socket.socket() as server, contextlib.suppress(OSError):
             server.bind(("127.0.0.1", port))
             return port
+    raise OSError("no port of 127.0.0.1 could be bound in 1,000 attempts")
 
 
 @contextlib.contextmanager
@@ -143,14 +144,20 @@ _dies_with_parent = False
 
 
 def processes_with(pipe: int) -> list[int]:
-    """Ids of the other processes that have the pipe of this descriptor open; [] where the system does not say."""
-    found, wanted = [], f"pipe:[{os.fstat(pipe).st_ino}]"
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir("/proc"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
-                opened = os.scandir(f"/proc/{name}/fd") if name.isdigit() and int(name) != os.getpid() else ()
-                if any(os.readlink(descriptor.path) == wanted for descriptor in opened):
-                    found.append(int(name))
+    """Ids of the other processes that have the pipe of this descriptor open; [] on systems without /proc."""
+    wanted, others = f"pipe:[{os.fstat(pipe).st_ino}]", []
+    with contextlib.suppress(OSError):
+        others = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    return [pid for pid in others if wanted in _opened_by(pid)]
+
+
+def _opened_by(pid: int) -> set[str]:
+    """What the descriptors of a process refer to; empty if it has ended or is another user's."""
+    found, folder = set[str](), f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found.add(os.readlink(f"{folder}/{name}"))
     return found
 
 

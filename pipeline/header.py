@@ -30,8 +30,8 @@ def _print_header(task: luigi.Task, dependency: luigi.Task | None = None) -> Non
     _is_printed = True
     try:
         _print(task)
-    except KeyboardInterrupt:  # which luigi drops here
-        exits.exit_now(EXIT_INTERRUPTED)
+    except KeyboardInterrupt as stop:  # which luigi drops here
+        exits.exit_now(getattr(stop, "code", EXIT_INTERRUPTED))
 
 
 def _print(task: Goal | Stage) -> None:

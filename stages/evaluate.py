@@ -67,7 +67,7 @@ class EvaluateOptions(StageOptions):
         inputs: dict[str, Any] = {}
         if "merge_shards" not in upstream:
             weights = sorted(self.model.glob("model*.safetensors*")) or sorted(self.model.glob("pytorch_model*.bin*"))
-            names = ["config.json", *(path.name for path in weights)]
+            names = ["config.json", *([path.name for path in weights] or ["model.safetensors"])]
             names += ["tokenizer.json"] if (self.model / "tokenizer.json").exists() else []
             inputs["model"] = {name: hashes.sha256(self.model / name) for name in names}
         if "dataset" not in upstream:

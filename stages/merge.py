@@ -134,13 +134,14 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
         if args.with_optimizer and not source.with_optimizer:
             raise UserError(f"{path} has no optimizer state to keep; leave --with-optimizer out")
         require_disk_space(work.path, bytes_needed(source, options), "the model needs")
+        tokenizer = _tokenizer_files(args.tokenizer) if args.tokenizer else []
+        if tokenizer:
+            load_tokenizer(tokenizer[0].parent, source.config.vocab_size)
         with disk_errors(temporary):
             fresh_directory(temporary)
-            for file in _tokenizer_files(args.tokenizer) if args.tokenizer else ():
+            for file in tokenizer:
                 with durable_file(temporary / file.name) as copy:
                     copy.write(file.read_bytes())
-        if args.tokenizer:
-            load_tokenizer(temporary, source.config.vocab_size)
         if args.vocab_file:
             vocabulary = _vocabulary_of(args.vocab_file, source.config.vocab_size, work.identity.inputs["vocab_file"])
             save_tokenizer(temporary, vocabulary, lower_case=args.lower_case)

@@ -60,9 +60,7 @@ def pull(backend: Backend, names: list[str], work_dir: Path) -> None:
                 try:
                     beside = [path.name for path in work_dir.iterdir() if path != directory and path.is_dir()]
                     if lacking := sorted(record.beside - set(beside)):
-                        raise UserError(
-                            f"{name} puts files into {', '.join(lacking)}, which is not here; pull that first"
-                        )
+                        raise UserError(f"{name} puts files into {lacking[0]}, which is not here; pull that first")
                     fetch_stage(backend, record, directory, siblings=beside, report=bar.update)
                 except NotUsable as error:
                     raise UserError(f"{error}; remove it with python -m pipeline store verify --remove") from None

@@ -101,5 +101,6 @@ def test_the_examples_meet_the_standards_of_the_code_around_them(checkout: Path)
     """All in one copy, which is what is imported: none of them breaks a test of what files of its kind share."""
     for step in (step for title in SECTIONS for step in steps_of(title) if step.language != "sh"):
         step.follow(checkout)
+    _run("python -m trainer.options > docs/options.md", checkout)
     _run("git init --quiet && ruff check . && ruff format --check .", checkout)
     _run(f"python -m pytest -m 'not slow' {' '.join(TESTS)}", checkout)

@@ -136,7 +136,8 @@ class Command:
 
     def kill_with_workers(self) -> None:
         """Kill the command, and its workers here: those that hang cannot save, and must not go on when the command is
-        started again. They are other processes' children, but write to the same pipe."""
+        started again. They are other processes' children, but write to the same pipe, by which Linux shows them;
+        elsewhere they end by themselves (`SAVING_S`)."""
         self.send(signal.SIGKILL)
         for pid in processes_with(self.output.fileno()):
             with contextlib.suppress(ProcessLookupError):
@@ -276,9 +277,11 @@ def _chunks(command: Command, watch: _Watch) -> Iterator[bytes]:
                 return
             watch.heard()
             yield chunk
-        elif (status := command.process.poll()) is not None:
+            continue
+        status = command.process.poll()
+        if watch.hung or (status is None and watch.is_hung()):
+            command.kill_with_workers()  # again, if a worker was just being started
+        if status is not None:
             ended = ended or time.monotonic()
             if status >= 0 or time.monotonic() - ended > SAVING_S:
                 return  # what descendants still write to the pipe is not read
-        elif watch.is_hung():
-            command.kill_with_workers()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import luigi
-from luigi.configuration import get_config
 
 from common.errors import UserError
 from pipeline.settings.parameters import Choice, TextOrEmpty, number, setting, whole
@@ -127,12 +125,6 @@ class Slurm(luigi.Config):
                 f"[slurm] time_limit = {self.time_limit} ({seconds} s) leaves no time before the signal, which comes "
                 f"signal_s = {self.signal_s} s and up to 60 s more ahead of it; raise the one or lower the other"
             )
-        for path in filter(Path.is_file, map(Path, get_config()._config_paths)):
-            for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-                if line[:1].isspace() and line.lstrip().startswith("#SBATCH"):
-                    raise UserError(
-                        f"[slurm] sbatch_lines: line {at} of {path} is a comment, for its #; leave out #SBATCH"
-                    )
         for line in self.extra_lines:
             try:
                 words = shlex.split(line)

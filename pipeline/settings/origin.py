@@ -40,6 +40,21 @@ def place(section: str, key: str = "") -> str | None:
     return None
 
 
+def commented_line(section: str, key: str, prefix: str) -> int | None:
+    """The number of a line below a key's, in the last file that has it, that seems to continue its value but begins
+    with `prefix`, which makes it a comment."""
+    where = place(section, key)
+    if where in (None, COMMAND_LINE):
+        return None
+    path, _, at = str(where).rpartition(":")
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines()[int(at) :], start=int(at) + 1):
+        if line.strip() and not line[0].isspace():
+            return None
+        if line.strip().startswith(prefix):
+            return number
+    return None
+
+
 def placed(message: str) -> str:
     """`message`, and where the settings that it names were given."""
     found: dict[str, str | None] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from common.errors import UserError
+from pipeline.settings.origin import commented_line
 from pipeline.settings.parameters import in_section
 from pipeline.settings.sections import Dataset, Phase, Precision, Settings
 from stages.shard import STATIC
@@ -20,7 +21,7 @@ def check_together(settings: Settings) -> None:
     settings.store.check()
     settings.trackers.check(cluster)
     if cluster.launcher == "slurm":
-        settings.slurm.check()
+        _check_slurm(settings)
     if cluster.launcher == "kubernetes":
         settings.kubernetes.check(cluster)
     for phase in (1, 2):
@@ -49,6 +50,12 @@ def check_together(settings: Settings) -> None:
                 f"[phase{phase}] max_pred_len = {at.max_pred_len} is more than seq_len = {at.seq_len}; lower it"
             )
     _check_model(settings)
+
+
+def _check_slurm(settings: Settings) -> None:
+    settings.slurm.check()
+    if line := commented_line("slurm", "sbatch_lines", "#SBATCH"):
+        raise UserError(f"[slurm] sbatch_lines: line {line} is a comment, for its #; leave out #SBATCH")
 
 
 def _check_training(settings: Settings) -> None:

@@ -49,7 +49,7 @@ def extend(task: StageTask) -> None:
                         log(f"{task.label}: continues from {stable}, up to which the two are the same")
                         return
                     log(f"{task.label}: cannot continue from {stable}: {reason}")
-        except LockHeld as error:
+        except (LockHeld, FileNotFoundError) as error:  # it is removed meanwhile
             log(f"{task.label}: does not continue from a checkpoint of {stage_dir.path.name}: {error}")
         refused = True
     if refused:
@@ -58,8 +58,8 @@ def extend(task: StageTask) -> None:
 
 @contextlib.contextmanager
 def _kept(stage_dir: StageDir) -> Iterator[None]:
-    """Hold the stage's lock, or, if it is complete, go without: who has it, an upload for one, changes nothing. Raises
-    `LockHeld`."""
+    """Hold the stage's lock, or, if it is complete, go without: whoever holds it, such as an upload, changes nothing.
+    Raises `LockHeld`."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(hold(stage_dir.path))

@@ -187,7 +187,7 @@ class Runner:
             if result.how == "interrupted":
                 log(f"{stage.label}: interrupted; the same command resumes from here")
                 raise Interrupted
-            if result.status == 0 and was_part:
+            if result.status == 0 and was_part and stage.why_incomplete() is not None:
                 continue
             if result.status == 0:
                 self._last_line = result.last_line

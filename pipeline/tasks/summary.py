@@ -34,8 +34,8 @@ def print_phase2(phases: Sequence[str], evaluated: dict[str, Any], model: Path, 
     log(f"  {held_out_line(evaluated)}")
     if details := _details(evaluated):
         log(f"  {details}")
-    if line := blimp_line(evaluated):
-        log(f"  {line}")
+    if blimp := blimp_line(evaluated):
+        log(f"  {blimp}")
     log(f"  model: {model}")
     log("  curves: python -m pipeline tensorboard")
     log(f"  report: {report}")

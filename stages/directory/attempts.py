@@ -126,7 +126,7 @@ def read(directory: Path, *, running: bool, complete: bool) -> list[Attempt]:
         how, ended = "killed", last_sign_of_life(directory)
         if running:
             how, ended = "running", time.time()
-        elif complete:  # the line could not be written, or the process was killed before it; nor may the manifest be
+        elif complete:  # its last line is missing (full disk, killed before it); the manifest may not be there yet
             how = "complete"
             with contextlib.suppress(FileNotFoundError):
                 ended = (directory / "manifest.json").stat().st_mtime

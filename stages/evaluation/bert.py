@@ -47,8 +47,7 @@ def evaluate(
     `training`: the shards whose word frequencies make the unigram baseline; None: `shards`. `pieces`: the vocabulary;
     None: bits per character are None. `tokenizer`: the model's `tokenizers.Tokenizer`; None: no prompts are suggested.
     """
-    require_fitting(shards, model.config)
-    _require_masked(shards, shards.max_pred_len, MASKED_KEYS[0])
+    _require_usable(shards, model)
     samples = all_samples(shards)[shuffled(shards.rows, 0)[:max_samples]]  # a limit samples all shards evenly
     vocab_size = model.config.vocab_size
     next_sentence = model.config.next_sentence and shards.next_sentence
@@ -92,6 +91,11 @@ def evaluate(
     }
 
 
+def _require_usable(shards: ShardSet, model: BertForPreTraining) -> None:
+    require_fitting(shards, model.config)
+    _require_masked(shards, shards.max_pred_len, MASKED_KEYS[0])
+
+
 def _require_masked(shards: ShardSet, count: int | None, what: str) -> int:
     """`count`, of which there must be one or more."""
     if not count:
@@ -115,10 +119,10 @@ def all_samples(shards: ShardSet) -> Samples:
 
 def load_model(directory: Path, device: Device) -> BertForPreTraining:
     """Load a Hugging Face directory for `device`. Raises `UserError`."""
-    contents = open_checkpoint(directory, optimizer=False)
-    if contents.format != "hf" or contents.config is None:
-        raise UserError(f"{directory} is not a Hugging Face model; give a directory with config.json and weights")
-    with contextlib.closing(Checkpoint(contents)) as checkpoint:
+    with contextlib.closing(open_checkpoint(directory, optimizer=False)) as contents:
+        if contents.format != "hf" or contents.config is None:
+            raise UserError(f"{directory} is not a Hugging Face model; give a directory with config.json and weights")
+        checkpoint = Checkpoint(contents)
         model = BertForPreTraining(checkpoint.config, device.operations)
         tensors = model.state_dict()
         for name, row, rows in ((chunk.name, chunk.row, chunk.rows) for chunk in checkpoint.stream(MODEL)):

@@ -102,7 +102,9 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Any:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
-        raise UserError(f"{path} is not a tokenizer ({one_line(error)}); merge the model again") from error
+        raise UserError(
+            f"{path} is not a tokenizer ({one_line(error)}); give the model's own, merged with it"
+        ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     size = tokenizer.get_vocab_size()

@@ -83,7 +83,7 @@ def make_shards(
             file.write((tokens / TOKENIZER / VOCABULARY_FILE).read_bytes())
         outputs.append(Output.of(work.path, vocabulary))
     if builders.count == 1:  # before the manifest: a complete stage is never begun again, and the plan would stay
-        shutil.rmtree(work.path / PLAN)
+        shutil.rmtree(work.path / PLAN, ignore_errors=True)
     work.finish(outputs, counts)
     # If the first of several machines is restarted, it needs the plan, which the others no longer make.
     shutil.rmtree(work.path / PLAN, ignore_errors=True)

@@ -70,6 +70,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             if self.complete():
                 return
             try:
+                self.nights.require_startable(self.date)
                 self._tell_killed()
                 self._run_chain(lock)
             except UserError:
@@ -79,6 +80,7 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
     def _run_chain(self, lock: int) -> None:
         """Raises `Interrupted`; `LockHeld` if another process is working on a stage; `UserError`."""
         directory, clock, since, started = self.nights.directory(self.date), time.monotonic(), time.time(), utc_now()
+        before = states.recorded(self.nights.path, self.date)
         states.write(self.nights.path, self.date, states.now("running"))
         environment = self.nights.prepare(self.date)
         log(f"night {self.date}: started in {directory}")
@@ -96,9 +98,9 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
             raise Interrupted
         reason = result.last_error or result.error.splitlines()[-1]
         if result.status == retcode().already_running:
-            self._note_ended("failed", reason)
-            self.tell_all(self.date, "failure", "failed", f"night {self.date} failed: {reason}")
-            raise LockHeld(f"night {self.date}: {reason}")
+            line = f"night {self.date} is held up: {reason}"
+            self._tell_held_up(line, before)
+            raise LockHeld(line)
         if result.status:
             reason = self._last_failure(directory, since) or reason
             log_path = directory / "stage.log"
@@ -177,9 +179,13 @@ class Nightly(MixinNaiveBulkComplete, PipelineTask):
         line = (
             f"night {self.date} was not started: {f'night {other}' if other else 'another one'} is still running, {who}"
         )
-        before = states.recorded(self.nights.path, self.date)
-        if other != self.date and (before is None or before.line != line):
-            self._note_ended("held", line)
+        if other != self.date:
+            self._tell_held_up(line, states.recorded(self.nights.path, self.date))
+
+    def _tell_held_up(self, line: str, before: states.NightState | None) -> None:
+        """`before`: the state that the night's last start left, which may have told the same."""
+        self._note_ended("held", line)
+        if before is None or before.line != line:
             self.tell_all(self.date, "failure", "held", line)
 
 

@@ -253,7 +253,7 @@ def test_what_a_scheduler_was_given_is_no_result(tmp_path: Path) -> None:
         link.unlink()
     (place / "manifest.json").unlink(missing_ok=True)
     shutil.rmtree(place / "output")
-    for name in ("job.json", "job.sh", "job.yaml", "job-state.json"):
+    for name in ("job.sh", "job.yaml", "job-state.json"):
         (place / name).write_text("{}")
     assert f"superseded  {place}: " in chain.ask("clean").stdout
 

@@ -134,7 +134,7 @@ def test_the_record_of_node_0_is_no_restart_of_another(tmp_path: Path) -> None:
     record = {"token": "t", "starts": 1, "restarts": {"step": 0, "count": 0}}
     (tmp_path / "job-state.json").write_text(json.dumps(record))
     assert run(tmp_path, OnNode1()) == 70
-    assert (tmp_path / "stage.log").read_text().count("error: it broke") == 1 + 3
+    assert (tmp_path / "stage.log").read_text().count("\nerror: it broke\n") == 1 + 3
 
 
 def test_a_job_may_be_preempted_any_number_of_times(tmp_path: Path) -> None:

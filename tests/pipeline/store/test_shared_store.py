@@ -338,6 +338,7 @@ def test_a_companion_that_dies_is_started_again(tmp_path: Path, monkeypatch: pyt
         wait_until(lambda: len(beside()) == 1)
         (first,) = beside()
         first.kill()
+        psutil.wait_procs([first])
         wait_until(lambda: any(one.pid != first.pid for one in beside()))
         write(stage.directory / CHECKPOINTS / "ckpt_1", checkpoint_of(1))
         wait_until(lambda: bool(LeaseRecord.read(store.backend, lease_key(stage.label, stage.fingerprint)).checkpoints))

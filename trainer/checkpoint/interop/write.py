@@ -57,11 +57,12 @@ class WriteOptions:
 
 
 def stated_step(source: Checkpoint, options: WriteOptions) -> int | None:
-    """The global step that the source states, else the options. Raises `CheckpointError` if the two differ."""
+    """The global step of the options, else of the source. Raises `CheckpointError` if the source, a checkpoint of this
+    project, has another; other formats' files may not know it."""
     stated, given = source.contents.step, options.step
-    if None not in (stated, given) and stated != given:
+    if source.contents.state is not None and given not in (None, stated):
         raise CheckpointError(f"{source.contents.path} is of step {stated}, not {given}; leave --step out")
-    return given if stated is None else stated
+    return stated if given is None else given
 
 
 def step_of(source: Checkpoint, options: WriteOptions) -> int:

@@ -61,6 +61,7 @@ def test_both_phases_and_the_evaluation_reach_trackers_at_once_or_later(
 
 
 def test_what_was_trained_without_a_tracker_is_not_said_to_be_sent(tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("wandb", reason="needs the extra wandb")
     chain = finished_chain(tmp_path_factory)
     asked = chain.ask("trackers", "--Trackers-names", "wandb", "--Trackers-wandb-mode", "offline", status=1)
     assert asked.stdout == ""
