@@ -91,7 +91,9 @@ def self_test(given: CommandLine, mesh: Mesh) -> int:
         failed = [name for name, outcome in outcomes.items() if not outcome.passed]
         if mesh.is_root:
             write_json(output_dir / FILE, _record(subject, outcomes))
+            shutil.rmtree(folder, ignore_errors=True)
         log(_verdict(outcomes, output_dir / FILE))
+        mesh.barrier()  # the first worker that ends with 1 makes the launcher stop the root
         mesh.disconnect()
     finally:
         if mesh.is_root:
