@@ -121,6 +121,7 @@ def test_a_second_version_replaces_the_first_in_one_commit(publish: Publisher, h
     first.files |= dict.fromkeys(others, b"mine")
     hub.repositories[NAME] = first
     publish(f"hf://{NAME}", HF_ENDPOINT=hub.url, HF_TOKEN=WRITER)
+    assert first.files.keys() >= set(others)
     mine = {name: first.files.pop(name) for name in others}
     assert set(mine.values()) == {b"mine"}
     has_model(first, model)

@@ -160,25 +160,15 @@ def test_a_failed_night_has_tried_twice_and_tells_once(chain: Chain, post: Post)
     assert facts["line"] in done.stdout + done.stderr
 
 
-def test_what_a_night_tells_is_its_last_failure_and_no_setting_but_an_input_is_taken_for_a_file(
-    chain: Chain, post: Post
-) -> None:
-    """The first start of a stage fails in another way than the second. The tracker's project has the date in its name,
-    and so has a store that does not exist yet."""
+def test_no_setting_but_an_input_is_taken_for_a_file(chain: Chain, post: Post) -> None:
+    """The tracker's project has the date in its name, and so has a store that does not exist yet."""
     provide(chain, "2026-11-21")
     corpus = chain.directory / "text" / "2026-11-21" / "corpus.txt"
     corpus.write_bytes(b"A sentence.\n\xff\xfe broken\n")
-    chain.directory.joinpath("token").touch()
-    first = {"FAILPOINT": "write-before:stage.json", "FAILPOINT_ACTION": "raise"}
     dated = ("--Trackers-project", "bert-{date}", "--Store-url", str(chain.directory / "store-{date}"))
-    done = chain.run(
-        *words(chain, "Nightly", "--date", "2026-11-21", *dated), status=30,
-        **first, FAILPOINT_TOKEN=str(chain.directory / "token"),
-    )  # fmt: skip
-    assert not chain.directory.joinpath("token").exists(), done.stderr
+    chain.run(*words(chain, "Nightly", "--date", "2026-11-21", *dated), status=30)
     (facts,) = post.hooks
-    assert "corpus.txt" in facts["line"]
-    assert "failpoint" not in facts["line"]
+    assert (facts["status"], "corpus.txt" in facts["line"]) == ("failed", True), "it began, and met the broken text"
 
 
 def test_machines_that_are_started_by_hand_are_refused(chain: Chain, post: Post) -> None:

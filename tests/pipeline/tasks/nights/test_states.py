@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import shutil
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
+from pipeline.launchers.process import ProcessResult
 from pipeline.tasks.nights import states
 from pipeline.tasks.nights.nightly import Nightly
+from stages.directory.attempts import record_failure
 from stages.directory.lock import hold
 from tests.helpers.chain import Chain, finished_chain, wait_until, write_corpus
 from tests.helpers.post import Post
@@ -122,6 +125,23 @@ def test_a_night_is_running_while_it_prepares(tmp_path: Path) -> None:
     (state,) = seen
     assert state is not None
     assert (state.status, state.pid) == ("running", os.getpid())
+
+
+def test_a_night_that_fails_tells_of_its_last_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log also has the errors that were overcome by a retry."""
+    date, directory = datetime.date(2026, 11, 21), tmp_path / "2026-11-21"
+    (directory / "pretrain-phase1-0").mkdir(parents=True)
+
+    def run(*_: object, **__: object) -> ProcessResult:
+        record_failure(directory / "pretrain-phase1-0", "Traceback\nRuntimeError: the last one")
+        return ProcessResult(30, None, False, "the first one", last_error="one between")
+
+    monkeypatch.setattr("pipeline.tasks.nights.nightly.process.run", run)
+    nights = SimpleNamespace(path=tmp_path, directory=lambda _: directory, prepare=lambda _: {})
+    night: Any = SimpleNamespace(nights=nights, date=date)
+    night._last_failure = functools.partial(Nightly._last_failure, night)
+    with pytest.raises(UserError, match=r"night 2026-11-21 failed: RuntimeError: the last one \(exit status 30"):
+        Nightly._run_chain(night, -1)
 
 
 def test_a_night_whose_stage_another_process_makes_is_told(chain: Chain, post: Post, finished: Chain) -> None:
