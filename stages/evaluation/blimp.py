@@ -102,9 +102,7 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Any:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
-        raise UserError(
-            f"{path} is not a tokenizer ({one_line(error)}); give the model's own, merged with it"
-        ) from error
+        raise UserError(f"{path} is not a tokenizer ({one_line(error)}); give the model's own") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     size = tokenizer.get_vocab_size()

@@ -65,8 +65,7 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, status: int = 0
     given = {"grad_accum_usteps": 4 * size // workers, "max_steps": 9, **COMMON, **values}
     done = train(workers, env=env, data_dir=data, model_config=model, output_dir=out, **given)
     assert done.returncode == status, done.stdout
-    if given.get("resume_ckpt") and not given.get("phase2"):
-        assert_resumed(done)
+    assert_resumed(done, given)
     return out
 
 

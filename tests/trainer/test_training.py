@@ -50,8 +50,7 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, status: int = 0
     given = {"grad_accum_usteps": 4 // workers, "precision": "fp32", "max_steps": STEPS, **COMMON, **values}
     done = train(workers, data_dir=data, model_config=model, output_dir=out, **given)
     assert done.returncode == status, done.stdout + done.stderr
-    if values.get("resume_ckpt") and "phase2" not in values:
-        assert_resumed(done)
+    assert_resumed(done, values)
     return out
 
 

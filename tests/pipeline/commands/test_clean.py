@@ -152,6 +152,19 @@ def made_up(work: Path, draw: random.Random) -> list[Path]:
     return [path for path, _ in places]
 
 
+def unlinked(work: Path) -> Path:
+    """A stage of a made-up work directory that no link in `latest/` keeps."""
+    place = made_up(work, random.Random(1))[0]
+    for link in (work / "latest").iterdir():
+        link.unlink()
+    return place
+
+
+def leave_nothing_made(place: Path) -> None:
+    (place / "manifest.json").unlink(missing_ok=True)
+    shutil.rmtree(place / "output")
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_of_any_work_directory_exactly_what_is_not_needed_goes(tmp_path: Path, seed: int) -> None:
     """Needed: what a link points to, what is being worked on, and everything that those were made from."""
@@ -228,9 +241,7 @@ sys.exit(main(["clean", "--remove"]))
 
 def test_a_folder_is_removed_when_none_of_its_files_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS keeps the name of an open file that was removed, so the folder would not be empty."""
-    place = made_up(tmp_path, random.Random(1))[0]
-    for link in (tmp_path / "latest").iterdir():
-        link.unlink()
+    place = unlinked(tmp_path)
     (found,) = (one for one in StageDirs(tmp_path).all if one.path == place)
     remove_folder = Path.rmdir
 
@@ -248,11 +259,8 @@ def test_a_folder_is_removed_when_none_of_its_files_is_open(tmp_path: Path, monk
 def test_what_a_scheduler_was_given_is_no_result(tmp_path: Path) -> None:
     """Of a job that was cancelled before it made anything: nothing can be resumed, and nothing upstream is needed."""
     chain = Chain(tmp_path)
-    place = made_up(chain.work, random.Random(1))[0]
-    for link in (chain.work / "latest").iterdir():
-        link.unlink()
-    (place / "manifest.json").unlink(missing_ok=True)
-    shutil.rmtree(place / "output")
+    place = unlinked(chain.work)
+    leave_nothing_made(place)
     for name in ("job.sh", "job.yaml", "job-state.json"):
         (place / name).write_text("{}")
     assert f"superseded  {place}: " in chain.ask("clean").stdout
@@ -260,9 +268,7 @@ def test_what_a_scheduler_was_given_is_no_result(tmp_path: Path) -> None:
 
 def test_what_has_become_needed_since_it_was_listed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the latest now, or a job works on it, without a lock here."""
-    place = made_up(tmp_path, random.Random(1))[0]
-    for link in (tmp_path / "latest").iterdir():
-        link.unlink()
+    place = unlinked(tmp_path)
     (found,) = (one for one in StageDirs(tmp_path).all if one.path == place)
     (tmp_path / "latest" / found.label).symlink_to(Path("..") / place.name)
     with pytest.raises(LockHeld, match="is now the latest of its stage; it is kept"):
@@ -280,11 +286,8 @@ def test_what_has_become_needed_since_it_was_listed_stays(tmp_path: Path, monkey
 def test_a_removal_that_was_cut_short_is_finished_by_the_next(tmp_path: Path) -> None:
     """manifest.json is removed first and stage.json last, so that what is left is an unfinished stage with its name."""
     chain = Chain(tmp_path)
-    place = made_up(chain.work, random.Random(1))[0]
-    for link in (chain.work / "latest").iterdir():
-        link.unlink()
-    (place / "manifest.json").unlink(missing_ok=True)
-    shutil.rmtree(place / "output")
+    place = unlinked(chain.work)
+    leave_nothing_made(place)
     assert f"{place}: " in chain.ask("clean").stdout
     chain.ask("clean", "--remove")
     assert not place.exists()

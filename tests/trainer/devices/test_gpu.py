@@ -20,8 +20,7 @@ COMMON = {"lr": 3e-3, "warmup_steps": 5, "ckpt_interval_steps": 0, "batch_size":
 def run(data: Path, model: Path, out: Path, **values: Any) -> Path:
     done = train(data_dir=data, model_config=model, output_dir=out, **{"device": "cuda", **COMMON, **values})
     assert done.returncode == 0, done.stdout
-    if values.get("resume_ckpt") and not values.get("phase2"):
-        assert_resumed(done)
+    assert_resumed(done, values)
     return out
 
 

@@ -42,8 +42,7 @@ def run(data: Path, model: Path, out: Path, *, workers: int = 1, flags: str | No
     env = {} if flags is None else {"XLA_FLAGS": flags}
     done = train(workers, data_dir=data, model_config=model, output_dir=out, env=env, **given)
     assert done.returncode == 0, done.stdout + done.stderr
-    if values.get("resume_ckpt"):
-        assert_resumed(done)
+    assert_resumed(done, values)
     return out
 
 

@@ -79,8 +79,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 def run(out: Path, workers: int, **values: object) -> Path:
     done = train(workers, output_dir=out, grad_accum_usteps=4 // workers, **values)
     assert done.returncode == 0, done.stdout
-    if values.get("resume_ckpt"):
-        assert_resumed(done)
+    assert_resumed(done, values)
     return out
 
 

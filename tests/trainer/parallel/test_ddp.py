@@ -36,8 +36,7 @@ def workloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, o
 def run(out: Path, workers: int, **values: object) -> Path:
     done = train(workers, output_dir=out, **{"device": "cpu", "ckpt_interval_steps": 0, **values})
     assert done.returncode == 0, done.stdout
-    if values.get("resume_ckpt"):
-        assert_resumed(done)
+    assert_resumed(done, values)
     return out
 
 

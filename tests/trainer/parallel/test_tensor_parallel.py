@@ -46,8 +46,7 @@ def run(data: Path, model: Path, out: Path, layout: tuple[int, int], *, status: 
     assert env is None or isinstance(env, dict)
     done = train(workers, data_dir=data, model_config=model, output_dir=out, env=env, **given)
     assert done.returncode == status, done.stdout
-    if values.get("resume_ckpt"):
-        assert_resumed(done)
+    assert_resumed(done, values)
     return out
 
 

@@ -39,8 +39,7 @@ def run(data: Path, model: Path, out: Path, workers: int, *, size: int = 1, **va
     given = {"shard_optimizer": True, "grad_accum_usteps": 4 * size // workers, **GIVEN, **values}
     done = train(workers, data_dir=data, model_config=model, output_dir=out, tensor_parallel_size=size, **given)
     assert done.returncode == 0, done.stdout
-    if values.get("resume_ckpt"):
-        assert_resumed(done)
+    assert_resumed(done, values)
     return out
 
 

@@ -49,8 +49,7 @@ def run(data: Path, model: Path, out: Path, workers: int = 1, **values: Any) -> 
     given = {**COMMON, "grad_accum_usteps": 4 * size // workers, **values}
     done = train(workers, data_dir=data, model_config=model, output_dir=out, **given)
     assert done.returncode == 0, done.stdout
-    if values.get("resume_ckpt") and "resume_ckpt_path" not in values:
-        assert_resumed(done)
+    assert_resumed(done, values)
     return out
 
 

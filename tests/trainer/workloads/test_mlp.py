@@ -44,8 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(data: Path, out: Path, *, workers: int = 1, **values: object) -> Path:
     done = train(workers, data_dir=data, output_dir=out, **{**COMMON, **values})
     assert done.returncode == 0, done.stdout
-    if values.get("resume_ckpt"):
-        assert_resumed(done)
+    assert_resumed(done, values)
     return out
 
 
