@@ -100,11 +100,11 @@ def read(path: Path) -> list[Result]:
 
 def machine() -> tuple[str, str]:
     """A description of this machine, and a name for its file."""
-    from trainer.devices.cpu import cpu_flags, cpu_info
+    from trainer.devices import processor
 
     # A virtual machine may see no more of its CPU than the maker's name.
-    features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in cpu_flags()]
-    name = cpu_info().get("model name") or platform.processor() or platform.machine()
+    features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in processor.flags()]
+    name = processor.info().get("model name") or platform.processor() or platform.machine()
     said = ", ".join([name, *features[:1], f"{os.cpu_count()} cores"])
     gpu = _gpu()
     said = f"{said}, {gpu}" if gpu else said

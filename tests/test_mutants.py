@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,12 +24,16 @@ FAULTS = read_faults()
 def test_a_fault_is_another_program(fault: Fault) -> None:
     """Its text is found once, and the result parses and differs in more than comments."""
     source = (ROOT / fault.file).read_text()
+    if fault.file.endswith(".c"):
+        code = [re.sub("//.*", "", text).split() for text in (source, fault.applied(source))]
+        assert code[0] != code[1]
+        return
     assert ast.dump(ast.parse(fault.applied(source))) != ast.dump(ast.parse(source))
 
 
 def test_faulty_programs_know_all_of_their_names(tmp_path: Path) -> None:
     """An undefined name would be noticed by any test at all."""
-    for number, fault in enumerate(FAULTS):
+    for number, fault in enumerate(fault for fault in FAULTS if fault.file.endswith(".py")):
         (tmp_path / f"fault{number}.py").write_text(fault.applied((ROOT / fault.file).read_text()))
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--select", "F821,F822,F823", tmp_path]
     done = subprocess.run(ruff, capture_output=True, text=True, check=False)

@@ -107,16 +107,18 @@ def test_attention_drops_weights_not_outputs(ops: Operations) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_packed_sequences_do_not_see_each_other(ops: Operations, dropout_p: float) -> None:
     """Two sequences and padding in the first row, one sequence in the second."""
-    q, k, v, _ = inputs(torch.float64)
+    torch.manual_seed(0)
+    layers, x = [nn.Linear(12, 12).double() for _ in range(3)], torch.randn(2, 9, 12, dtype=torch.float64)
+    q, k, v = (layer(x).unflatten(2, (3, 4)).transpose(1, 2) for layer in layers)
     ids = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 0, 0], [1] * 9])
     cu_seqlens = torch.tensor([0, 4, 7, 9, 18])
     look = (ids[:, None, :, None] == ids[:, None, None, :]) & (ids > 0)[:, None, None, :]
     look |= torch.eye(9, dtype=torch.bool) & (ids == 0)[:, None, :, None]  # a softmax over nothing is NaN
     mask = ops.attention_mask(ids, cu_seqlens)
-    torch.manual_seed(0)
-    draws = torch.stack([ops.attention(q, k, v, mask, dropout_p) for _ in range(1000 if dropout_p else 1)])
-    expected, real = attention_by_hand(q, k, v, look), (ids > 0)[:, None, :, None].expand_as(q)
-    error = draws.std(0) / math.sqrt(len(draws)) if dropout_p else torch.zeros_like(q)
+    times = 1000 if dropout_p else 1
+    draws = torch.stack([ops.self_attention(x, layers, 4, mask, dropout_p) for _ in range(times)])
+    expected, real = attention_by_hand(q, k, v, look).transpose(1, 2).flatten(2), (ids > 0)[..., None].expand_as(x)
+    error = draws.std(0) / math.sqrt(len(draws)) if dropout_p else torch.zeros_like(x)
     assert ((draws.mean(0) - expected).abs() < 6 * error + 1e-12)[real].all()
 
 

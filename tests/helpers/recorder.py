@@ -1,7 +1,7 @@
 """`python -m tests.helpers.recorder …`: the trainer on the CPU, where each worker saves what it drew at random.
 
-random-<rank>.npz holds `keep/<call>`: which of the first `ELEMENTS` elements the run's call-th dropout kept; for each
-update s (from 0) and parameter, `before/<s>/<name>` and `after/<s>/<name>`: stochastic rounding's input and output.
+random-<rank>.npz holds `keep/<call>`: the first `ELEMENTS` decisions of the run's call-th dropout; for each update s
+(from 0) and parameter, `before/<s>/<name>` and `after/<s>/<name>`: stochastic rounding's input and output.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from torch import Tensor
 
 from trainer.__main__ import main
 from trainer.devices.cpu import CpuDevice
-from trainer.devices.cpu_operations import CpuOperations
+from trainer.devices.cpu_kernels import operators
 from trainer.loop import Trainer
 
 ELEMENTS = 4096
 
-_dropout, _round, _train = CpuOperations.dropout, CpuDevice.round_stochastically, Trainer.train
+_dropped, _round, _train = operators.dropped, CpuDevice.round_stochastically, Trainer.train
 kept: list[np.ndarray] = []
 rounded: list[tuple[Tensor, Tensor]] = []
 
 
-def dropout(ops: CpuOperations, x: Tensor, p: float) -> Tensor:
-    """The same mask is drawn twice: for ones, where only dropped elements are zero, and for `x`."""
-    state = torch.get_rng_state()
-    kept.append(_dropout(ops, torch.ones(x.shape), p).view(-1)[:ELEMENTS].numpy() > 0)
-    torch.set_rng_state(state)
-    return _dropout(ops, x, p)
+def dropped(p: float) -> tuple[int, int]:
+    """What decides a call of a kernel with dropout; shown by the one that does nothing else."""
+    decision = _dropped(p)
+    kept.append(operators.scaled_or_zero(torch.ones(ELEMENTS), decision).numpy() > 0)
+    return decision
 
 
 def round_stochastically(device: CpuDevice, x: Tensor) -> Tensor:
@@ -51,7 +50,7 @@ def train(trainer: Trainer) -> bool:
 
 
 if __name__ == "__main__":
-    CpuOperations.dropout = dropout  # type: ignore[method-assign]
+    operators.dropped = dropped
     CpuDevice.round_stochastically = round_stochastically  # type: ignore[method-assign]
     Trainer.train = train  # type: ignore[method-assign]
     sys.exit(main())

@@ -195,6 +195,7 @@ def _pytest(copy: Path, log: Path, words: list[str]) -> int:
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
     os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ["XDG_CACHE_HOME"] = str(copy.with_suffix(".cache"))  # of compiled kernels, faulty ones too
     sys.dont_write_bytecode = True
     # Pytest cannot rewrite plugins that the preloaded modules have imported.
     ignore = "ignore::pytest.PytestAssertRewriteWarning"

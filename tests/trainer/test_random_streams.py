@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from trainer.data.batch_ramp import BatchSizes
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.select import select
+from trainer.machine.subject import linear
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.plan import split_of
 from trainer.seeds import derive_seed
@@ -180,14 +182,17 @@ def test_attention_drops_anew_in_each_layer_and_row(name: str) -> None:
     """With equal scores and the identity for values, attention's output is its dropped weights."""
     device = device_called(name)
     S = 64
-    zeros = torch.zeros(2, 2, S, S).to(device.torch_device)
-    eye = torch.eye(S).expand(2, 2, S, S).contiguous().to(device.torch_device)
-    mask = device.operations.attention_mask(torch.ones(2, S, dtype=torch.int64).to(device.torch_device), None)
+    to = functools.partial(torch.Tensor.to, device=device.torch_device)
+    # A token is a unit vector, twice: once for each head, whose values are what it is given.
+    x, nothing, identity = to(torch.eye(S).repeat(2, 1, 2)), to(torch.zeros(2 * S, 2 * S)), to(torch.eye(2 * S))
+    layers = [linear(weight, to(torch.zeros(2 * S))) for weight in (nothing, nothing, identity)]
+    mask = device.operations.attention_mask(to(torch.ones(2, S, dtype=torch.int64)), None)
     found = {}
     for micro_batch in range(4):
         device.seed(derive_seed(1, "dropout", 0, micro_batch))
         for layer in range(6):
-            weights = device.operations.attention(zeros, zeros, eye, mask, 0.5).cpu().numpy()
+            out = device.operations.self_attention(x, layers, S, mask, 0.5)
+            weights = out.view(2, S, 2, S).transpose(1, 2).cpu().numpy()
             for row in range(2):
                 for head in range(2):
                     found[f"{micro_batch}, layer {layer}, row {row}, head {head}"] = weights[row, head].reshape(-1) > 0

@@ -7,12 +7,12 @@ import ctypes
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Self
 
 import torch
 
 from common.process import THREADS_VARIABLE, available_cores
+from trainer.devices import processor
 from trainer.devices.base import Device, DeviceOptions
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.operations import Operations
@@ -20,6 +20,8 @@ from trainer.parallel.mesh import Mesh
 
 #: malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+#: sys/mman.h; and bytes of a page.
+_MADV_HUGEPAGE, _HUGE_PAGE = 14, 2 << 20
 
 
 class CpuDevice(Device):
@@ -49,11 +51,19 @@ class CpuDevice(Device):
     def describe(self) -> str:
         return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
 
+    @contextlib.contextmanager
+    def step_context(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if isinstance(self.operations, CpuOperations):
+                self.operations.narrow_weights.clear()
+
     def automatic_precision(self) -> tuple[str, str]:
         """autocast where bf16 products are faster than fp32 ones. With Intel's avx512_bf16 without AMX they take twice
         as long; with AMD's, half."""
-        found = sorted({"avx512_bf16", "amx_bf16"} & cpu_flags())
-        if found == ["avx512_bf16"] and cpu_info().get("vendor_id") == "GenuineIntel":
+        found = sorted({"avx512_bf16", "amx_bf16"} & processor.flags())
+        if found == ["avx512_bf16"] and processor.info().get("vendor_id") == "GenuineIntel":
             return "fp32", "on Intel's CPUs avx512_bf16 without AMX is slower"
         if found:
             return "autocast", f"this CPU has bf16 instructions ({', '.join(found)})"
@@ -80,12 +90,22 @@ class CpuDevice(Device):
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory. By default it returns large blocks to the kernel, and every step faults them in
-    again, zeroed page by page: a tenth of a step (docs/decisions.md). Does nothing without glibc."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, -1)
+    """Have glibc keep freed memory, and take it from the kernel in pages of 2 MB. By default large blocks are returned,
+    and every step faults them in again, zeroed page by page: a tenth of a step (docs/decisions.md). Does nothing
+    without glibc."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, -1)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes, libc.madvise.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    # The heap grows once, by addresses only: what is allocated later lies there, and is taken as it is written.
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    if block := libc.malloc(size):
+        start = -(-block // _HUGE_PAGE) * _HUGE_PAGE
+        libc.madvise(start, (block + size - start) // _HUGE_PAGE * _HUGE_PAGE, _MADV_HUGEPAGE)
+        libc.free(block)
 
 
 def matrix_flops_per_s(size: int, times: int, dtype: torch.dtype) -> float:
@@ -97,18 +117,3 @@ def matrix_flops_per_s(size: int, times: int, dtype: torch.dtype) -> float:
         torch.mm(a, b)
         seconds.append(time.perf_counter() - began)
     return 2 * size**3 / min(seconds)
-
-
-def cpu_info() -> dict[str, str]:
-    """What Linux reports of the first core, by field; empty on other systems."""
-    try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
-    except FileNotFoundError:
-        return {}
-    fields = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in fields}
-
-
-def cpu_flags() -> set[str]:
-    """The features of the first core; empty where they are not known."""
-    return set(cpu_info().get("flags", "").split())

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.errors import UserError
-from trainer.data.bert_batch import IGNORED
-from trainer.models.operations import AttentionMask, Operations
-from trainer.parallel.tensor import RowLinear
+from trainer.devices.fused_operations import FusedOperations
+from trainer.models.operations import AttentionMask
 
 
-class CudaOperations(Operations):
+class CudaOperations(FusedOperations):
     """Attention over sequences without their padding, and what lies between the products in one pass over memory each,
     by the Triton kernels of `trainer.devices.kernels`. Where they cannot be used, attention by matrix products with a
     mask: torch's memory-efficient kernel, which torch would choose, adds up a query's gradient in whatever order its
@@ -34,28 +33,8 @@ class CudaOperations(Operations):
     def has_triton(self) -> bool:
         return self._kernels is not None
 
-    def _fuses(self, x: Tensor) -> bool:
-        return self.has_triton and x.dtype != torch.float64 and x.numel() > 0
-
-    def dense_gelu(self, x: Tensor, dense: nn.Linear) -> Tensor:
-        if not self._fuses(x):
-            return super().dense_gelu(x, dense)
-        out: Tensor = self._kernels.bias_gelu(F.linear(x, dense.weight), dense.bias)
-        return out
-
-    def dense_add_norm(
-        self, x: Tensor, dense: RowLinear, residual: Tensor, norm: nn.LayerNorm, dropout_p: float
-    ) -> Tensor:
-        if not self._fuses(x):
-            return super().dense_add_norm(x, dense, residual, norm, dropout_p)
-        out: Tensor = self._kernels.bias_dropout_add_norm(dense.product(x), dense.bias, residual, norm, dropout_p)
-        return out
-
-    def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if not self._fuses(logits):
-            return super().cross_entropy(logits, labels)
-        summed: Tensor = self._kernels.cross_entropy(logits.contiguous(), labels, IGNORED)
-        return summed
+    def kernels_for(self, x: Tensor) -> Any:
+        return self._kernels if x.dtype != torch.float64 and x.numel() > 0 else None
 
     def projections(self, x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
         if torch.compiler.is_compiling():  # torch's compiler joins the conversions
@@ -89,9 +68,8 @@ class CudaOperations(Operations):
                 )
             dense = super().attention_mask(mask.sequence_ids, mask.packed_bounds)
             return super().self_attention(x, layers, head_size, dense, dropout_p)
-        weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
-        # The kernel gives the bias its gradient.
-        qkv = F.linear(x, weight, bias.detach()).flatten(0, 1)
+        product, bias = self.joined_product(x, layers)
+        qkv = product.flatten(0, 1)
         given = mask.bounds, mask.lengths, mask.max_seqlen
         out: Tensor = self._kernels.attention(qkv, bias, *given, qkv.shape[1] // 3 // head_size, dropout_p)
         return out.view(*x.shape[:2], -1)

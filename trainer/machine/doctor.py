@@ -17,7 +17,7 @@ import torch
 
 from common.errors import UserError
 from common.process import available_cores
-from trainer.devices.cpu import cpu_flags
+from trainer.devices import processor
 from trainer.devices.neuron_lane import NATIVE, Installation, cores, lane_of, problems
 
 _RUN = "luigi --module pipeline BertPhase2"
@@ -93,7 +93,7 @@ def _version(package: str) -> str:
 
 
 def _cpu_kind() -> str:
-    known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in cpu_flags()]
+    known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in processor.flags()]
     return f"{torch.backends.cpu.get_cpu_capability()}, {' '.join(known) or 'no vector instructions known here'}"
 
 

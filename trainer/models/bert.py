@@ -48,10 +48,12 @@ class Embeddings(nn.Module):
         self.token_type_embeddings = Embedding(config.type_vocab_size, config.hidden_size)
         self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob, ops)
+        self._ops = ops
 
     def forward(self, batch: BertBatch) -> Tensor:
+        words = self._ops.embedding(batch.input_ids, self.word_embeddings)
         positions = self.position_embeddings(batch.position_ids)
-        x = self.word_embeddings(batch.input_ids) + self.token_type_embeddings(batch.segment_ids) + positions
+        x = words + self.token_type_embeddings(batch.segment_ids) + positions
         out: Tensor = self.dropout(self.LayerNorm(x))
         return out
 
@@ -100,21 +102,22 @@ class Transform(nn.Module):
 class Predictions(nn.Module):
     """The masked-LM head. The decoder's weight is tied to the word embeddings; the bias is its own."""
 
-    def __init__(self, config: ModelConfig, ranks: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
+        self._ops = ops
         self.transform = Transform(config)
         self.bias = nn.Parameter(torch.empty(ranks.share(config.vocab_size)))
         self._ranks = ranks
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """(M, H) → (M, K) logits of the words whose weights (K, H) and biases (K,) are given."""
-        return F.linear(self._ranks.copy(self.transform(x)), weight, bias)
+        return F.linear(self._ranks.copy(self.transform(x)), self._ops.weight(weight), bias)
 
 
 class Heads(nn.Module):
-    def __init__(self, config: ModelConfig, ranks: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, ops: Operations, ranks: TensorParallel) -> None:
         super().__init__()
-        self.predictions = Predictions(config, ranks)
+        self.predictions = Predictions(config, ops, ranks)
         self.seq_relationship = nn.Linear(config.hidden_size, 2) if config.next_sentence else None
 
 
@@ -139,7 +142,7 @@ class BertForPreTraining(Model):
         self._ranks = ranks or TensorParallel()
         self._ops = ops or Operations()
         self.bert = Bert(config, self._ops, self._ranks)
-        self.cls = Heads(config, self._ranks)
+        self.cls = Heads(config, self._ops, self._ranks)
 
     def logits(self, batch: BertBatch) -> tuple[Tensor, Tensor | None]:
         """Masked-LM logits (M, V / t) at the masked positions, and next-sentence logits (Q, 2), or None if the model

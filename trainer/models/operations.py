@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from trainer.data.bert_batch import IGNORED
 from trainer.parallel.fp32_sums import at_least_fp32
-from trainer.parallel.tensor import RowLinear
+from trainer.parallel.tensor import RowLinear, VocabularyEmbedding
 
 #: Made by `Operations.attention_mask` for `Operations.attention` of the same device.
 AttentionMask = Any
@@ -23,6 +23,15 @@ class Operations:
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Zero a share `p` of `x` and scale the rest by 1 / (1 - p)."""
         return F.dropout(x, p)
+
+    def weight(self, *layers: Tensor) -> Tensor:
+        """Weights of one layer or several, one below the other, as products take them."""
+        return layers[0] if len(layers) == 1 else torch.cat(layers)
+
+    def embedding(self, ids: Tensor, table: VocabularyEmbedding) -> Tensor:
+        """The table's rows with these ids."""
+        rows: Tensor = table(ids)
+        return rows
 
     def dense_gelu(self, x: Tensor, dense: nn.Linear) -> Tensor:
         """gelu(dense(x))."""
@@ -42,7 +51,7 @@ class Operations:
 
     def joined_projections(self, x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
         """The same as one product, for which `x` is read, and under autocast converted, once; its gradient, too."""
-        weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+        weight, bias = self.weight(*(layer.weight for layer in layers)), torch.cat([layer.bias for layer in layers])
         joined = F.linear(x, weight, bias)
         return torch.split(joined, [layer.out_features for layer in layers], dim=-1)
 

@@ -125,9 +125,8 @@ class Parameters(abc.ABC):
         return self.precision.weights == self.precision.dtype
 
     def _sum_into(self, name: str, home: Tensor) -> None:
-        """Have the gradients of a parameter, already in its final type, added to `home`."""
-        self._homes[name] = home
-        parameter = self._parameters[name]
+        """Have a parameter's gradients added to `home`; it has its final type already."""
+        self._homes[name], parameter = home, self._parameters[name]
         if self._sums_itself:
             parameter.grad = home
         else:
@@ -237,6 +236,7 @@ class FlatParameters(Parameters):
                         whole[where] = parameter.detach().reshape(-1)
                     parameter.data = weights[place].view(shape)
                     self._sum_into(name, reduced[place].view(shape))
+                    parameter.gradient_sum = parameter.grad  # type: ignore[attr-defined]
                 part = slice(begin, at)
                 placed.append(weights[part])
                 if is_mine and names:

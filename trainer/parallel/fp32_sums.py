@@ -15,6 +15,12 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def gradient_sum(parameter: Tensor) -> Tensor | None:
+    """Where the gradients of a step are summed, if a kernel may add to it and autograd need not know: in training by
+    `FlatParameters`, whose weights have no gradients of another type."""
+    return getattr(parameter, "gradient_sum", None)
+
+
 class LayerNorm(nn.LayerNorm):
     """torch's LayerNorm; with bf16 weights it computes in fp32 and returns bf16."""
 

@@ -120,9 +120,9 @@ class RowLinear(nn.Linear):
             return super().forward(x)
         return self.product(x) + self.bias
 
-    def product(self, x: Tensor) -> Tensor:
-        """The same without the bias."""
-        return self._ranks.sum(F.linear(x, self.weight))
+    def product(self, x: Tensor, *, weight: Tensor | None = None) -> Tensor:
+        """The same without the bias; `weight`: the layer's, as `Operations.weight` gives it."""
+        return self._ranks.sum(F.linear(x, self.weight if weight is None else weight))
 
 
 class VocabularyEmbedding(Embedding):
@@ -132,8 +132,12 @@ class VocabularyEmbedding(Embedding):
         super().__init__(ranks.share(vocab_size), hidden_size, padding_idx=0 if ranks.rank == 0 else None)
         self._ranks = ranks
 
+    @property
+    def is_split(self) -> bool:
+        return self._ranks.size > 1
+
     def forward(self, ids: Tensor) -> Tensor:
-        if self._ranks.size == 1:
+        if not self.is_split:
             return super().forward(ids)
         mine, here = own_ids(ids, self.num_embeddings, self._ranks)
         return self._ranks.sum(super().forward(mine) * here[..., None])

@@ -23,6 +23,7 @@ from trainer.data.batch import B
 from trainer.devices.cpu import CpuDevice
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.devices.inductor import Inductor
+from trainer.models.operations import Operations
 from trainer.parallel.mesh import Group, Mesh
 
 
@@ -36,7 +37,7 @@ class Sound(CpuDevice):
 class WrongGradients(Sound):
     """The gradient of attention's queries is 2 % too large."""
 
-    class Wrong(CpuOperations):
+    class Wrong(Operations):
         def attention(self, query: Tensor, *rest: Any) -> Tensor:
             return super().attention(_Scaled.apply(query), *rest)
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from common.process import THREADS_VARIABLE, available_cores
 from tests.helpers.support import ROOT, options, write_dataset, write_model_config
 from trainer.data.bert_batch import IGNORED
-from trainer.devices import cpu_operations
 from trainer.devices.cpu import CpuDevice
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.operations import Operations
@@ -49,12 +48,6 @@ status = main()
 file.write_text(" ".join(map(str, counts)))
 sys.exit(status)
 """
-
-
-@pytest.fixture(autouse=True)
-def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that there are several parts, the last of which is smaller."""
-    monkeypatch.setattr(cpu_operations, "_CACHED", 3 * 4 * V // torch.get_num_threads() + 1)
 
 
 def logits_and_labels(size: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
