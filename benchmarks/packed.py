@@ -28,7 +28,7 @@ from benchmarks.work import (
 from trainer.devices.cpu import CpuDevice
 
 #: For bf16 autocast.
-LEAST = 6
+LEAST = 8
 ROWS = 4096
 LENGTHS = {"lengths of NVIDIA's shards": nvidia_lengths, "half of it padding": half_padding_lengths}
 

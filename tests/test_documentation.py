@@ -25,6 +25,7 @@ _INNER = {
     "pipeline/commands/init/",
     "pipeline/tasks/nights/",
     "trainer/checkpoint/interop/",
+    "trainer/devices/cpu_kernels/",
     "trainer/devices/kernels/",
     "trainer/metrics/trackers/",
 }

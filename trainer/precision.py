@@ -57,7 +57,7 @@ class Precision:
 
     def step_context(self, device_type: str) -> contextlib.AbstractContextManager[object]:
         """The context of a step's micro-steps: under autocast each weight that is used as it is, not joined with
-        others, is converted once for all of them.
+        others, is converted once for all of them. (With kernels the CPU's operations convert encoder and decoder.)
 
         torch keeps converted weights until the outermost autocast context ends; by itself, that is one forward pass.
         """

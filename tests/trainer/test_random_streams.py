@@ -15,6 +15,7 @@ from tests.helpers.support import Workers, options, write_model_config
 from trainer.data.batch_ramp import BatchSizes
 from trainer.data.order import SampleOrder
 from trainer.devices.base import Device, DeviceOptions
+from trainer.devices.cpu_kernels import library
 from trainer.devices.select import select
 from trainer.machine.subject import linear
 from trainer.parallel.mesh import Mesh
@@ -33,7 +34,8 @@ Draws = dict[str, np.ndarray]
 
 
 def record(data: Path, out: Path, workers: int, **values: object) -> list[Draws]:
-    """What each worker of a run drew, as `tests.helpers.recorder` records it."""
+    """What each worker of a run drew, as `tests.helpers.recorder` records it: the streams. How a kernel uses one is
+    tested in tests/trainer/devices/cpu_kernels."""
     model = write_model_config(out.parent)
     given = {
         "data_dir": data, "model_config": model, "output_dir": out, "batch_size": 4, "grad_accum_usteps": USTEPS,
@@ -42,6 +44,9 @@ def record(data: Path, out: Path, workers: int, **values: object) -> list[Draws]
     done = Workers(workers, "tests.helpers.recorder", options(**{**given, **values}), {}).wait()
     assert done.returncode == 0, done.stdout
     return [dict(np.load(out / f"random-{rank}.npz")) for rank in range(workers)]
+
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="needs a C compiler")
 
 
 def masks(drawn: Draws, rank: int) -> dict[str, np.ndarray]:
@@ -55,7 +60,6 @@ def masks(drawn: Draws, rank: int) -> dict[str, np.ndarray]:
 
 
 def assert_independent_masks(found: dict[str, np.ndarray], p: float = P) -> None:
-    """The last layer's are shorter: there what is not used is not computed."""
     dropped, variances = (np.zeros((len(found), ELEMENTS)) for _ in range(2))
     for row, mask in enumerate(found.values()):
         dropped[row, : len(mask)] = ~mask - p
@@ -64,6 +68,7 @@ def assert_independent_masks(found: dict[str, np.ndarray], p: float = P) -> None
     assert_uncorrelated(dropped, variances, names=list(found))
 
 
+@needs_kernels
 @pytest.mark.parametrize("workers", [1, 2])
 def test_no_dropout_of_a_run_tells_of_another(data: Path, tmp_path: Path, workers: int) -> None:
     """Not the dropout of another layer, micro-step, step or worker."""
@@ -73,6 +78,7 @@ def test_no_dropout_of_a_run_tells_of_another(data: Path, tmp_path: Path, worker
     assert_independent_masks(found)
 
 
+@needs_kernels
 def test_ranks_of_one_model_share_dropout_but_where_it_is_split(data: Path, tmp_path: Path) -> None:
     drawn = record(data, tmp_path / "out", 2, tensor_parallel_size=2)
     first, second = (masks(drawn[rank], rank) for rank in (0, 1))
@@ -86,6 +92,7 @@ def test_ranks_of_one_model_share_dropout_but_where_it_is_split(data: Path, tmp_
     assert_independent_masks(first | own)
 
 
+@needs_kernels
 def test_phases_and_seeds_draw_anew(data: Path, tmp_path: Path) -> None:
     """Phase 2 begins at the global step at which phase 1 ended."""
     found = {}

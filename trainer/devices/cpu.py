@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -14,6 +16,7 @@ import torch
 from common.process import THREADS_VARIABLE, available_cores
 from trainer.devices import processor
 from trainer.devices.base import Device, DeviceOptions
+from trainer.devices.cpu_kernels import forbid, library
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.operations import Operations
 from trainer.parallel.mesh import Mesh
@@ -46,18 +49,21 @@ class CpuDevice(Device):
         return cls(mesh.local_world_size, options.threads)
 
     def start(self, mesh: Mesh) -> None:
+        """All workers have kernels or none: they would draw other dropout, and round in other places."""
         keep_freed_memory()
+        mesh.in_turns(_build_library, at_once=1)
+        if mesh.sum_on_host([library() is None])[0] and library() is not None:
+            forbid("another worker has none")
 
     def describe(self) -> str:
-        return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+        kernels = "torch's kernels" if library() is None else "kernels in C"
+        return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, {kernels}"
 
     @contextlib.contextmanager
     def step_context(self) -> Iterator[None]:
-        try:
+        operations = self.operations
+        with operations.narrow_weights.kept() if isinstance(operations, CpuOperations) else contextlib.nullcontext():
             yield
-        finally:
-            if isinstance(self.operations, CpuOperations):
-                self.operations.narrow_weights.clear()
 
     def automatic_precision(self) -> tuple[str, str]:
         """autocast where bf16 products are faster than fp32 ones. With Intel's avx512_bf16 without AMX they take twice
@@ -89,15 +95,21 @@ class CpuDevice(Device):
         return rate if is_slow else matrix_flops_per_s(size, times, dtype)
 
 
+def _build_library() -> None:
+    library()
+
+
 def keep_freed_memory() -> None:
     """Have glibc keep freed memory, and take it from the kernel in pages of 2 MB. By default large blocks are returned,
     and every step faults them in again, zeroed page by page: a tenth of a step (docs/decisions.md). Does nothing
-    without glibc."""
+    without glibc; takes small pages where address space is limited or counted."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, -1)
+    if not _takes_huge_pages():
+        return
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.free.argtypes, libc.madvise.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     # The heap grows once, by addresses only: what is allocated later lies there, and is taken as it is written.
@@ -106,6 +118,25 @@ def keep_freed_memory() -> None:
         start = -(-block // _HUGE_PAGE) * _HUGE_PAGE
         libc.madvise(start, (block + size - start) // _HUGE_PAGE * _HUGE_PAGE, _MADV_HUGEPAGE)
         libc.free(block)
+
+
+def _takes_huge_pages() -> bool:
+    """Whether the kernel has pages of this size, and addresses that are not written cost nothing."""
+
+    def read(path: str) -> str:
+        try:
+            return Path(path).read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
+
+    limits = [resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    is_filled = "MALLOC_PERTURB_" in os.environ or "perturb" in os.environ.get("GLIBC_TUNABLES", "")
+    return (
+        read("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") == str(_HUGE_PAGE)
+        and read("/proc/sys/vm/overcommit_memory") in ("0", "1")
+        and set(limits) == {resource.RLIM_INFINITY}
+        and not is_filled
+    )
 
 
 def matrix_flops_per_s(size: int, times: int, dtype: torch.dtype) -> float:

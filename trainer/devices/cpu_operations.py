@@ -18,8 +18,8 @@ from trainer.parallel.tensor import VocabularyEmbedding
 
 
 class CpuOperations(FusedOperations):
-    """Torch's own, or with a C compiler the kernels of `trainer.devices.cpu_kernels`. Attention by matrix products:
-    the scores of one sequence fit into the caches."""
+    """Torch's own or, where there is a C compiler, the kernels of `trainer.devices.cpu_kernels`. With them attention is
+    torch's matrix products: the scores of one sequence fit into the caches."""
 
     def __init__(self) -> None:
         self.narrow_weights = cpu_kernels.NarrowWeights()
@@ -29,9 +29,9 @@ class CpuOperations(FusedOperations):
             return None
         return cpu_kernels
 
-    def weight(self, *layers: Tensor) -> Tensor:
-        if self.kernels_for(layers[0]) is None or (narrow := self.narrow_weights.of(*layers)) is None:
-            return super().weight(*layers)
+    def weight(self, *weights: Tensor) -> Tensor:
+        if self.kernels_for(weights[0]) is None or (narrow := self.narrow_weights.of(*weights)) is None:
+            return super().weight(*weights)
         return narrow
 
     def embedding(self, ids: Tensor, table: VocabularyEmbedding) -> Tensor:

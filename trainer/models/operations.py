@@ -24,9 +24,9 @@ class Operations:
         """Zero a share `p` of `x` and scale the rest by 1 / (1 - p)."""
         return F.dropout(x, p)
 
-    def weight(self, *layers: Tensor) -> Tensor:
-        """Weights of one layer or several, one below the other, as products take them."""
-        return layers[0] if len(layers) == 1 else torch.cat(layers)
+    def weight(self, *weights: Tensor) -> Tensor:
+        """The weights of one layer or several, one below the other, as products take them."""
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def embedding(self, ids: Tensor, table: VocabularyEmbedding) -> Tensor:
         """The table's rows with these ids."""
@@ -67,7 +67,8 @@ class Operations:
 
         `sequence_ids` (B, S) and, for packed rows, `cu_seqlens` (R,) as in `BertBatch`; `max_seqlen`: no sequence is
         longer (default: S). This one is bool, True where attention is allowed: (B, 1, 1, S), or (B, 1, S, S) for packed
-        rows. Padding attends to padding, so that no softmax is empty; the results of padding are not used.
+        rows. Padding attends to padding, so that no softmax is empty; the results of padding are not used. Devices
+        may take it that in a row that is not packed all tokens come before the padding.
         """
         if cu_seqlens is None:
             return sequence_ids.bool()[:, None, None, :]

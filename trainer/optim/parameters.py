@@ -4,8 +4,8 @@
 clipping and the optimizer are then a few operations each, and no step copies anything. `SeparateParameters` keeps them
 separate, for devices whose compiler turns every view of a long vector into a copy.
 
-Gradients are summed in `Precision.dtype`. Where the weights have that type, autograd adds to the sums itself; elsewhere
-each parameter's gradient is added to its sum, and freed, as soon as it is computed.
+Gradients are summed in `Precision.dtype`. Where the weights have that type, autograd or a kernel adds to the sums;
+elsewhere each parameter's gradient is added to its sum, and freed, as soon as it is computed.
 
 E: extras, numbers (the losses) that are summed with the gradients in one all-reduce.
 """

@@ -16,8 +16,8 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def gradient_sum(parameter: Tensor) -> Tensor | None:
-    """Where the gradients of a step are summed, if a kernel may add to it and autograd need not know: in training by
-    `FlatParameters`, whose weights have no gradients of another type."""
+    """Where the gradients of a step are summed, if a kernel may add to it without autograd: in `FlatParameters`, if
+    weights and sums have one type. Else None."""
     return getattr(parameter, "gradient_sum", None)
 
 

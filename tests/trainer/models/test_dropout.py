@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from tests.helpers.support import MODEL, synthetic_rows
+from tests.trainer.models.test_bert import batch_of
 from trainer.data.bert_batch import BertBatch
+from trainer.devices import cpu_kernels
+from trainer.devices.cpu_kernels import operators
+from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.bert import BertForPreTraining
 from trainer.models.config import ModelConfig
 from trainer.models.operations import Operations
@@ -68,3 +72,19 @@ def test_dropout_is_where_hugging_faces_is(monkeypatch: pytest.MonkeyPatch, hidd
         torch.testing.assert_close(pairs, expected.seq_relationship_logits, rtol=1e-9, atol=1e-11)
         logits[training] = words
     assert not torch.allclose(logits[True], logits[False], rtol=1e-3)
+
+
+@pytest.mark.skipif(cpu_kernels.library() is None, reason="needs a C compiler")
+def test_kernels_drop_in_the_same_places_with_the_same_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embeddings, then in each layer attention's weights and the outputs of two projections."""
+    config = ModelConfig(**{**MODEL, "hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2})
+    model = BertForPreTraining(config, CpuOperations())
+    model.initialise(seed=1)
+    shares, drawn = [], operators.dropped
+    monkeypatch.setattr(operators, "dropped", lambda p: (shares.append(p), drawn(p))[1])
+    batch = batch_of(synthetic_rows(2, seq_len=32, max_pred_len=5, seed=3))
+    model(batch)
+    assert shares == [0.3, *[0.2, 0.3, 0.3] * MODEL["num_hidden_layers"]]
+    shares.clear()
+    model.eval()(batch)
+    assert shares == [0.0] * 3 * MODEL["num_hidden_layers"]

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.devices.cpu_kernels.build import Library, library
-from trainer.parallel.fp32_sums import at_least_fp32
 
 #: Rows that share a stream of random bits (UNIT in kernels.c), and the most blocks of rows that are summed apart.
 _UNIT, _BLOCKS = 16, 64
@@ -26,7 +25,7 @@ def functions() -> Library:
 
 def dropped(p: float) -> tuple[int, int]:
     """(seed, how many of 65,536 numbers mean that one is dropped). The seed is drawn from torch's generator."""
-    drop = min(2**16 - 1, round(p * 2**16))
+    drop = round(p * 2**16)
     return (int(torch.randint(2**63 - 1, ())) if drop else 0), drop
 
 
@@ -46,14 +45,14 @@ class _Gelu(torch.autograd.Function):
     def forward(ctx: Any, product: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(product, bias)
         out = torch.empty_like(product)
-        functions().call("gelu_forward", product.dtype, product, at_least_fp32(bias), out, *product.shape)
+        functions().call("gelu_forward", product.dtype, product, bias.to(wide(product.dtype)), out, *product.shape)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         product, bias = ctx.saved_tensors
-        own, (block, blocks) = at_least_fp32(bias), _blocks(len(product))
+        own, (block, blocks) = bias.to(wide(product.dtype)), _blocks(len(product))
         d_product, parts = torch.empty_like(product), own.new_empty(blocks, len(bias))
         given = gradient.contiguous(), product, own, d_product, parts
         functions().call("gelu_backward", product.dtype, *given, *product.shape, block)
@@ -71,7 +70,7 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, product: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, shift: Tensor, p: float, eps: float
     ) -> Tensor:
-        own = [at_least_fp32(one) for one in (bias, weight, shift)]
+        own = [one.to(wide(product.dtype)) for one in (bias, weight, shift)]
         means, scales = (torch.empty(len(product), dtype=wide(product.dtype)) for _ in range(2))
         ctx.dropped, out = dropped(p), torch.empty_like(product)
         functions().call(
@@ -90,8 +89,8 @@ class _Norm(torch.autograd.Function):
         d_product, d_residual = torch.empty_like(product), torch.empty_like(residual)
         parts = means.new_empty(blocks, 3, product.shape[1])
         functions().call(
-            "norm_backward", product.dtype, gradient.contiguous(), product, at_least_fp32(bias), residual,
-            at_least_fp32(weight), means, scales, d_product, d_residual, parts, *product.shape, block, *ctx.dropped,
+            "norm_backward", product.dtype, gradient.contiguous(), product, bias.to(means.dtype), residual,
+            weight.to(means.dtype), means, scales, d_product, d_residual, parts, *product.shape, block, *ctx.dropped,
         )  # fmt: skip
         types = bias.dtype, weight.dtype, ctx.shift_type
         d_bias, d_weight, d_shift = (total.to(dtype) for total, dtype in zip(parts.sum(0), types, strict=True))

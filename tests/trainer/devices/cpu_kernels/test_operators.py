@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from trainer.data.bert_batch import IGNORED
 from trainer.devices import cpu_kernels
 from trainer.devices.cpu_kernels import operators
+from trainer.devices.cpu_kernels.attention import Group
 
 pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="needs a C compiler")
 
@@ -146,13 +147,18 @@ def test_what_is_dropped_is_nothing_whatever_it_was(dtype: torch.dtype) -> None:
 
 
 @every_type
-@pytest.mark.parametrize("operation", ["gelu", "norm", "cross-entropy"])
+@pytest.mark.parametrize("operation", ["gelu", "norm", "softmax", "cross-entropy"])
 def test_not_a_number_stays_one(dtype: torch.dtype, error: float, operation: str) -> None:
     x = torch.zeros(3, 5, dtype=dtype)
     x[1, 2] = torch.nan
     zeros = torch.zeros(5, dtype=weights_type(dtype))
     if operation == "gelu":
         assert cpu_kernels.bias_gelu(x, zeros).isnan().sum() == 1
+    elif operation == "softmax":
+        weights = torch.empty_like(x)
+        given = x, torch.full((1,), 5, dtype=torch.int32), weights, weights
+        operators.functions().call("softmax_forward", dtype, *given, *x.shape, 3, 1.0, 0, 0)
+        assert weights.isnan().sum(1).tolist() == [0, 5, 0]
     elif operation == "norm":
         norm = nn.LayerNorm(5, dtype=weights_type(dtype))
         out = cpu_kernels.bias_dropout_add_norm(x, zeros, torch.zeros_like(x), norm, 0.0)
@@ -194,6 +200,7 @@ def test_random_bits_are_those_of_sfc64() -> None:
 def test_rows_are_decided_independently() -> None:
     """No two of 2,000 rows of the norm's dropout correlate by more than chance: 2 million pairs, 6 deviations."""
     rows, columns = 2000, 256
+    torch.manual_seed(3)
     kept = kept_by(0.5, (rows, columns)) - 0.5
     correlations = (4 * kept @ kept.T / math.sqrt(columns)).fill_diagonal_(0)
     assert correlations.abs().max() < 6
@@ -223,6 +230,13 @@ def test_a_label_that_is_no_word_is_refused() -> None:
         cpu_kernels.cross_entropy(torch.zeros(3, 7), torch.tensor([7, -1, 3]), IGNORED)
 
 
+def test_everything_can_be_dropped() -> None:
+    x = torch.full((100,), 3.0, requires_grad=True)
+    out = cpu_kernels.dropout(x, 1.0)
+    assert not out.any()
+    assert not torch.autograd.grad(out.sum(), x)[0].any()
+
+
 def test_any_number_of_threads_gives_the_same_bytes(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
     norm, results = nn.LayerNorm(96), []
@@ -232,6 +246,9 @@ def test_any_number_of_threads_gives_the_same_bytes(request: pytest.FixtureReque
         product, residual = draws((517, 96), (517, 96), dtype=torch.bfloat16)
         (bias,) = draws((96,), dtype=torch.float32)
         out = cpu_kernels.bias_dropout_add_norm(cpu_kernels.bias_gelu(product, bias), bias, residual, norm, 0.1)
+        group = Group(0, 11, 47, 47, torch.arange(11, dtype=torch.int32) + 37)
+        sequences = cpu_kernels.Sequences([group], 517)
+        out = cpu_kernels.dropout(cpu_kernels.attention(out.repeat(1, 3), bias.repeat(3), sequences, 4, 0.1), 0.1)
         loss = cpu_kernels.cross_entropy(out, torch.arange(517) % 96, IGNORED)
         results.append([loss, *torch.autograd.grad(loss, [product, residual, bias, norm.weight, norm.bias])])
     for others in results[1:]:
