@@ -7,8 +7,8 @@ from benchmarks.results import ratio, say
 from benchmarks.work import A, our_step_times, pairs_parser, scratch, steady, their_step_times
 from trainer.devices.cpu import CpuDevice
 
-#: Our precision, theirs, and the ratio that is claimed. Trainer's default is fp32; ours is auto, for which nothing is
-#: claimed where it is fp32 too.
+#: Our precision, theirs, and the ratio that is claimed. Trainer's default is fp32; ours is auto. For bf16 nothing is
+#: claimed where that is slower, so that auto is fp32.
 COMPARISONS = [("auto", "fp32", 4.0), ("autocast", "autocast", 3.0), ("fp32", "fp32", 2.0)]
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     for mine, other, least in COMPARISONS:
         resolved = auto if mine == "auto" else mine
         named = f"{mine} ({resolved})" if mine == "auto" else mine
-        claim = None if (mine, auto) == ("auto", "fp32") else least
+        claim = None if auto == "fp32" and mine != "fp32" else least
         pairs = list(zip(ours[resolved], theirs[other], strict=True))
         what = f"phase 1, work A, {args.cores} cores"
         say(ratio(what, pairs, ours=named, beside=f"Trainer, {other}", at_least=claim))

@@ -47,7 +47,7 @@ def test_dropout_is_decided_by_the_seed(ops: Operations) -> None:
 
 @every
 def test_neighbouring_draws_are_independent(ops: Operations) -> None:
-    """Four decisions come from one random word on the CPU: no lag from 1 to 8 may correlate."""
+    """Four decisions come from one random word on the CPU, of eight in turn: no lag from 1 to 8 may correlate."""
     torch.manual_seed(3)
     dropped = (ops.dropout(torch.ones(1_000_000), 0.5) == 0).double() - 0.5
     for lag in range(1, 9):

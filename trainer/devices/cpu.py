@@ -16,7 +16,7 @@ import torch
 from common.process import THREADS_VARIABLE, available_cores
 from trainer.devices import processor
 from trainer.devices.base import Device, DeviceOptions
-from trainer.devices.cpu_kernels import forbid, library
+from trainer.devices.cpu_kernels import forbid, kind, library
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.operations import Operations
 from trainer.parallel.mesh import Mesh
@@ -49,15 +49,20 @@ class CpuDevice(Device):
         return cls(mesh.local_world_size, options.threads)
 
     def start(self, mesh: Mesh) -> None:
-        """All workers have kernels or none: they would draw other dropout, and round in other places."""
+        """All workers have kernels or none; else they would draw other dropout and round in other places."""
         keep_freed_memory()
-        mesh.in_turns(_build_library, at_once=1)
+        if not isinstance(self.operations, CpuOperations):
+            return
+        if mesh.local_rank == 0:
+            library()  # the others load what this one has compiled
+        mesh.barrier()
         if mesh.sum_on_host([library() is None])[0] and library() is not None:
             forbid("another worker has none")
 
     def describe(self) -> str:
-        kernels = "torch's kernels" if library() is None else "kernels in C"
-        return f"cpu, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, {kernels}"
+        threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+        kernels = kind() if isinstance(self.operations, CpuOperations) else "torch's kernels"
+        return f"cpu, {threads} threads, {capability}, {kernels}"
 
     @contextlib.contextmanager
     def step_context(self) -> Iterator[None]:
@@ -93,10 +98,6 @@ class CpuDevice(Device):
         # A CPU without bf16 instructions takes seconds for each product of this size.
         is_slow = times * 2 * size**3 / rate > 1.0
         return rate if is_slow else matrix_flops_per_s(size, times, dtype)
-
-
-def _build_library() -> None:
-    library()
 
 
 def keep_freed_memory() -> None:

@@ -60,7 +60,8 @@ class CpuOperations(FusedOperations):
         rows, seq_len = sequence_ids.shape
         if cu_seqlens is None:
             attended = sequence_ids.count_nonzero(1).clamp_(min=1).int()
-            return cpu_kernels.Sequences([Group(0, rows, seq_len, seq_len, attended)], rows * seq_len)
+            group, mask = Group(0, rows, seq_len, seq_len, attended), super().attention_mask(sequence_ids, None)
+            return cpu_kernels.Sequences([group], rows * seq_len, mask)
         starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
         is_sequence = (lengths > 0) & (sequence_ids.flatten()[starts.clamp(max=rows * seq_len - 1)] > 0)
         starts, lengths = starts[is_sequence], lengths[is_sequence].int()
@@ -81,6 +82,10 @@ class CpuOperations(FusedOperations):
     ) -> Tensor:
         if not isinstance(mask, cpu_kernels.Sequences):
             return super().self_attention(x, layers, head_size, mask, dropout_p)
+        is_narrow = x.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
+        if mask.of_rows is not None and not dropout_p and not is_narrow:
+            # torch's own kernel is as fast and keeps no scores.
+            return super().self_attention(x, layers, head_size, mask.of_rows, 0.0)
         product, bias = self.joined_product(x, layers)
         qkv = product.flatten(0, 1)
         out = cpu_kernels.attention(qkv, bias, mask, qkv.shape[1] // 3 // head_size, dropout_p)

@@ -18,7 +18,7 @@ import torch
 from common.errors import UserError
 from common.process import available_cores
 from trainer.devices import processor
-from trainer.devices.cpu_kernels import library
+from trainer.devices.cpu_kernels import kind
 from trainer.devices.neuron_lane import NATIVE, Installation, cores, lane_of, problems
 
 _RUN = "luigi --module pipeline BertPhase2"
@@ -95,9 +95,8 @@ def _version(package: str) -> str:
 
 def _cpu_kind() -> str:
     known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in processor.flags()]
-    kernels = "kernels in C" if library() else "torch's kernels"
     instructions = " ".join(known) or "no vector instructions known here"
-    return f"{torch.backends.cpu.get_cpu_capability()}, {instructions}, {kernels}"
+    return f"{torch.backends.cpu.get_cpu_capability()}, {instructions}, {kind()}"
 
 
 def _memory_gb() -> float:

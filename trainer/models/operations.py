@@ -13,7 +13,7 @@ from trainer.data.bert_batch import IGNORED
 from trainer.parallel.fp32_sums import at_least_fp32
 from trainer.parallel.tensor import RowLinear, VocabularyEmbedding
 
-#: Made by `Operations.attention_mask` for `Operations.attention` of the same device.
+#: Made by `Operations.attention_mask` for `Operations.self_attention` of the same device.
 AttentionMask = Any
 
 

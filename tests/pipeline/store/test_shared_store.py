@@ -251,6 +251,7 @@ def test_a_machine_that_is_lost_with_its_disk_is_continued_by_another(
     assert steps == sorted(set(steps)) == list(range(1, 61)), "each step once, those of the lost one too"
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_its_newest_checkpoint_in_the_store(start: Start, tmp_path: Path) -> None:
     chain = machine(tmp_path / "first", tmp_path / "store")
     process = start(chain, "Pretrain", "--phase", "1", "--Phase1-max-steps", "100000")

@@ -87,4 +87,4 @@ def test_kernels_drop_in_the_same_places_with_the_same_shares(monkeypatch: pytes
     assert shares == [0.3, *[0.2, 0.3, 0.3] * MODEL["num_hidden_layers"]]
     shares.clear()
     model.eval()(batch)
-    assert shares == [0.0] * 3 * MODEL["num_hidden_layers"]
+    assert not any(shares)

@@ -149,6 +149,7 @@ def test_only_training_is_sampled() -> None:
     assert not torch.equal(whole.train()(batch)[0], sampled.train()(batch)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16-master"])
 def test_a_language_is_learned_as_well(tmp_path: Path, precision: str) -> None:
     """On the same batches, with a fifth of the words: by the loss over all of them, of the last steps' batches.

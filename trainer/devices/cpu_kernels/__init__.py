@@ -5,7 +5,7 @@ each and dropout by one core, take half of a step.
 """
 
 from trainer.devices.cpu_kernels.attention import Sequences, attention
-from trainer.devices.cpu_kernels.build import forbid, library
+from trainer.devices.cpu_kernels.build import forbid, kind, library
 from trainer.devices.cpu_kernels.operators import bias_dropout_add_norm, bias_gelu, cross_entropy, dropout
 from trainer.devices.cpu_kernels.weights import NarrowWeights, embedding
 
@@ -19,5 +19,6 @@ __all__ = [
     "dropout",
     "embedding",
     "forbid",
+    "kind",
     "library",
 ]

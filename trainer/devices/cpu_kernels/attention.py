@@ -36,6 +36,8 @@ class Sequences:
 
     groups: Sequence[Group]
     tokens: int
+    #: (B, 1, 1, S) bool, as in `Operations.attention_mask`; None for packed rows.
+    of_rows: Tensor | None = None
 
     @property
     def has_padding(self) -> bool:

@@ -86,8 +86,14 @@ def library() -> Library | None:
     return None if _forbidden else _load()
 
 
+def kind() -> str:
+    """What computes, in words."""
+    return "torch's kernels" if library() is None else "kernels in C"
+
+
 def forbid(reason: str) -> None:
-    """From here on have no library. All workers of a training must have one or none: they compute in different ways."""
+    """From here on have no library. All workers of a training must have one or none, or they compute in different
+    ways."""
     global _forbidden
     _forbidden = True
     _log(reason)
@@ -102,9 +108,9 @@ def _load() -> Library | None:
         if path.exists():
             with contextlib.suppress(OSError, AttributeError):
                 return Library(path)
-            path.unlink()  # damaged, or made where another C library is
+            path.unlink(missing_ok=True)  # damaged, or made where another C library is
         return _compiled(path, compiler, options, runtime)
-    except (OSError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         _log(one_line(error))
         return None
 
@@ -114,9 +120,9 @@ def _log(reason: str) -> None:
 
 
 def _compiler() -> list[str]:
-    """The command that `CC` names, or else `cc` or `gcc`. Raises OSError."""
+    """The command that `CC` names, or else `gcc` or `cc`. Raises OSError."""
     given = shlex.split(os.environ.get("CC", ""))
-    for words in [given] if given else [["cc"], ["gcc"]]:
+    for words in [given] if given else [["gcc"], ["cc"]]:
         if found := shutil.which(words[0]):
             return [found, *words[1:]]
     raise OSError("there is no C compiler; install gcc, or set CC")
@@ -126,7 +132,7 @@ def _openmp_runtime() -> str:
     """The file of the OpenMP runtime that torch has loaded. Raises OSError."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     loaded = {Path(line.split(maxsplit=5)[5]) for line in maps if re.search(r"/lib(gomp|iomp5|omp)[-.][^/]*$", line)}
-    packages = Path(torch.__file__).parents[1]
+    packages = Path(torch.__file__).resolve().parents[1]  # as in the maps
     torchs = {path for path in loaded if path.is_relative_to(packages / "torch") or path.parent.name == "torch.libs"}
     found = torchs or loaded
     if len(found) != 1:
@@ -136,12 +142,12 @@ def _openmp_runtime() -> str:
 
 def _folder() -> Path:
     """This user's directory of compiled kernels; a new one for this process alone if there can be none."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bert-pretraining"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bert-pretraining"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
         pass
     return Path(_temporary().name)
 
@@ -170,8 +176,12 @@ def _compiled(path: Path, compiler: Sequence[str], options: Sequence[str], runti
         with made.open("rb") as file:
             os.fsync(file.fileno())
         found = Library(made)
-        with contextlib.suppress(OSError):  # another process was faster: a file that is loaded is never replaced
+        try:
             os.link(made, path)
+        except FileExistsError:  # another process was faster: a file that is loaded is not replaced
+            pass
+        except OSError:  # no hard links here
+            os.replace(made, path)
         return found
 
 

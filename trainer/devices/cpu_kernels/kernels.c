@@ -215,12 +215,12 @@ void NAME(norm_backward)(const T *gradient, const T *product, const REAL *bias, 
                          int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t start = 0; start < rows; start += block) {
-        REAL *restrict d_bias = parts + start / block * 3 * H, *restrict d_weight = d_bias + H;
-        REAL *restrict d_shift = d_weight + H;
-        memset(d_bias, 0, 3 * H * sizeof(REAL));
+        REAL *sums = parts + start / block * 3 * H;
+        memset(sums, 0, 3 * H * sizeof(REAL));
         Random forward = {0}, backward = {0};
         REAL x[H], d[H];
         for (int64_t row = start; row < least(rows, start + block); row++) {
+            REAL *restrict d_bias = sums, *restrict d_weight = sums + H, *restrict d_shift = sums + 2 * H;
             if (row % UNIT == 0) forward = backward = seeded(seed, row / UNIT, drop);
             NAME(sum_of)(product + row * H, bias, residual + row * H, x, H, &forward, drop);
             const REAL mean = means[row], scale = scales[row];

@@ -102,6 +102,20 @@ def test_the_same_weights_are_dropped_forward_and_backward(dtype: torch.dtype, e
     compare(dtype, error, kind, 0.25, kept)
 
 
+def test_packed_gradients_are_those_of_what_was_dropped() -> None:
+    """By finite differences: each sequence has a seed of its own, forward and backward."""
+    ids, bounds = micro_batch("packed")
+    sequences = CpuOperations().attention_mask(ids, bounds)
+    torch.manual_seed(4)
+    qkv = torch.randn(ids.numel(), 3 * H, dtype=torch.float64, requires_grad=True)
+
+    def seeded(qkv: Tensor) -> Tensor:
+        torch.manual_seed(9)
+        return cpu_kernels.attention(qkv, torch.zeros(3 * H, dtype=torch.float64), sequences, A, 0.25)
+
+    assert torch.autograd.gradcheck(seeded, qkv, fast_mode=True)
+
+
 def test_packed_sequences_drop_their_own() -> None:
     """Two equal sequences of a row do not drop the same weights."""
     ids = torch.tensor([[1] * 20 + [2] * 20])

@@ -31,6 +31,7 @@ def loaded(cache: Path, **environment: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_processes_that_compile_at_once_share_what_later_ones_load(tmp_path: Path) -> None:
     results = [process.communicate() for process in [loaded(tmp_path), loaded(tmp_path)]]
@@ -43,6 +44,7 @@ def test_two_processes_that_compile_at_once_share_what_later_ones_load(tmp_path:
     assert file.stat().st_mtime_ns == made
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("case", ["damaged", "no place", "a compiler with options"])
 def test_it_is_compiled_whatever_is_there(tmp_path: Path, case: str) -> None:
@@ -95,6 +97,7 @@ def test_workers_have_kernels_all_or_none(monkeypatch: pytest.MonkeyPatch, capsy
     assert device.describe().endswith("torch's kernels")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or libc_ver()[0] != "glibc", reason="reads /proc, of glibc's heap")
 def test_memory_comes_in_huge_pages_unless_addresses_are_limited() -> None:
     """Where the kernel has them; VmFlags of the heap say `hg`."""
@@ -126,7 +129,7 @@ def test_there_is_one_openmp_runtime() -> None:
 
 def test_the_openmp_runtime_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another library may have brought its own; which of two others is torch's cannot be told."""
-    packages = Path(torch.__file__).parents[1]
+    packages = Path(torch.__file__).resolve().parents[1]
     others = ["/opt/with space/libiomp5.so", "/opt/lib/libgomp-a1b2.so.1"]
     for torchs in (f"{packages}/torch/lib/libgomp.so.1", f"{packages}/torch.libs/libgomp-c3d4.so.1"):
         maps = "".join(f"7f-80 r-xp 0 0:0 1 {path}\n" for path in (*others, torchs))

@@ -87,6 +87,7 @@ def test_a_share_is_dropped_and_no_row_or_column_is_favoured(p: float) -> None:
         assert (shares - p).abs().max() <= 5 * math.sqrt(p * (1 - p) / n) + 2**-17
 
 
+@pytest.mark.slow
 def test_decisions_are_independent_of_each_other() -> None:
     """Eight come from one call of the generator, two from one of its words."""
     one, other = (dropped(0.5, 300, 1024, seed=seed).double() - 0.5 for seed in (1, 2))

@@ -162,6 +162,7 @@ def test_a_tracker_that_never_answers_changes_nothing_and_is_not_waited_for(
     assert_same_bytes(out / "checkpoints" / f"ckpt_{STEPS}", tmp_path / "plain" / "checkpoints" / f"ckpt_{STEPS}")
 
 
+@pytest.mark.slow
 def test_the_other_workers_wait_for_a_root_that_waits_for_a_tracker(data: Path, model: Path, tmp_path: Path) -> None:
     """Longer than their collectives may take."""
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
@@ -190,6 +191,7 @@ def test_rolling_back_begins_another_run_and_leaves_the_first(
     assert runs[f"{out.name}-1"].parameters["lr"] == "0.001"
 
 
+@pytest.mark.slow
 def test_of_several_workers_the_root_alone_sends(server: MlflowServer, data: Path, model: Path, tmp_path: Path) -> None:
     out = tmp_path / f"two-{secrets.token_hex(4)}"
     done = train(2, **settings(data, model, out, trackers="mlflow", mlflow_uri=server.uri, max_steps=6))
