@@ -113,7 +113,7 @@ def test_packed_gradients_are_those_of_what_was_dropped() -> None:
         torch.manual_seed(9)
         return cpu_kernels.attention(qkv, torch.zeros(3 * H, dtype=torch.float64), sequences, A, 0.25)
 
-    assert torch.autograd.gradcheck(seeded, qkv, fast_mode=True)
+    assert torch.autograd.gradcheck(seeded, qkv, fast_mode=True, raise_exception=False)
 
 
 def test_packed_sequences_drop_their_own() -> None:
