@@ -121,7 +121,7 @@ class Trainer:
         factors, divisor = self.device.loss_factors(counts[: len(self.workload.losses)])
         weights = [self._number(a * b) for a, b in zip(factors, self.workload.losses.values(), strict=True)]
         failpoint(f"batch:{step.batch}.{self.mesh.rank}", lambda: weights.__setitem__(0, self._number(math.nan)))
-        with self._step_context(), self.device.step_context():
+        with self._step_context(), self.device.operations.step_context():
             for ustep, batch in enumerate(step.micro_batches):
                 if self.agreement.stops_before(ustep):
                     return False

@@ -148,10 +148,6 @@ class Device(abc.ABC):
         """A value that changes every step, in a form that is not compiled into the graph as a constant; may be (1,)."""
         return value
 
-    def step_context(self) -> contextlib.AbstractContextManager[object]:
-        """The context of a step's micro-steps, in which no weight changes."""
-        return contextlib.nullcontext()
-
     def end_micro_steps(self) -> None:  # noqa: B027 (only lazy devices have anything to do)
         """Called after the last micro-step of a step, before the gradients are reduced."""
 

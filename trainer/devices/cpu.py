@@ -64,12 +64,6 @@ class CpuDevice(Device):
         kernels = kind() if isinstance(self.operations, CpuOperations) else "torch's kernels"
         return f"cpu, {threads} threads, {capability}, {kernels}"
 
-    @contextlib.contextmanager
-    def step_context(self) -> Iterator[None]:
-        operations = self.operations
-        with operations.narrow_weights.kept() if isinstance(operations, CpuOperations) else contextlib.nullcontext():
-            yield
-
     def automatic_precision(self) -> tuple[str, str]:
         """autocast where bf16 products are faster than fp32 ones. With Intel's avx512_bf16 without AMX they take twice
         as long; with AMD's, half."""

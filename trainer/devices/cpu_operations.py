@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ class CpuOperations(FusedOperations):
         if torch.compiler.is_compiling() or not x.numel() or cpu_kernels.library() is None:
             return None
         return cpu_kernels
+
+    def step_context(self) -> contextlib.AbstractContextManager[object]:
+        return self.narrow_weights.kept()
 
     def weight(self, *weights: Tensor) -> Tensor:
         if self.kernels_for(weights[0]) is None or (narrow := self.narrow_weights.of(*weights)) is None:

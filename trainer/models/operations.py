@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ class Operations:
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Zero a share `p` of `x` and scale the rest by 1 / (1 - p)."""
         return F.dropout(x, p)
+
+    def step_context(self) -> contextlib.AbstractContextManager[object]:
+        """The context of a step's micro-steps, in which no weight changes."""
+        return contextlib.nullcontext()
 
     def weight(self, *weights: Tensor) -> Tensor:
         """The weights of one layer or several, one below the other, as products take them."""

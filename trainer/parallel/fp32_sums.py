@@ -11,8 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers of this type are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+    return x.to(wide(x.dtype))
 
 
 def gradient_sum(parameter: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.devices.cpu_kernels import operators
+from trainer.parallel.fp32_sums import wide
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class _Attention(torch.autograd.Function):
         make = gradient.new_zeros if ctx.sequences.has_padding else gradient.new_empty
         d_qkv, sums = (
             make(tokens, 3 * width),
-            gradient.new_zeros(3, heads, width // heads, dtype=operators.wide(gradient.dtype)),
+            gradient.new_zeros(3, heads, width // heads, dtype=wide(gradient.dtype)),
         )
         for group, drawn in zip(ctx.sequences.groups, ctx.dropped, strict=True):
             q, k, v, weights, kept = (next(saved) for _ in range(5))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.devices.cpu_kernels.build import Library, library
+from trainer.parallel.fp32_sums import wide
 
 #: Rows that share a stream of random bits (UNIT in kernels.c), and the most blocks of rows that are summed apart.
 _UNIT, _BLOCKS = 16, 64
@@ -27,11 +28,6 @@ def dropped(p: float) -> tuple[int, int]:
     """(seed, how many of 65,536 numbers mean that one is dropped). The seed is drawn from torch's generator."""
     drop = round(p * 2**16)
     return (int(torch.randint(2**63 - 1, ())) if drop else 0), drop
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a kernel computes on numbers of this type, and has sums."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _blocks(rows: int) -> tuple[int, int]:

@@ -11,7 +11,6 @@ from torch import nn
 from tests.helpers.support import MODEL, synthetic_rows
 from tests.trainer.models.test_bert import batch_of
 from trainer.devices import cpu_kernels
-from trainer.devices.cpu import CpuDevice
 from trainer.devices.cpu_operations import CpuOperations
 from trainer.models.bert import WORD_EMBEDDINGS, BertForPreTraining
 from trainer.models.config import ModelConfig
@@ -28,13 +27,12 @@ class Table(nn.Embedding):
 @pytest.mark.parametrize("name", ["autocast", "fp32", "fp64"])
 def test_sums_are_autograds_bit_by_bit(name: str) -> None:
     """Over two steps of two micro-steps, weights changing in between: in the second, converted weights are new."""
-    device, precision = CpuDevice(), Precision(name)
+    operations, precision = CpuOperations(), Precision(name)
     batches = [batch_of(synthetic_rows(3, seq_len=32, max_pred_len=5, seed=seed)) for seed in (1, 2)]
     sums = []
     for by_kernels in (True, False):
-        model = BertForPreTraining(ModelConfig(**MODEL).without_dropout(), CpuOperations()).to(precision.dtype)
+        model = BertForPreTraining(ModelConfig(**MODEL).without_dropout(), operations).to(precision.dtype)
         model.initialise(seed=1)
-        device.operations = model._ops
         parameters = FlatParameters(model, lambda _: True, 1, precision)
         for parameter in model.parameters():
             assert parameter.gradient_sum is parameter.grad  # type: ignore[attr-defined]
@@ -42,7 +40,7 @@ def test_sums_are_autograds_bit_by_bit(name: str) -> None:
                 del parameter.gradient_sum
         for _ in range(2):
             parameters.zero_gradients()
-            with precision.step_context("cpu"), device.step_context():
+            with precision.step_context("cpu"), operations.step_context():
                 for batch in batches:
                     with precision.forward_context("cpu"):
                         losses = model(batch)
