@@ -110,7 +110,7 @@ def _load() -> Library | None:
                 return Library(path)
             path.unlink(missing_ok=True)  # damaged, or made where another C library is
         return _compiled(path, compiler, options, runtime)
-    except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         _log(one_line(error))
         return None
 
@@ -121,7 +121,10 @@ def _log(reason: str) -> None:
 
 def _compiler() -> list[str]:
     """The command that `CC` names, or else `gcc` or `cc`. Raises OSError."""
-    given = shlex.split(os.environ.get("CC", ""))
+    try:
+        given = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise OSError(f"CC is {os.environ['CC']!r} ({error}); set it to a C compiler") from error
     for words in [given] if given else [["gcc"], ["cc"]]:
         if found := shutil.which(words[0]):
             return [found, *words[1:]]

@@ -64,13 +64,15 @@ def test_it_is_compiled_whatever_is_there(tmp_path: Path, case: str) -> None:
     assert sorted(tmp_path.iterdir()) == [tmp_path / "cache"]
 
 
-@pytest.mark.parametrize("case", ["no compiler", "one that fails"])
+@pytest.mark.parametrize("case", ["no compiler", "no command", "one that fails"])
 def test_torchs_operations_are_used_where_it_cannot_be_had(tmp_path: Path, case: str) -> None:
     """One line says why; nothing else fails, and nothing is left."""
     if sys.platform != "linux":
         pytest.skip("reads /proc")
     if case == "no compiler":
         environment, why = {"CC": "there-is-none"}, "there is no C compiler; install gcc, or set CC"
+    elif case == "no command":
+        environment, why = {"CC": 'gcc "'}, "CC is 'gcc \"' (No closing quotation); set it to a C compiler"
     else:
         compiler = tmp_path / "cc"
         compiler.write_text("#!/bin/sh\necho 'kernels.c: too new for me' >&2\nexit 3\n")
