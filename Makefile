@@ -1,7 +1,7 @@
 # make run     pretrain the embedded default, end to end
 # make test    all tests but the slow ones, which are: make test-slow; both in one run: make test MARK=
 # make check   format, lint, types (make style), that all tests can be collected, taste
-# make bench   every speed claim    make mutants deliberate faults: does the test named for each one fail?
+# make bench   the claims of docs/benchmarks.md    make mutants  deliberate faults: does the test named for each one fail?
 # make docs    the documentation as a site in build/site
 # make test-newest, make test-lowest: the main job and the contracts with the newest and the lowest versions of packages that
 #              pyproject.toml allows        make constraints   renew constraints.txt, the versions that are tested

@@ -103,9 +103,11 @@ def machine() -> tuple[str, str]:
     from trainer.devices import processor
 
     # A virtual machine may see no more of its CPU than the maker's name.
+    info = processor.info()
     features = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in processor.flags()]
-    name = processor.info().get("model name") or platform.processor() or platform.machine()
-    said = ", ".join([name, *features[:1], f"{os.cpu_count()} cores"])
+    generation = [f"{field} {info[field]}" for field in ("cpu family", "model") if field in info]
+    name = info.get("model name") or platform.processor() or platform.machine()
+    said = ", ".join([name, *generation, *features[:1], f"{os.cpu_count()} cores"])
     gpu = _gpu()
     said = f"{said}, {gpu}" if gpu else said
     return said, re.sub(r"[^a-z0-9]+", "-", said.lower()).strip("-")

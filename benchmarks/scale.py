@@ -107,10 +107,10 @@ class Machine:
 
 
 #: Network: EFA's 800 and 3,200 Gbit/s; NVLink: 450 GB/s in each direction. Rates: AWS's table of SDK 2.28 for phase 1,
-#: of SDK 2.20 for phase 2; on the H100 what benchmarks/gpu.py measured on one (phase 1 with torch.compile).
+#: of SDK 2.20 for phase 2; on the H100 what benchmarks/gpu.py measured on one.
 MACHINES = (
     Machine("trn1.32xlarge", 32, {1: 3_827, 2: 525}, 100e9),
-    Machine("8 × H100", 8, {1: 8 * 1_590, 2: 8 * 602}, 400e9, 450e9),
+    Machine("8 × H100", 8, {1: 8 * 1_916, 2: 8 * 839}, 400e9, 450e9),
 )
 NODES = (1, 2, 4, 8, 16, 32, 64)
 PARAMETERS, GRADIENT_BYTES = 336_226_108, 4

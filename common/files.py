@@ -140,6 +140,13 @@ def _exchange(temporary: Path, final: Path) -> None:
     replaced.rename(temporary)
 
 
+def restore_replaced(final: Path) -> None:
+    """Restore the directory that a process killed in `_exchange` has left without its name. Raises OSError."""
+    replaced = final.with_name(final.name + _REPLACED_SUFFIX)
+    if replaced.exists() and not final.exists():
+        replaced.rename(final)
+
+
 @contextlib.contextmanager
 def durable_file(path: Path) -> Iterator[HashingFile]:
     """Open `path` for writing so that it appears complete and durable, or not at all; raises `DiskError`."""
@@ -273,8 +280,9 @@ def sweep_temporaries(directory: Path) -> list[str]:
     for path in list(directory.iterdir()):
         if path.name.endswith(_REPLACED_SUFFIX):
             final = path.with_name(path.name.removesuffix(_REPLACED_SUFFIX))
-            # Killed between the two renames: restore the old one's name, unless the new one has it by now.
-            path.rename(path.with_name(final.name + TEMPORARY_SUFFIX) if final.exists() else final)
+            restore_replaced(final)
+            if path.exists():
+                path.rename(path.with_name(final.name + TEMPORARY_SUFFIX))
     for path in directory.iterdir():
         if path.name.endswith(TEMPORARY_SUFFIX):
             if path.is_dir() and not path.is_symlink():

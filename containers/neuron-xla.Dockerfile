@@ -1,11 +1,13 @@
 # Trainium through PyTorch/XLA (trn1, trn2), SDK 2.29.1. NOT BUILT, NOR RUN ON TRAINIUM. From the repository's root:
-#   docker build -f containers/neuron-xla.Dockerfile -t bert-pretraining-pipeline:neuron-xla .
+#   docker build -f containers/neuron-xla.Dockerfile --build-arg NEURON_PACKAGES=… -t bert-pretraining-pipeline:neuron-xla .
 # Versions of Python packages are those of the extra neuron-xla in pyproject.toml, without constraints.txt: its numpy is
 # 2.x, SDK 2.26 had 1.26, and which one neuronx-cc 2.24 takes was not seen. The driver is the host's.
 FROM ubuntu:22.04
 ARG DEBIAN_FRONTEND=noninteractive
-# Versions of AWS's system packages, as name=version; by default the newest (AWS lists those of SDK 2.29.1).
-ARG NEURON_PACKAGES="aws-neuronx-collectives aws-neuronx-runtime-lib aws-neuronx-tools"
+# AWS's system packages in the versions of SDK 2.29.1, as AWS lists them; the newest may not fit these Python packages.
+ARG NEURON_PACKAGES
+RUN test -n "$NEURON_PACKAGES" || { echo "--build-arg NEURON_PACKAGES='aws-neuronx-collectives=… \
+aws-neuronx-runtime-lib=… aws-neuronx-tools=…' is missing: the versions of SDK 2.29.1" >&2; exit 1; }
 RUN apt-get update \
  && apt-get install -y --no-install-recommends ca-certificates curl gnupg g++ \
     python3.11 python3.11-dev python3.11-venv \

@@ -95,8 +95,8 @@ python -m pipeline COMMAND, or luigi --module pipeline TASK. Which does what:
   watch  python -m pipeline status [--watch]     each stage: rate, time, error
          python -m pipeline why TASK             what would run, and why
          python -m pipeline report               one page; also luigid
-         python -m pipeline compare              trainings side by side
-         python -m pipeline runs                 a line for each training
+         python -m pipeline compare              training runs side by side
+         python -m pipeline runs                 a line for each training run
          python -m pipeline tensorboard          also trackers: MLflow, W&B
   use    python -m pipeline try [TEXT]           fill [MASK], newest model
          python -m pipeline publish TARGET       hf://org/name, s3://…, folder

@@ -148,7 +148,8 @@ def merge(work: StageDirectory, args: MergeOptions) -> None:
         _fit_positions(temporary / TOKENIZER_CONFIG, source.config.max_position_embeddings)
         outputs, counts = written(work, source, temporary, "hf", options)
     if (target / CARD).exists():  # a rebuilt model keeps its model card, which people edit
-        shutil.copyfile(target / CARD, temporary / CARD)
+        with disk_errors(temporary):
+            shutil.copyfile(target / CARD, temporary / CARD)
     rename_durably(temporary, target)
     named = {f"{MODEL}/{output.path}": output for output in outputs}
     outputs = [dataclasses.replace(output, path=path) for path, output in named.items()]

@@ -226,11 +226,14 @@ def _steps(device: str, compiles: bool) -> int:
 
 
 def _numbers(words: Sequence[str], **defaults: int) -> argparse.Namespace:
-    """The values of these options among `words`, which have others, too."""
-    p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    """The values of these options among `words`, which have others, too. Raises `UserError`."""
+    p = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, default in defaults.items():
         p.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=int, default=default)
-    return p.parse_known_args(words)[0]
+    try:
+        return p.parse_known_args(words)[0]
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}, in the command to precompile; allowed here: a number") from None
 
 
 def _run(words: list[str], environment: dict[str, str]) -> None:

@@ -80,7 +80,7 @@ def test_the_extra_is_a_whole_installation_of_its_lane(lane: str) -> None:
     instance = {XLA: "trn1.32xlarge", NATIVE: "trn2.48xlarge"}[lane]
     found = Installation(versions, (), lane == NATIVE, BASES[lane][2], instance)
     assert problems(found) == []
-    assert f"{BASES[lane][1]} -m venv /opt/venv" in arguments(lane, "RUN")[2]
+    assert f"{BASES[lane][1]} -m venv /opt/venv" in arguments(lane, "RUN")
 
 
 @pytest.mark.parametrize("image", OTHERS)

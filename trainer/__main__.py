@@ -9,6 +9,7 @@ the weights differed.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -68,19 +69,27 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _locked(config: TrainConfig, mesh: Mesh) -> Iterator[None]:
-    """The root holds the lock of the output directory. Raises `AgreedError` on all workers if another process does."""
+    """The root holds the lock of the output directory. Raises `AgreedError` on all workers if another process does, or
+    if a file that is written at the end has no place."""
     problem = None
     with contextlib.ExitStack() as stack:
-        # A trial does not write there.
-        if mesh.is_root and not config.trial and not is_held_for_us(config.output_dir):
+        if mesh.is_root:
             try:
-                stack.enter_context(hold(config.output_dir))
+                _require_places(config)
+                if not config.trial and not is_held_for_us(config.output_dir):  # a trial does not write there
+                    stack.enter_context(hold(config.output_dir))
             except UserError as error:
                 problem = str(error)
         problem = mesh.broadcast_object(problem)
         if problem is not None:
             raise AgreedError(problem)
         yield
+
+
+def _require_places(config: TrainConfig) -> None:
+    for option, path in (("metrics_file", config.metrics_file), ("graphs", config.graphs if config.trial else None)):
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
+            raise UserError(f"--{option} {path} cannot be written; give a file in a folder that is there and yours")
 
 
 def _train(config: TrainConfig, workload: Workload, trackers: TrackerOptions, mesh: Mesh) -> int:

@@ -219,6 +219,8 @@ class TrainConfig:
                 f"grad_accum_usteps / batches_per_execution = {self.grad_accum_usteps} / {self.batches_per_execution} "
                 f"is not a whole number: steps would have different graphs; change one of them"
             )
+        if not self.num_ckpts_to_keep:
+            raise UserError("--num_ckpts_to_keep 0 keeps nothing to resume from; allowed: 1 or more, or -1 for all")
         if self.budget is None:
             require_warmup(
                 self.schedule, warmup_steps=self.warmup_steps, max_steps=self.max_steps, decay_share=self.decay_share

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import AgreedError, UserError
 from common.files import failpoint
 from trainer import build
 from trainer.checkpoint.checkpointer import Checkpointer
@@ -66,13 +66,18 @@ class Trainer:
         cases. Raises `NonFiniteStep`, `ReplicasDiffer`, `DiskError`."""
         try:
             self._train()
+        except AgreedError:  # a checkpoint under way is still good; all workers wait for it
+            with contextlib.suppress(UserError, RuntimeError):
+                self.checkpointer.close()
+            raise
         except UserError:
             with contextlib.suppress(UserError):
-                self.checkpointer.finish()  # a checkpoint under way is still good
+                self.checkpointer.finish()
             raise
         except Exception as error:
             if is_loss(error):
                 self._save_alone()
+            self.checkpointer.finish_soon()
             raise
         return self.state.step >= self.config.stop_step
 

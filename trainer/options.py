@@ -125,6 +125,8 @@ def to_config(given: CommandLine, mesh: Mesh) -> tuple[TrainConfig, Workload]:
     config = dataclasses.replace(
         config,
         output_dir=config.output_dir.expanduser(),
+        metrics_file=config.metrics_file and config.metrics_file.expanduser(),
+        graphs=config.graphs and config.graphs.expanduser(),
         phase=2 if run.phase2 else 1,
         phase1_end_step=config.phase1_end_step if run.phase2 else 0,
         lr=workload.learning_rate(config.lr, workers),
@@ -181,7 +183,9 @@ def markdown() -> str:
         "",
         "Made by `python -m trainer.options > docs/options.md` from the fields that define the options. Options keep "
         "their names in the tutorials' scripts. A switch is on with its name and off with `--no-NAME`. An option "
-        "marked *decides* decides the result: a resumed run that changes it is refused, and the error names it.",
+        "marked *fixed* must stay the same when a run is resumed: a change is refused, and the error names it. The "
+        "others do not affect the result, act only when a run begins, or are checked through another value "
+        "(`--grad_accum_usteps` through the global batch).",
         "",
         "A micro-step is one forward and backward pass of one worker; an optimizer step sums several.",
         "",
@@ -205,7 +209,7 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-_HEADER = ("| option | default | allowed | | |", "|---|---|---|---|---|")
+_HEADER = ("| option | default | allowed | on resume | meaning |", "|---|---|---|---|---|")
 
 
 def _rows(cls: type, defaults: Mapping[str, Any], only: Mapping[str, Any] | None = None) -> Iterator[tuple[str, str]]:
@@ -214,10 +218,12 @@ def _rows(cls: type, defaults: Mapping[str, Any], only: Mapping[str, Any] | None
         if about.names is None or (only is not None and name not in only):
             continue
         default = defaults.get(name, field.default)
-        shown = "off" if default is False else "" if default in (None, ()) else f"`{default}`"
+        shown = "" if default in (None, ()) else f"`{default}`"
+        if isinstance(default, bool):
+            shown = "on" if default else "off"
         allowed = ", ".join(f"`{choice}`" for choice in about.choices) or about.allowed
-        decides, text = "decides" if about.decides else "", about.help.replace("*", r"\*")
-        yield about.group, f"| `{name_of(cls, name)}` | {shown} | {allowed} | {decides} | {text} |"
+        fixed, text = "fixed" if about.decides else "", about.help.replace("*", r"\*")
+        yield about.group, f"| `{name_of(cls, name)}` | {shown} | {allowed} | {fixed} | {text} |"
 
 
 if __name__ == "__main__":

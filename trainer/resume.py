@@ -12,7 +12,7 @@ from common.errors import CheckpointError
 from common.options import fields_of
 from trainer.build import LOADING_AT_ONCE
 from trainer.checkpoint.load import load_into
-from trainer.checkpoint.resume_point import ResumePoint
+from trainer.checkpoint.resume_point import ResumePoint, checkpoint_directory
 from trainer.config import TrainConfig
 from trainer.data.order import ORDER_VERSION
 from trainer.optim.schedule import DECAY_OPTIONS
@@ -45,8 +45,8 @@ def _precision_name(run: Run, start: ResumePoint | None) -> str:
         if config.precision == "auto":
             run.log(f"precision {config.wanted_precision}: optimizer {config.optimizer} is made for it")
         return config.wanted_precision
-    if start is not None and start.state.phase == config.phase:
-        return start.state.precision
+    if start is not None and start.state.phase == config.phase and start.state.known_precision:
+        return start.state.known_precision
     # The root's for all: machines may differ.
     name, reason = run.mesh.by_root(run.device.automatic_precision)
     run.log(f"precision {name}: {reason}")
@@ -130,6 +130,11 @@ def resume(
         state = state.resumed(start.state, start.checkpoint, allowed=run.config.allow_changes)
         how = f"at step {state.global_step}"
         _log_changes(run, state, start)
+    if state.step >= run.config.max_steps and start.checkpoint.parent != checkpoint_directory(run.config):
+        raise CheckpointError(
+            f"{start.checkpoint} is of the last step, {state.step}: nothing is left to train; give more --max_steps or "
+            f"--new_data to begin with its weights"
+        )
     if state.step < run.config.max_steps:  # a finished phase needs none, and may have none (--minimal_ckpt)
         run.mesh.in_turns(load_optimizer, at_once=LOADING_AT_ONCE)
     optimizer.set_steps_done(state.optimizer_steps)

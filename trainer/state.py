@@ -15,7 +15,7 @@ from trainer.config import CHANGEABLE, LEFT_OUT
 from trainer.data.batch_ramp import BatchRamp, BatchSizes, batch_of
 from trainer.models.config import ModelConfig
 from trainer.optim.schedule import DECAY_OPTIONS
-from trainer.registry import stable_steps
+from trainer.registry import PRECISIONS, stable_steps
 
 #: Name of the file in a checkpoint directory.
 STATE = "state.json"
@@ -134,13 +134,18 @@ class TrainState:
         """Updates of the optimizer's moments so far."""
         return self.steps_before + self.step
 
+    @property
+    def known_precision(self) -> str | None:
+        """None in a checkpoint that another tool has written: its moments are fp32."""
+        return self.precision if self.precision in PRECISIONS else None
+
     def continuing(self, other: TrainState, checkpoint: Path) -> Self:
         """This run before its first step on new data, with the weights and moments of `other`, the state in
         `checkpoint`. Raises `CheckpointError` if it cannot use them."""
         self.require_same_model(other, checkpoint)
         for name in ("optimizer", "precision"):
             mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
+            if mine != theirs and not (name == "precision" and other.known_precision is None):
                 raise CheckpointError(
                     f"{checkpoint} was trained with {name} = {theirs}, this run has {mine}, for which the optimizer's "
                     f"state means something else; continue with {theirs}, or start anew"

@@ -143,8 +143,8 @@ def compare(kind: str, directory: Path, args: argparse.Namespace) -> None:
 def main() -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.faults.store_training", description=__doc__)
     p.add_argument("--stores", nargs="+", default=list(KINDS), choices=KINDS)
-    p.add_argument("--pairs", type=at_least(1), default=10, help="runs of each side, alternating")
-    p.add_argument("--seconds", type=float, default=60.0, help="of each training")
+    p.add_argument("--pairs", type=at_least(1), default=3, help="runs of each side, alternating")
+    p.add_argument("--seconds", type=float, default=300.0, help="of each training run")
     p.add_argument("--megabytes-per-second", type=float, default=LARGE_MB_PER_S, help="of checkpoints")
     p.add_argument("--cores", type=int, default=1, help="for all but an S3 server")
     args = p.parse_args()

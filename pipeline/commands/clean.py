@@ -58,7 +58,7 @@ class Plan:
     kept: list[tuple[StageDir, str]]
     #: Unfinished, with work that could be resumed: removed only if a person names them.
     interrupted: list[tuple[StageDir, str]]
-    #: Checkpoints set aside by trainings that are kept.
+    #: Checkpoints set aside by training runs that are kept.
     abandoned: list[tuple[StageDir, Path]]
 
 
@@ -112,7 +112,7 @@ def plan(goal: Goal, named: Collection[str]) -> Plan:
 
 
 def _extended(tasks: Iterable[StageTask], stage_dirs: StageDirs) -> dict[str, str]:
-    """Directories that trainings of the present settings would continue from, by fingerprint, and why they are kept."""
+    """Directories that training runs of the present settings would continue, by fingerprint, and why they are kept."""
     return {
         stable.stage_dir.fingerprint: f"{task.label} would continue from its step {stable.step:,}"
         for task in tasks
@@ -160,7 +160,7 @@ def remove(stage_dir: StageDir, work_dir: Path) -> None:
         if stage_dir.path.resolve() in StageDirs(work_dir).linked():
             raise LockHeld(f"{stage_dir.path} is now the latest of its stage; it is kept")
         (stage_dir.path / _REMOVAL).touch()
-        order = {MANIFEST: 0, LOCK: 2, IDENTITY: 3, _REMOVAL: 4}
+        order = {MANIFEST: 0, LOCK: 2, _REMOVAL: 3, IDENTITY: 4}
         for path in sorted(stage_dir.path.iterdir(), key=lambda path: order.get(path.name, 1)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

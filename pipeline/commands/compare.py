@@ -16,7 +16,7 @@ from pipeline.tasks.sweep import Sweep
 from stages.view.comparison import LOSS, Comparison, Trial
 from stages.view.text import columns, duration, number, sparkline
 
-SUMMARY = "trials of a sweep, or all trainings: what differs, curves, losses, time, the winner; also as a page"
+SUMMARY = "trials of a sweep, or all training runs: what differs, curves, losses, time, the winner; also as a page"
 _CURVE_WIDTH = 40
 
 
@@ -72,7 +72,9 @@ def _parts(curve: Sequence[tuple[float, float]], end: float) -> list[float]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sweep", nargs="?", metavar="FILE", help="a sweep's TOML file (default: all trainings of WORK)")
+    parser.add_argument(
+        "sweep", nargs="?", metavar="FILE", help="a sweep's TOML file (default: all training runs of WORK)"
+    )
     parser.add_argument("--out", type=Path, help="where to write the page (default: WORK/compare[-SWEEP].html)")
 
 
@@ -85,7 +87,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         comparison, path = of_work_directory(StageDirs(work_dir)), work_dir / "compare.html"
         if not comparison.trials:
-            raise UserError(f"there is no training in {work_dir}; start one with `luigi --module pipeline BertPhase1`")
+            raise UserError(
+                f"there is no training run in {work_dir}; start one with `luigi --module pipeline BertPhase1`"
+            )
     from stages.view.comparison_page import page
     from stages.view.page import write_page
 

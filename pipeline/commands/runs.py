@@ -20,7 +20,7 @@ from pipeline.store.shared import SharedStore
 from pipeline.tasks.nights.directories import NightDirs
 from stages.view.text import columns, number, percent, size
 
-SUMMARY = "a line for each training, here and in the store: when, how far, held-out loss, size, and what differs"
+SUMMARY = "a line for each training run, here and in the store: when, how far, held-out loss, size, and what differs"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     elif found:
         print(table(found, has_store=shared is not None))
     elif conditions:
-        print(f"there is no training with {' '.join(args.where)} in {places}")
+        print(f"there is no training run with {' '.join(args.where)} in {places}")
     else:
-        print(f"there is no training in {places}; start one with `luigi --module pipeline BertPhase2`")
+        print(f"there is no training run in {places}; start one with `luigi --module pipeline BertPhase2`")
     return 0
 
 

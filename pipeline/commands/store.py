@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     prune = verbs.add_parser("prune", help="what is old or too much; removes it only with --remove")
     prune.add_argument(
         "--older-than", type=_parsed(Duration.parse), metavar="TIME",
-        help="what is older than TIME, such as 30d or 12h: stages, and checkpoints of idle trainings",
+        help="what is older than TIME, such as 30d or 12h: stages, and checkpoints of idle training runs",
     )  # fmt: skip
     prune.add_argument(
         "--max-size",

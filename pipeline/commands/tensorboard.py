@@ -1,4 +1,4 @@
-"""`python -m pipeline tensorboard`: curves of all trainings below the work directory, including running ones."""
+"""`python -m pipeline tensorboard`: curves of all training runs below the work directory, including running ones."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pipeline.settings.load import load
 from pipeline.status.tensorboard import ADDRESS, DIRECTORY
 from stages.directory.lock import hold
 
-SUMMARY = "TensorBoard for all trainings below the work directory; luigid shows its address beside each stage"
+SUMMARY = "TensorBoard for all training runs below the work directory; luigid shows its address beside each stage"
 _RUNS = "runs"
-#: Curves of trainings in this work directory and in each night.
+#: Curves of training runs in this work directory and in each night.
 _CURVES = ("*/tensorboard", "nights/[0-9]*/*/tensorboard")
-#: Seconds between searches for new trainings.
+#: Seconds between searches for new training runs.
 _LOOK_S = 2.0
 
 
 def link_runs(work_dir: Path) -> None:
-    """Make the links in WORK/tensorboard/runs match the trainings that exist. Raises `DiskError`.
+    """Make the links in WORK/tensorboard/runs match the training runs that exist. Raises `DiskError`.
 
     Links, because TensorBoard would otherwise walk through all shards and checkpoints, and see those of `latest` twice.
     """

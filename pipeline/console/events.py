@@ -13,7 +13,7 @@ from common.files import utc_now
 from pipeline.console.base import Console, Said, is_chatter
 from stages.directory.records import read_progress
 
-#: Seconds between two "progress" events of a stage.
+#: Least seconds between two "progress" events of a stage, which come with its output.
 _PROGRESS_EVERY_S = 10.0
 
 

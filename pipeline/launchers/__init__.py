@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files import parse_utc, read_json
+from common.files import parse_utc
+from common.files import read_json as read_json
 from pipeline.launchers.base import Launcher
 from pipeline.launchers.jobs import Job, JobLauncher
 from pipeline.launchers.local import Local
 from pipeline.settings.sections import Settings
-from stages.directory.lock import JOB
+from stages.directory.lock import JOB, read_job
 
 
 def launcher(settings: Settings, *, on_cluster: bool) -> Launcher:
@@ -37,7 +38,7 @@ def find_job(directory: Path) -> Job | None:
 
     Raises `UserError` if its record is damaged: the job may be running, and without it the stage would be made twice.
     """
-    record = read_json(directory / JOB)
+    record = read_job(directory)
     if record is None:
         return None
     from pipeline.launchers.kubernetes import START_TIMEOUT_S, KubernetesScheduler

@@ -66,15 +66,25 @@ def runs_on_node_0(directory: Path) -> bool:
     return found[-1].started >= parse_utc(holder["started"]).timestamp()
 
 
+class NewFailures:
+    """Tells whether node 0 has failed since this object was made. The record of failures may be replaced by that of a
+    machine whose checkpoint node 0 fetches: what ended before node 0 took the lock, by its clock, does not count."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._before = directory, attempts.failures(directory)
+        self._since: float | None = None
+
+    def __call__(self) -> bool:
+        if self._since is None and is_held(self._directory):
+            started = (read_json(self._directory / LOCK) or {}).get("started")
+            self._since = parse_utc(started).timestamp() if started else None
+        return any(ended >= (self._since or 0.0) for ended in attempts.failures(self._directory) - self._before)
+
+
 def await_node_0(
-    label: str,
-    directory: Path,
-    why_incomplete: Callable[[], str | None],
-    timeout_s: float,
-    *,
-    failures_before: int,
+    label: str, directory: Path, why_incomplete: Callable[[], str | None], timeout_s: float, *, has_failed: NewFailures
 ) -> None:
-    """Wait until node 0 has completed the stage. `failures_before`: `attempts.failures` when this run began.
+    """Wait until node 0 has completed the stage. `has_failed`: made when this run began.
 
     Raises `UserError` if it fails there; `NodeMissing` if node 0 shows no sign of life for `timeout_s` seconds. Never
     compares times of different machines: the clocks of nodes and of the file server differ.
@@ -83,7 +93,7 @@ def await_node_0(
     last_sign = attempts.last_sign_of_life(directory)
     while (reason := why_incomplete()) is not None:
         now = time.monotonic()
-        if attempts.failures(directory) > failures_before:
+        if has_failed():
             failure = attempts.last_failure(directory)
             raise UserError(f"{label} failed on node 0: {failure.line if failure else 'it has been restarted since'}")
         sign = attempts.last_sign_of_life(directory)

@@ -241,7 +241,7 @@ def _error(said: list[str], status: int) -> str:
 
 def _copy(command: Command, log_path: Path, watch: _Watch, said: Said, words: list[str]) -> None:
     """Copy lines to the log, and to `said`. A progress bar's lines, which overwrite each other, are not logged."""
-    with log_path.open("a", encoding="utf-8") as file:
+    with log_path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"$ python {redact(shlex.join(words))}\n")
         file.flush()
         for raw, is_live in _lines(command, watch):

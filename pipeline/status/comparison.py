@@ -1,4 +1,4 @@
-"""Trials of a sweep, or all trainings of a work directory, for comparison."""
+"""Trials of a sweep, or all training runs of a work directory, for comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def of_goals(title: str, goals: Mapping[str, ChainGoal], notes: Mapping[str, str
 
 
 def of_work_directory(stage_dirs: StageDirs) -> Comparison:
-    """All trainings, oldest first, each named by its directory. A phase 1 is part of the phase 2 after it."""
+    """All training runs, oldest first, each named by its directory. A phase 1 is part of the phase 2 after it."""
     chains = stage_dirs.chains(lambda one: one.label.startswith(_PRETRAIN))
     return Comparison(f"Trainings in {stage_dirs.work_dir}", [_trial(chain, stage_dirs) for chain in reversed(chains)])
 

@@ -73,7 +73,7 @@ class HeldRun:
 
 
 def held_runs(stage_dirs: StageDirs, stored: Collection[str]) -> list[HeldRun]:
-    """All trainings, newest first; a phase 1 is part of the phase 2 after it. `stored`: the store's fingerprints."""
+    """All training runs, newest first; a phase 1 is part of its phase 2. `stored`: the store's fingerprints."""
     chains = stage_dirs.chains(lambda one: _kind(one) is not None)
     return sorted((_held(chain, stage_dirs, stored) for chain in chains), key=lambda run: run.when, reverse=True)
 

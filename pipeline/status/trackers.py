@@ -1,4 +1,4 @@
-"""Sends trackers what they still lack of finished trainings, and the results of evaluations."""
+"""Sends trackers what they still lack of finished training runs, and the results of evaluations."""
 
 from __future__ import annotations
 

@@ -99,6 +99,15 @@ _pending: list[tuple[subprocess.Popen[bytes], str, Path]] = []
 _unpushed: dict[Path, tuple[StoreOptions, str]] = {}
 
 
+def _belongs_to_parent() -> None:
+    """In a forked process: what its parent pushes, the parent awaits."""
+    _pending.clear()
+    _unpushed.clear()
+
+
+os.register_at_fork(after_in_child=_belongs_to_parent)
+
+
 def await_at_exit(process: subprocess.Popen[bytes], label: str, directory: Path) -> None:
     """Wait for a push when this process ends; in one of luigi's worker processes, wait now."""
     _at_exit()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ class PipelineTask(luigi.Task):
         console.choose_once(console.QUIET if self.quiet else self.settings.run.console)
         # Stages of different work directories must not block each other on a shared luigid.
         others = json.dumps(self.overlay, default=dict) if self.overlay else ""
-        place = hashlib.sha256(f"{self.settings.work_dir.resolve()}{others}".encode()).hexdigest()
+        place = hashlib.sha256(os.fsencode(self.settings.work_dir.resolve()) + others.encode()).hexdigest()
         self.task_id = f"{self.task_id}_{place[:10]}"
 
 

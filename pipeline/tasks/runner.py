@@ -16,7 +16,7 @@ from pipeline import launchers
 from pipeline.console.select import console
 from pipeline.launchers.base import Detached, Launcher, StageCommand
 from pipeline.launchers.jobs import Job
-from pipeline.launchers.local import await_node_0, runs_on_node_0
+from pipeline.launchers.local import NewFailures, await_node_0, runs_on_node_0
 from pipeline.launchers.process import ProcessResult
 from pipeline.launchers.restarts import RestartAfterHang, RestartPolicy, RestartWhileProgressing
 from pipeline.status import latest
@@ -82,7 +82,7 @@ class Runner:
         stage = self._stage
         awaited = functools.partial(
             await_node_0, stage.label, stage.directory, timeout_s=timeout_s,
-            failures_before=attempts.failures(stage.directory),
+            has_failed=NewFailures(stage.directory),
         )  # fmt: skip
         with self._told(records=False):
             if stage.nodes > 1 and stage.stored is None:

@@ -93,9 +93,9 @@ def record_failure(directory: Path, error: str) -> None:
     _append_end(directory, "failed", error, is_final=True)
 
 
-def failures(directory: Path) -> int:
-    """How many runs of the stage have failed for good."""
-    return sum(record.get("is_final") is True for record in _records(directory / ATTEMPTS))
+def failures(directory: Path) -> frozenset[float]:
+    """When runs of the stage failed for good, in seconds since 1970."""
+    return frozenset(record["ended"] for record in _records(directory / ATTEMPTS) if record.get("is_final") is True)
 
 
 def last_failure(directory: Path) -> Failure | None:
@@ -182,8 +182,12 @@ def _append_end(directory: Path, how: How, error: str, **facts: Any) -> None:
 def _append(directory: Path, record: dict[str, Any]) -> None:
     path = directory / ATTEMPTS
     failpoint(f"append-before:{path.name}")
-    with disk_errors(path), path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    with disk_errors(path), path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # a full disk or a power failure has cut the last line short
+                file.write(b"\n")
+        file.write(f"{json.dumps(record)}\n".encode())
     failpoint(f"append-after:{path.name}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from common.errors import LockHeld
 from common.files import read_json
@@ -17,6 +18,13 @@ __all__ = ["JOB", "LOCK", "hold", "is_held"]
 JOB = "job.json"
 
 
+def read_job(directory: Path) -> dict[str, Any] | None:
+    """The record of the job of a stage directory; empty if it is damaged; None if there is none."""
+    if not (directory / JOB).exists():
+        return None
+    return read_json(directory / JOB) or {}
+
+
 @contextlib.contextmanager
 def hold(directory: Path, *, knows_jobs: bool = False) -> Iterator[int]:
     """`common.lock.hold` for a stage's directory. Raises `LockHeld`, which names the holder; `DiskError`.
@@ -25,7 +33,9 @@ def hold(directory: Path, *, knows_jobs: bool = False) -> Iterator[int]:
     handles jobs (`knows_jobs`) gets the lock.
     """
     with hold_directory(directory) as fd:
-        job = None if knows_jobs else read_json(directory / JOB)
+        job = None if knows_jobs else read_job(directory)
+        if job == {}:
+            raise LockHeld(f"{directory / JOB} is damaged: a job on other machines may be at work in {directory}")
         if job is not None:
             raise LockHeld(
                 f"{directory} is being made by {job.get('launcher')} job {job.get('id') or job.get('name')}, as far as "

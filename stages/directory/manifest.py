@@ -33,6 +33,7 @@ from common.files import (
     ALIVE,
     PROGRESS,
     TEMPORARY_SUFFIX,
+    disk_errors,
     fsync_directory,
     parse_utc,
     sha256_of,
@@ -255,8 +256,9 @@ def finish(
             "versions": versions,
         },
     )
-    for name in (PROGRESS, ALIVE):
-        (path / name).unlink(missing_ok=True)
+    with disk_errors(path):
+        for name in (PROGRESS, ALIVE):
+            (path / name).unlink(missing_ok=True)
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from common.errors import UserError
-from common.files import durable_file
+from common.files import disk_errors, durable_file
 from common.workers import Workers
 from stages.directory.builders import Builders
 from stages.directory.manifest import StageDirectory
@@ -140,7 +140,8 @@ def make_plans(
     Raises `DiskError`.
     """
     directory = work.path / PLAN
-    directory.mkdir(exist_ok=True)
+    with disk_errors(directory):
+        directory.mkdir(exist_ok=True)
     tasks = [
         _Task(
             part, pairs_path(directory, split, index), form_of(split, form),

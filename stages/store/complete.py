@@ -165,7 +165,8 @@ def fetch_stage(
     siblings: Collection[str] = (),
     report: Report = ignore,
 ) -> None:
-    """Fetch a complete stage into `directory`, whose lock is held; its manifest is put there last.
+    """Fetch a complete stage into `directory`, whose lock is held: first its identity, without which a later run would
+    not recognise what an interrupted one has left there, and its manifest last.
 
     `siblings`: names of directories beside it that it may put files into. Files already there with the right sha256
     are not fetched. Raises `NotUsable`, `UserError`.
@@ -176,6 +177,11 @@ def fetch_stage(
         require_inside(files, siblings)
         if last.path != MANIFEST:
             raise Damaged(f"its last file is {last.path}, not {MANIFEST}")
+        for file in files:
+            if file.path == IDENTITY and not _is_there(directory, file):
+                download(backend, {file.key: file}, {file.key: [directory / IDENTITY]})
+                fsync_directory(directory)
+                failpoint("store-fetched-identity")
         download(backend, {last.key: last}, {last.key: [manifest]})
         times, present = _read_manifest(manifest, record)
         beside = {file.path for file in files if file.path.startswith("..")}

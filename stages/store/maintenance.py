@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +30,10 @@ from stages.store.records import (
     full_name,
     stage_of_key,
 )
-from stages.store.removals import announced
+from stages.store.removals import announced, remove_files
 
 #: How long files to which no record refers are kept, in seconds: somebody may be about to write the record.
 GRACE_S = 86400.0
-#: Files that are removed without a look at whether others still wait.
-_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,7 @@ def remove_damaged(backend: Backend, contents: Contents, wrong: dict[str, str]) 
             whole = tuple(one for one in listed if not wrong.keys() & training.files_of(one).keys())
             if whole != listed:
                 training.keep(backend, whole)
-        _remove_files(backend, wrong, {stage.record.key for stage in contents.stages}, go_on)
+        remove_files(backend, wrong, {stage.record.key for stage in contents.stages}, go_on)
     return [stage.name for stage in broken]
 
 
@@ -233,30 +231,9 @@ def remove(backend: Backend, contents: Contents, gone: Sequence[StoredStage | St
         left = read_records(backend)  # what was pushed since `contents` were read needs its files
         left.files = contents.files
         unused = unreferenced(left, gone, now)
-        _remove_files(backend, [entry.key for entry in unused], {stage.record.key for stage in left.stages}, go_on)
+        remove_files(backend, [entry.key for entry in unused], {stage.record.key for stage in left.stages}, go_on)
     backend.sweep(now - GRACE_S)
     return sum(entry.bytes for entry in unused)
-
-
-def _remove_files(backend: Backend, keys: Iterable[str], known: Collection[str], go_on: Callable[[], None]) -> None:
-    """Remove files, then the records of stages that were pushed after the `known` ones were read and rely on them:
-    whoever pushed one may have died since. `go_on` is called before each part."""
-    removed = set(keys)
-    in_order = sorted(removed)
-    for first in range(0, len(in_order), _AT_ONCE):
-        go_on()
-        backend.delete(in_order[first : first + _AT_ONCE])
-    go_on()
-    for entry in list(backend.list(f"{STAGES}/")):
-        stage = stage_of_key(entry.key)
-        if entry.key in known or stage is None:
-            continue
-        with contextlib.suppress(Missing, Damaged):
-            record = StageRecord.decode(backend.read(entry.key)[0], *stage)
-            if not removed.isdisjoint(file.key for file in record.files):
-                backend.delete([entry.key])
-                name = directory_name(record.label, record.fingerprint)
-                log(f"note: {name} was pushed meanwhile and lacks files; whoever pushes it sends them again")
 
 
 def unreferenced(left: Contents, gone: Sequence[StoredStage | StoredTraining], now: float) -> list[Entry]:

@@ -18,7 +18,14 @@ from typing import Protocol
 from common.addresses import local_path, url_scheme
 from common.disk_space import require_disk_space
 from common.errors import UserError
-from common.files import TEMPORARY_SUFFIX, disk_errors, failpoint, fsync_directory, rename_durably
+from common.files import (
+    TEMPORARY_SUFFIX,
+    disk_errors,
+    failpoint,
+    fsync_directory,
+    rename_durably,
+    restore_replaced,
+)
 from stages.store.backend import Report
 from stages.store.digest import copy_hashed
 
@@ -109,6 +116,7 @@ class Folder:
         require_disk_space(self.folder.parent, publication.total_bytes, "the model needs")
         with disk_errors(self.folder):
             self.folder.parent.mkdir(parents=True, exist_ok=True)
+            restore_replaced(self.folder)
             fd = _own(temporary)
             try:
                 for name, path in publication.files.items():

@@ -82,7 +82,7 @@ def write_data_card(
         table(("", ""), _versions(every)),
     ]  # fmt: skip
     with durable_file(directory / DATA_CARD) as file:
-        file.write(("\n\n".join(part for part in parts if part) + "\n").encode())
+        file.write(("\n\n".join(part for part in parts if part) + "\n").encode(errors="backslashreplace"))
 
 
 def _metadata(sources: Iterable[Source], documents: int) -> str:

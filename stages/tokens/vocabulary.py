@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from common.errors import UserError
+from common.files import disk_errors
 from common.workers import Workers
 from stages.directory.builders import Builders
 from stages.directory.manifest import StageDirectory
@@ -48,7 +49,8 @@ def make_tokenizer(
         vocabulary = learn_vocabulary(_words(work, corpus, share, workers), size=options.vocab_size)
         if len(vocabulary) < options.vocab_size:
             print(f"note: this text gives a vocabulary of only {len(vocabulary)} pieces", file=sys.stderr)
-    directory.mkdir(exist_ok=True)
+    with disk_errors(directory):
+        directory.mkdir(exist_ok=True)
     save_tokenizer(directory, vocabulary, lower_case=options.lower_case)
     return vocabulary
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from html import escape
 
-from stages.directory.attempts import Attempt, How
+from stages.directory.attempts import Attempt
 from stages.view.status import StageStatus
 from stages.view.text import duration, moment
 
@@ -17,15 +17,6 @@ _REST_SHARE = 0.15
 _CUT_WIDTH = 30
 #: Width below which the narrow layout is used.
 _BELOW = 600
-#: Outcome → its name in the legend.
-ENDINGS: dict[How, str] = {
-    "complete": "complete",
-    "running": "running",
-    "interrupted": "interrupted",
-    "killed": "killed",
-    "failed": "failed",
-    "hung": "hung",
-}
 _TICK_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800)
 
 
@@ -118,7 +109,7 @@ def _bar(attempt: Attempt, stretches: Sequence[Stretch], top: float) -> str:
     stretch = next(s for s in stretches if s.began <= attempt.started <= s.ended)
     x, end = stretch.x(attempt.started), stretch.x(attempt.ended)
     right = max(end, x + 2)
-    title = f"{ENDINGS[attempt.how]} after {duration(attempt.seconds)}, from {moment(attempt.started, seconds=True)}"
+    title = f"{attempt.how} after {duration(attempt.seconds)}, from {moment(attempt.started, seconds=True)}"
     if attempt.host:
         title += f" on {attempt.host}"
     if attempt.error:

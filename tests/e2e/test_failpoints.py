@@ -230,6 +230,7 @@ def test_the_end_of_a_training_in_the_chain(tmp_path: Path, tmp_path_factory: py
     chain.ask("report")
 
 
+@pytest.mark.slow
 def test_the_summary_of_a_phase_whose_rate_is_not_known(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

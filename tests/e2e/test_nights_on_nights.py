@@ -21,8 +21,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from common.errors import UserError
 from common.files import sha256_of
-from pipeline.tasks.nights.start_from import decided, take_over
+from pipeline.tasks.nights.start_from import Candidate, decided, take_over
 from tests.helpers.chain import Chain, write_corpus
 from tests.helpers.post import SETTINGS, Post, receiving
 from tests.helpers.support import assert_one_line_error, flip_a_byte, metrics
@@ -236,10 +237,14 @@ def test_the_trend_is_in_the_terminal_and_on_a_page(nights: Nights) -> None:
     assert f"3 complete, 1 of them rejected; latest: {SECOND}" in lines[-2]
 
 
+def agrees(found: Candidate) -> None:
+    """The settings fit every night."""
+
+
 def test_what_a_night_has_begun_with_stays(nights: Nights) -> None:
     """Even when another night is accepted meanwhile, and when the one that it continues is removed."""
     begun = nights.path / BEGUN
-    parent = take_over(begun, [nights.path / REJECTED])
+    parent = take_over(begun, [nights.path / REJECTED], agrees)
     assert parent is not None
     assert parent.night == SECOND
     files = [path for path in parent.directory.rglob("*") if path.is_file()]
@@ -252,7 +257,7 @@ def test_what_a_night_has_begun_with_stays(nights: Nights) -> None:
         assert (parent.checkpoint / "optimizer-00-of-01.safetensors").exists()
         # Another night would now continue the first one, whose checkpoint is still there.
         (nights.path / "2026-11-22").mkdir()
-        other = take_over(nights.path / "2026-11-22", [nights.path / SECOND, nights.path / FIRST])
+        other = take_over(nights.path / "2026-11-22", [nights.path / SECOND, nights.path / FIRST], agrees)
         assert other is not None
         assert other.night == FIRST
     finally:
@@ -275,9 +280,16 @@ def test_what_was_altered_is_refused(nights: Nights, tmp_path: Path) -> None:
     (weights,) = copy.glob("pretrain-phase1-*/checkpoints/ckpt_4/model-*")
     flip_a_byte(weights)
     (tmp_path / BEGUN).mkdir()
-    assert take_over(tmp_path / BEGUN, [copy]) is None
+
+    def of_another_model(found: Candidate) -> None:
+        raise UserError(f"night {found.directory.name} has another model")
+
+    with pytest.raises(UserError, match=f"night {FIRST} has another model"):
+        take_over(tmp_path / BEGUN, [copy, nights.path / FIRST], of_another_model)
+    assert not (tmp_path / BEGUN / "parent").exists()
+    assert take_over(tmp_path / BEGUN, [copy], agrees) is None
     assert json.loads((tmp_path / BEGUN / "parent" / "parent.json").read_text()) == {"night": None}
-    assert take_over(tmp_path / BEGUN, [nights.path / SECOND]) is None, "it goes on as it was begun"
+    assert take_over(tmp_path / BEGUN, [nights.path / SECOND], agrees) is None, "it goes on as it was begun"
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,9 @@ def test_a_bad_word_of_the_training_command_is_refused_before_the_trial(
 ) -> None:
     done = precompile(tmp_path / "out", "xla", "-m", "trainer", *options(**{**work, "lr": "many"}, device="xla"))
     assert_one_line_error(done, "--lr is many")
+    launcher = ("-m", "trainer.launch.torchrun", "--nproc_per_node=gpu")
+    done = precompile(tmp_path / "out", "xla", *launcher, "-m", "trainer", *options(**work, device="xla"))
+    assert_one_line_error(done, "--nproc_per_node", "'gpu'", "a number")
     assert not (tmp_path / "out").exists()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from common.console import print_line
 from common.errors import UserError
 from common.files import METRICS
 from trainer.checkpoint.gather import OptimizerShares
@@ -31,7 +32,8 @@ _PATIENCE_S = 20.0
 
 
 class Checkpointer:
-    """Saves a run's state while training continues. Its methods are collective: all workers call them together."""
+    """Saves a run's state while training continues. All workers call `find_start`, `save`, `wait` and `close`
+    together."""
 
     def __init__(self, config: TrainConfig, device: Device, mesh: Mesh, log: Callable[[str], None]) -> None:
         """Remove unfinished checkpoints of dead runs. Raises `DiskError`."""
@@ -77,8 +79,11 @@ class Checkpointer:
         `model`: its tensors by name; `shares`: the optimizer's. Raises `DiskError`.
         """
         config, mesh = self._config, self._mesh
-        # Before the first step, the checkpoint that the run started from already holds its state.
-        self._saved_at, self._saved_step = time.monotonic(), -1 if start is None else state.step
+        self._saved_at = time.monotonic()
+        # The checkpoint that the run started from already holds its state, if it is the run's own. That of another
+        # phase does for step 0.
+        if start is not None and (start.checkpoint.parent == self._manager.directory or state.step == 0):
+            self._saved_step = state.step
         if config.trial:
             return
         if mesh.is_root:
@@ -136,7 +141,7 @@ class Checkpointer:
             directory, keep=-1, rank=mesh.tensor_parallel_rank, size=mesh.tensor_parallel_size, timeout_s=_PATIENCE_S
         )
         if manager.save_alone(self._to_store(Snapshot(state, *stored)), functools.partial(record, state)):
-            print(f"worker {mesh.rank} has saved step {state.global_step}: another worker is lost", flush=True)
+            print_line(f"worker {mesh.rank} has saved step {state.global_step}: another worker is lost")
 
     def _to_store(self, snapshot: Snapshot) -> Snapshot:
         is_last = snapshot.state.step >= self._config.max_steps
@@ -159,6 +164,12 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until this worker's last checkpoint is durable. Raises the write's error."""
         self._manager.finish()
+
+    def finish_soon(self) -> None:
+        """After an error: let this worker's write end, but beside other workers, which it may wait for, only as long as
+        torchrun lets it."""
+        with contextlib.suppress(UserError, TimeoutError):
+            self._manager.finish(None if self._mesh.world_size == 1 else _PATIENCE_S)
 
     def close(self) -> None:
         """Wait until every worker's last checkpoint is durable. Raises the write's error."""

@@ -142,11 +142,11 @@ class CheckpointManager:
         """Whether `finish` would wait."""
         return self._pending is not None and not self._pending.done()
 
-    def finish(self) -> None:
-        """Wait until the write in progress is durable; raises its error."""
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Wait until the write in progress is durable; raises its error, or `TimeoutError`."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
+            pending.result(timeout_s)
 
     def _write(self, snapshot: Snapshot, temporary: Path) -> None:
         final = self._path_of(snapshot)

@@ -115,12 +115,13 @@ class BatchReader:
             )
         mask = arrays["input_mask"]
         has_gap = np.greater(mask[:, 1:], mask[:, :-1]).any(axis=1)
-        if has_gap.any():
-            row = int(has_gap.argmax())
-            raise UserError(
-                f"{self._shards.names[samples.shard[row]]}: input_mask of row {samples.row[row]} has tokens after "
-                f"padding; allowed: 1 for all tokens and 0 after them; make this file again"
-            )
+        for what, wrong_rows in (("tokens after padding", has_gap), ("no tokens", mask[:, 0] == 0)):
+            if wrong_rows.any():
+                row = int(wrong_rows.argmax())
+                raise UserError(
+                    f"{self._shards.names[samples.shard[row]]}: input_mask of row {samples.row[row]} has {what}; "
+                    f"allowed: 1 for all tokens and 0 after them; make this file again"
+                )
 
     def _masked(
         self, arrays: Arrays, numbers: NDArray[np.int64], step: int, epoch: int

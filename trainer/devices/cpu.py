@@ -53,9 +53,7 @@ class CpuDevice(Device):
         keep_freed_memory()
         if not isinstance(self.operations, CpuOperations):
             return
-        if mesh.local_rank == 0:
-            library()  # the others load what this one has compiled
-        mesh.barrier()
+        mesh.patiently(library if mesh.local_rank == 0 else lambda: None)  # the others load what this one has compiled
         if mesh.sum_on_host([library() is None])[0] and library() is not None:
             forbid("another worker has none")
 

@@ -62,9 +62,10 @@ class CudaOperations(FusedOperations):
         of_products = torch.get_autocast_dtype(kind) if is_converted else x.dtype
         if not self._kernels.takes_heads(of_products, head_size):
             if mask.max_seqlen < x.shape[1]:  # without padding: a row, and so its mask, as long as a micro-batch
+                name = str(of_products).removeprefix("torch.")
                 raise UserError(
-                    f"attention heads of {head_size} numbers in {str(of_products).removeprefix('torch.')}; the kernels "
-                    f"take at most {self._kernels.HEAD_SIZE_MAX}; use precision fp32, or a model with more heads"
+                    f"attention heads of dimension {head_size} in {name}; the kernels take at most "
+                    f"{self._kernels.HEAD_SIZE_MAX}; use precision fp32, or a model with more heads"
                 )
             dense = super().attention_mask(mask.sequence_ids, mask.packed_bounds)
             return super().self_attention(x, layers, head_size, dense, dropout_p)

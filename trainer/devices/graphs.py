@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from common.files import read_json, write_json
 from trainer.config import TrainConfig
 from trainer.devices.base import Device
@@ -56,7 +57,12 @@ class GraphList:
         self._path = config.graphs if is_root else None
         self._trial, self._device, self._log = config.trial, device, log
         record = (self._path and read_json(self._path)) or {"graphs": []}
-        self._listed = {graph["hash"] for graph in record["graphs"]}
+        try:
+            self._listed = {graph["hash"] for graph in record["graphs"]}
+        except (KeyError, TypeError):
+            raise UserError(
+                f"--graphs {self._path} is no list of graphs that --trial wrote; give another file"
+            ) from None
         self._checked = 0
 
     def check(self) -> None:

@@ -7,9 +7,9 @@ import resource
 
 from common.errors import UserError
 
-#: Logical cores of an instance → worker counts that the XLA lane's runtime supports (MLP tutorial, known issues;
-#: developer guide).
-_WORKERS = {2: (1, 2), 4: (1, 4), 32: (1, 2, 8, 32), 64: (1, 64), 128: (1, 128)}
+#: NeuronCores of a trn1 instance → worker counts that the XLA lane's runtime supports (AWS's tutorials of BERT, "Number
+#: of workers", and of the MLP).
+_WORKERS = {2: (1, 2), 32: (1, 2, 8, 32)}
 #: The limit on open files that AWS's scripts set; each worker opens sockets to many others.
 _OPEN_FILES = 65535
 

@@ -164,6 +164,11 @@ class NeuronXlaDevice(XlaDevice):
                 f"precision {name} needs {_ROUNDING}=1, but it is {os.environ.get(_ROUNDING, 'unset')}; unset it if it "
                 f"is yours, and name the precision on the command line (--precision {name})"
             )
+        if name not in _ROUNDED and os.environ.get(_ROUNDING) == "1":
+            raise UserError(
+                f"{_ROUNDING}=1, but precision {name} rounds to nearest; unset it, or choose one of "
+                f"{', '.join(sorted(_ROUNDED))}"
+            )
 
     def resumes_exactly(self, precision: str) -> bool:
         """The state of the hardware's rounding cannot be saved."""

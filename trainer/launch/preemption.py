@@ -83,7 +83,9 @@ class Interruptions:
 
     def take_save(self) -> bool:
         """Whether a checkpoint was requested since the last call; clears the request."""
-        asked, self._must_save = self._must_save, False
+        asked = self._must_save
+        if asked:  # else another thread may just be asking
+            self._must_save = False
         return self._take_file() or asked
 
     def _take_file(self) -> bool:

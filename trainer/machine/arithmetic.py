@@ -122,7 +122,8 @@ def check_operations(subject: Subject) -> Iterator[Finding]:
 
 
 def check_attention_mask(subject: Subject) -> Iterator[Finding]:
-    """What is masked has no influence, to the bit: neither padding nor a packed row's other sequences."""
+    """What is masked has no influence, to the bit: neither padding nor a packed row's other sequences. Where bf16 is
+    rounded at random, two runs on the same numbers differ by their rounding."""
     device, model = subject.device, subject.model
     random = torch.Generator().manual_seed(0)
     shape = _B, model.num_attention_heads, _S, model.hidden_size // model.num_attention_heads
@@ -137,7 +138,10 @@ def check_attention_mask(subject: Subject) -> Iterator[Finding]:
             inputs = [x.to(dtype) for x in (query, key * factors, value * factors)]
             (out,) = fetch(device, _attend(device.operations, *(_put(device, x) for x in (*inputs, ids, *packed))))
             outs.append(out[0, :, seen])
-        yield Finding(f"outputs in {dtype} that {name} changes", differing(*outs))
+        if dtype == torch.bfloat16 and not device.resumes_exactly(subject.config.precision):
+            yield Finding(f"what {name} changes of outputs in {dtype}", relative_error(*outs), LIMITS[dtype])
+        else:
+            yield Finding(f"outputs in {dtype} that {name} changes", differing(*outs))
 
 
 class _Affine(nn.Module):

@@ -90,7 +90,8 @@ def _measure(run: Run, requests: Requests, make_trainer: MakeTrainer) -> Pace | 
     config = run.config
     assert config.budget is not None
     rehearsal = dataclasses.replace(
-        config, trial=True, phase=1, phase1_end_step=0, resume=False, resume_step=-1, resume_ckpt_path=None,
+        config, precision=_precision(run),
+        trial=True, phase=1, phase1_end_step=0, resume=False, resume_step=-1, resume_ckpt_path=None,
         new_data=False, stop_step=-1, batch_ramp_steps=0, ckpt_interval_steps=0, ckpt_interval_minutes=0, graphs=None,
         record_samples=False,
     ).lasting(UNBOUNDED_STEPS)  # fmt: skip
@@ -101,6 +102,7 @@ def _measure(run: Run, requests: Requests, make_trainer: MakeTrainer) -> Pace | 
     trainer = make_trainer(dataclasses.replace(run, config=rehearsal, workload=workload, log=lambda line: None), clock)
     built_s = time.monotonic() - began
     trainer.train()
+    clock.end()
     if run.is_root:
         with disk_errors(progress):
             progress.unlink(missing_ok=True)
@@ -111,6 +113,15 @@ def _measure(run: Run, requests: Requests, make_trainer: MakeTrainer) -> Pace | 
         return None
     # The trainer is built once more.
     return Pace(clock.step_s, check_s, copy_s, time.monotonic() - began + built_s)
+
+
+def _precision(run: Run) -> str:
+    """That of the training: `auto` means what the checkpoint was trained in that it continues on new data."""
+    config = run.config
+    if not config.new_data or config.wanted_precision != "auto":
+        return config.precision
+    state = run.mesh.by_root(lambda: TrainState.read(config.resume_ckpt_path or config.output_dir))
+    return state.known_precision if state.phase == config.phase and state.known_precision else config.precision
 
 
 def _averaged(workload: Workload, rehearsal: TrainConfig) -> Workload:
@@ -145,12 +156,13 @@ def _timed(work: Callable[[], object]) -> float:
 
 class _Clock:
     """The requests of a run during its rehearsal. It times the steps in the root worker, and asks to stop when enough
-    are timed; requests to save are left for the training."""
+    are timed; requests to save are left for the training. Only what all workers do waits for the device: there, a graph
+    that the root alone launches would wait for the others."""
 
     def __init__(self, requests: Requests, seconds: float, run: Run, sign_of_life: Callable[[], None]) -> None:
         """`seconds`: how long to time steps, but at least `_LEAST_TIMED` of them."""
         self._requests, self._seconds, self._run, self._sign_of_life = requests, seconds, run, sign_of_life
-        self._steps, self._began, self._wrote = -1, 0.0, 0.0
+        self._steps, self._began, self._wrote, self._is_enough = -1, 0.0, 0.0, False
         #: Seconds of a step, in the root worker; None: not enough are timed.
         self.step_s: float | None = None
 
@@ -159,7 +171,7 @@ class _Clock:
 
     @property
     def must_stop(self) -> bool:
-        return self._requests.must_stop or self.step_s is not None
+        return self._requests.must_stop or self._is_enough
 
     def take_save(self) -> bool:
         """Called once before each step, the first one included."""
@@ -170,11 +182,14 @@ class _Clock:
         if not self._run.is_root:
             return False
         now, timed = time.monotonic(), self._steps - _WARMUP_STEPS
-        if timed >= _LEAST_TIMED and now - self._began >= self._seconds:
-            self._run.device.finish_closures()
-            self.step_s = (time.monotonic() - self._began) / timed
+        self._is_enough = timed >= _LEAST_TIMED and now - self._began >= self._seconds
         if now - self._wrote >= _WRITE_INTERVAL_S:
             self._wrote = now
             with contextlib.suppress(OSError):
                 self._sign_of_life()
         return False
+
+    def end(self) -> None:
+        """Called when training has stopped, for which it has waited for the device."""
+        if self._is_enough:
+            self.step_s = (time.monotonic() - self._began) / (self._steps - _WARMUP_STEPS)

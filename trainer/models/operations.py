@@ -72,8 +72,8 @@ class Operations:
 
         `sequence_ids` (B, S) and, for packed rows, `cu_seqlens` (R,) as in `BertBatch`; `max_seqlen`: no sequence is
         longer (default: S). This one is bool, True where attention is allowed: (B, 1, 1, S), or (B, 1, S, S) for packed
-        rows. Padding attends to padding, so that no softmax is empty; the results of padding are not used. Devices
-        may take it that in a row that is not packed all tokens come before the padding.
+        rows, in which padding attends to padding. Every row has tokens, so no softmax is empty; the results of padding
+        are not used. Devices may take it that in a row that is not packed all tokens come before the padding.
         """
         if cu_seqlens is None:
             return sequence_ids.bool()[:, None, None, :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from common.errors import UserError
 from trainer.parallel.host_sum import sum_over_hosts
+from trainer.parallel.threads import use_one_core
 
 T = TypeVar("T")
 #: Seconds between two polls of whether a worker is still busy.
@@ -95,8 +97,12 @@ class Mesh:
 
     @classmethod
     def of_environment(cls, tensor_parallel_size: int) -> Mesh:
-        """The mesh described by torchrun's environment variables; a single worker without torchrun."""
+        """The mesh described by torchrun's environment variables; a single worker without torchrun. Raises `UserError`
+        if they contradict each other."""
         rank, local_rank, world_size, local_world_size = (int(os.environ.get(n, d)) for n, d in _TORCHRUN.items())
+        if not local_rank < local_world_size <= world_size or not rank < world_size:
+            said = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in _TORCHRUN)
+            raise UserError(f"{said}: these do not describe a worker; start all workers with torchrun")
         return cls(rank, local_rank, world_size, local_world_size, tensor_parallel_size)
 
     def connect(
@@ -154,11 +160,10 @@ class Mesh:
         self.sum_on_host([0])
 
     def in_turns(self, work: Callable[[], None], *, at_once: int) -> None:
-        """Run `work` in every worker, at most `at_once` workers of each machine at a time."""
+        """Run `work` in every worker, at most `at_once` workers of each machine at a time, however long it takes."""
         for first in range(0, self.local_world_size, at_once):
-            if first <= self.local_rank < first + at_once:
-                work()
-            self.barrier()
+            is_mine = first <= self.local_rank < first + at_once
+            self.patiently(work if is_mine else lambda: None)
 
     def by_root(self, work: Callable[[], T]) -> T:
         """Run `work` in the root and return its result in every worker; may take longer than the collective timeout."""
@@ -195,10 +200,16 @@ class Mesh:
         """Run `work` in every worker, wait until all are done, however long it takes, and return this one's result."""
         if self.world_size == 1:
             return work()
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="patient") as executor:
-            future = executor.submit(work)
-            self.wait_while(lambda: not future.done())
-            return future.result()
+        is_done = threading.Event()
+        # The work stays in this thread: torch would make threads for another one.
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="patient", initializer=use_one_core) as executor:
+            waiting = executor.submit(self.wait_while, lambda: not is_done.is_set())
+            try:
+                result = work()
+            finally:
+                is_done.set()
+            waiting.result()
+            return result
 
     def sum_on_host(self, values: Sequence[int]) -> list[int]:
         """Element-wise sums, over all workers, of short lists of integers."""

@@ -1,4 +1,4 @@
-"""What starts the trainings, and where they meet: Slurm, Kubernetes, ports, luigid."""
+"""What starts training, and where they meet: Slurm, Kubernetes, ports, luigid."""
 
 from __future__ import annotations
 
@@ -82,9 +82,15 @@ def ports(plan: Plan) -> Iterator[Finding]:
     if not settings.local_scheduler:
         url = settings.scheduler_url or f"http://{settings.scheduler_host}:{settings.scheduler_port}"
         parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
         try:
-            socket.create_connection((parts.hostname or "", port), timeout=_PATIENCE_S).close()
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            port = 0
+        if not port or not parts.hostname or parts.scheme not in ("http", "https"):
+            yield Finding("luigid", "problem", f"[core] scheduler_url = {url}; allowed: http://HOST:PORT, or https")
+            return
+        try:
+            socket.create_connection((parts.hostname, port), timeout=_PATIENCE_S).close()
         except OSError as error:
             yield Finding("luigid", "problem", f"{parts.hostname}:{port} does not answer: {_reason(error)}; start it "
                           f"with python -m pipeline luigid, or set [core] local_scheduler = true")  # fmt: skip
@@ -93,7 +99,7 @@ def ports(plan: Plan) -> Iterator[Finding]:
 
 
 def _meeting_ports(plan: Plan) -> list[int]:
-    """The trainings' own ports: one for each phase, and the MLP's."""
+    """Training's own ports: one for each phase, and the MLP's."""
     first = plan.settings.cluster.master_port
     offsets = {stage.port_offset for stage in plan.stages() if stage.on_all_nodes}
     return sorted(first + offset for offset in offsets)

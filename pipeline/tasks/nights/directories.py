@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import datetime
+import functools
 import glob
 import json
 import shutil
@@ -88,7 +89,8 @@ class NightDirs:
                 link.symlink_to(Path("../../tensorboard"))
             parent = None
             if self._settings.nights.start_from:
-                parent = start_from.take_over(directory, self._accepted_before(date))
+                agrees = functools.partial(start_from.require_candidate, self._settings, _texts(self._settings, date))
+                parent = start_from.take_over(directory, self._accepted_before(date), agrees)
             config, hidden = _config(self._settings, date, directory, start_from.overrides(parent))
             with (directory / CONFIG).open("w", encoding="utf-8") as file:
                 file.write(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import configparser
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def require_possible(settings: Settings) -> None:
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class Candidate:
     """A complete night that can be continued."""
 
     directory: Path
@@ -102,7 +102,7 @@ class _Candidate:
         }  # fmt: skip
 
 
-def _candidate(night: Path) -> _Candidate | str:
+def _candidate(night: Path) -> Candidate | str:
     """The complete night in the directory `night`, or why it cannot be continued."""
     found = {one.label: one for one in StageDirs(night).evaluated_chain()}
     for label in ("tokenize_corpus", "shard_dataset-phase2", "pretrain-phase1"):
@@ -116,7 +116,7 @@ def _candidate(night: Path) -> _Candidate | str:
     if not steps:
         return "it has no checkpoint with the optimizer's state from before the learning rate's decay"
     checkpoint = max(steps, key=lambda path: steps[path])
-    candidate = _Candidate(night, found, checkpoint)
+    candidate = Candidate(night, found, checkpoint)
     if any(key not in _settings_of(night).get(section, {}) for section, key in _MUST_AGREE):
         return "its settings (night.cfg) are gone"
     if not any(name.startswith(f"{names.HELD_OUT}/") for name in candidate.files):
@@ -124,7 +124,7 @@ def _candidate(night: Path) -> _Candidate | str:
     return candidate
 
 
-def _candidates(accepted: Sequence[Path]) -> Iterator[_Candidate]:
+def _candidates(accepted: Sequence[Path]) -> Iterator[Candidate]:
     """Those of the `accepted` nights that can be continued, in order; others are logged."""
     for night in accepted:
         found = _candidate(night)
@@ -140,7 +140,8 @@ def decided(night: Path) -> Parent | None:
 
 
 def require_agreement(settings: Settings, texts: Texts, night: Path, accepted: Sequence[Path]) -> None:
-    """Raise `UserError` if the night in the directory `night` cannot continue the one that it would. Changes nothing.
+    """Raise `UserError` if the night in the directory `night` cannot continue the one that it would. Changes nothing,
+    and reads no checkpoint whole: `take_over` may find a damaged one, and then asks the next to agree.
 
     `texts`: `settings` as in a night's file. `accepted`: the earlier nights, newest first.
     """
@@ -150,14 +151,15 @@ def require_agreement(settings: Settings, texts: Texts, night: Path, accepted: S
             _require_agreement(settings, texts, parent.record, parent.vocabulary)
         return
     for found in _candidates(accepted):
-        _require_agreement(settings, texts, found.record(_settings_of(found.directory)), found.files[names.VOCABULARY])
+        require_candidate(settings, texts, found)
         return
 
 
-def take_over(night: Path, accepted: Sequence[Path]) -> Parent | None:
+def take_over(night: Path, accepted: Sequence[Path], require: Callable[[Candidate], object]) -> Parent | None:
     """Decide, once, what the night in the directory `night` continues: the first of `accepted` that is whole.
 
-    None: it trains from the start. A night that was interrupted keeps what was decided. Raises `DiskError`.
+    None: it trains from the start. A night that was interrupted keeps what was decided. Raises `DiskError`, and what
+    `require` raises for the one that was found.
     """
     if (night / PARENT / RECORD).exists():
         return decided(night)
@@ -167,6 +169,7 @@ def take_over(night: Path, accepted: Sequence[Path]) -> Parent | None:
         for found in _candidates(accepted):
             reason = why_invalid(found.checkpoint)
             if reason is None:
+                require(found)
                 _fill(temporary, found)
                 break
             log(f"note: night {found.directory.name} cannot be continued: {found.checkpoint}: {reason}")
@@ -177,7 +180,7 @@ def take_over(night: Path, accepted: Sequence[Path]) -> Parent | None:
     return decided(night)
 
 
-def _fill(directory: Path, found: _Candidate) -> None:
+def _fill(directory: Path, found: Candidate) -> None:
     checkpoint = f"{names.CHECKPOINT}/{found.checkpoint.name}"
     link_files(found.checkpoint, directory / checkpoint)
     sha256 = {}
@@ -210,6 +213,11 @@ def _settings_of(night: Path) -> Texts:
     config = configparser.ConfigParser(interpolation=None)
     config.read(night / CONFIG, encoding="utf-8")
     return {section: dict(config.items(section)) for section in config.sections()}
+
+
+def require_candidate(settings: Settings, texts: Texts, found: Candidate) -> None:
+    """Raise `UserError` if a night with `settings` cannot continue the one that was found."""
+    _require_agreement(settings, texts, found.record(_settings_of(found.directory)), found.files[names.VOCABULARY])
 
 
 def _require_agreement(settings: Settings, texts: Texts, record: dict[str, Any], vocabulary: Path) -> None:

@@ -139,6 +139,45 @@ class LostUpdate(Sound):
         self.Loses().__enter__()
 
 
+class RoundedAtRandom(Sound):
+    """No fault. What is computed in fp32 becomes bf16 stochastically, from a state that cannot be saved, as on Trainium
+    with NEURON_RT_STOCHASTIC_ROUNDING_EN=1."""
+
+    class Rounds(TorchDispatchMode):
+        random = torch.Generator()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func not in _ROUNDED or out.dtype != torch.bfloat16:
+                return out
+            wide = [x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in args]
+            exact = (wide[0] if func is torch.ops.aten._to_copy.default else func(*wide, **(kwargs or {}))).float()
+            below = torch.randint(2**16, exact.shape, generator=self.random, dtype=torch.int32)
+            return ((exact.contiguous().view(torch.int32) + below) & -(2**16)).view(torch.float32).to(torch.bfloat16)
+
+    def start(self, mesh: Mesh) -> None:
+        super().start(mesh)
+        self.Rounds().__enter__()
+
+    def resumes_exactly(self, precision: str) -> bool:
+        return not precision.endswith("-sr")
+
+    def require_precision(self, name: str) -> None:
+        pass
+
+    def round_stochastically(self, x: Tensor) -> Tensor:
+        return x
+
+
+_ROUNDED = {
+    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "_softmax", "_to_copy", "gelu")
+} | {torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor}
+
+
+class RoundedAtRandomWithWrongMask(RoundedAtRandom, WrongMask):
+    """Both."""
+
+
 class StoppedWhileItTrains(Sound):
     """No fault; a stop signal arrives in the first step of the training that the self-test resumes."""
 

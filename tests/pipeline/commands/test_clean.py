@@ -293,6 +293,27 @@ def test_a_removal_that_was_cut_short_is_finished_by_the_next(tmp_path: Path) ->
     assert not place.exists()
 
 
+def test_a_removal_that_is_killed_at_its_end_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = unlinked(tmp_path)
+    (found,) = (one for one in StageDirs(tmp_path).all if one.path == place)
+    removed, unlink = list[str](), Path.unlink
+
+    def killed(path: Path, **options: bool) -> None:
+        removed.append(path.name)
+        if len(list(place.iterdir())) == 1:
+            raise KeyboardInterrupt
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            remove(found, tmp_path)
+    assert removed[-1] == "stage.json"
+    (again,) = (one for one in StageDirs(tmp_path).all if one.path == place)
+    remove(again, tmp_path)
+    assert not place.exists()
+
+
 def test_with_an_input_missing_nobody_knows_what_is_needed_and_nothing_goes(chain: Chain, tmp_path: Path) -> None:
     copy = chain.copy(tmp_path / "copy")
     shutil.rmtree(copy.work / "latest")

@@ -337,6 +337,10 @@ def test_7_no_luigid(chain: Chain, tmp_path: Path) -> None:
     port = free_port()
     other = Chain(tmp_path, f"[core]\nlocal_scheduler = false\nscheduler_port = {port}\n")
     assert f"localhost:{port} does not answer" in problem(other, "luigid")
+    for url in (f"http://localhost:{port}x", f"localhost:{port}", "ftp://localhost"):
+        other = Chain(tmp_path, f"[core]\nlocal_scheduler = false\nscheduler_url = {url}\n")
+        assert f"scheduler_url = {url}; allowed: http://HOST:PORT" in problem(other, "luigid")
+    other = Chain(tmp_path, f"[core]\nlocal_scheduler = false\nscheduler_port = {port}\n")
     with socket.create_server(("localhost", port)):
         assert examined(other)["luigid"]["level"] == "ok"
 

@@ -74,9 +74,9 @@ def disk_bytes(*directories: Path) -> int:
 
 def test_an_empty_work_directory_is_one_line(tmp_path: Path) -> None:
     for work in (tmp_path, tmp_path / "none"):
-        line = f"there is no training in {work}; start one with `luigi --module pipeline BertPhase2`\n"
+        line = f"there is no training run in {work}; start one with `luigi --module pipeline BertPhase2`\n"
         assert said(work) == line
-        assert said(work, "--where", "Phase1-lr=1") == f"there is no training with Phase1-lr=1 in {work}\n"
+        assert said(work, "--where", "Phase1-lr=1") == f"there is no training run with Phase1-lr=1 in {work}\n"
         assert runs(work) == []
 
 

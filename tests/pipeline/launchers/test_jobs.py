@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, UserError
+from common.errors import EXIT_INTERRUPTED, EXIT_SOFTWARE, LockHeld, UserError
 from common.secrets import Secret
 from pipeline.commands import cancel
 from pipeline.launchers import find_job, jobs
@@ -218,7 +218,12 @@ def test_a_damaged_record_of_a_job_is_one_line_and_no_second_job_is_submitted(
 
 
 @pytest.mark.parametrize("content", ["", '{"launcher": "sl', "[]"])
-def test_a_record_that_was_never_whole_is_of_no_job(tmp_path: Path, content: str) -> None:
-    (tmp_path / JOB).write_text(content)
+def test_a_record_that_cannot_be_read_may_be_of_a_job_that_runs(tmp_path: Path, content: str) -> None:
+    """It is written durably, in one step: whatever has damaged it came later."""
     assert find_job(tmp_path) is None
-    assert holder(tmp_path) is None
+    (tmp_path / JOB).write_text(content)
+    with pytest.raises(UserError, match=f"^{tmp_path / JOB} is damaged: .*; look for one in its scheduler, and"):
+        find_job(tmp_path)
+    assert str(holder(tmp_path)).startswith(f"{tmp_path / JOB} is damaged: ")
+    with pytest.raises(LockHeld, match=r"job.json is damaged: a job on other machines may be at work in"):
+        hold(tmp_path).__enter__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -348,6 +349,18 @@ def test_a_companion_that_dies_is_started_again(tmp_path: Path, monkeypatch: pyt
         wait_until(lambda: bool(LeaseRecord.read(store.backend, lease_key(stage.label, stage.fingerprint)).checkpoints))
         raise KeyboardInterrupt
     assert not beside()
+
+
+def test_what_the_parent_pushes_no_forked_process_pushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """luigi's worker processes are forked when many complete stages may wait to be pushed at the end."""
+    done = multiprocessing.get_context("fork").Process(target=background._await_pushes)
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "_unpushed", {tmp_path: (StoreOptions(url=Secret.address(str(tmp_path / "s"))), "a")})
+        patch.setattr(background, "_pending", [(cast("subprocess.Popen[bytes]", None), "b", tmp_path)])
+        done.start()
+    done.join(60)
+    assert done.exitcode == 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_companion_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

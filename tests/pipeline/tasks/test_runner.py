@@ -99,7 +99,7 @@ def test_a_training_that_saves_none_is_given_up_with_its_own_error(tmp_path: Pat
     failure = last_failure(tmp_path / "example-0")
     assert failure is not None
     assert failure.line == "KeyError: 3"
-    assert failures(tmp_path / "example-0") == 1
+    assert len(failures(tmp_path / "example-0")) == 1
     assert run(tmp_path, DONE) == 1
 
 

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from common.errors import DiskError, UserError
+from common.files import read_json
 from common.secrets import Secret
-from stages.directory.manifest import MANIFEST, Identity, Output, StageDirectory, why_incomplete
+from stages.directory.lock import hold
+from stages.directory.manifest import IDENTITY as RECORD
+from stages.directory.manifest import MANIFEST, Identity, Output, StageDirectory, claim, why_incomplete
 from stages.store.backend import Altered, Backend
 from stages.store.complete import fetch_stage, find_stage, is_marked, push_stage
 from stages.store.files import NotUsable
@@ -334,11 +337,13 @@ def test_a_full_disk_while_pushing_is_one_error(backend: Backend, disk: Disk) ->
         ("push", "store-uploaded"),
         ("push", "store-record"),
         ("push", f"store-rename:{FINGERPRINT}.json"),
+        ("pull", "store-fetched-identity"),
         ("pull", "store-downloaded"),
         ("pull", "store-fetched"),
     ],
 )
 def test_the_command_goes_on_after_a_kill(made: Path, tmp_path: Path, verb: str, point: str) -> None:
+    """And whoever makes the stage recognises what a killed one has left."""
     store, work = f"--store={tmp_path / 'store'}", tmp_path / "work"
     words = ("-m", "stages.sync", "push", str(made), store)
     pull = ("-m", "stages.sync", "pull", f"{LABEL}-{FINGERPRINT[:10]}", f"--work-dir={work}", store)
@@ -347,6 +352,10 @@ def test_the_command_goes_on_after_a_kill(made: Path, tmp_path: Path, verb: str,
         work.mkdir()
         words = pull
     assert command(*words, env={"FAILPOINT": point}).returncode == -9
+    for left in work.glob("*") if verb == "pull" else ():
+        claimed = shutil.copytree(left, tmp_path / "claimed")
+        with hold(claimed):
+            claim(claimed, Identity.of_record(read_json(made / RECORD) or {}))
     again = command(*words)
     assert again.returncode == 0, again.stderr
     done = command(*pull)

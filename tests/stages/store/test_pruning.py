@@ -7,6 +7,7 @@ import hashlib
 import random
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from stages.store.complete import fetch_stage, find_stage, push_stage
 from stages.store.files import NotUsable
 from stages.store.open import open_store
 from stages.store.options import StoreOptions
+from stages.store.records import stage_key
 from tests.helpers.stores.interleaved import Actor, ActorsBackend, Shared
 from tests.stages.store.test_complete import make
 
@@ -186,6 +188,39 @@ def test_a_removal_that_ends_between_two_looks_was_one(
     looks = iter([listed, []])
     monkeypatch.setattr(folder, "list", lambda prefix: next(looks))
     assert removals.await_removals(folder)
+
+
+def test_a_removal_with_a_slow_part_is_not_taken_for_dead(
+    folder: Backend, made: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever pushed meanwhile would rely on files that are about to go."""
+    monkeypatch.setattr(removals, "_RENEW_S", 0.01)
+    monkeypatch.setattr(removals, "_POLL_S", 0.02)
+    with removals.announced(folder) as go_on, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(removals.await_removals, folder)
+        with pytest.raises(TimeoutError):  # twice as long as a dead one's announcement is respected
+            waiting.result(2 * removals._POLL_S * removals._PATIENCE)
+        go_on()
+        folder.delete([entry.key for entry in folder.list("removals/")])  # ends the wait
+        assert waiting.result(60)
+
+
+def test_records_that_rely_on_removed_files_go_even_if_the_removal_is_taken_for_dead(
+    folder: Backend, made: dict[str, Path]
+) -> None:
+    push_stage(folder, made[OLD], LABEL)
+    keys = [entry.key for entry in folder.list("objects/")]
+    push_stage(folder, made[NEW], LABEL)
+    calls = iter([None, UserError("others push again")])
+
+    def go_on() -> None:
+        if (error := next(calls)) is not None:
+            raise error
+
+    known = {stage_key(LABEL, IDENTITIES[OLD].fingerprint)}
+    with pytest.raises(UserError, match="others push again"):
+        removals.remove_files(folder, keys, known, go_on)
+    assert find_stage(folder, LABEL, IDENTITIES[NEW].fingerprint) is None, "it shares files with the old one"
 
 
 def test_a_removal_that_was_taken_for_dead_removes_nothing_more(folder: Backend, made: dict[str, Path]) -> None:

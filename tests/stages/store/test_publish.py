@@ -141,6 +141,17 @@ def test_killed_anywhere_a_folder_is_the_old_or_the_new_one(chain: Chain, tmp_pa
             shutil.rmtree(folder)
 
 
+def test_a_folder_that_has_lost_its_name_gets_it_back(chain: Chain, tmp_path: Path) -> None:
+    """Where two folders cannot exchange their names in one step, a killed run leaves the old one so."""
+    folder = tmp_path / "published"
+    chain.ask("publish", str(folder))
+    new = content(folder)
+    folder.rename(tmp_path / "published.replaced")
+    chain.ask("publish", str(folder))
+    assert content(folder) == new
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
+
+
 def test_a_folder_with_other_things_is_left_alone(chain: Chain, model: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("years of work")

@@ -164,3 +164,9 @@ def test_many_files_are_counted_and_the_first_listed(tmp_path: Path, monkeypatch
     assert rows(text)["files"] == ["5"]
     assert rows(text)["median"][1] == "–"  # nothing is held out
     assert rows(text)["a document of plain text ends"] == ["with its file"]
+
+
+def test_a_name_that_is_no_utf_8_is_escaped(tmp_path: Path) -> None:
+    source = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    write_corpus(source, documents=20)
+    assert r"| caf\udce9.txt |" in card(tokens(tmp_path / "out", source))

@@ -247,6 +247,14 @@ def test_attempts_are_recorded_however_they_end(tmp_path: Path) -> None:
     assert found[0].ended == 2e9
 
 
+def test_an_attempt_after_a_line_that_was_cut_short_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / "attempts.jsonl").write_text('{"started": 17.0, "host": "a", "pid": 1}\n{"ended": 18.0, "how": "fai')
+    with recording(tmp_path) as record:
+        record("complete", 0, "")
+    found = read(tmp_path, running=False, complete=True)
+    assert [one.how for one in found] == ["killed", "complete"]
+
+
 def make(small: list[Path], out: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return forked("stages.report", *small, "--out", out, **env)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import time
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from common.errors import DiskError
+from common.errors import DiskError, NonFiniteStep
 from tests.helpers.small_language import train_here, trainer_here
 from tests.helpers.support import FORKS, assert_same_bytes, metrics, train
+from trainer.checkpoint import manager
+from trainer.checkpoint.directory import why_invalid
 from trainer.metrics.results import append_missing, recorded_steps
 from trainer.parallel.mesh import Mesh
 
@@ -105,6 +108,49 @@ def test_weights_or_moments_that_are_not_finite_are_not_saved(
     trainer.metrics.abandon()
     assert names(tmp_path) == []
     assert f"could not save step 3: {broken} is no longer finite" in capsys.readouterr().err
+
+
+def test_any_error_leaves_the_checkpoint_under_way_whole(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _ = trainer_here(data, tmp_path, steps=6, warmup_steps=1, ckpt_interval_steps=3)
+    write, usual, calls = manager.write_shard, trainer.optimizer.prepare, []
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(1.5)
+        return write(*given)
+
+    def fails() -> None:
+        usual()
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError("out of memory")
+
+    monkeypatch.setattr(manager, "write_shard", slowly)
+    monkeypatch.setattr(trainer.optimizer, "prepare", fails)
+    with pytest.raises(MemoryError):
+        trainer.train()
+    trainer.metrics.abandon()
+    assert names(tmp_path) == ["ckpt_3"]
+    assert why_invalid(tmp_path / "checkpoints" / "ckpt_3") is None
+
+
+def test_workers_that_agree_on_an_error_wait_together_for_the_checkpoint_under_way(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else torchrun kills the root, which is writing, half a minute after the first of the others has ended."""
+    trainer, _ = trainer_here(data, tmp_path, steps=6, warmup_steps=1)
+    closed: list[bool] = []
+
+    def fails() -> None:
+        raise NonFiniteStep("step 3", step=3)
+
+    monkeypatch.setattr(trainer, "_train", fails)
+    monkeypatch.setattr(trainer.checkpointer, "close", lambda: closed.append(True))
+    with pytest.raises(NonFiniteStep):
+        trainer.train()
+    trainer.metrics.abandon()
+    assert closed == [True]
 
 
 @pytest.mark.parametrize("where", ["prepare", "step"])

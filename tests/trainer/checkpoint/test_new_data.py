@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from common.errors import CheckpointError
+from common.duration import Duration
+from common.errors import CheckpointError, Interrupted
 from tests.helpers.checkpoints import save, snapshot
 from tests.helpers.support import (
     assert_one_line_error,
     assert_same_bytes,
+    command,
     metrics,
     train,
     write_dataset,
@@ -22,7 +25,10 @@ from tests.helpers.support import (
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.resume_point import agree_on_start, checkpoint_directory
 from trainer.config import TrainConfig
+from trainer.devices.cpu import CpuDevice
+from trainer.metrics import rehearsal
 from trainer.parallel.mesh import Mesh
+from trainer.run import Run
 from trainer.state import TrainState
 
 #: A batch is the whole data set: every step of any epoch sees the same samples.
@@ -86,6 +92,57 @@ def test_steps_are_measured_without_the_checkpoint(data: Path, model: Path, othe
     given = {"resume_ckpt_path": tmp_path / "first" / "checkpoints" / "ckpt_2", "new_data": True}
     out = run(others, model, tmp_path / "new", budget="100s", max_steps=False, steps_this_run=1, **given).stdout
     assert "with its weights and optimizer, after 2 steps on other data" in out
+
+
+def test_another_tools_checkpoint_goes_on_in_any_precision(
+    data: Path, model: Path, others: Path, tmp_path: Path
+) -> None:
+    """It does not say in which it was trained; its moments are fp32."""
+    run(data, model, tmp_path / "first", max_steps=2)
+    native = tmp_path / "first" / "checkpoints" / "ckpt_2"
+    assert command("-m", "stages.convert", str(native), str(tmp_path / "script"), "--to", "pt").returncode == 0
+    script = tmp_path / "script" / "ckpt_2.pt"
+    done = command("-m", "stages.convert", str(script), str(tmp_path / "back"), "--config", str(model))
+    assert done.returncode == 0, done.stderr
+    given = {"resume_ckpt_path": tmp_path / "back" / "checkpoint", "new_data": True, "max_steps": 1}
+    for precision in ("auto", "autocast", "fp32"):
+        run(others, model, tmp_path / precision, precision=precision, **given)
+        state = TrainState.read(tmp_path / precision / "checkpoints" / "ckpt_1")
+        wanted = CpuDevice().automatic_precision()[0] if precision == "auto" else precision
+        assert (state.precision, state.optimizer_steps) == (wanted, 3)
+
+
+def test_a_state_of_another_directory_becomes_ones_own_although_no_step_follows(
+    data: Path, model: Path, tmp_path: Path
+) -> None:
+    run(data, model, tmp_path / "first")
+    end = tmp_path / "first" / "checkpoints" / "ckpt_4"
+    run(data, model, tmp_path / "second", resume_ckpt_path=end, max_steps=8, steps_this_run=4)
+    assert_same_bytes(tmp_path / "second" / "checkpoints" / "ckpt_4", end)
+    done = run(data, model, tmp_path / "third", resume_ckpt_path=end, status=1)
+    assert_one_line_error(done, "is of the last step, 4: nothing is left to train; give more --max_steps")
+
+
+def test_a_budget_is_measured_in_the_precision_of_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    save(tmp_path / "first", snapshot(step=4))
+    checkpoint = tmp_path / "first" / "ckpt_4"
+    seen: list[str] = []
+
+    def make_trainer(run: Run, requests: Any) -> Any:
+        seen.append(run.config.wanted_precision)
+        raise Interrupted("")
+
+    nothing: Any = SimpleNamespace()
+    workload: Any = SimpleNamespace(masking=None)
+    for precision, new_data in (("auto", True), ("autocast", True), ("auto", False)):
+        config = TrainConfig(
+            budget=Duration.parse("20m"), output_dir=tmp_path, warmup_steps=0, resume_ckpt_path=checkpoint,
+            new_data=new_data, precision=precision,
+        )  # fmt: skip
+        with pytest.raises(Interrupted):
+            rehearsal._measure(Run(config, workload, nothing, Mesh(), print), nothing, make_trainer)
+    assert seen == ["fp32", "autocast", "auto"]
 
 
 def test_what_cannot_be_continued_is_refused_with_one_line(data: Path, model: Path, tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_masked_tokens_in_padding_stay_in_padding(tmp_path: Path) -> None:
     assert (bare.sequence_ids[0, bare.masked_index[1:]] > 0).all()
 
 
-def test_tokens_after_padding_are_refused(tmp_path: Path) -> None:
+def test_tokens_after_padding_and_rows_without_tokens_are_refused(tmp_path: Path) -> None:
     """Attention on a GPU is told only where the sequences end."""
     data, _ = write_both(tmp_path, 8)
     shards = ShardSet.open(data)
@@ -197,6 +197,10 @@ def test_tokens_after_padding_are_refused(tmp_path: Path) -> None:
         file["input_mask"][3, 1] = 0
     reader = BatchReader(shards, vocab_size=MODEL["vocab_size"])
     with pytest.raises(UserError, match=r"input_mask of row 3 has tokens after padding; allowed: 1 for all tokens"):
+        reader.read(Samples(np.zeros(8, int), np.arange(8)))
+    with h5py.File(path, "r+") as file:
+        file["input_mask"][3] = 0
+    with pytest.raises(UserError, match=r"input_mask of row 3 has no tokens; allowed: 1 for all tokens"):
         reader.read(Samples(np.zeros(8, int), np.arange(8)))
 
 

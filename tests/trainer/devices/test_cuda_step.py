@@ -203,7 +203,7 @@ def test_heads_that_the_kernel_does_not_take_are_refused_without_padding() -> No
     with FakeTensorMode(), torch.no_grad():
         operations, (x, three) = CudaOperations(has_triton=True), layers(136, torch.bfloat16)
         ids, bounds = (torch.ones(*shape, device="cuda:0", dtype=torch.int64) for shape in ((2, 16), (3,)))
-        with pytest.raises(UserError, match=r"heads of 136 numbers in bfloat16; the kernels take at most 128; use "):
+        with pytest.raises(UserError, match=r"heads of dimension 136 in bfloat16; the kernels take at most 128; use "):
             operations.self_attention(x, three, 136, operations.attention_mask(ids, bounds, 8), 0.1)
 
 

@@ -39,10 +39,8 @@ def server() -> Iterator[None]:
 
 def self_test(folder: Path, fault: str, workers: int = 1, **values: object) -> tuple[int, set[str], str]:
     """(exit status, the checks that failed, output) of the self-test of a device of `tests.helpers.faulty.devices`."""
-    words = options(
-        model_config=write_model_config(folder), seq_len=32, max_pred_len=5, batch_size=4, device="cpu",
-        precision="fp32", output_dir=folder / "out", **values,
-    )  # fmt: skip
+    given = {"seq_len": 32, "max_pred_len": 5, "batch_size": 4, "device": "cpu", "precision": "fp32", **values}
+    words = options(model_config=write_model_config(folder), output_dir=folder / "out", **given)
     done = Workers(workers, "tests.helpers.faulty.devices", [fault, "--self-test", *words], {}).wait()
     assert done.returncode in (0, 1), done.stdout
     record = json.loads((folder / "out" / FILE).read_text())
@@ -91,6 +89,15 @@ def test_each_fault_is_found(tmp_path: Path, fault: str, workers: int, found: se
     status, failed, output = self_test(tmp_path, fault, workers)
     assert (status, failed) == (1, found), output
     assert output.splitlines()[-1].startswith("self-test FAILED: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["autocast-sr", "bf16-sr"])
+def test_rounding_at_random_is_no_failure_and_hides_no_wrong_mask(tmp_path: Path, precision: str) -> None:
+    status, failed, output = self_test(tmp_path, "RoundedAtRandom", precision=precision)
+    assert (status, failed) == (0, set()), output
+    _, failed, output = self_test(tmp_path, "RoundedAtRandomWithWrongMask", precision=precision)
+    assert "attention mask" in failed, output
 
 
 def test_a_stop_signal_is_no_failure(tmp_path: Path) -> None:

@@ -267,21 +267,34 @@ def test_the_first_steps_are_not_timed_and_requests_to_save_wait(monkeypatch: py
     monkeypatch.setattr(rehearsal, "time", SimpleNamespace(monotonic=lambda: now[0]))
     taken: list[bool] = []
     asked: Any = SimpleNamespace(must_stop=False, take_save=lambda: taken.append(True))
-    root: Any = SimpleNamespace(is_root=True, device=SimpleNamespace(finish_closures=lambda: None))
+    waits: list[bool] = []
+
+    def worker(is_root: bool) -> Any:
+        return SimpleNamespace(is_root=is_root, device=SimpleNamespace(finish_closures=lambda: waits.append(is_root)))
+
+    root = worker(is_root=True)
     clock = rehearsal._Clock(asked, 20.0, root, lambda: None)
+    other = rehearsal._Clock(asked, 20.0, worker(is_root=False), lambda: None)
+    other.take_save()
     steps = 0
     assert not clock.take_save()
     while not clock.must_stop:
         now[0] += 100.0 if steps < 3 else 2.0
         steps += 1
         assert not clock.take_save()
+        other.take_save()
+    clock.end()
+    other.end()
     assert (steps, clock.step_s) == (13, 2.0)
+    assert other.step_s is None
+    assert waits.count(True) == waits.count(False), "a worker that alone waits for the device would wait for the others"
     # Slow steps: five of them are enough.
     clock, steps = rehearsal._Clock(asked, 1.0, root, lambda: None), -1
     while not clock.must_stop:
         now[0] += 60.0
         steps += 1
         clock.take_save()
+    clock.end()
     assert (steps, clock.step_s) == (8, 60.0)
     assert not taken
 

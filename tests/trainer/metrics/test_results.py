@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from common.errors import DiskError
 from tests.helpers.checkpoints import snapshot
@@ -18,6 +21,7 @@ from tests.helpers.support import losses, metrics, train
 from trainer.config import TrainConfig
 from trainer.metrics.metrics import Metrics
 from trainer.metrics.results import TrainTime
+from trainer.metrics.trackers.tensorboard import EventFile
 
 GIVEN: dict[str, Any] = {
     "batch_size": 4, "grad_accum_usteps": 2, "warmup_steps": 1, "max_pred_len": 5, "device": "cpu", "max_steps": 12,
@@ -44,6 +48,36 @@ def assert_of_whole_phase(out: Path, steps: int, first: int = 1) -> None:
     # The rest is saving and starting.
     assert 60 * found["train_time_minutes"] > 0.9 * sum(record["step_time_s"] for record in records)
     assert not (out / "progress.json").exists()
+
+
+def test_files_that_cannot_be_written_at_the_end_are_refused_before_the_first_step(
+    data: Path, model: Path, tmp_path: Path
+) -> None:
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path / "out"}
+    (tmp_path / "bad.json").write_text('{"loss": 1}')
+    for values, said in (
+        ({"metrics_file": tmp_path / "none" / "r.json"}, "--metrics_file .* cannot be written; give a file in a"),
+        ({"metrics_file": tmp_path}, "--metrics_file .* cannot be written"),
+        ({"trial": True, "graphs": tmp_path / "none" / "g.json"}, "--graphs .* cannot be written"),
+        ({"graphs": tmp_path / "bad.json"}, "--graphs .* is no list of graphs that --trial wrote; give another file"),
+        ({"num_ckpts_to_keep": 0}, "--num_ckpts_to_keep 0 keeps nothing to resume from; allowed: 1 or more, or -1"),
+    ):
+        done = train(**{**given, **values})
+        assert done.returncode, done.stdout
+        output = done.stdout + done.stderr
+        errors = [line for line in output.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1, output
+        assert re.search(said, errors[0])
+        assert "Traceback" not in output
+    assert not list(tmp_path.glob("out/checkpoints/ckpt_*"))
+
+
+def test_a_home_is_expanded(data: Path, model: Path, tmp_path: Path) -> None:
+    """A shell does not, after `=`."""
+    given = {**GIVEN, "data_dir": data, "model_config": model, "output_dir": tmp_path / "out", "max_steps": 2}
+    done = train(env={"HOME": str(tmp_path)}, **given, metrics_file="~/results.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "results.json").read_text())["steps"] == 2
 
 
 @pytest.mark.parametrize("point", ["training-end:saved", "training-end:timed", "write-before:results.json"])
@@ -119,3 +153,17 @@ def test_progress_that_cannot_be_removed_at_the_end_is_one_line(tmp_path: Path) 
     ending._train_time = TrainTime(tmp_path, 1, [], resumes=False)
     with pytest.raises(DiskError, match="Is a directory"):
         ending.close(snapshot().state)
+
+
+def test_each_attempt_of_a_process_has_an_event_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the training is rolled back within a second."""
+    monkeypatch.setattr("trainer.metrics.trackers.tensorboard.time", SimpleNamespace(time=lambda: 1.8e9))
+    for first in (1, 41):
+        file = EventFile(tmp_path, first)
+        file.add(first, {"loss": 1.0}, at=1.8e9)
+        file.close()
+    steps = [event.step for path in tmp_path.iterdir() for event in EventFileLoader(str(path)).Load()]
+    assert {1, 41} <= set(steps)
+    assert len(list(tmp_path.glob("events.out.tfevents.*"))) == 2

@@ -67,7 +67,9 @@ def assert_no_two_runs_alike(found: dict[str, np.ndarray]) -> None:
     assert len(np.unique(every)) == len(every)
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, "mlp"])
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=[pytest.mark.slow] * (name == "large")) for name in (*PRESETS, "mlp")]
+)
 def test_no_tensor_of_a_preset_tells_of_another(preset: str) -> None:
     found = draws(initialised(preset, seed=12349))
     assert len(found) == (6 if preset == "mlp" else 6 + 6 * PRESETS[preset][0])

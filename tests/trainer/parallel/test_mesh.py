@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,38 @@ def test_no_more_than_so_many_load_at_once_and_all_do(tmp_path: Path) -> None:
         if word == "out":
             done.append(int(rank))
     assert [set(done[:2]), set(done[2:4]), set(done[4:])] == [{0, 1}, {2, 3}, {4}]
+
+
+def _slowly(rank: int, port: int, log: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    mesh = Mesh(rank=rank, local_rank=rank, world_size=2, local_world_size=2).connect("gloo", 8)
+    threads: list[str] = []
+
+    def work() -> None:
+        threads.append(threading.current_thread().name)
+        time.sleep(10 * (1 - rank))
+
+    mesh.in_turns(work, at_once=1)
+    assert mesh.by_root(lambda: "read") == "read"
+    assert threads == ["MainThread"]
+    Path(log, str(rank)).touch()
+    mesh.disconnect()
+
+
+@pytest.mark.slow
+def test_a_turn_may_take_longer_than_a_collective(tmp_path: Path) -> None:
+    all_end(_slowly, 2, str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+
+
+@pytest.mark.parametrize("given", [{"LOCAL_RANK": "8"}, {"RANK": "2"}, {"LOCAL_WORLD_SIZE": "4"}])
+def test_an_environment_that_describes_no_worker_is_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **given}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=r"RANK=.*, LOCAL_RANK=.*: these do not describe a worker; start all workers"):
+        Mesh.of_environment(1)
 
 
 def _unequal(rank: int, port: int) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+#: A process may open several in one second: each time that its training is rolled back.
+_NUMBERS = itertools.count()
 
 
 class EventFile:
@@ -22,9 +26,9 @@ class EventFile:
 
         directory.mkdir(exist_ok=True)
         now = time.time()
-        name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
         self._event = Event
-        self._file = (directory / name).open("wb")
+        self._file = (directory / name).open("xb")
         self._writer = RecordWriter(self._file)
         self._put(Event(wall_time=now, file_version="brain.Event:2"))
         # Tells TensorBoard to drop what an interrupted run recorded from this step on.

@@ -56,7 +56,7 @@ def subject() -> Any:
     "check",
     [
         arithmetic.check_operations, arithmetic.check_attention_mask, randomness.check_dropout_rate,
-        randomness.check_dropout_independence,
+        pytest.param(randomness.check_dropout_independence, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_the_self_test_accepts_them(monkeypatch: pytest.MonkeyPatch, subject: Any, check: Any) -> None:
@@ -88,6 +88,7 @@ def packed_rows(tmp_path: Path) -> BertBatch:
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rows", "without padding", "packed"])
 def test_a_model_under_autocast_is_float64s_but_for_rounding(tmp_path: Path, kind: str) -> None:
     """As near as torch's own operations under autocast, in bf16, or half as near: the interpreter cuts off where a GPU
@@ -120,6 +121,7 @@ def test_a_model_under_autocast_is_float64s_but_for_rounding(tmp_path: Path, kin
     assert ours <= 2 * theirs
 
 
+@pytest.mark.slow
 def test_training_drops_with_the_kernels_and_evaluation_does_not() -> None:
     batch = batch_of(synthetic_rows(2, seq_len=32, max_pred_len=5, seed=3)).map(lambda tensor: tensor.to(DEVICE))
     config = ModelConfig(**{**MODEL, "hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3})
