@@ -223,6 +223,7 @@ def test_what_is_no_dump_is_refused_in_one_line(tmp_path: Path) -> None:
         assert message in refused(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_dump(tmp_path: Path) -> None:
     def peak(pages: int) -> int:
         path = write(tmp_path / f"{pages}.xml", *(page(f"Town {n}", PROSE * 10) for n in range(pages)))

@@ -535,6 +535,7 @@ def _in_pieces(size: int, every_s: float) -> Fault:
     return send
 
 
+@pytest.mark.slow
 def test_without_a_least_rate_a_connection_may_take_its_time(web: Web, shards: Path, tmp_path: Path) -> None:
     over = threading.Event()
     web.data = web.data[:1024]

@@ -100,6 +100,7 @@ def test_rounding_at_random_is_no_failure_and_hides_no_wrong_mask(tmp_path: Path
     assert "attention mask" in failed, output
 
 
+@pytest.mark.slow
 def test_a_stop_signal_is_no_failure(tmp_path: Path) -> None:
     """Not even while the self-test trains, when signals are requests to save."""
     given = {"seq_len": 32, "max_pred_len": 5, "batch_size": 4, "device": "cpu", "precision": "fp32"}

@@ -136,6 +136,7 @@ def test_each_parameter_is_one_workers_and_the_shares_are_even(size: int) -> Non
     assert max(sum(t.numel() for t in masters.values()) for masters in kept) <= total / size + largest
 
 
+@pytest.mark.slow
 def test_workers_round_independently(data: Path, model: Path, tmp_path: Path) -> None:
     """Rounding two shares stochastically with the same numbers would correlate their errors. Halfway between two bf16
     numbers each goes up with probability 1/2, so two independent workers agree on half of them."""

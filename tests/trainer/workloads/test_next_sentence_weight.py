@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.helpers.support import assert_one_line_error, assert_same_bytes, metrics, train
 from trainer.state import STATE
@@ -18,6 +19,7 @@ COMMON: dict[str, Any] = {
 NAMES = ("loss", "masked_lm_loss", "next_sentence_loss", "grad_norm")
 
 
+@pytest.mark.slow
 def test_workers_and_micro_batches_share_one_sum(data: Path, model: Path, tmp_path: Path) -> None:
     given = {
         **COMMON, "data_dir": data, "model_config": model, "precision": "fp64", "disable_dropout": True,

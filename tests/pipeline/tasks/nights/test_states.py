@@ -217,6 +217,7 @@ def test_an_end_that_cannot_be_recorded_is_let_pass(tmp_path: Path) -> None:
     states.write_ended(tmp_path / "file" / "nights", datetime.date(2026, 11, 21), "failed", "a full disk")
 
 
+@pytest.mark.slow
 def test_trouble_with_telling_fails_no_complete_night(chain: Chain, finished: Chain) -> None:
     """A mail method that is not installed, and a host name that cannot exist."""
     one_stage_left(chain, "2026-11-21", finished)

@@ -57,6 +57,7 @@ def test_a_training_that_is_killed_twice_goes_on_as_the_same_run(
     assert run.exit_codes == [0], "a killed process says nothing of its end"
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_everything_is_said_once_and_gets_all_later(
     online: OnlineServer, data: Path, model: Path, tmp_path: Path
 ) -> None:
