@@ -80,8 +80,11 @@ class TrackedRun:
         rolled back since. Raises `DiskError`."""
         before = read_json(directory / RECORD) or {}
         base = before.get("base") or f"{_NO_NAME.sub('-', directory.resolve().name)[:64]}-{secrets.token_hex(4)}"
-        set_aside = len(abandoned(directory / CHECKPOINTS))
-        branch = before.get("branch", 0) + max(0, set_aside - before.get("set_aside", set_aside))
+        # Told apart by their time, too: numbers are used again once a directory is removed.
+        set_aside = [f"{path.name} {path.stat().st_mtime_ns}" for path in abandoned(directory / CHECKPOINTS)]
+        known = before.get("set_aside", set_aside)
+        known = set_aside[:known] if isinstance(known, int) else known  # a number in older records
+        branch = before.get("branch", 0) + len({*set_aside} - {*known})
         run = cls(directory, base, branch, parameters, last_step)
         record = {**vars(run), "parameters": dict(parameters), "set_aside": set_aside}
         del record["directory"]

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import threading
@@ -189,6 +190,16 @@ def test_rolling_back_begins_another_run_and_leaves_the_first(
     assert runs[out.name].curves == first
     assert runs[f"{out.name}-1"].curves == recorded(out)
     assert runs[f"{out.name}-1"].parameters["lr"] == "0.001"
+    # Again, after what was set aside has been removed: it gets the same name.
+    second = recorded(out)
+    shutil.rmtree(out / "checkpoints" / "abandoned-1")
+    done = train(**{**given, "lr": 5e-4}, resume_step=9, allow_changes="lr")
+    assert done.returncode == 0, done.stdout
+    assert (out / "checkpoints" / "abandoned-1").is_dir()
+    runs = {run.name: run for run in server.runs(out.name)}
+    assert runs.keys() == {out.name, f"{out.name}-1", f"{out.name}-2"}
+    assert runs[f"{out.name}-1"].curves == second
+    assert runs[f"{out.name}-2"].curves == recorded(out)
 
 
 @pytest.mark.slow
